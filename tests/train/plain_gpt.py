@@ -18,18 +18,30 @@ def logits(config: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:
 def _of_one_sequence(config: ModelConfig, weights: Weights, tokens: list[int]) -> Tensor:
     stream = [weights["tokens.weight"][token] for token in tokens]
     if config.token_shift:
-        before = [torch.zeros(config.d_model), *stream[:-1]]
-        stream = [x + weights["shift.share"] * y for x, y in zip(stream, before, strict=True)]
+        stream = _with_earlier(stream, [weights["shift.share"]])
     if config.positions == "learned":
         stream = [x + weights["positions.weight"][position] for position, x in enumerate(stream)]
     for number in range(config.n_layers):
         block = f"blocks.{number}"
         normed = [_norm(config, weights, f"{block}.norm1", x) for x in stream]
+        if config.token_shift == "blocks":
+            normed = _with_earlier(normed, [weights[f"{block}.shift1.share"]])
         stream = [x + a for x, a in zip(stream, _attention(config, weights, block, normed), strict=True)]
         normed = [_norm(config, weights, f"{block}.norm2", x) for x in stream]
+        if config.token_shift == "blocks":
+            normed = _with_earlier(normed, [weights[f"{block}.shift2.share"]])
         stream = [x + _mlp(config, weights, block, y) for x, y in zip(stream, normed, strict=True)]
     head = weights["tokens.weight"] if config.tied else weights["head.weight"]
     return torch.stack([head @ _norm(config, weights, "norm", x) for x in stream])
+
+
+def _with_earlier(inputs: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
+    """Add to each position factors[i] times the position i + 1 before it, if there is one."""
+    results = []
+    for position, x in enumerate(inputs):
+        earlier = inputs[:position][::-1]
+        results.append(sum((factor * y for factor, y in zip(factors, earlier, strict=False)), x))
+    return results
 
 
 def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:
@@ -46,7 +58,9 @@ def _norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor
 
 
 def _attention(config: ModelConfig, weights: Weights, block: str, inputs: list[Tensor]) -> list[Tensor]:
-    projected = [_linear(weights, f"{block}.attention.qkv", x).split(config.d_model) for x in inputs]
+    fused = [_linear(weights, f"{block}.attention.qkv", x) for x in inputs]
+    taps = [weights[f"{block}.attention.convolution.taps.{number}"] for number in range(config.convolution - 1)]
+    projected = [x.split(config.d_model) for x in _with_earlier(fused, taps)]
     heads = []
     for head in range(config.n_heads):
         part = slice(head * config.head_size, (head + 1) * config.head_size)

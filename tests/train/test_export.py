@@ -200,9 +200,12 @@ def test_model_without_architecture_in_transformers_is_refused_with_the_reasons(
 
 
 @pytest.mark.parametrize("parts", [{}, LLAMA], ids=["gpt2", "llama"])
-def test_token_shift_cannot_be_exported(tmp_path: Path, parts: dict[str, Any]) -> None:
+def test_shifts_and_convolutions_cannot_be_exported(tmp_path: Path, parts: dict[str, Any]) -> None:
     model = build(**parts, token_shift=True)
     with pytest.raises(UnsupportedError, match=r"needs token_shift=False \(it is True\)"):
+        export(model, model.config, tmp_path / "out")
+    model = build(**parts, convolution=3)
+    with pytest.raises(UnsupportedError, match=r"needs convolution=1 \(it is 3\)"):
         export(model, model.config, tmp_path / "out")
 
 

@@ -18,7 +18,7 @@ from tensorkeep.train.model.gpt import GPT
 LAYOUTS = [
     pytest.param({"positions": "learned"}, id="learned"),
     pytest.param({"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}, id="rotary"),
-    pytest.param({"positions": "rotary", "token_shift": True}, id="shifted"),
+    pytest.param({"positions": "rotary", "token_shift": "blocks", "convolution": 3}, id="shifted"),
 ]
 
 

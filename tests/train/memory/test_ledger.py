@@ -29,6 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1},
     "rotary": {"positions": "rotary"},
     "token shift": {"token_shift": True},
+    "shifts": {"token_shift": "blocks"},
+    "convolution": {"positions": "rotary", "convolution": 3},
     "swiglu": {"activation": "swiglu"},
     "relu2": {"activation": "relu2"},
     "llama": {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "tied": False},

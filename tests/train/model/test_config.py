@@ -31,6 +31,8 @@ SIZES: dict[str, Any] = {"vocab_size": 11, "context_length": 8, "n_layers": 2, "
         ({"activation": "relu"}, "activation is 'relu'"),
         ({"bias": 1}, "bias is 1"),
         ({"tied": "yes"}, "tied is 'yes'"),
+        ({"token_shift": "all"}, "token_shift is 'all'"),
+        ({"convolution": 0}, "convolution is 0"),
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"dropout": -0.1}, "dropout is -0.1"),
         ({"dropout": float("nan")}, "dropout is nan"),
@@ -71,11 +73,17 @@ def test_hidden_width_defaults_to_a_multiple_of_d_model(d_model: int, activation
 
 @pytest.mark.parametrize(
     "parts",
-    list(itertools.product(("learned", "rotary"), ("layernorm", "rmsnorm"), ("gelu", "swiglu"), *[(False, True)] * 3)),
+    [
+        (*each, shift, width)
+        for each in itertools.product(
+            ("learned", "rotary"), ("layernorm", "rmsnorm"), ("gelu", "swiglu"), *[(False, True)] * 2
+        )
+        for shift, width in ((False, 1), (True, 1), ("blocks", 3))
+    ],
     ids=lambda parts: "-".join(map(str, parts)),
 )
 def test_parameter_count_matches_the_model(parts: Any) -> None:
-    fields = ("positions", "norm", "activation", "bias", "tied", "token_shift")
+    fields = ("positions", "norm", "activation", "bias", "tied", "token_shift", "convolution")
     model = GPT(ModelConfig(**SIZES, **dict(zip(fields, parts, strict=True))), device="meta")
     counted = {name: parameter.numel() for name, parameter in model.named_parameters()}
     assert model.config.parameter_count() == sum(counted.values())

@@ -19,7 +19,8 @@ from train import plain_gpt
 
 CHOICES = {
     "positions": ("learned", "rotary"),
-    "token_shift": (False, True),
+    "token_shift": (False, True, "blocks"),
+    "convolution": (1, 3),
     "norm": ("layernorm", "rmsnorm"),
     "activation": ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu"),
     "bias": (False, True),
@@ -30,6 +31,7 @@ LAYOUTS = [
     pytest.param({"positions": "learned"}, id="learned"),
     pytest.param({"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}, id="rotary"),
     pytest.param({"positions": "rotary", "token_shift": True}, id="shifted"),
+    pytest.param({"token_shift": "blocks", "convolution": 4}, id="convolved"),
 ]
 
 
@@ -130,16 +132,20 @@ def test_a_tied_head_is_the_embedding() -> None:
 
 
 def test_names_of_tensors_in_checkpoints() -> None:
-    parts: dict[str, Any] = {"activation": "geglu", "token_shift": True}
+    parts: dict[str, Any] = {"activation": "geglu", "token_shift": "blocks", "convolution": 3}
     model = GPT(ModelConfig(vocab_size=5, context_length=4, n_layers=1, n_heads=1, d_model=4, **parts))
     assert list(model.state_dict()) == [
         "tokens.weight",
         "shift.share",
         "positions.weight",
         "blocks.0.norm1.weight",
+        "blocks.0.shift1.share",
         "blocks.0.attention.qkv.weight",
+        "blocks.0.attention.convolution.taps.0",
+        "blocks.0.attention.convolution.taps.1",
         "blocks.0.attention.out.weight",
         "blocks.0.norm2.weight",
+        "blocks.0.shift2.share",
         "blocks.0.mlp.up.weight",
         "blocks.0.mlp.gate.weight",
         "blocks.0.mlp.down.weight",
@@ -158,7 +164,7 @@ def test_names_of_tensors_in_checkpoints() -> None:
 
 def test_initial_weights_are_gpt2s() -> None:
     sizes = {"vocab_size": 500, "context_length": 64, "n_layers": 8, "n_heads": 2, "d_model": 64}
-    config = ModelConfig(**sizes, token_shift=True, bias=True, tied=False)
+    config = ModelConfig(**sizes, token_shift="blocks", convolution=3, bias=True, tied=False)
     model = GPT(config, generator=torch.Generator().manual_seed(0))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:

@@ -19,7 +19,8 @@ Together = tuple[Path, Results]
 
 _OTHER_MODEL = {
     "model.positions": "rotary",
-    "model.token_shift": True,
+    "model.token_shift": "blocks",
+    "model.convolution": 3,
     "model.norm": "rmsnorm",
     "model.activation": "swiglu",
     "model.bias": False,

@@ -41,8 +41,7 @@ class Activations:
         model = self.model
         # Token ids, the final norm with its output, and the dropout of the embeddings.
         ends = _INDEX * self.tokens + self._norm() + self.width * self.tokens * model.d_model + self._dropout(_FLOAT)
-        # The token shift makes a copy.
-        ends += _FLOAT * self.tokens * model.d_model if model.token_shift else 0
+        ends += self._shift() if model.token_shift else 0
         every = self._checkpointed_every()
         if every is None:
             return ends + model.n_layers * self.block()
@@ -59,7 +58,8 @@ class Activations:
         hidden = (4 if model.gated else 2) * self.width * self.tokens * model.mlp_width
         # The outputs of the norms; the projection of a gate makes another 16-bit copy.
         returned = (3 if model.gated and self.width < _FLOAT else 2) * self.width * self.tokens * model.d_model
-        return 2 * self._norm() + returned + self._attention() + hidden + 2 * self._dropout(self.width)
+        shifts = 2 * self._shift() if model.token_shift == "blocks" else 0
+        return 2 * self._norm() + shifts + returned + self._attention() + hidden + 2 * self._dropout(self.width)
 
     def logits(self) -> int:
         """Return the memory of the logits at the start of the backward pass."""
@@ -78,6 +78,10 @@ class Activations:
         kept += model.d_model if model.norm == "rmsnorm" and not self.on_cuda else 0
         return _FLOAT * self.tokens * kept
 
+    def _shift(self) -> int:
+        """Return the copy that a token shift makes, of the embeddings or of the output of a norm: both are float32."""
+        return _FLOAT * self.tokens * self.model.d_model
+
     def _dropout(self, width: int) -> int:
         if not self.model.dropout:
             return 0
@@ -87,6 +91,8 @@ class Activations:
         """Return the bytes that attention keeps, with its output, the input of the output projection."""
         model, tokens = self.model, self.tokens
         output = self.width * tokens * model.d_model
+        # The convolution makes a copy of queries, keys and values.
+        output += self.width * tokens * 3 * model.d_model if model.convolution > 1 else 0
         if self._keeps_scores:
             # In float32: scaled queries and keys, values, softmax, the mask of dropout and its result.
             scores = (3 if model.dropout else 1) * model.context_length * model.n_heads

@@ -123,13 +123,15 @@ def predict(config: Config, *, device: str) -> Ledger:
 
 
 def _evaluation(model: ModelConfig) -> int:
-    """Return the temporary memory of a float32 forward pass without gradients: the larger of an MLP and the logits.
+    """Return the temporary memory of a float32 forward pass without gradients: an MLP, a convolution or the logits.
 
     In an MLP exist the residual stream before and after the attention, its norm, the input and the output of the
-    activation function, and a factor between them or the result of the MLP; at the end, the logits and log-softmax.
+    activation function, and a factor between them or the result of the MLP; in a convolution, the residual stream, its
+    norm, and of queries, keys and values the input, its copy and two results; at the end, the logits and log-softmax.
     """
     streams, hidden = (3, 3) if model.gated or model.activation == "relu2" else (4, 2)
-    floats = max(streams * model.d_model + hidden * model.mlp_width, 2 * model.vocab_size)
+    convolved = (2 + 3 * min(4, model.convolution + 1)) * model.d_model if model.convolution > 1 else 0
+    floats = max(streams * model.d_model + hidden * model.mlp_width, convolved, 2 * model.vocab_size)
     return FLOAT * evaluation_batch_size(model) * model.context_length * floats
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional
 from tensorkeep.train.model.cache import LayerCache
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.positions import Rotation, rotate
+from tensorkeep.train.model.shift import CausalConvolution
 
 
 class Kernel(Protocol):
@@ -44,6 +45,7 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.dropout_p = config.dropout
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.bias)
+        self.convolution = CausalConvolution(3 * config.d_model, config.convolution) if config.convolution > 1 else None
         self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         self.kernel: Kernel = functional.scaled_dot_product_attention
@@ -55,7 +57,10 @@ class Attention(nn.Module):
         of the positions before these; those of these positions are added.
         """
         batch, length, _ = x.shape
-        heads = self.qkv(x).view(batch, length, 3 * self.n_heads, self.head_size)
+        projected = self.qkv(x)
+        if self.convolution is not None:
+            projected = self.convolution(projected, None if past is None else past.tails)
+        heads = projected.view(batch, length, 3 * self.n_heads, self.head_size)
         if rotation is None:
             query, key, value = heads.chunk(3, dim=2)
         else:

@@ -10,6 +10,7 @@ from tensorkeep.train.model.attention import Attention
 from tensorkeep.train.model.cache import LayerCache
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.positions import Rotation
+from tensorkeep.train.model.shift import TokenShift
 
 
 def _relu2(x: Tensor) -> Tensor:
@@ -56,13 +57,19 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        shifts = config.token_shift == "blocks"
         self.norm1 = build_norm(config)
+        self.shift1 = TokenShift(config.d_model) if shifts else None
         self.attention = Attention(config)
         self.norm2 = build_norm(config)
+        self.shift2 = TokenShift(config.d_model) if shifts else None
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, past: LayerCache | None = None) -> Tensor:
         """Return the residual stream after this block, [batch, positions, d_model] like x; see `Attention`."""
-        x = x + self.attention(self.norm1(x), rotation, past)
-        after: Tensor = x + self.mlp(self.norm2(x))
+        tails = None if past is None else past.tails
+        normed = self.norm1(x)
+        x = x + self.attention(normed if self.shift1 is None else self.shift1(normed, tails), rotation, past)
+        normed = self.norm2(x)
+        after: Tensor = x + self.mlp(normed if self.shift2 is None else self.shift2(normed, tails))
         return after

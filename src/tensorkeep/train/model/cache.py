@@ -4,15 +4,20 @@ import torch
 from torch import Tensor
 
 from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.shift import Tails
 
 
 class LayerCache:
-    """The keys and values of one attention layer; ``length`` positions are filled."""
+    """The keys and values of one attention layer, and the tails of its block.
+
+    ``length`` positions are filled.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys = keys
         self._values = values
         self.length = 0
+        self.tails: Tails = {}
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys and values, of shape [batch, heads, new positions, head size]; return those of all positions."""
@@ -28,13 +33,11 @@ class Cache:
     It takes 2 n_layers d_model elements for each position of each sequence, and does not support gradients.
     """
 
-    embedded: Tensor | None = None
-    """The embedding of the last token of each sequence, [batch, 1, d_model], if the model has a token shift."""
-
     def __init__(self, config: ModelConfig, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         shape = (2, config.n_layers, batch_size, config.n_heads, config.context_length, config.head_size)
         keys, values = torch.empty(shape, device=device, dtype=dtype)
         self.layers = [LayerCache(*pair) for pair in zip(keys, values, strict=True)]
+        self.tails: Tails = {}
 
     @property
     def length(self) -> int:
@@ -43,6 +46,7 @@ class Cache:
 
     def clear(self) -> None:
         """Remove all tokens."""
-        self.embedded = None
+        self.tails.clear()
         for layer in self.layers:
             layer.length = 0
+            layer.tails.clear()

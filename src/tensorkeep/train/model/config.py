@@ -32,8 +32,12 @@ class ModelConfig(Section, frozen=True):
         size.
     rope_base : float
         Of rotary positions: the wavelengths range from 2 pi to almost 2 pi times the base, in tokens.
-    token_shift : bool
-        Whether a learned fraction of the previous token's embedding is added to each embedding; see `TokenShift`.
+    token_shift : bool or str
+        Whether a learned fraction of the previous token's embedding is added to each embedding; with ``"blocks"``, the
+        same is done with the input of every attention and MLP as well; see `TokenShift`.
+    convolution : int
+        The width in positions of a causal convolution over queries, keys and values, each channel by itself; 1
+        for none; see `CausalConvolution`.
     norm : str
         ``"layernorm"`` or ``"rmsnorm"`` (Zhang and Sennrich, arXiv 1910.07467).
     norm_eps : float
@@ -71,7 +75,8 @@ class ModelConfig(Section, frozen=True):
     d_ff: Count | None = None
     positions: Literal["learned", "rotary"] = "learned"
     rope_base: Positive = 10000.0
-    token_shift: bool = False
+    token_shift: bool | Literal["blocks"] = False
+    convolution: Count = 1
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: Positive = 1e-5
     activation: Activation = "gelu"
@@ -122,8 +127,9 @@ class ModelConfig(Section, frozen=True):
         head = 0 if self.tied else self.vocab_size * d
         positions = self.context_length * d if self.positions == "learned" else 0
         tables = self.vocab_size * d + positions if embeddings else 0
-        shift = d if self.token_shift else 0
-        return self.n_layers * self._block_matmul_weights() + norms + biases + shift + head + tables
+        shifts = d * (1 + 2 * self.n_layers * (self.token_shift == "blocks")) if self.token_shift else 0
+        taps = self.n_layers * 3 * d * (self.convolution - 1)
+        return self.n_layers * self._block_matmul_weights() + norms + biases + shifts + taps + head + tables
 
     def _block_matmul_weights(self) -> int:
         """Return the number of weights of one block that take part in matmuls."""

@@ -11,7 +11,8 @@ from tensorkeep.train.model.attention import Attention
 from tensorkeep.train.model.block import Block, build_norm
 from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.model.positions import LearnedPositions, RotaryPositions, TokenShift
+from tensorkeep.train.model.positions import LearnedPositions, RotaryPositions
+from tensorkeep.train.model.shift import TokenShift
 
 IGNORED = -1
 """The target of positions that do not count in the loss."""
@@ -28,9 +29,12 @@ class GPT(nn.Module):
         shift.share                      [d_model]                  token shift only
         positions.weight                 [context_length, d_model]  learned positions only
         blocks.N.norm1.weight            [d_model]
+        blocks.N.shift1.share            [d_model]                  token shift in blocks only
         blocks.N.attention.qkv.weight    [3 d_model, d_model]
+        blocks.N.attention.convolution.taps.M  [3 d_model]          convolution only, M from 0
         blocks.N.attention.out.weight    [d_model, d_model]
         blocks.N.norm2.weight            [d_model]
+        blocks.N.shift2.share            [d_model]                  token shift in blocks only
         blocks.N.mlp.up.weight           [mlp_width, d_model]
         blocks.N.mlp.gate.weight         [mlp_width, d_model]       gated activations only
         blocks.N.mlp.down.weight         [d_model, mlp_width]
@@ -79,7 +83,7 @@ class GPT(nn.Module):
         # Modules on meta draw no initial values, which `initialise` would overwrite.
         with torch.device("meta"):
             self.tokens = nn.Embedding(config.vocab_size, config.d_model)
-            self.shift = TokenShift(config) if config.token_shift else None
+            self.shift = TokenShift(config.d_model) if config.token_shift else None
             self.positions: LearnedPositions | RotaryPositions = (
                 LearnedPositions(config) if config.positions == "learned" else RotaryPositions(config)
             )
@@ -102,8 +106,8 @@ class GPT(nn.Module):
         """Draw new weights as GPT-2 does.
 
         Matrices are normal with ``init_std``; those that write to the residual stream have ``init_std`` divided by
-        sqrt(2 n_layers), so that its variance does not grow with depth. Biases and the token shift are 0, the weights
-        of norms 1.
+        sqrt(2 n_layers), so that its variance does not grow with depth. Biases, token shifts and the taps of
+        convolutions are 0, the weights of norms 1.
         """
         self._tie()
         for name, parameter in self.named_parameters():
@@ -172,7 +176,7 @@ class GPT(nn.Module):
         start = 0 if cache is None else cache.length
         x: Tensor = self.tokens(tokens)
         if self.shift is not None:
-            x = self.shift(x, cache)
+            x = self.shift(x, None if cache is None else cache.tails)
         if isinstance(self.positions, LearnedPositions):
             x = x + self.positions(start, start + tokens.shape[-1])
         embedded: Tensor = self.dropout(x)

@@ -142,6 +142,7 @@ _ARCHITECTURES = (
         {
             "positions": ("learned",),
             "token_shift": (False,),
+            "convolution": (1,),
             "norm": ("layernorm",),
             "activation": ("gelu", "gelu_tanh"),
         },
@@ -154,6 +155,7 @@ _ARCHITECTURES = (
         {
             "positions": ("rotary",),
             "token_shift": (False,),
+            "convolution": (1,),
             "norm": ("rmsnorm",),
             "activation": ("swiglu",),
             "bias": (False,),

@@ -1,9 +1,8 @@
-"""What depends on positions: learned embeddings, rotations of queries and keys (RoPE), and the token shift."""
+"""What depends on positions: learned embeddings, and rotations of queries and keys (RoPE)."""
 
 import torch
 from torch import Tensor, nn
 
-from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.config import ModelConfig
 
 Rotation = tuple[Tensor, Tensor]
@@ -60,21 +59,3 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     # Rolling by half pairs each element with its partner; the signs are in the sines.
     rotated = torch.addcmul(wide * cosines, wide.roll(wide.shape[-1] // 2, -1), sines)
     return rotated.to(heads.dtype)
-
-
-class TokenShift(nn.Module):
-    """Adds a learned fraction of the previous token's embedding to each, channel by channel; initially 0.
-
-    RWKV shifts the input of every layer this way (Peng et al., arXiv 2305.13048); here only that of the first layer.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.share = nn.Parameter(torch.empty(config.d_model))
-
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return the shifted embeddings, [batch, positions, d_model] like x; a cache holds that of the last token."""
-        first = torch.zeros_like(x[:, :1]) if cache is None or cache.embedded is None else cache.embedded
-        if cache is not None:
-            cache.embedded = x[:, -1:]
-        return torch.addcmul(x, torch.cat((first, x[:, :-1]), dim=1), self.share)

@@ -23,6 +23,9 @@ from tensorkeep.train.techniques.parallel import Parallel
 from tensorkeep.train.techniques.parallel.filling import fill_parameters, update_parameters
 from tensorkeep.train.techniques.parallel.mesh import SHARD, TENSOR, mesh_of
 
+_FUSED = (".attention.qkv.", ".attention.convolution.")
+"""The parameters of queries, keys and values together."""
+
 
 class ShardedParallel(Parallel):
     """A technique that shards the parameters of the model along one dimension of a mesh; see `mesh`.
@@ -84,12 +87,13 @@ def _is_placed(parameter: DTensor | None, axis: str, dim: int, count: int) -> bo
 def in_order(name: str, parameter: Any) -> Any:
     """Return a parameter, or its state, with placements that state which rows of the full tensor this rank has.
 
-    Of the fused projection to queries, keys and values, tensor parallelism gives each rank the heads that it computes:
-    a part of each third. The placement of its matmul, ``Shard(0)``, does not state that; ``_StridedShard`` does.
+    Of the fused projection to queries, keys and values, and of the convolution over them, tensor parallelism gives each
+    rank the heads that it computes: a part of each third. The placement of the computation, ``Shard(0)``, does not
+    state that; ``_StridedShard`` does.
     The memory is shared.
     """
     names = parameter.device_mesh.mesh_dim_names or ()
-    if ".attention.qkv." not in name or TENSOR not in names:
+    if not any(fused in name for fused in _FUSED) or TENSOR not in names:
         return parameter
     placements = list(parameter.placements)
     placements[names.index(TENSOR)] = _StridedShard(0, split_factor=3)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import msgspec
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tensorkeep.errors import UsageError
@@ -21,6 +21,8 @@ from tensorkeep.train.techniques.parallel.sharding import ShardedParallel
 
 _BY_ROWS = ("attention.qkv", "mlp.up", "mlp.gate")
 _BY_COLUMNS = ("attention.out", "mlp.down")
+_BY_CHANNELS = "attention.convolution"
+_REPLICATED = ("norm1", "norm2", "shift1", "shift2")
 
 
 class TensorParallel(ShardedParallel):
@@ -53,11 +55,12 @@ class TensorParallel(ShardedParallel):
             layers = dict(block.named_modules())
             parallelize_module(block, own_mesh, {name: style for name, style in plan.items() if name in layers})
             block.attention.n_heads //= size  # type: ignore[union-attr, operator]
-            for norm in (block.norm1, block.norm2):
-                _replicate(norm, own_mesh)  # type: ignore[arg-type]
+            if _BY_CHANNELS in layers:
+                _distribute(layers[_BY_CHANNELS], own_mesh, parameters=Shard(0), features=Shard(2))
+            for name in _REPLICATED:
+                _replicate(layers.get(name), own_mesh)
         for module in (model.tokens, model.shift, model.positions, model.norm, model.head):
-            if module is not None:
-                _replicate(module, own_mesh)
+            _replicate(module, own_mesh)
         if model.config.tied:
             model.head.weight = model.tokens.weight
         _use_cache_of_own_heads(model, size)
@@ -98,27 +101,36 @@ def _dimensions(model: GPT) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, _ in model.named_parameters():
         layer, _, kind = name.rpartition(".")
-        if layer.endswith(_BY_ROWS):
+        if layer.endswith(_BY_ROWS) or _BY_CHANNELS in layer:
             found[name] = 0
         elif layer.endswith(_BY_COLUMNS) and kind == "weight":
             found[name] = 1
     return found
 
 
-def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+def _replicate(module: nn.Module | None, mesh: DeviceMesh) -> None:
     """Make the parameters of a module replicated DTensors: an optimizer needs all to be of the same type."""
+    if module is not None and any(True for _ in module.parameters()):
+        _distribute(module, mesh, parameters=Replicate(), features=Replicate())
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, *, parameters: Placement, features: Placement) -> None:
+    """Place the parameters of a module and let it compute with DTensors; inputs and outputs remain local tensors."""
+
+    def place(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, each in module.named_parameters(recurse=False):
+            module.register_parameter(key, nn.Parameter(distribute_tensor(each.data, mesh, [parameters])))
 
     def to_dtensors(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         return tuple(
-            DTensor.from_local(each, mesh, [Replicate()], run_check=False) if isinstance(each, Tensor) else each
+            DTensor.from_local(each, mesh, [features], run_check=False) if isinstance(each, Tensor) else each
             for each in inputs
         )
 
     def to_local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.to_local() if isinstance(output, DTensor) else output
 
-    if any(True for _ in module.parameters()):
-        distribute_module(module, mesh, input_fn=to_dtensors, output_fn=to_local)
+    distribute_module(module, mesh, place, input_fn=to_dtensors, output_fn=to_local)
 
 
 def _use_cache_of_own_heads(model: GPT, size: int) -> None:
