@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines
+from tensorkeep.train.data.corpus import DEFAULT_FIELD
 from tensorkeep.train.data.dataset import SPLITS, Dataset
 from tensorkeep.train.data.prepare import prepare as make
 from tensorkeep.units import counted, format_bytes
@@ -33,6 +34,7 @@ def prepare(
     validation: float = 0.1,
     seed: int = 0,
     encoding: str = "utf-8",
+    field: str = DEFAULT_FIELD,
     overwrite: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
 ) -> None:
@@ -41,8 +43,9 @@ def prepare(
     Parameters
     ----------
     source
-        A file, a folder, a pattern in quotes such as 'books/*.txt', - for standard input, or stdlib for the sources of
-        Python's standard library. A .jsonl file has one document on each line, under "text".
+        A file, a folder, a pattern in quotes such as 'books/*.txt', a dataset that Hugging Face's datasets saved
+        (save_to_disk), - for standard input, or stdlib for the sources of Python's standard library. A .jsonl file has
+        one document on each line, a .parquet file one in each row.
     out
         The folder to create.
     tokenizer
@@ -55,6 +58,8 @@ def prepare(
         The seed of the split into training and validation.
     encoding
         The encoding of the text; invalid bytes are an error.
+    field
+        The field of the lines of .jsonl files, or the column of tables, that holds the text.
     overwrite
         Replace existing prepared data.
     """
@@ -67,6 +72,7 @@ def prepare(
             validation=validation,
             seed=seed,
             encoding=encoding,
+            field=field,
             overwrite=overwrite,
             progress=progress,
         )

@@ -119,6 +119,8 @@ class DataConfig(Section, frozen=True):
     tokenizer, vocab_size, validation : str, int, float
         How the source is prepared if it is not prepared data. The vocabulary size is for ``"bpe"`` only; ``validation``
         is the fraction kept for validation.
+    field : str
+        The field of the lines of ``.jsonl`` files, or the column of tables, that holds the text.
     order : str
         ``"shuffled"``: every window of an epoch once. ``"random"``: windows at random places.
     """
@@ -127,6 +129,7 @@ class DataConfig(Section, frozen=True):
     tokenizer: str = "char"
     vocab_size: int | None = None
     validation: Fraction = 0.1
+    field: str = "text"
     order: Literal["shuffled", "random"] = "shuffled"
 
 

@@ -1,4 +1,4 @@
-"""The text files of a corpus: a file, folder, glob, standard input or standard library."""
+"""The files of a corpus: a file, folder, glob, saved dataset, standard input or standard library."""
 
 import codecs
 import os
@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated, Literal
+
+import msgspec
 
 from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, UsageError
 from tensorkeep.io.files import store_error, store_errors
@@ -21,8 +23,8 @@ STDLIB = "stdlib"
 
 # fmt: off
 SUFFIXES = frozenset((
-    ".txt", ".text", ".md", ".rst", ".adoc", ".org", ".tex", ".jsonl", ".py", ".pyi", ".c", ".h", ".cc",
-    ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala", ".cs", ".js", ".jsx", ".mjs", ".ts",
+    ".txt", ".text", ".md", ".rst", ".adoc", ".org", ".tex", ".jsonl", ".ndjson", ".parquet", ".py", ".pyi", ".c",
+    ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala", ".cs", ".js", ".jsx", ".mjs", ".ts",
     ".tsx", ".php", ".pl", ".rb", ".lua", ".r", ".jl", ".hs", ".ml", ".lisp", ".el", ".swift", ".sh",
     ".sql", ".html", ".css",
 ))
@@ -34,6 +36,16 @@ _LEFT_OUT_OF_STDLIB = frozenset((
     "encodings", "pydoc_data",
 ))
 # fmt: on
+
+_RECORDS: dict[str, Literal["jsonl", "parquet", "arrow"]] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+"""Endings of the files whose lines or rows are documents."""
+
+DEFAULT_FIELD = "text"
 
 _MAGIC = frozenset("*?[")
 _COPIED_AT_ONCE = 1 << 20
@@ -51,9 +63,9 @@ class TextFile:
     nbytes: int
 
     @property
-    def has_records(self) -> bool:
-        """Whether each line is a JSON object that holds a document (``.jsonl``)."""
-        return self.path.suffix.lower() == ".jsonl"
+    def records(self) -> Literal["jsonl", "parquet", "arrow"] | None:
+        """The format of a file whose lines or rows are documents; None for a file of text."""
+        return _RECORDS.get(self.path.suffix.lower())
 
 
 @dataclass(frozen=True)
@@ -63,9 +75,12 @@ class Source:
     spec: str
     """What the user gave."""
     kind: str
-    """``"file"``, ``"jsonl"``, ``"folder"``, ``"pattern"``, ``"stdlib"`` or ``"stdin"``."""
+    """``"file"``, ``"jsonl"``, ``"parquet"``, ``"arrow"``, ``"folder"``, ``"dataset"``, ``"pattern"``, ``"stdlib"`` or
+    ``"stdin"``."""
     files: tuple[TextFile, ...]
     encoding: str
+    field: str
+    """The field of JSON objects, or the column of tables, that holds the text."""
     _open: ExitStack
     _stdin_copy: IO[bytes] | None = None
 
@@ -94,13 +109,14 @@ class Source:
 
 
 @contextmanager
-def open_source(spec: PathLike, *, encoding: str = "utf-8") -> Iterator[Source]:
+def open_source(spec: PathLike, *, encoding: str = "utf-8", field: str = DEFAULT_FIELD) -> Iterator[Source]:
     """Find the files of a corpus.
 
-    The source is a file (``.jsonl``: one JSON object with a document under ``"text"`` on each line), a folder, a
-    pattern such as ``books/*.txt``, ``"-"`` for standard input, or ``"stdlib"`` for the sources of Python's standard
-    library. Folders, patterns, ``stdlib`` and ``.jsonl`` consist of documents; a plain file and standard input are one
-    stream of text.
+    The source is a file, a folder, a pattern such as ``books/*.txt``, a dataset that Hugging Face's ``datasets`` saved
+    with ``save_to_disk``, ``"-"`` for standard input, or ``"stdlib"`` for the sources of Python's standard library. In
+    ``.jsonl`` and ``.ndjson`` files each line is an object with a document under ``field``; in ``.parquet`` files and
+    saved datasets each row has one in that column. A plain file and standard input are one stream of text; all others
+    consist of documents.
 
     Raises NotACheckpointError if there is no such file, folder or match; StoreError if the operating system refuses;
     UsageError if the encoding is unknown, or something there cannot be read as text.
@@ -110,13 +126,14 @@ def open_source(spec: PathLike, *, encoding: str = "utf-8") -> Iterator[Source]:
     with ExitStack() as stack:
         if text == STDIN:
             copy = _copy_stdin(stack)
-            yield Source(text, "stdin", (TextFile("standard input", Path(STDIN), copy.tell()),), encoding, stack, copy)
+            file = TextFile("standard input", Path(STDIN), copy.tell())
+            yield Source(text, "stdin", (file,), encoding, field, stack, copy)
             return
         kind, files = ("stdlib", _standard_library()) if text == STDLIB else _find(text)
-        records = next((file for file in files if file.has_records), None)
-        if records is not None and codecs.lookup(encoding).name != "utf-8":
-            raise UsageError(f"JSON is UTF-8, not {encoding}", path=records.path, remedy="prepare this file separately")
-        yield Source(text, kind, tuple(files), encoding, stack)
+        lines = next((file for file in files if file.records == "jsonl"), None)
+        if lines is not None and codecs.lookup(encoding).name != "utf-8":
+            raise UsageError(f"JSON is UTF-8, not {encoding}", path=lines.path, remedy="prepare this file separately")
+        yield Source(text, kind, tuple(files), encoding, field, stack)
 
 
 def _find(text: str) -> tuple[str, list[TextFile]]:
@@ -134,9 +151,36 @@ def _find(text: str) -> tuple[str, list[TextFile]]:
     except OSError as error:
         raise store_error(error, path, "read the file") from error
     if stat.S_ISDIR(mode):
-        return "folder", _in_folder(path)
+        return ("dataset", _of_dataset(path)) if (path / _DATASET).exists() else ("folder", _in_folder(path))
     file = _text_file(path, path.name)
-    return ("jsonl" if file.has_records else "file"), [file]
+    return file.records or "file", [file]
+
+
+_DATASET = "state.json"
+
+
+class _DataFile(msgspec.Struct):
+    # A name, not a path: the files are in the folder of the dataset.
+    filename: Annotated[str, msgspec.Meta(pattern=r"^[^/]+\.arrow$")]
+
+
+class _DatasetState(msgspec.Struct):
+    """What ``save_to_disk`` of Hugging Face's ``datasets`` writes beside its Arrow files."""
+
+    data_files: Annotated[list[_DataFile], msgspec.Meta(min_length=1)] = msgspec.field(name="_data_files")
+
+
+def _of_dataset(folder: Path) -> list[TextFile]:
+    """Return the files of a saved dataset, in the order of their rows."""
+    path = folder / _DATASET
+    with store_errors(path, "read the file"):
+        content = path.read_bytes()
+    try:
+        state = msgspec.json.decode(content, type=_DatasetState)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        remedy = f"remove {_DATASET} if the folder is none; name its files by a pattern otherwise"
+        raise UsageError(f"does not describe a saved dataset ({error})", path=path, remedy=remedy) from error
+    return [_text_file(folder / each.filename, each.filename) for each in state.data_files]
 
 
 def _check_encoding(encoding: str) -> None:
@@ -168,6 +212,13 @@ def _text_file(path: Path, name: str) -> TextFile:
 
 def _in_folder(folder: Path) -> list[TextFile]:
     """Return the text files below a folder, by name. Names that begin with a dot are skipped."""
+    splits = sorted(each.parent.name for each in folder.glob(f"*/{_DATASET}"))
+    if (folder / "dataset_dict.json").exists() and splits:
+        raise UsageError(
+            f"holds several datasets: {', '.join(splits)}",
+            path=folder,
+            remedy=f"give one of them: {folder / splits[0]}",
+        )
     found = _sorted(folder, (path for path in _walk(folder, lambda name: True) if path.suffix.lower() in SUFFIXES))
     if not found:
         raise NotACheckpointError(

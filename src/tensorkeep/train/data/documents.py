@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 import xxhash
@@ -16,28 +16,25 @@ from tensorkeep.io.files import store_error
 from tensorkeep.io.parallel import Meter
 from tensorkeep.train.data.corpus import Source, TextFile
 from tensorkeep.train.data.dataset import TRAIN, VALIDATION
+from tensorkeep.train.data.tables import Table
 
 PIECE = 1 << 16
 """Bytes or characters that are handled at once."""
 
 LONGEST_RECORD = 1 << 26
-"""Bytes of a line of a ``.jsonl`` file, which is parsed as a whole."""
+"""Bytes of a line of JSON, which is parsed as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     """One document, or the whole text of a corpus without documents.
 
-    Its name is that of its file, in a ``.jsonl`` file followed by the number of the line. Its texts, pieces of the
-    document, must be consumed before the next document.
+    Its name is that of its file, followed by the number of the line or row if the file holds several. Its texts, pieces
+    of the document, must be consumed before the next document.
     """
 
     name: str
     texts: Iterator[str]
-
-
-class _Record(msgspec.Struct):
-    text: str
 
 
 class Reading:
@@ -50,9 +47,10 @@ class Reading:
         self._hasher = new_hasher(wide=False)
         self._unreported = 0
         self._nul_is_one_byte = "\0".encode(source.encoding) == b"\0"
+        self._record = msgspec.defstruct("_Record", [("text", str)], rename={"text": source.field})
 
     def digest(self) -> str:
-        """Return the xxh3-64 of the names and bytes read so far, as 16 hexadecimal digits."""
+        """Return the xxh3-64 of the names and bytes read so far, as 16 hexadecimal digits; of tables, of the texts."""
         return str(self._hasher.hexdigest())
 
     def documents(self) -> Iterator[Document]:
@@ -63,9 +61,12 @@ class Reading:
         """
         for file in self.source.files:
             self._hasher.update(os.fsencode(file.name) + b"\0")
+            if file.records in ("parquet", "arrow"):
+                yield from self._rows(file)
+                continue
             with self.source.opened(file) as stream:
-                if file.has_records:
-                    yield from self._records(stream, file)
+                if file.records:
+                    yield from self._lines(stream, file)
                 else:
                     yield Document(file.name, self._texts(stream, file))
         self._report()
@@ -91,7 +92,7 @@ class Reading:
             if not chunk:
                 return
 
-    def _records(self, stream: IO[bytes], file: TextFile) -> Iterator[Document]:
+    def _lines(self, stream: IO[bytes], file: TextFile) -> Iterator[Document]:
         begin = number = 0
         while line := self._read(stream.readline, LONGEST_RECORD + 1, file):
             number += 1
@@ -103,12 +104,41 @@ class Reading:
                 )
             if (place := line.find(b"\0")) >= 0:
                 raise _binary(f"byte {begin + place:,}", file)
-            text = _record_text(line, begin, number, file)
-            if "\0" in text:
-                raise _binary(f"a character of line {number:,}", file)
-            self.characters += len(text)
-            yield Document(f"{file.name}:{number}", (text[at : at + PIECE] for at in range(0, len(text), PIECE)))
+            yield self._record_document(self._record_text(line, begin, number, file), f"line {number:,}", number, file)
             begin += len(line)
+
+    def _rows(self, file: TextFile) -> Iterator[Document]:
+        number = reported = 0
+        with Table.open(file, self.source.field) as table:
+            for text in table.texts():
+                number += 1
+                self._hasher.update(text.encode() + b"\0")
+                yield self._record_document(text, f"row {number:,}", number, file)
+                done = table.done(number)
+                self._count(done - reported)
+                reported = done
+        self._count(file.nbytes - reported)
+
+    def _record_document(self, text: str, place: str, number: int, file: TextFile) -> Document:
+        if "\0" in text:
+            raise _binary(f"a character of {place}", file)
+        self.characters += len(text)
+        return Document(f"{file.name}:{number}", (text[at : at + PIECE] for at in range(0, len(text), PIECE)))
+
+    def _record_text(self, line: bytes, begin: int, number: int, file: TextFile) -> str:
+        """Return the text of one line of JSON; an empty text if the line is blank."""
+        try:
+            decoded = line.decode()
+        except UnicodeDecodeError as error:
+            raise _undecodable(error, begin + len(line), file, "utf-8") from error
+        if not decoded.strip():
+            return ""
+        try:
+            record: Any = msgspec.json.decode(decoded, type=self._record)
+        except (msgspec.DecodeError, RecursionError) as error:
+            remedy = f'each line must be an object such as {{"{self.source.field}": "..."}}; --field names the field'
+            raise UsageError(f"line {number:,} is not a document ({error})", path=file.path, remedy=remedy) from error
+        return str(record.text)
 
     def _read(self, read: Callable[[int], bytes], count: int, file: TextFile) -> bytes:
         try:
@@ -116,11 +146,14 @@ class Reading:
         except OSError as error:
             raise store_error(error, file.path, "read the file") from error
         self._hasher.update(chunk)
-        self.nbytes += len(chunk)
-        self._unreported += len(chunk)
+        self._count(len(chunk))
+        return chunk
+
+    def _count(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._unreported += nbytes
         if self._unreported >= PIECE:  # updating a progress bar takes longer than reading a short line
             self._report()
-        return chunk
 
     def _report(self) -> None:
         self._meter.add(self._unreported)
@@ -179,21 +212,6 @@ def _cut(texts: Iterator[str], characters: int) -> Iterator[tuple[str, Iterator[
 
     yield TRAIN, first()
     yield VALIDATION, chain(rest, texts)
-
-
-def _record_text(line: bytes, begin: int, number: int, file: TextFile) -> str:
-    """Return the text of one line of a ``.jsonl`` file; an empty text if the line is blank."""
-    try:
-        decoded = line.decode()
-    except UnicodeDecodeError as error:
-        raise _undecodable(error, begin + len(line), file, "utf-8") from error
-    if not decoded.strip():
-        return ""
-    try:
-        return msgspec.json.decode(decoded, type=_Record).text
-    except (msgspec.DecodeError, RecursionError) as error:
-        remedy = 'each line must be an object such as {"text": "..."}'
-        raise UsageError(f"line {number:,} is not a document ({error})", path=file.path, remedy=remedy) from error
 
 
 def _undecodable(error: UnicodeError, end: int, file: TextFile, encoding: str) -> UsageError:

@@ -19,7 +19,7 @@ from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import DirectFile, write_small
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.paths import checked_path
-from tensorkeep.train.data.corpus import Source, open_source
+from tensorkeep.train.data.corpus import DEFAULT_FIELD, Source, open_source
 from tensorkeep.train.data.dataset import (
     FILE,
     FORMAT,
@@ -60,6 +60,7 @@ def prepare(
     validation: float = 0.1,
     seed: int = 0,
     encoding: str = "utf-8",
+    field: str = DEFAULT_FIELD,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Prepared:
@@ -84,6 +85,8 @@ def prepare(
         Decides which documents are for validation.
     encoding : str
         The encoding of the text.
+    field : str
+        The field of JSON objects, or the column of tables, that holds the text of a document.
     overwrite : bool
         Replace prepared data at ``out``; nothing else is ever replaced.
     progress : callable, optional
@@ -104,7 +107,7 @@ def prepare(
     StoreError
         If the operating system refuses, or the corpus changes between the passes; nothing is left behind.
     MissingExtraError, UnsupportedError
-        If the tokenizer needs a package, or a vocabulary, that is not on this machine.
+        If the tokenizer or a table needs a package, or the tokenizer a vocabulary, that is not on this machine.
 
     Examples
     --------
@@ -119,7 +122,7 @@ def prepare(
     learn = learner(tokenizer, vocab_size)
     destination = Path(checked_path(out))
     with (
-        open_source(source, encoding=encoding) as corpus,
+        open_source(source, encoding=encoding, field=field) as corpus,
         Commit(destination, directory=True, overwrite=overwrite, replaceable=_is_replaceable) as commit,
     ):
         meter = Meter(2 * corpus.nbytes, progress)

@@ -115,6 +115,7 @@ def _prepared(config: Config, folder: RunFolder, meter: Meter, *, overwrite: boo
             tokenizer=config.data.tokenizer,
             vocab_size=config.data.vocab_size,
             validation=config.data.validation,
+            field=config.data.field,
             overwrite=overwrite,
             progress=progress,
         ).path
