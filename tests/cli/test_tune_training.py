@@ -39,7 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluate few tokens at once, so that the steps of the small model need more memory than an evaluation."""
-    monkeypatch.setattr("tensorkeep.train.evaluate._LARGEST_TOKENS", 64)
+    monkeypatch.setattr("tensorkeep.train.memory.evaluation.LARGEST_TOKENS", 64)
 
 
 def chosen_for(memory: int) -> training.Tuned:

@@ -104,7 +104,7 @@ def test_new_best_loss_is_saved_at_its_own_step(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, keep_best: int, saved: list[int]
 ) -> None:
     losses = iter([3.0, 2.0, 2.5])
-    monkeypatch.setattr("tensorkeep.train.loop.evaluate", lambda model, batches: next(losses))
+    monkeypatch.setattr("tensorkeep.train.loop.validation_loss", lambda opened: next(losses))
     witness = Witness()
     run(
         CONFIG.changed({"eval.every": 4, "checkpoint.keep_last": 1, "checkpoint.keep_best": keep_best}),
@@ -163,7 +163,7 @@ def test_run_that_mostly_evaluates_advises_a_part_of_the_data(
         summary = train(opened, Witness())
         for evaluating, advised in ((30.0, True), (4.0, False)):
             print_summary(opened, replace(summary, seconds={"evaluate": evaluating, "train": 3.0}))
-            assert ("--eval.batches 20" in capsys.readouterr().out) is advised
+            assert ("--eval.tokens 26" in capsys.readouterr().out) is advised
 
 
 def test_run_of_one_step_has_no_speed(tmp_path: Path, data: Path) -> None:

@@ -110,6 +110,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "random order": {"data.order": "random"},
     "shuffled order, differences": {"data.order": "shuffled", "checkpoint.incremental": "delta"},
     "stopping early": {"optim.lr": 1e-12, "optim.weight_decay": 0.0, "eval.every": 1, "eval.patience": 6},
+    "evaluating a part": {"eval.every": 2, "eval.tokens": 40, "schedule.name": "plateau", "schedule.patience": 1},
     "synchronous": {"checkpoint.asynchronous": False, "checkpoint.incremental": False},
 }
 

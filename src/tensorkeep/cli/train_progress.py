@@ -17,6 +17,7 @@ from tensorkeep.cli.text import Table, printable
 from tensorkeep.train.loop import Listener, Summary
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import METRIC, Run
+from tensorkeep.train.run.validation import validation_windows
 from tensorkeep.units import format_bytes, format_seconds
 
 _SECONDS_BETWEEN = 5.0
@@ -156,7 +157,8 @@ def print_summary(run: Run, summary: Summary) -> None:
     if summary.steps:
         rows += _cost(summary)
         if run.config.eval.batches is None and _evaluates_long(summary):
-            rows.append(("advice", "evaluate a part of the validation data, such as --eval.batches 20"))
+            tokens = validation_windows(run.config, run.dataset).targets
+            rows.append(("advice", f"evaluate fewer tokens, such as --eval.tokens {max(1, tokens // 10)}"))
     rows.append(("run", str(run.folder.path)))
     Table(("", ""), rows).show()
     # Not wrapped, so that it can be copied.

@@ -23,8 +23,6 @@ import torch
 
 from tensorkeep.checkpoint.save.job import PendingSave
 from tensorkeep.machine import usable_processors
-from tensorkeep.train.data.batches import windows
-from tensorkeep.train.evaluate import evaluate, evaluation_batch_size
 from tensorkeep.train.generate import generate, prompt_ids
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.optim.optimizers import set_learning_rate
@@ -32,6 +30,7 @@ from tensorkeep.train.optim.schedules import learning_rate_factor
 from tensorkeep.train.run.device import peak_memory
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import METRIC, Run
+from tensorkeep.train.run.validation import validation_loss, validation_windows
 
 logger = logging.getLogger(__name__)
 
@@ -234,16 +233,15 @@ def _report(run: Run, listener: Listener, kind: str, values: dict[str, Any], *, 
 
 def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
     """Compute the validation loss, of the averaged weights if the run averages them; return the metrics."""
-    config, progress = run.config, run.progress
-    length, rows = config.model.context_length, evaluation_batch_size(config.model)
-    batches = windows(run.dataset.validation, length, batch_size=rows, most=config.eval.batches)
-    with run.clock.spent_on("evaluate"), run.average.in_place():
-        loss = run.world.broadcast(evaluate(run.model, batches))
+    progress = run.progress
+    with run.clock.spent_on("evaluate"):
+        loss = validation_loss(run)
     run.plateau.add(loss)
     progress.loss = loss
     better = loss < progress.best
     progress.best, progress.waited = (loss, 0) if better else (progress.best, progress.waited + 1)
-    _report(run, listener, "evaluate", {METRIC: loss, "best": progress.best})
+    tokens = validation_windows(run.config, run.dataset).targets
+    _report(run, listener, "evaluate", {METRIC: loss, "best": progress.best, "tokens": tokens})
     return {METRIC: loss}
 
 

@@ -29,6 +29,8 @@ class Operations:
         ``(loss, norm) -> bool``: whether to apply the update; raises DivergedError to stop the run.
     update : callable
         ``() -> None``: steps the optimizers.
+    evaluate : callable
+        ``(inputs, targets) -> Tensor``: the mean loss of a batch of an evaluation, without gradients and dropout.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -36,6 +38,7 @@ class Operations:
     clip: Callable[[], Tensor]
     accepts: Callable[[Tensor, Tensor], bool]
     update: Callable[[], None]
+    evaluate: Callable[[Tensor, Tensor], Tensor]
 
 
 def default_operations(
@@ -60,4 +63,5 @@ def default_operations(
         clip=clip_gradient,
         accepts=accepts,
         update=update,
+        evaluate=lambda inputs, targets: model.loss(inputs, targets),
     )

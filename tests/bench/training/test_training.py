@@ -18,6 +18,7 @@ from tensorkeep.bench.training.workload import WORKLOAD
 from tensorkeep.errors import UsageError
 from tensorkeep.train import loop
 from tensorkeep.train.config.recipes import RECIPES
+from tensorkeep.train.run import validation
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Technique, Verification
 from tensorkeep.train.techniques.stack import COMBINATIONS
@@ -86,15 +87,14 @@ def test_loss_in_equal_time_uses_the_windows_of_the_final_loss(
 ) -> None:
     """Also where a technique changes the size of batches."""
     seen = []
-    evaluate = cell.evaluate
+    evaluate = validation.evaluate
 
-    def noted(model: Any, rows: Any) -> float:
+    def noted(model: Any, rows: Any, **options: Any) -> float:
         rows = list(rows)
         seen.append([inputs.tolist() for inputs, _ in rows])
-        return evaluate(model, rows)
+        return evaluate(model, rows, **options)
 
-    monkeypatch.setattr(cell, "evaluate", noted)
-    monkeypatch.setattr(loop, "evaluate", noted)
+    monkeypatch.setattr(validation, "evaluate", noted)
     arm = {"loop.batch_size": 4, "techniques.gradient-accumulation.batches": 4}
     figures = trained(data, tmp_path / "run", cell.Protocol(2, seconds=1e-9), arm)
     in_time, at_the_end = seen
@@ -113,13 +113,13 @@ def test_peak_memory_includes_evaluations_only_if_asked(
     counted: bool, most: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = {"peak": 0}
-    evaluate = loop.evaluate
+    validation_loss = loop.validation_loss
 
-    def evaluated(model: Any, rows: Any) -> float:
+    def evaluated(run: Run) -> float:
         memory["peak"] = 1000
-        return evaluate(model, rows)
+        return validation_loss(run)
 
-    monkeypatch.setattr(loop, "evaluate", evaluated)
+    monkeypatch.setattr(loop, "validation_loss", evaluated)
     monkeypatch.setattr(loop, "peak_memory", lambda _: memory["peak"])
     monkeypatch.setattr(cell, "reset_peak_resident", lambda: memory.update(peak=10))
     monkeypatch.setattr(cell, "_nbytes", lambda _: 0)

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.data.batches import Batches, RandomOffsets, ShuffledOffsets, windows
+from tensorkeep.train.data.batches import Batches, RandomOffsets, ShuffledOffsets
 
 TEXT = np.arange(1000, dtype=np.uint16)
 ORDERS = ["random", "shuffled"]
@@ -132,9 +132,8 @@ def test_shortest_possible_text() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_text_shorter_than_a_context_names_both(order: str) -> None:
-    for call in (lambda: batches(TEXT[:8], order=order), lambda: windows(TEXT[:8], 8)):
-        with pytest.raises(UsageError, match="the text has 8 tokens, and a context of 8 needs 9"):
-            call()
+    with pytest.raises(UsageError, match="the text has 8 tokens, and a context of 8 needs 9"):
+        batches(TEXT[:8], order=order)
 
 
 @pytest.mark.parametrize(
@@ -171,31 +170,8 @@ def test_drawing_changes_neither_the_text_nor_earlier_batches() -> None:
     assert np.array_equal(text, TEXT)
 
 
-@given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 9))
-def test_evaluation_windows_are_in_order(tokens: int, context_length: int, batch_size: int) -> None:
-    assume(tokens > context_length)
-    text = np.arange(tokens, dtype=np.uint16)
-    drawn = list(windows(text, context_length, batch_size=batch_size))
-    count = (tokens - 1) // context_length
-    assert [len(inputs) for inputs, _ in drawn[:-1]] == [batch_size] * (len(drawn) - 1)
-    assert torch.cat([inputs for inputs, _ in drawn]).ravel().tolist() == list(range(count * context_length))
-    for inputs, targets in drawn:
-        assert inputs.dtype == torch.int64
-        assert torch.equal(targets, inputs + 1)
-    assert sum(len(inputs) for inputs, _ in drawn) == count
-
-
 def test_large_tokens_are_read_from_uint32() -> None:
     text = np.arange(100, dtype=np.uint32) + 100_000
     inputs, targets = next(batches(text))
     assert int(inputs.min()) >= 100_000
     assert torch.equal(targets, inputs + 1)
-    assert int(next(windows(text, 8))[0][0, 0]) == 100_000
-
-
-def test_limited_evaluation_batches_are_spread_over_the_text() -> None:
-    tokens = np.arange(101, dtype=np.uint16)
-    firsts = [int(inputs[0, 0]) for inputs, _ in windows(tokens, 5, batch_size=2, most=4)]
-    assert firsts == [0, 20, 50, 70]
-    everything = [int(inputs[0, 0]) for inputs, _ in windows(tokens, 5, batch_size=2)]
-    assert [int(inputs[0, 0]) for inputs, _ in windows(tokens, 5, batch_size=2, most=99)] == everything

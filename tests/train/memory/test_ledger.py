@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.evaluate import evaluate, evaluation_batch_size
+from tensorkeep.train.evaluate import evaluate
 from tensorkeep.train.memory.activations import Activations
+from tensorkeep.train.memory.evaluation import evaluation_bytes, evaluation_rows
 from tensorkeep.train.memory.ledger import Ledger, predict
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
@@ -171,9 +172,9 @@ class Held(TorchDispatchMode):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_memory_of_an_evaluation_is_predicted_within_a_tenth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.evaluate._LARGEST_TOKENS", 512)
+    monkeypatch.setattr("tensorkeep.train.memory.evaluation.LARGEST_TOKENS", 512)
     config = msgspec.structs.replace(CONFIG, model=msgspec.structs.replace(CONFIG.model, **MODELS[model]))
-    rows = evaluation_batch_size(config.model)
+    rows = evaluation_rows(Activations(config.model, rows=8, on_cuda=False, techniques={}))
     tokens = torch.randint(config.model.vocab_size, (2, rows, config.model.context_length))
     network = GPT(config.model)
     with Held(network) as held:
@@ -181,10 +182,26 @@ def test_memory_of_an_evaluation_is_predicted_within_a_tenth(model: str, monkeyp
     assert predict(config, device="cpu").evaluation == pytest.approx(held.most, rel=0.1)
 
 
-@pytest.mark.parametrize(("vocab_size", "rows"), [(65, 512), (50_257, 41)])
-def test_evaluation_batch_size_keeps_the_logits_small(vocab_size: int, rows: int) -> None:
-    model = msgspec.structs.replace(CONFIG.model, vocab_size=vocab_size, context_length=32)
-    assert evaluation_batch_size(model) == rows
+@pytest.mark.parametrize(
+    ("vocab_size", "rows", "expected"),
+    [
+        (65, 8, 256),  # 16,384 tokens: larger batches are not faster
+        (65, 1000, 1000),
+        (50_257, 1, 10),  # 256 MiB
+        (50_257, 40, 61),  # as much as training: it has the logits three times
+    ],
+)
+def test_evaluation_takes_no_more_memory_than_training(vocab_size: int, rows: int, expected: int) -> None:
+    model = msgspec.structs.replace(CONFIG.model, vocab_size=vocab_size)
+    training = Activations(model, rows=rows, on_cuda=False, techniques={})
+    assert evaluation_rows(training) == expected
+    assert evaluation_bytes(model, expected) <= max(2**28, training.kept() + training.logits())
+
+
+def test_evaluation_of_a_huge_vocabulary_has_one_row() -> None:
+    model = msgspec.structs.replace(CONFIG.model, vocab_size=2_000_000)
+    training = Activations(model, rows=1, on_cuda=False, techniques={"fused-cross-entropy": {"parts": 64}})
+    assert evaluation_rows(training) == 1
 
 
 def test_micro_batches_take_proportional_memory() -> None:

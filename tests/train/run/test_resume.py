@@ -1,5 +1,6 @@
 """Resuming with other settings: which may change, what follows for the results, and the record of it."""
 
+import json
 import re
 from pathlib import Path
 
@@ -91,10 +92,11 @@ def test_settings_that_only_observe_may_change_and_the_record_keeps_the_history(
     assert len(tensorkeep.CheckpointManager(tmp_path / "run" / "checkpoints").steps()) >= 3
 
 
-def test_other_batches_of_evaluations_are_noted(tmp_path: Path, data: Path) -> None:
+@pytest.mark.parametrize("setting", ["eval.tokens", "eval.batches"])
+def test_other_windows_of_evaluations_are_noted(tmp_path: Path, data: Path, setting: str) -> None:
     run(CONFIG, tmp_path / "run", data, stop_at=5)
-    (note,) = notes(CONFIG.changed({"eval.batches": 1}), tmp_path / "run", data)
-    assert note.startswith("validation losses are measured on other batches from now on")
+    (note,) = notes(CONFIG.changed({setting: 1}), tmp_path / "run", data)
+    assert note.startswith("validation losses are measured on other windows from now on")
 
 
 @pytest.mark.parametrize(
@@ -137,3 +139,14 @@ def test_techniques_whose_stages_depend_on_the_length_make_a_longer_run_differ(t
     run(config, tmp_path / "run", data)
     (note,) = notes(config.changed({"loop.steps": 24}), tmp_path / "run", data)
     assert "the result differs from that of a run of 24 steps" in note
+
+
+def test_run_from_before_the_setting_evaluates_all_tokens(tmp_path: Path, data: Path) -> None:
+    run(CONFIG, tmp_path / "run", data, stop_at=5)
+    path = tmp_path / "run" / "run.json"
+    values = json.loads(path.read_text())
+    del values["config"]["eval"]["tokens"]
+    path.write_text(json.dumps(values))
+    current = current_config(RunFolder(tmp_path / "run").record())
+    assert current.eval.tokens is None
+    assert notes(current, tmp_path / "run", data) == ()

@@ -10,7 +10,16 @@ import torch
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite, last_state, losses, train_run, trained
 from tensorkeep.train.config.config import Config
-from train.techniques.several_processes import EXACT, ProcessPool, Results, Task, generated, group_of_one, task
+from train.techniques.several_processes import (
+    EXACT,
+    ProcessPool,
+    Results,
+    Task,
+    evaluated,
+    generated,
+    group_of_one,
+    task,
+)
 
 HALF = STEPS // 2
 
@@ -83,6 +92,7 @@ class ParallelSuite(TechniqueSuite):
             "to one": task("train", exact, folder / "to-one", data, stop_after=HALF),
             "from one": task("train", exact, folder / "from-one", data, resume=True),
             "verified": task("step", exact, folder / "verified", data),
+            "evaluated": task("evaluate", exact, folder / "evaluated", data),
             "generated": task("generate", exact.changed(cls.models[-1]), folder / "generated", data),
         }
         for number, model in enumerate(cls.models):
@@ -143,6 +153,17 @@ class ParallelSuite(TechniqueSuite):
             assert each["record"] == steps[0]["record"]
             assert each["tokens"] == EXACT.loop.batch_size * EXACT.loop.accumulate * 16
             assert each["proofs"][self.technique.name]["processes"] == self.processes
+
+    def test_processes_divide_an_evaluation(self, together: Together, tmp_path: Path, data: Path) -> None:
+        """Those with data of their own evaluate a part of the windows each; all get the loss of one process."""
+        _, results = together
+        alone = evaluated(task("evaluate", EXACT, tmp_path / "alone", data))
+        found = [process["evaluated"] for process in results]
+        assert [each["loss"] for each in found] == [found[0]["loss"]] * self.processes
+        assert found[0]["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        parts = found[0]["parts"]
+        assert sum(each["targets"] for each in found) == alone["targets"] * self.processes / parts
+        assert {each["rows"] for each in found} == {-(-alone["rows"] // parts)}
 
     def test_processes_generate_the_text_of_one(self, together: Together, tmp_path: Path, data: Path) -> None:
         """Generation gives the same tokens in each process as in a single one."""

@@ -26,9 +26,10 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import generate
 from tensorkeep.train.loop import take_step, train
-from tensorkeep.train.model.gpt import GPT, token_loss
+from tensorkeep.train.model.gpt import GPT, IGNORED, token_loss
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import OpenRun, open_run
+from tensorkeep.train.run.validation import validation_loss
 from tensorkeep.train.techniques import mixed_precision
 
 Task = dict[str, Any]
@@ -202,6 +203,22 @@ def generated(given: Task) -> list[int]:
         return tokens
 
 
+def evaluated(given: Task) -> dict[str, float]:
+    """Make a step and evaluate; return the loss, how many parts there are, and the rows and targets of this process."""
+    with opened(_config(given), Path(given["folder"]), Path(given["data"])) as run:
+        take_step(run)
+        compute, rows, targets = run.operations.evaluate, list[int](), list[int]()
+
+        def counted(inputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            rows.append(len(inputs))
+            targets.append(int((wanted != IGNORED).sum()))
+            return compute(inputs, wanted)
+
+        run.operations.evaluate = counted
+        loss, parts = validation_loss(run), run.replicas
+        return {"loss": loss, "parts": parts, "rows": sum(rows), "targets": sum(targets)}
+
+
 def _stop_last(given: Task) -> Any:
     """Train until only the last process is asked to stop, or is killed; return the step at which the run ended."""
     with opened(_config(given), Path(given["folder"]), Path(given["data"])) as run:
@@ -281,6 +298,7 @@ _ACTIONS: dict[str, Callable[[Task], Any]] = {
     "collectives": _collectives,
     "memory": _memory,
     "generate": generated,
+    "evaluate": evaluated,
     "stop last": _stop_last,
 }
 

@@ -20,6 +20,7 @@ from tensorkeep.train.generate import generate
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.validation import validation_loss
 from tensorkeep.train.techniques.compile import Compile, CompileSettings
 from tensorkeep.train.techniques.requirements import Machine
 
@@ -84,7 +85,38 @@ def test_warm_up_leaves_no_trace(tmp_path: Path, data: Path) -> None:
         assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
-def test_generation_and_evaluation_compile_nothing(tmp_path: Path, data: Path) -> None:
+def test_evaluation_is_compiled_once_for_one_shape(tmp_path: Path, data: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    with opened(TRACED, tmp_path / "run", data) as run:
+        first_step(run)
+        before = counters["stats"]["unique_graphs"]
+        compiled = [validation_loss(run) for _ in range(3)]
+        assert counters["stats"]["unique_graphs"] == before + 1
+        # Nor does it change how a training batch of another length is compiled.
+        take_step(run)
+        assert counters["stats"]["unique_graphs"] == before + 1
+    with opened(ONE_BLOCK, tmp_path / "plain", data) as run:
+        take_step(run)
+        assert compiled == [validation_loss(run)] * 3
+
+
+def test_evaluation_may_stay_uncompiled(tmp_path: Path, data: Path) -> None:
+    config = with_techniques(ONE_BLOCK, {"compile": {"backend": "aot_eager", "evaluation": False}})
+    with opened(config, tmp_path / "run", data) as run, torch.compiler.set_stance("force_eager"):
+        assert validation_loss(run) > 0
+
+
+def test_evaluation_that_stays_uncompiled_in_secret_is_an_error(tmp_path: Path, data: Path) -> None:
+    with (
+        opened(TRACED, tmp_path / "run", data) as run,
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(TechniqueNotActiveError, match="an evaluation uncompiled"),
+    ):
+        validation_loss(run)
+
+
+def test_generation_and_other_losses_compile_nothing(tmp_path: Path, data: Path) -> None:
     from torch._dynamo.utils import counters
 
     with opened(TRACED, tmp_path / "run", data) as run:

@@ -16,13 +16,12 @@ from tensorkeep.bench.training.reference_losses import LossGate
 from tensorkeep.errors import TechniqueNotActiveError, UnsupportedError, UsageError
 from tensorkeep.machine import reset_peak_resident, resident_bytes
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.data.batches import windows
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.evaluate import evaluate, evaluation_batch_size
 from tensorkeep.train.loop import Summary, train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.validation import validation_loss
 
 SPEED = "tokens_per_second"
 MEMORY = "peak_memory"
@@ -126,18 +125,9 @@ class _Recorder:
     def stop(self) -> bool:
         limit = self.protocol.seconds
         if limit is not None and self.loss_in_time is None and self.marks[-1][0] >= limit:
-            self.loss_in_time = _validation_loss(self.run)
+            self.loss_in_time = validation_loss(self.run)
             _reset_peak(self.run)
         return False
-
-
-def _validation_loss(run: Run) -> float:
-    """Return the loss on the windows that the run is evaluated on at its end."""
-    model, most = run.config.model, run.config.eval.batches
-    size = evaluation_batch_size(model)
-    rows = windows(run.dataset.validation, model.context_length, batch_size=size, most=most)
-    with run.average.in_place():
-        return evaluate(run.model, rows)
 
 
 def _outcome(run: Run, recorder: _Recorder, summary: Summary, protocol: Protocol) -> Outcome:

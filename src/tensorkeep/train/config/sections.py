@@ -245,14 +245,17 @@ class EvalConfig(Section, frozen=True):
     ----------
     every : int
         Steps from one evaluation to the next; 0 for one at the end only.
+    tokens : int, optional
+        How many tokens of the validation split, in windows of the context length that are spread evenly over it; the
+        same each time. All of them if there are fewer, or if it is none.
     batches : int, optional
-        How many batches of up to 16,384 tokens, the same each time and spread evenly over the validation split; by
-        default all of it.
+        The former of ``tokens``, which it overrides: batches of up to 16,384 tokens.
     patience : int, optional
         Stop early after this many evaluations without a better loss.
     """
 
     every: Steps = 250
+    tokens: Count | None = 2**20
     batches: Count | None = None
     patience: Count | None = None
 

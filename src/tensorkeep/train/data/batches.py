@@ -1,10 +1,10 @@
-"""Batches of windows of text: an endless seeded sequence, and one pass for evaluation.
+"""Batches of windows of text: an endless seeded sequence.
 
 Random numbers are drawn from Philox (Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405), a generator whose
 state is a counter: any batch can be computed from the seed and its number, without the batches before it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -184,40 +184,6 @@ class ShuffledOffsets:
 
 
 _ORDERS: dict[str, type[RandomOffsets | ShuffledOffsets]] = {"random": RandomOffsets, "shuffled": ShuffledOffsets}
-
-
-def windows(tokens: Tokens, context_length: int, *, batch_size: int = 64, most: int | None = None) -> Iterator[Batch]:
-    """Return the consecutive windows of a text in batches, of which the last one may have fewer rows.
-
-    Windows do not overlap. The last tokens, fewer than a window, are left out.
-
-    Parameters
-    ----------
-    tokens : array of uint16 or uint32
-        The text, 1-D.
-    context_length : int
-        Tokens in a window.
-    batch_size : int
-        Windows in a batch.
-    most : int, optional
-        Return only this many of the batches, spread evenly over the text.
-
-    Raises
-    ------
-    UsageError
-        Immediately, if an argument is out of range, or the text is not longer than a window.
-    """
-    check_window(tokens, context_length, batch_size)
-    last = (len(tokens) - 1) // context_length * context_length
-    begins = range(0, last, batch_size * context_length)
-    chosen = len(begins) if most is None else min(most, len(begins))
-
-    def batch(begin: int) -> Batch:
-        piece = tokens[begin : min(begin + batch_size * context_length, last) + 1].astype(np.int64)
-        inputs, targets = (torch.from_numpy(each.reshape(-1, context_length)) for each in (piece[:-1], piece[1:]))
-        return inputs, targets
-
-    return (batch(begins[number * len(begins) // chosen]) for number in range(chosen))
 
 
 def check_window(

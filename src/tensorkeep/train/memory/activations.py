@@ -6,7 +6,7 @@ from typing import Any
 
 from tensorkeep.train.model.config import ModelConfig
 
-_FLOAT, _HALF, _INDEX = 4, 2, 8
+FLOAT, HALF, _INDEX = 4, 2, 8
 _LOGITS_COPIES = 3
 """Copies of the logits that exist at once: their log-softmax, and the gradient twice."""
 
@@ -28,7 +28,7 @@ class Activations:
     @property
     def width(self) -> int:
         """Bytes of an element of a matmul operand."""
-        return _HALF if "mixed-precision" in self.techniques else _FLOAT
+        return HALF if "mixed-precision" in self.techniques else FLOAT
 
     @property
     def _keeps_scores(self) -> bool:
@@ -40,7 +40,7 @@ class Activations:
         """Return the bytes kept from the forward to the backward pass, without the logits."""
         model = self.model
         # Token ids, the final norm with its output, and the dropout of the embeddings.
-        ends = _INDEX * self.tokens + self._norm() + self.width * self.tokens * model.d_model + self._dropout(_FLOAT)
+        ends = _INDEX * self.tokens + self._norm() + self.width * self.tokens * model.d_model + self._dropout(FLOAT)
         ends += self._shift() if model.token_shift else 0
         every = self._checkpointed_every()
         if every is None:
@@ -57,7 +57,7 @@ class Activations:
         model = self.model
         hidden = (4 if model.gated else 2) * self.width * self.tokens * model.mlp_width
         # The outputs of the norms; the projection of a gate makes another 16-bit copy.
-        returned = (3 if model.gated and self.width < _FLOAT else 2) * self.width * self.tokens * model.d_model
+        returned = (3 if model.gated and self.width < FLOAT else 2) * self.width * self.tokens * model.d_model
         shifts = 2 * self._shift() if model.token_shift == "blocks" else 0
         return 2 * self._norm() + shifts + returned + self._attention() + hidden + 2 * self._dropout(self.width)
 
@@ -65,10 +65,10 @@ class Activations:
         """Return the memory of the logits at the start of the backward pass."""
         model = self.model
         if "fused-cross-entropy" not in self.techniques:
-            return _LOGITS_COPIES * _FLOAT * self.tokens * model.vocab_size
+            return _LOGITS_COPIES * FLOAT * self.tokens * model.vocab_size
         parts = int(self.techniques["fused-cross-entropy"].get("parts", 8))
-        gradients = _FLOAT * model.d_model * (self.tokens + model.vocab_size)
-        return gradients + _LOGITS_COPIES * _FLOAT * -(-self.tokens // parts) * model.vocab_size
+        gradients = FLOAT * model.d_model * (self.tokens + model.vocab_size)
+        return gradients + _LOGITS_COPIES * FLOAT * -(-self.tokens // parts) * model.vocab_size
 
     def _norm(self) -> int:
         """Return the input of a norm, in float32, and its statistics."""
@@ -76,11 +76,11 @@ class Activations:
         kept = model.d_model + (2 if model.norm == "layernorm" else 1)
         # torch has no fused RMSNorm for CPUs, and keeps the factor of the weights.
         kept += model.d_model if model.norm == "rmsnorm" and not self.on_cuda else 0
-        return _FLOAT * self.tokens * kept
+        return FLOAT * self.tokens * kept
 
     def _shift(self) -> int:
         """Return the copy that a token shift makes, of the embeddings or of the output of a norm: both are float32."""
-        return _FLOAT * self.tokens * self.model.d_model
+        return FLOAT * self.tokens * self.model.d_model
 
     def _dropout(self, width: int) -> int:
         if not self.model.dropout:
@@ -96,10 +96,10 @@ class Activations:
         if self._keeps_scores:
             # In float32: scaled queries and keys, values, softmax, the mask of dropout and its result.
             scores = (3 if model.dropout else 1) * model.context_length * model.n_heads
-            return output + _FLOAT * tokens * (3 * model.d_model + scores)
+            return output + FLOAT * tokens * (3 * model.d_model + scores)
         # Queries, keys and values are one tensor; rotation makes a copy of the first two.
         projected = (5 if model.positions == "rotary" else 3) * model.d_model
-        return output + tokens * (self.width * projected + _FLOAT * model.n_heads)
+        return output + tokens * (self.width * projected + FLOAT * model.n_heads)
 
     def _checkpointed_every(self) -> int | None:
         settings = self.techniques.get("activation-checkpointing")
@@ -108,8 +108,8 @@ class Activations:
     def _checkpointed_block(self) -> int:
         """Return the bytes that a recomputed block keeps: its input, and with ``keep="matmuls"`` its matmuls."""
         model = self.model
-        kept = _FLOAT * self.tokens * model.d_model
+        kept = FLOAT * self.tokens * model.d_model
         if self.techniques["activation-checkpointing"].get("keep") != "matmuls":
             return kept
         matmuls = (3 + 1 + 1 + 1) * model.d_model + (2 if model.gated else 1) * model.mlp_width
-        return kept + self.tokens * (self.width * matmuls + _FLOAT * model.n_heads)
+        return kept + self.tokens * (self.width * matmuls + FLOAT * model.n_heads)

@@ -11,15 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.evaluate import evaluation_batch_size
-from tensorkeep.train.memory.activations import Activations
-from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.memory.activations import FLOAT, Activations
+from tensorkeep.train.memory.evaluation import evaluation_bytes, evaluation_rows
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.optim.muon import update_bytes
 from tensorkeep.train.techniques.low_bit_optimizer import LowBitSettings
 from tensorkeep.train.techniques.stack import Stack
 
-FLOAT = 4
 _ADAMW = 2 * FLOAT
 _MUON = FLOAT
 _QUANTISED_FROM = 4096
@@ -116,23 +114,10 @@ def predict(config: Config, *, device: str) -> Ledger:
         recomputed=activations.recomputed(),
         logits=activations.logits(),
         update=_update(config, model, device),
-        evaluation=_evaluation(config.model),
+        evaluation=evaluation_bytes(config.model, evaluation_rows(activations), width=activations.width),
         accumulated=config.loop.accumulate * parts > 1,
         unknown=tuple(name for name in on if name not in _KNOWN),
     )
-
-
-def _evaluation(model: ModelConfig) -> int:
-    """Return the temporary memory of a float32 forward pass without gradients: an MLP, a convolution or the logits.
-
-    In an MLP exist the residual stream before and after the attention, its norm, the input and the output of the
-    activation function, and a factor between them or the result of the MLP; in a convolution, the residual stream, its
-    norm, and of queries, keys and values the input, its copy and two results; at the end, the logits and log-softmax.
-    """
-    streams, hidden = (3, 3) if model.gated or model.activation == "relu2" else (4, 2)
-    convolved = (2 + 3 * min(4, model.convolution + 1)) * model.d_model if model.convolution > 1 else 0
-    floats = max(streams * model.d_model + hidden * model.mlp_width, convolved, 2 * model.vocab_size)
-    return FLOAT * evaluation_batch_size(model) * model.context_length * floats
 
 
 def _states(config: Config, model: GPT, device: str) -> Iterator[int]:

@@ -134,8 +134,11 @@ class RunFolder:
         except OSError as error:
             raise store_error(error, path, "read the run") from error
         try:
-            return msgspec.json.decode(content, type=RunRecord, strict=False)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            values = msgspec.json.decode(content)
+            # Runs that were started before the setting existed evaluate all tokens.
+            values["config"]["eval"].setdefault("tokens", None)
+            return msgspec.convert(values, RunRecord, strict=False)
+        except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"is damaged ({error})", path=path) from error
 
     def start(self, config: Config, dataset: Dataset, surroundings: dict[str, Any]) -> None:

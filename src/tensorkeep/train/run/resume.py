@@ -48,7 +48,7 @@ def _refusal(name: str, current: Config, config: Config) -> str | None:
         return " (a run may become longer, not shorter)"
     if name == "loop.steps" and current.schedule.name == "range":
         return " (the learning rates of a range test depend on it)"
-    if name in ("eval.every", "eval.batches") and current.schedule.name == "plateau":
+    if name in ("eval.every", "eval.tokens", "eval.batches") and current.schedule.name == "plateau":
         return " (the schedule 'plateau' depends on the evaluations)"
     return None
 
@@ -57,8 +57,8 @@ def notes_on_changes(current: Config, config: Config, step: int) -> Iterator[str
     """Yield what the changes of a resume after a step mean for the results of the run."""
     if config.loop.steps != current.loop.steps:
         yield _on_length(current, config, step)
-    if config.eval.batches != current.eval.batches and step:
-        yield "validation losses are measured on other batches from now on: do not compare them with earlier ones"
+    if (config.eval.tokens, config.eval.batches) != (current.eval.tokens, current.eval.batches) and step:
+        yield "validation losses are measured on other windows from now on: do not compare them with earlier ones"
 
 
 def _on_length(current: Config, config: Config, step: int) -> str:

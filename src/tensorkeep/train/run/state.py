@@ -68,8 +68,8 @@ class Run:
         What a step consists of; techniques replace or wrap them.
     world : World
         The ranks that train it together.
-    replicas : int
-        How many ranks train on data of their own.
+    replicas, replica : int
+        How many ranks, or groups of ranks, train on data of their own, and the number of this one.
     in_checkpoint : dict of str to callable
         Returns a part of a checkpoint, by its name: what techniques save in place of the run's own object.
     notes : tuple of str
@@ -93,6 +93,7 @@ class Run:
     speed: Speedometer
     world: World = field(default_factory=World)
     replicas: int = 1
+    replica: int = 0
     progress: Progress = field(default_factory=Progress)
     clock: Clock = field(default_factory=Clock)
     slowdown: SlowdownDetector = field(default_factory=SlowdownDetector)

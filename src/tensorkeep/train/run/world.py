@@ -73,7 +73,7 @@ class World:
         return [self.broadcast(value, source=rank) for rank in range(self.size)]
 
     def mean(self, value: Tensor) -> Tensor:
-        """Return the mean of a scalar over the ranks, on its device."""
+        """Return the mean of a tensor over the ranks, on its device."""
         if self.size == 1:
             return value
         total = value.clone()

@@ -13,7 +13,7 @@ from tensorkeep.train.config.sections import Section
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.requirements import Machine
-from tensorkeep.train.techniques.warm_up import compute_and_discard, warm_up_loss, without_function_modes
+from tensorkeep.train.techniques.warm_up import Loss, compute_and_discard, warm_up_loss, without_function_modes
 
 _SEE_LOG = "see what torch logged"
 
@@ -34,12 +34,15 @@ class CompileSettings(Section, frozen=True):
         True: a graph break is an error. False: graph breaks are counted.
     backend : str
         ``"inductor"``; ``"aot_eager"``, for debugging, traces like inductor and compiles nothing.
+    evaluation : bool
+        Whether evaluations are compiled too, when the first one begins.
     """
 
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     dynamic: bool | None = None
     fullgraph: bool = False
     backend: Literal["inductor", "aot_eager"] = "inductor"
+    evaluation: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,9 +51,9 @@ class CompileSettings(Section, frozen=True):
 
 
 class Compile(Technique):
-    """Ansel et al., ASPLOS 2024. Compiles the loss of a training batch, with its gradient.
+    """Ansel et al., ASPLOS 2024. Compiles the loss of a training batch, with its gradient, and that of an evaluation.
 
-    Evaluation and generation, whose shapes differ, are not compiled.
+    Generation, whose shapes differ from token to token, is not compiled.
     """
 
     name: ClassVar = "compile"
@@ -102,14 +105,7 @@ class Compile(Technique):
                 raise self.not_active("torch computed a loss uncompiled", _SEE_LOG)
             return inner(inputs, targets)
 
-        settings = self.settings
-        compiled = torch.compile(
-            compiled_only,
-            backend=settings.backend,
-            dynamic=settings.dynamic,
-            fullgraph=settings.fullgraph,
-            options=self._inductor_options() if settings.backend == "inductor" else None,
-        )
+        compiled = self._compiled(compiled_only, dynamic=self.settings.dynamic)
 
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
             self._calls += 1
@@ -124,6 +120,30 @@ class Compile(Technique):
 
         self._counts_before = _counts()
         run.operations.loss = loss
+        if self.settings.evaluation:
+            run.operations.evaluate = self._compiled_evaluation(run.operations.evaluate)
+
+    def _compiled_evaluation(self, inner: Loss) -> Loss:
+        """Return the loss of an evaluation, whose batches have one shape, compiled at its first call."""
+
+        # A function of its own: torch remembers the shapes that it has seen by function, and compiles a training batch
+        # with another length according to them. A resumed run may do so without an evaluation before.
+        def evaluation(inputs: Tensor, targets: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():
+                raise self.not_active("torch computed an evaluation uncompiled", _SEE_LOG)
+            return inner(inputs, targets)
+
+        return self._compiled(evaluation, dynamic=False)
+
+    def _compiled(self, function: Loss, *, dynamic: bool | None) -> Loss:
+        settings = self.settings
+        return torch.compile(
+            function,
+            backend=settings.backend,
+            dynamic=dynamic,
+            fullgraph=settings.fullgraph,
+            options=self._inductor_options() if settings.backend == "inductor" else None,
+        )
 
     def _inductor_options(self) -> dict[str, Any]:
         from torch._inductor import list_mode_options

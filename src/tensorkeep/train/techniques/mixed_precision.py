@@ -16,6 +16,7 @@ from tensorkeep.train.run.speed import measured_peak
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_inputs, observe_outputs
+from tensorkeep.train.techniques.warm_up import Loss
 
 _Precision = Literal["bf16", "fp16"]
 
@@ -83,14 +84,17 @@ class MixedPrecision(Technique):
         return torch.float16 if self.settings.dtype == "fp16" else torch.bfloat16
 
     def apply(self, run: Run) -> None:
-        """Compute losses under autocast; scale them in float16."""
-        dtype, inner = self._dtype, run.operations.loss
+        """Compute losses under autocast, those of evaluations too; scale them in float16."""
+        dtype, operations = self._dtype, run.operations
 
-        def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-            with torch.autocast(run.device.type, dtype):
-                return inner(inputs, targets)
+        def under_autocast(inner: Loss) -> Loss:
+            def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+                with torch.autocast(run.device.type, dtype):
+                    return inner(inputs, targets)
 
-        run.operations.loss = loss
+            return loss
+
+        operations.loss, operations.evaluate = under_autocast(operations.loss), under_autocast(operations.evaluate)
         if self.settings.attention == "float32":
             for attention in run.model.attentions:
                 attention.kernel = _in_float32(attention.kernel)

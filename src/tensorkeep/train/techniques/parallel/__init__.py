@@ -58,7 +58,7 @@ def shard_batches(run: Run, rank: int, count: int) -> None:
         return inputs, targets
 
     run.batches = WrappedBatches(run.batches, rows_of_rank)
-    run.replicas = count
+    run.replicas, run.replica = count, rank
     # For this process only: a run may be resumed by another number of processes.
     loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // count)
     run.config = msgspec.structs.replace(run.config, loop=loop)
