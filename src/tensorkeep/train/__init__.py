@@ -2,7 +2,7 @@
 
 Read it in this order:
 
-1. `tensorkeep.train.loop`: the training loop, and one step of it (`take_step`).
+1. `tensorkeep.train.loop`: the training loop, and one step of it (`make_step`).
 2. `tensorkeep.train.run.state` and `tensorkeep.train.run.setup`: what a step needs, and how a run is opened or resumed.
 3. `tensorkeep.train.model.gpt`: the model. `tensorkeep.train.data.batches`: its batches.
 4. `tensorkeep.train.config.recipes`: complete configurations to start from.

@@ -1,4 +1,4 @@
-"""The training loop. Read this file first: `take_step` is one step of training, `train` is the loop around it.
+"""The training loop. Read this file first: `make_step` is one step of training, `train` is the loop around it.
 
 Everything that a step needs lies in a `tensorkeep.train.run.state.Run`, which `tensorkeep.train.run.setup.open_run`
 builds from a configuration, a folder and data::
@@ -12,6 +12,7 @@ What a step does can be changed by techniques, which replace the functions of `t
 import logging
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +20,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from tensorkeep.checkpoint.save.job import PendingSave
 from tensorkeep.machine import usable_processors
 from tensorkeep.train.generate import generate, prompt_ids
+from tensorkeep.train.guard import check_steps
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.optim.optimizers import set_learning_rate
 from tensorkeep.train.optim.schedules import learning_rate_factor
@@ -111,13 +115,15 @@ def train(run: OpenRun, listener: Listener, *, stop: Callable[[], bool] = lambda
     reason = _end_reason(run)
     while reason is None:
         with _timed(run), _verified_techniques(run, listener):
-            record = take_step(run)
+            made = make_step(run)
         if config.schedule.name == "range":
-            _update_range_test(run, listener, record)
+            _update_range_test(run, listener, made.read())
         step = run.progress.step
         last = _end_reason(run) is not None
         if last or _due(config.log.every, step):
-            _report(run, listener, "train", record | run.speed.lap() | {"peak_memory_bytes": peak_memory(run.device)})
+            _settle(run)
+            peak = {"peak_memory_bytes": peak_memory(run.device)}
+            _report(run, listener, "train", made.read() | run.speed.lap() | peak)
         metrics = _evaluate(run, listener) if last or _due(config.eval.every, step) else {}
         if _due(config.sample.every, step):
             _sample(run, listener)
@@ -132,11 +138,32 @@ def train(run: OpenRun, listener: Listener, *, stop: Callable[[], bool] = lambda
     return _summary(run, reason, steps=run.progress.step - first)
 
 
+@dataclass(frozen=True, slots=True)
+class MadeStep:
+    """The figures of a step. Those that a GPU computes stay there until they are read, which waits for the GPU."""
+
+    loss: Tensor
+    gradient_norm: Tensor
+    learning_rate: float
+
+    def read(self) -> dict[str, float]:
+        """Return the figures by name."""
+        figures = {"loss": self.loss.item(), "gradient_norm": self.gradient_norm.item()}
+        return figures | {"learning_rate": self.learning_rate}
+
+
 def take_step(run: Run) -> dict[str, float]:
-    """Make one update of the weights: add up the gradients of its batches, clip them, step the optimizers.
+    """Make one update of the weights, and wait for it; see `make_step`.
 
     Returns ``loss``, the mean loss of the batches, ``gradient_norm`` before clipping, and ``learning_rate`` of AdamW.
     """
+    made = make_step(run)
+    check_steps(run)
+    return made.read()
+
+
+def make_step(run: Run) -> MadeStep:
+    """Make one update of the weights: add up the gradients of its batches, clip them, step the optimizers."""
     settings, operations = run.config.loop, run.operations
     run.progress.step += 1
     factor = learning_rate_factor(run.config.schedule, run.progress.step, settings.steps) * run.plateau.factor
@@ -145,11 +172,11 @@ def take_step(run: Run) -> dict[str, float]:
     before = run.batches.state_dict()["position"]
     batches = [next(run.batches) for _ in range(settings.accumulate)]
     run.drawn = range(before, run.batches.state_dict()["position"])
-    counts = [int((targets != IGNORED).sum()) for _, targets in batches]
+    counts = [int(np.count_nonzero(targets.numpy() != IGNORED)) for _, targets in batches]
     for (inputs, targets), count in zip(batches, counts, strict=True):
         if count:
             # The mean over all targets of the step: each target has the same weight, whichever batch it is in.
-            loss = operations.loss(inputs.to(run.device), targets.to(run.device)) / (sum(counts) / count)
+            loss = operations.loss(*run.move(inputs, targets)) / (sum(counts) / count)
             operations.backward(loss)
             total += loss.detach()
     run.progress.tokens += sum(counts) * run.replicas
@@ -160,7 +187,18 @@ def take_step(run: Run) -> dict[str, float]:
         run.average.update(run.progress.step)
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
-    return {"loss": total.item(), "gradient_norm": norm.item(), "learning_rate": factor * run.config.optim.lr}
+    return MadeStep(total, norm, factor * run.config.optim.lr)
+
+
+def _settle(run: Run) -> None:
+    """Check the steps since the last call; the GPU is waited for, which is time of these steps."""
+    if run.unchecked:
+        with run.clock.spent_on("train"):
+            before = time.perf_counter()
+            check_steps(run)
+            seconds = time.perf_counter() - before
+        run.speed.add(0, 0, seconds)
+        run.slowdown.add(0, seconds)
 
 
 @contextmanager
@@ -181,6 +219,8 @@ def _timed(run: Run) -> Iterator[None]:
     before, tokens = run.clock.seconds.get("train", 0.0), run.progress.tokens
     with run.clock.spent_on("first step" if first else "train"):
         yield
+        if first:
+            check_steps(run)
     if not first:
         trained = run.progress.tokens - tokens
         # Attention over a shorter context, as techniques may draw, takes fewer operations.
@@ -233,6 +273,7 @@ def _report(run: Run, listener: Listener, kind: str, values: dict[str, Any], *, 
 
 def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
     """Compute the validation loss, of the averaged weights if the run averages them; return the metrics."""
+    _settle(run)
     progress = run.progress
     with run.clock.spent_on("evaluate"):
         loss = validation_loss(run)
@@ -246,6 +287,7 @@ def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
 
 
 def _sample(run: Run, listener: Listener) -> None:
+    _settle(run)
     config = run.config.sample
     tokenizer = run.dataset.tokenizer
     with run.clock.spent_on("sample"), run.average.in_place():
@@ -264,6 +306,7 @@ def _sample(run: Run, listener: Listener) -> None:
 
 def _save(run: OpenRun, saves: deque[tuple[int, PendingSave]], metrics: dict[str, float]) -> None:
     """Begin to save a checkpoint of the step; it does not wait: `_report_saves` reports the finished saves."""
+    _settle(run)
     with run.clock.spent_on("checkpoint"):
         # A resumed run repeats the steps after its last undamaged checkpoint, and replaces damaged ones.
         step = run.progress.step

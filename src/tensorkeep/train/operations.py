@@ -12,7 +12,7 @@ from tensorkeep.train.optim.optimizers import Optimizers
 
 @dataclass
 class Operations:
-    """The operations of a step, in the order in which `tensorkeep.train.loop.take_step` calls them.
+    """The operations of a step, in the order in which `tensorkeep.train.loop.make_step` calls them.
 
     A technique assigns its own function in place of one; most call the function that was there before. An operation
     that no technique has replaced is called directly, so that techniques that are off cost nothing.

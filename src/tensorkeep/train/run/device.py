@@ -1,10 +1,11 @@
-"""The device of a run, its peak memory, its memory errors, and the machine properties that exact results depend on."""
+"""The device of a run, batches on it, its memory, and the machine properties that exact results depend on."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tensorkeep import machine
 from tensorkeep.errors import OutOfMemoryError, UsageError
@@ -39,6 +40,31 @@ def surroundings(device: torch.device) -> dict[str, Any]:
         "device": f"{device.type} ({model})",
         "threads": torch.get_num_threads(),
     }
+
+
+class Mover:
+    """Copies batches to a device while it computes.
+
+    On a GPU, from pinned memory and on a stream of its own: as the CPU runs ahead of the GPU, the batches of a step are
+    drawn and copied while the GPU computes the step before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """Return tensors of the CPU on the device, for use on its current stream."""
+        if self._stream is None:
+            return [each.to(self._device) for each in tensors]
+        with torch.cuda.stream(self._stream):
+            moved = [each.pin_memory().to(self._device, non_blocking=True) for each in tensors]
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        for each in moved:
+            # Its memory belongs to the other stream, which must not reuse it before the current one is done.
+            each.record_stream(current)
+        return moved
 
 
 def peak_memory(device: torch.device) -> int:

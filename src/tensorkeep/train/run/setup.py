@@ -22,7 +22,7 @@ from tensorkeep.train.config.sections import CheckpointConfig
 from tensorkeep.train.data.batches import Batches, check_window
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import prompt_ids
-from tensorkeep.train.guard import check_finite
+from tensorkeep.train.guard import can_check_later, check_finite
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.operations import default_operations
@@ -258,6 +258,7 @@ def _build(
         techniques=techniques,
     )
     techniques.apply(run)
+    run.checks_later = can_check_later(run)
     run.speed.peak *= world.size
     return run
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.stateful import RandomState
@@ -21,6 +22,7 @@ from tensorkeep.train.operations import Operations
 from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.optim.optimizers import Optimizers
 from tensorkeep.train.optim.schedules import Plateau, RangeTest
+from tensorkeep.train.run.device import Mover
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import RunLog
 from tensorkeep.train.run.speed import Clock, SlowdownDetector, Speedometer
@@ -58,6 +60,16 @@ class Progress:
         vars(self).update({**state, "range_test": RangeTest(**state["range_test"])})
 
 
+@dataclass(frozen=True, slots=True)
+class UncheckedStep:
+    """A step whose loss and gradient norm have not been checked yet, and the numbers of its batches."""
+
+    number: int
+    drawn: range
+    loss: Tensor
+    norm: Tensor
+
+
 @dataclass(kw_only=True)
 class Run:
     """A run of training, ready for its next step; see `tensorkeep.train.run.setup.open_run`.
@@ -70,12 +82,18 @@ class Run:
         The ranks that train it together.
     replicas, replica : int
         How many ranks, or groups of ranks, train on data of their own, and the number of this one.
+    move : Mover
+        Copies batches to the device.
     in_checkpoint : dict of str to callable
         Returns a part of a checkpoint, by its name: what techniques save in place of the run's own object.
     notes : tuple of str
         Warnings for the user, known when the run was opened.
     drawn : range
         The numbers of the batches of the last step.
+    checks_later : bool
+        Whether losses are checked for divergence some steps later; see `tensorkeep.train.guard`.
+    unchecked : list of UncheckedStep
+        The steps that are still to be checked.
     """
 
     config: Config
@@ -100,6 +118,12 @@ class Run:
     in_checkpoint: dict[str, Callable[[], Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     drawn: range = field(default=range(0), init=False)
+    checks_later: bool = field(default=False, init=False)
+    unchecked: list[UncheckedStep] = field(default_factory=list, init=False)
+    move: Mover = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.move = Mover(self.device)
 
 
 class RunRandomState(RandomState):

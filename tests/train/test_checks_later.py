@@ -1,0 +1,118 @@
+"""Steps that are checked for divergence later, as on a GPU: no wait within a step, and the same results."""
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tensorkeep.errors import DivergedError
+from tensorkeep.testing.equality import difference
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.guard import can_check_later
+from tensorkeep.train.loop import make_step, take_step
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.setup import open_run
+from train.tiny_training import CONFIG, Witness, last_state, lines, poison, prepared, run
+
+FUSED = CONFIG.changed({"optim.implementation": "fused", "loop.accumulate": 2})
+SKIPPING = FUSED.changed({"loop.on_divergence": "skip", "loop.steps": 12, "log.every": 4, "eval.every": 6})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorkeep.train.run.setup.can_check_later", lambda run: True)
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that read a tensor's value, for which a CPU waits for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = Counter[str]()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = operator.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "masked_select", "unique"):
+            self.found[name] += 1
+        return operator(*arguments, **(options or {}))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("on_divergence", ["stop", "skip"])
+def test_no_value_is_read_in_a_step(tmp_path: Path, data: Path, on_divergence: str) -> None:
+    config = FUSED.changed({"loop.on_divergence": on_divergence})
+    with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
+        make_step(opened)
+        with _Reads() as reads:
+            make_step(opened)
+        assert not reads.found
+        with _Reads() as reads:
+            take_step(opened)
+        assert reads.found
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_divergence_is_reported_with_its_own_step(tmp_path: Path, data: Path) -> None:
+    witness, config = Witness(), FUSED.changed({"log.every": 5, "checkpoint.every": 2})
+    with pytest.raises(DivergedError, match=r"step 7: .* on batches 12 to 13 of the data") as raised:
+        run(config, tmp_path / "run", data, listener=witness, arrange=partial(poison, steps=[7, 8]))
+    assert "resume from step 6" in str(raised.value.remedy)
+    assert witness.of("train") == [5]
+
+
+def test_updates_are_skipped_on_the_device_as_on_the_cpu(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summaries = []
+    for name, later in (("now", False), ("later", True)):
+        monkeypatch.setattr("tensorkeep.train.run.setup.can_check_later", lambda run, later=later: later)
+        summaries.append(run(SKIPPING, tmp_path / name, data, arrange=partial(poison, steps=[2, 3, 7])))
+    assert summaries[0].loss == summaries[1].loss
+    assert lines(tmp_path / "later") == lines(tmp_path / "now")
+    assert difference(last_state(tmp_path / "later"), last_state(tmp_path / "now")) is None
+    assert last_state(tmp_path / "later")["progress"]["skipped"] == 3
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_run_resumes_exactly(tmp_path: Path, data: Path) -> None:
+    arrange = partial(poison, steps=[3, 8])
+    run(SKIPPING, tmp_path / "whole", data, arrange=arrange)
+    run(SKIPPING, tmp_path / "resumed", data, arrange=arrange, stop_at=5)
+    run(SKIPPING, tmp_path / "resumed", data, arrange=arrange, resume=True)
+    assert difference(last_state(tmp_path / "resumed"), last_state(tmp_path / "whole")) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "later"),
+    [
+        ({}, True),
+        ({"loop.on_divergence": "skip"}, True),
+        ({"loop.on_divergence": "skip", "ema.decay": 0.9}, False),
+        ({"loop.on_divergence": "skip", "optim.implementation": "default"}, False),
+        ({"optim.implementation": "default"}, True),
+        ({"techniques.mixed-precision.dtype": "fp16"}, False),
+        ({"techniques.mixed-precision.dtype": "bf16"}, True),
+        ({"schedule.name": "range"}, False),
+    ],
+)
+def test_steps_are_checked_later_on_a_gpu_where_results_stay_the_same(
+    tmp_path: Path, data: Path, changes: dict[str, object], later: bool
+) -> None:
+    with open_run(FUSED.changed(changes), RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
+        assert not can_check_later(opened)
+        opened.device = torch.device("cuda")
+        assert can_check_later(opened) == later
