@@ -33,6 +33,7 @@ COMMANDS = (
         "ls",
         "verify",
         "generate",
+        "eval",
         "report",
         "data info",
         "convert --to native x",

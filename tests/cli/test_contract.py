@@ -71,6 +71,19 @@ FLAGS = {
         ),
         *("--cache", "--no-cache"),
     },
+    "eval": {
+        *(
+            "--data",
+            "--encoding",
+            "--field",
+            "--multiple-choice",
+            "--tokens",
+            "--which",
+            "--precision",
+            "--batch-size",
+            "--device",
+        ),
+    },
     "export": {"--out", "--which", "--dtype", "--overwrite"},
     "report": {"--out", "--plots", "--csv", "--tables-only"},
     "prune": {
@@ -103,7 +116,7 @@ def test_the_commands_are_those_documented(capsys: pytest.CaptureFixture[str]) -
     commands = [name for name in build_app() if not name.startswith("-")]
     assert commands == [
         *("info", "ls", "log", "verify", "diff", "convert", "prune", "env", "bench", "data", "train", "generate"),
-        *("export", "report", "tune", "demo", "completion", "man"),
+        *("eval", "export", "report", "tune", "demo", "completion", "man"),
     ]
     groups = [f"{group} {name}" for group in ("bench", "data", "tune") for name in build_app()[group] if name[0] != "-"]
     assert groups == [

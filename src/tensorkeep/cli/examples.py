@@ -85,6 +85,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "tensorkeep generate run --prompt 'Once upon'",
         "tensorkeep generate run --which best --tokens 500 --temperature 0.7",
     ),
+    "eval": (
+        "tensorkeep eval run",
+        "tensorkeep eval run@best --data book.txt --json",
+        "tensorkeep eval run --multiple-choice hellaswag_val.jsonl",
+    ),
     "export": (
         "tensorkeep export run --out for-transformers",
         "tensorkeep export run --which best --out hf --dtype bfloat16",

@@ -35,6 +35,10 @@ COMMANDS = {
     "data info": ("data:info", "Show the contents of a folder of prepared data."),
     "train": ("train:train", "Train a model, or resume a run."),
     "generate": ("generate:generate", "Continue a text with the model of a run, and print it as it is generated."),
+    "eval": (
+        "evaluate:evaluate",
+        "Measure the model of a run on a text, or on multiple-choice questions.",
+    ),
     "export": ("export:export", "Export the model of a run for Hugging Face transformers."),
     "report": ("report:report", "Print the tables of a results file and write its report."),
     "tune checkpoint": ("tune:checkpoint", "Find the settings that save fastest in a folder."),

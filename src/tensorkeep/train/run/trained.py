@@ -19,11 +19,12 @@ Which = Literal["last", "best"]
 
 
 class TrainedModel(NamedTuple):
-    """A trained model in evaluation mode, the tokenizer of its data, and the step of its checkpoint."""
+    """A trained model in evaluation mode, the tokenizer of its data, the step of its checkpoint, and its run."""
 
     model: GPT
     tokenizer: Tokenizer
     step: Step
+    folder: RunFolder
 
 
 def load_trained_at(address: PathLike, *, which: Which = "last", device: str = "auto") -> TrainedModel:
@@ -69,4 +70,4 @@ def load_trained(
     with torch.no_grad():
         tensors = {key: weight.detach() for key, weight in model.named_parameters()}
         load(step.path, into={name: tensors}, select=[f"{name}.{key}" for key in tensors])
-    return TrainedModel(model.eval(), tokenizer, step)
+    return TrainedModel(model.eval(), tokenizer, step, folder)

@@ -94,11 +94,18 @@ class Tokenizer(ABC):
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for id in ids:
-            self._check(np.array([id]))
-            if text := decoder.decode(END_OF_DOCUMENT.encode() if id == self.end_of_document else self._bytes(id)):
+            if text := decoder.decode(self.token_bytes(id)):
                 yield text
         if rest := decoder.decode(b"", final=True):
             yield rest
+
+    def token_bytes(self, id: int) -> bytes:
+        """Return the UTF-8 of a token, which may end within a character; that of `END_OF_DOCUMENT` for its token.
+
+        Raises UsageError if the id is not in the vocabulary.
+        """
+        self._check(np.array([id]))
+        return END_OF_DOCUMENT.encode() if id == self.end_of_document else self._bytes(id)
 
     def _check(self, ids: Ids) -> None:
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]

@@ -1,0 +1,184 @@
+"""``tensorkeep eval``: the loss of a run's model on a text, or its answers to multiple-choice questions."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from tensorkeep.cli.options import AtLeastOne, Run, Which
+from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.text import Table
+from tensorkeep.errors import NotFoundError, UsageError
+from tensorkeep.train.data.corpus import DEFAULT_FIELD
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.tokenizers.base import Tokens
+from tensorkeep.train.evaluate import EvaluationWindows
+from tensorkeep.train.run.data import is_prepared
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.resume import current_config
+from tensorkeep.train.run.trained import TrainedModel, load_trained_at
+from tensorkeep.train.run.validation import validation_windows
+from tensorkeep.train.scoring.compute import Precision, Progress, affordable_rows, computed_in, precision_of
+from tensorkeep.train.scoring.multiple_choice import read_questions, score_choices
+from tensorkeep.train.scoring.text import score_text, tokens_of
+from tensorkeep.train.spinning import SpinControl
+from tensorkeep.units import counted, format_bytes
+
+_NOT_APPLIED = ("sparse-attention", "quantised-forward")
+"""Techniques that change what the model computes, and that only training applies."""
+
+
+def evaluate(
+    run: Run,
+    /,
+    *,
+    data: str | None = None,
+    encoding: str = "utf-8",
+    field: str = DEFAULT_FIELD,
+    multiple_choice: Path | None = None,
+    tokens: Annotated[int | None, AtLeastOne] = None,
+    which: Which = "last",
+    precision: Precision = "run",
+    batch_size: Annotated[int | None, AtLeastOne] = None,
+    device: str = "auto",
+    output: Output = DEFAULT,
+) -> None:
+    """Measure the model of a run on a text, or on multiple-choice questions.
+
+    A text gives the loss per token, the perplexity, and bits per byte, which can be compared between tokenizers.
+    Questions give two accuracies: acc is that of the endings with the largest total log-probability, acc_norm that of
+    the largest mean per token.
+    Without --data, the text is the validation split of the run's data, in the windows that the run itself evaluates.
+
+    Parameters
+    ----------
+    data
+        A text file, or another source that tensorkeep data prepare takes; or a folder of prepared data, of which the
+        validation split is used.
+    encoding
+        The encoding of the text; invalid bytes are an error.
+    field
+        The field of the lines of .jsonl files, or the column of tables, that holds the text.
+    multiple_choice
+        A file of questions in HellaSwag's format instead of a text: on each line a JSON object with ctx, endings and
+        label.
+    tokens
+        At most about this many tokens, in windows spread evenly over the text; by default all of a text, and of the
+        run's own data as many as the run evaluates.
+    precision
+        The precision of matmuls: float32, bf16, fp16, or run for that of the run.
+    batch_size
+        Windows or endings that are computed at once; by default as many as fit.
+    device
+        The device of the model.
+    """
+    if multiple_choice is not None and (data is not None or tokens is not None):
+        raise UsageError("--multiple-choice takes no text: --data and --tokens are for a text", remedy="leave one out")
+    # Before the model is loaded: a mistake in the file shows at once.
+    questions = None if multiple_choice is None else read_questions(multiple_choice)
+    trained = load_trained_at(run, which=which, device=device)
+    config, place = current_config(trained.folder.record()), trained.model.tokens.weight.device
+    for name in set(_NOT_APPLIED) & set(config.techniques):
+        output.note(f"{name}, which the run was trained with, is off: the figures are those of the plain model")
+    chosen = precision_of(config, precision)
+    rows = batch_size or affordable_rows(config.model, place)
+    document: dict[str, Any] = {
+        "run": str(trained.folder.path),
+        "step": trained.step.number,
+        "device": str(place),
+        "precision": chosen,
+    }
+    begin = time.perf_counter()
+    with SpinControl(), computed_in(chosen, place):
+        if questions is not None:
+            with _counter(output, "questions") as progress:
+                choices = score_choices(trained.model, questions, trained.tokenizer, rows=rows, progress=progress)
+            document |= {"task": "multiple-choice", "file": str(multiple_choice), **choices._asdict()}
+        else:
+            text = partial(tokens_of, encoding=encoding, field=field)
+            source, windows = _windows(trained, data, text, tokens, output)
+            with _counter(output, "evaluating") as progress:
+                score = score_text(trained.model, windows, trained.tokenizer, rows=rows, progress=progress)
+            document |= {"task": "text", "data": source, **score._asdict()}
+    document["seconds"] = time.perf_counter() - begin
+    output.show(document, lambda: Table(("", ""), _rows(document)).show())
+
+
+def _windows(
+    trained: TrainedModel, data: str | None, text: Callable[..., Tokens], most: int | None, output: Output
+) -> tuple[str, EvaluationWindows]:
+    """Return the name of the text, and its windows."""
+    config = current_config(trained.folder.record())
+    length = config.model.context_length
+    if data is not None and not is_prepared(data):
+        with output.meter(f"reading {data}") as progress:
+            return data, EvaluationWindows(text(data, trained.tokenizer, progress=progress), length, most=most)
+    dataset = _own_data(trained.folder) if data is None else _other_data(trained, data)
+    if data is None and most is None:
+        return str(dataset.path), validation_windows(config, dataset)
+    return str(dataset.path), EvaluationWindows(dataset.validation, length, most=most)
+
+
+def _own_data(folder: RunFolder) -> Dataset:
+    place = folder.path / folder.record().data.path
+    if not is_prepared(place):
+        raise NotFoundError(
+            "the data of the run is no longer there", path=place, remedy="give its new location, or a text: --data PATH"
+        )
+    return Dataset.open(place, check=folder.check_data)
+
+
+def _other_data(trained: TrainedModel, data: str) -> Dataset:
+    def check(dataset: Dataset) -> None:
+        if dataset.tokenizer.digest != trained.tokenizer.digest:
+            raise UsageError(
+                f"was prepared with another tokenizer ({dataset.tokenizer.name}) than the data of the run "
+                f"({trained.tokenizer.name})",
+                path=data,
+                remedy="give the text itself, which is then tokenized as the run needs it",
+            )
+
+    return Dataset.open(data, check=check)
+
+
+@contextmanager
+def _counter(output: Output, doing: str) -> Iterator[Progress | None]:
+    """Yield a callback that takes how many rows are done, and of how many, and draws a bar; None for no bar."""
+    if not output.draws_progress:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a document as rows of a table."""
+    of = f"step {document['step']} of {document['run']}, {document['precision']} on {document['device']}"
+    rows = [("model", of)]
+    if document["task"] == "text":
+        text = f"{document['data']}: {counted(document['tokens'], 'token')}, {format_bytes(document['bytes'])}"
+        rows += [
+            ("text", text),
+            ("loss", f"{document['loss']:.4f} nats per token"),
+            ("perplexity", f"{document['perplexity']:,.2f}"),
+            ("bits per byte", f"{document['bits_per_byte']:.4f}"),
+        ]
+        rate = document["tokens"] / document["seconds"]
+        return [*rows, ("time", f"{document['seconds']:.1f} s, {rate:,.0f} tokens/s")]
+    left_out = f", {document['truncated']} cut at the beginning" if document["truncated"] else ""
+    rows += [
+        ("questions", f"{document['file']}: {document['questions']:,}{left_out}"),
+        *((name, f"{document[name]:.2%} (standard error {document[f'{name}_stderr']:.2%})") for name in _ACCURACIES),
+    ]
+    return [*rows, ("time", f"{document['seconds']:.1f} s")]
+
+
+_ACCURACIES = ("acc", "acc_norm")
