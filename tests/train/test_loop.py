@@ -104,6 +104,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
     "accumulating": {"loop.accumulate": 3},
     "muon": {"optim.name": "muon"},
+    "muon, split": {"optim.name": "muon", "optim.muon_split": True, "optim.muon_polynomials": "polar-express"},
     "shifts and convolutions": {"model.token_shift": "blocks", "model.convolution": 3},
     "averaged": {"ema.decay": 0.9},
     "plateau": {"schedule.name": "plateau", "schedule.patience": 1, "eval.every": 2},

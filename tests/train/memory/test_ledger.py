@@ -114,7 +114,7 @@ def test_unpredicted_activations_are_counted() -> None:
     assert plain.requires_grad
 
 
-@pytest.mark.parametrize("settings", [{}, {"optim.name": "muon"}])
+@pytest.mark.parametrize("settings", [{}, {"optim.name": "muon"}, {"optim.name": "muon", "optim.muon_split": True}])
 def test_states_of_optimizers_are_predicted_byte_for_byte(settings: dict[str, Any]) -> None:
     config = CONFIG.changed(settings)
     model = GPT(config.model)

@@ -1,5 +1,7 @@
 """Muon on matrices together: the updates and states of torch's, which takes one after another."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -61,3 +63,35 @@ def test_parameter_without_gradient_is_unchanged() -> None:
     same = [torch.equal(each, before) for each, before in zip(parameters, matrices(), strict=True)]
     assert same == [True, False, True, True, True, True]
     assert len(optimizer.state_dict()["state"]) == 1
+
+
+def test_fused_projections_are_updated_like_separate_ones() -> None:
+    """Rows of queries, then of half as many keys and values each: the updates are those of three parameters."""
+    generator = torch.Generator().manual_seed(0)
+    fused = nn.Parameter(torch.randn(16, 8, generator=generator))
+    parts = [nn.Parameter(each.clone()) for each in fused.detach().split((8, 4, 4))]
+    together = Muon([{"params": [fused], "fused_projections": True}], lr=0.02)
+    apart, whole = Muon(parts, lr=0.02), copy.deepcopy(fused)
+    as_one = Muon([whole], lr=0.02)
+    for _ in range(3):
+        fused.grad = torch.randn(16, 8, generator=generator)
+        whole.grad = fused.grad.clone()
+        for each, gradient in zip(parts, fused.grad.split((8, 4, 4)), strict=True):
+            each.grad = gradient.clone()
+        for optimizer in (together, apart, as_one):
+            optimizer.step()
+    torch.testing.assert_close(fused, torch.cat(parts), rtol=0, atol=1e-4)
+    assert not torch.allclose(fused, whole, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (16, 64)])
+def test_the_polynomials_of_polar_express_converge(shape: tuple[int, int]) -> None:
+    """All singular values of an update become 1; with the quintic polynomial they stay between about 0.7 and 1.2."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    errors = []
+    for settings in ({"polar_express": True}, {}):
+        parameter = nn.Parameter(torch.zeros(shape))
+        parameter.grad = matrix
+        Muon([{"params": [parameter], **settings}], lr=1.0, ns_steps=9, weight_decay=0.0).step()
+        errors.append((torch.linalg.svdvals(parameter.detach()) - 1).abs().max().item())
+    assert errors[0] < 0.02 < 0.1 < errors[1]

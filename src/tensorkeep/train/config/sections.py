@@ -146,6 +146,11 @@ class OptimConfig(Section, frozen=True):
         The peak learning rate and the momentum of Muon.
     muon_steps : int
         Newton-Schulz steps by which Muon orthogonalises an update: fewer are faster and less exact.
+    muon_polynomials : str
+        Of these steps: ``"quintic"``, the same in each (Jordan et al., 2024), or ``"polar-express"``, the best one for
+        each (Amsel et al., arXiv 2505.16932), of which four are about as good as five of the former.
+    muon_split : bool
+        Whether Muon orthogonalises queries, keys and values each by itself, not their fused projection.
     weight_decay : float
         Of matrices. Vectors (biases, norms) do not decay.
     beta1, beta2, eps : float
@@ -162,6 +167,8 @@ class OptimConfig(Section, frozen=True):
     muon_momentum: Decay = 0.95
     # torch allows no more.
     muon_steps: Annotated[int, Meta(ge=1, le=99)] = 5
+    muon_polynomials: Literal["quintic", "polar-express"] = "quintic"
+    muon_split: bool = False
     weight_decay: NonNegative = 0.1
     beta1: Decay = 0.9
     beta2: Decay = 0.95

@@ -7,6 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Polynomial = tuple[float, float, float]
+"""The coefficients a, b, c of a step X -> (a + b X X^T + c (X X^T)^2) X."""
+
+_MARGIN = 1.01
+"""By how much rounding in bfloat16 may enlarge a singular value: beyond their range, these polynomials diverge."""
+
+POLAR_EXPRESS: tuple[Polynomial, ...] = tuple(
+    (a / _MARGIN, b / _MARGIN**3, c / _MARGIN**5)
+    for a, b, c in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+        (1.875 * _MARGIN, -1.25 * _MARGIN**3, 0.375 * _MARGIN**5),
+    )
+)
+"""The best polynomial for each step in turn (Amsel et al., arXiv 2505.16932); the last one is repeated."""
+
 _AT_ONCE = 1 << 26
 """Elements of a batch: the temporary memory stays small compared to a larger model."""
 
@@ -16,6 +36,10 @@ class Muon(torch.optim.Muon):
 
     torch processes one matrix after another. Batched matmuls of all matrices of one shape take about half the time if
     the matrices are small (a few hundred rows on a CPU). The updates are equal up to rounding.
+
+    Two more keys of a parameter group change them: ``fused_projections``, true if each parameter has the queries' rows
+    above those of the keys and of the values, which are orthogonalised each by itself; and ``polar_express``, true if
+    the steps take the polynomials of `POLAR_EXPRESS` in place of ``ns_coefficients``.
     """
 
     @torch.no_grad()
@@ -39,6 +63,8 @@ def _update(group: dict[str, Any], parameters: list[Tensor], gradients: list[Ten
     torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
     directions = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
     torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+    if group.get("fused_projections"):
+        parameters, directions = split_projections(parameters), split_projections(directions)
     for chosen in _batches(parameters):
         wide = [directions[each].mT if _is_tall(directions[each]) else directions[each] for each in chosen]
         for each, update in zip(chosen, _orthogonal(torch.stack(wide), group), strict=True):
@@ -47,6 +73,24 @@ def _update(group: dict[str, Any], parameters: list[Tensor], gradients: list[Ten
             # The factor gives updates of all shapes the same size.
             rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
             parameter.add_(update.mT if _is_tall(parameter) else update, alpha=-rate)
+
+
+def split_projections(fused: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the queries', keys' and values' rows; there are as many rows of queries as columns."""
+    parts: list[Tensor] = []
+    for each in fused:
+        rows, columns = each.shape
+        others = (rows - columns) // 2
+        parts += torch.split(each, [columns, others, others])
+    return parts
+
+
+def _polynomials(group: dict[str, Any]) -> list[Polynomial]:
+    """Return the polynomial of each step."""
+    steps: int = group["ns_steps"]
+    if not group.get("polar_express"):
+        return [group["ns_coefficients"]] * steps
+    return [POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] for step in range(steps)]
 
 
 def _batches(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
@@ -76,10 +120,10 @@ def _is_tall(matrix: Tensor) -> bool:
 
 def _orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
     """Return approximately the nearest orthogonal matrices, by Newton-Schulz steps in bfloat16, as in torch."""
-    a, b, c = group["ns_coefficients"]
     found = matrices.bfloat16()
-    found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
-    for _ in range(group["ns_steps"]):
+    norm = found.norm(dim=(1, 2), keepdim=True)
+    found = found / (norm * _MARGIN if group.get("polar_express") else norm).clamp(min=group["eps"])
+    for a, b, c in _polynomials(group):
         gram = found @ found.mT
         found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
     return found

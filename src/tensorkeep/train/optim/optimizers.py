@@ -1,6 +1,6 @@
 """Optimizers: which parameters each updates, with which learning rate and weight decay."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ Optimizers = dict[str, torch.optim.Optimizer]
 """By name; each training step steps all of them."""
 
 _PEAK = "peak_lr"
+FUSED_PROJECTIONS = ".attention.qkv.weight"
+"""How the names of matrices end that project to queries, keys and values."""
 
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
@@ -28,7 +30,7 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
     if config.name == "adamw":
         return {"adamw": _adamw(parameters.values(), config)}
     muon = Muon(
-        [{"params": list(hidden.values()), _PEAK: config.muon_lr}],
+        list(_muon_groups(hidden, config)),
         lr=config.muon_lr,
         weight_decay=config.weight_decay,
         momentum=config.muon_momentum,
@@ -36,6 +38,15 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
     )
     rest = (each for name, each in parameters.items() if name not in hidden)
     return {"muon": muon, "adamw": _adamw(rest, config)}
+
+
+def _muon_groups(hidden: Mapping[str, nn.Parameter], config: OptimConfig) -> Iterator[dict[str, Any]]:
+    """Yield the groups of Muon. Keys that torch's Muon lacks are there only where their setting is on."""
+    shared = {_PEAK: config.muon_lr} | ({"polar_express": True} if config.muon_polynomials == "polar-express" else {})
+    fused = {name: each for name, each in hidden.items() if config.muon_split and name.endswith(FUSED_PROJECTIONS)}
+    yield {"params": [each for name, each in hidden.items() if name not in fused], **shared}
+    if fused:
+        yield {"params": list(fused.values()), "fused_projections": True, **shared}
 
 
 def _adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
