@@ -58,17 +58,33 @@ def _norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor
 
 
 def _attention(config: ModelConfig, weights: Weights, block: str, inputs: list[Tensor]) -> list[Tensor]:
-    fused = [_linear(weights, f"{block}.attention.qkv", x) for x in inputs]
-    taps = [weights[f"{block}.attention.convolution.taps.{number}"] for number in range(config.convolution - 1)]
-    projected = [x.split(config.d_model) for x in _with_earlier(fused, taps)]
+    projected = _projected(config, weights, f"{block}.attention", inputs)
     heads = []
     for head in range(config.n_heads):
-        part = slice(head * config.head_size, (head + 1) * config.head_size)
-        queries = [_turned(config, q[part], position) for position, (q, _, _) in enumerate(projected)]
-        keys = [_turned(config, k[part], position) for position, (_, k, _) in enumerate(projected)]
-        values = [v[part] for _, _, v in projected]
+        shared = head * config.n_kv_heads // config.n_heads
+        part, kv_part = (slice(each * config.head_size, (each + 1) * config.head_size) for each in (head, shared))
+        q_norm, k_norm = f"{block}.attention.q_norm", f"{block}.attention.k_norm"
+        queries = [_head(config, weights, q_norm, q[part], place) for place, (q, _, _) in enumerate(projected)]
+        keys = [_head(config, weights, k_norm, k[kv_part], place) for place, (_, k, _) in enumerate(projected)]
+        values = [v[kv_part] for _, _, v in projected]
         heads.append([_look_back(queries[i], keys[: i + 1], values[: i + 1]) for i in range(len(inputs))])
     return [_linear(weights, f"{block}.attention.out", torch.cat(parts)) for parts in zip(*heads, strict=True)]
+
+
+def _projected(config: ModelConfig, weights: Weights, name: str, inputs: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Return the query, key and value of each position, each with all its heads."""
+    if config.n_kv_heads == config.n_heads:
+        fused = [_linear(weights, f"{name}.qkv", x) for x in inputs]
+        taps = [weights[f"{name}.convolution.taps.{number}"] for number in range(config.convolution - 1)]
+        return [x.split(config.d_model) for x in _with_earlier(fused, taps)]
+    width = config.n_kv_heads * config.head_size
+    return [(_linear(weights, f"{name}.q", x), *_linear(weights, f"{name}.kv", x).split(width)) for x in inputs]
+
+
+def _head(config: ModelConfig, weights: Weights, norm: str, x: Tensor, position: int) -> Tensor:
+    if config.qk_norm:
+        x = x / (x.square().mean() + config.norm_eps).sqrt() * weights[f"{norm}.weight"]
+    return _turned(config, x, position)
 
 
 def _look_back(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -84,10 +100,27 @@ def _turned(config: ModelConfig, x: Tensor, position: int) -> Tensor:
     half = len(x) // 2
     first, second = [], []
     for i in range(half):
-        angle = position / config.rope_base ** (2 * i / len(x))
+        angle = position * _frequency(config, i, len(x))
         first.append(x[i] * math.cos(angle) - x[i + half] * math.sin(angle))
         second.append(x[i + half] * math.cos(angle) + x[i] * math.sin(angle))
     return torch.stack(first + second)
+
+
+def _frequency(config: ModelConfig, i: int, size: int) -> float:
+    """Return the angle between two positions, as LLaMA 3 states it: by wavelengths."""
+    frequency, scaling = config.rope_base ** (-2 * i / size), config.rope_scaling
+    if scaling.kind is None:
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    length, wavelength = scaling.original_context_length, 2 * math.pi / frequency
+    if wavelength < length / scaling.high_frequency_factor:
+        return frequency
+    if wavelength > length / scaling.low_frequency_factor:
+        return frequency / scaling.factor
+    smooth = length / wavelength - scaling.low_frequency_factor
+    smooth /= scaling.high_frequency_factor - scaling.low_frequency_factor
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
 def _mlp(config: ModelConfig, weights: Weights, block: str, x: Tensor) -> Tensor:

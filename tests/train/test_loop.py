@@ -107,6 +107,13 @@ VARIANTS: dict[str, dict[str, object]] = {
     "muon, split": {"optim.name": "muon", "optim.muon_split": True, "optim.muon_polynomials": "polar-express"},
     "shifts and convolutions": {"model.token_shift": "blocks", "model.convolution": 3},
     "averaged": {"ema.decay": 0.9},
+    "grouped heads": {
+        "model.kv_heads": 1,
+        "model.qk_norm": True,
+        "model.positions": "rotary",
+        "model.rope_scaling.kind": "linear",
+        "model.rope_scaling.factor": 2.0,
+    },
     "plateau": {"schedule.name": "plateau", "schedule.patience": 1, "eval.every": 2},
     "random order": {"data.order": "random"},
     "shuffled order, differences": {"data.order": "shuffled", "checkpoint.incremental": "delta"},

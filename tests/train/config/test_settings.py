@@ -50,6 +50,14 @@ def test_one_setting_changes_one_thing() -> None:
     assert changed.changed({"sample.top_k": "none"}).sample.top_k is None
 
 
+def test_setting_of_a_section_within_a_section() -> None:
+    rotary = BASE.changed({"model.positions": "rotary", "model.rope_scaling.kind": "linear"})
+    changed = rotary.changed({"model.rope_scaling.factor": "2"})
+    assert (changed.setting("model.rope_scaling.factor"), changed.model.rope_scaling.kind) == (2.0, "linear")
+    assert changed.changed({"model.rope_scaling.kind": "none"}).model.rope_scaling.kind is None
+    assert "model.rope_scaling.factor" in setting_names()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

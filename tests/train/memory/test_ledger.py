@@ -37,6 +37,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "tied": False},
     "biases": {"bias": True, "activation": "geglu"},
     "vocabulary": {"vocab_size": 2000},
+    "grouped": {"kv_heads": 2},
+    "grouped, rotary": {"kv_heads": 1, "positions": "rotary"},
+    "norms of heads": {"qk_norm": True},
+    "norms of heads, grouped, rotary": {"qk_norm": True, "positions": "rotary", "kv_heads": 1},
 }
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "nothing": {},

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.config import ModelConfig, RopeScaling
 from tensorkeep.train.model.gpt import GPT
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "context_length": 8, "n_layers": 2, "n_heads": 2, "d_model": 12}
@@ -40,6 +40,9 @@ SIZES: dict[str, Any] = {"vocab_size": 11, "context_length": 8, "n_layers": 2, "
         ({"norm_eps": float("inf")}, "norm_eps is inf"),
         ({"init_std": -0.02}, "init_std is -0.02"),
         ({"init_std": "0.02"}, "init_std is '0.02'"),
+        ({"kv_heads": 0}, "kv_heads is 0"),
+        ({"n_heads": 6, "kv_heads": 4}, "n_heads=6 is not a multiple of kv_heads=4"),
+        ({"rope_scaling": RopeScaling(kind="linear")}, "learned positions have no angles to scale"),
     ],
 )
 def test_invalid_model_is_refused_with_the_field_and_a_remedy(change: dict[str, Any], message: str) -> None:
@@ -92,6 +95,24 @@ def test_parameter_count_matches_the_model(parts: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("parts", [{"kv_heads": 1}, {"qk_norm": True}, {"n_heads": 6, "kv_heads": 3, "qk_norm": True}])
+def test_parameters_of_grouped_and_normalised_heads_are_counted(parts: dict[str, Any], bias: bool) -> None:
+    model = GPT(ModelConfig(**{**SIZES, **parts, "bias": bias}), device="meta")
+    assert model.config.parameter_count() == sum(each.numel() for each in model.parameters())
+
+
+def test_heads_of_keys_that_are_as_many_as_the_heads_are_not_grouped() -> None:
+    both = [GPT(ModelConfig(**SIZES, kv_heads=heads), device="meta").state_dict() for heads in (None, 2)]
+    assert list(both[0]) == list(both[1])
+
+
+def test_the_band_of_a_rope_scaling_must_not_be_empty() -> None:
+    with pytest.raises(UsageError, match=r"rope_scaling\.high_frequency_factor is 1") as caught:
+        RopeScaling(high_frequency_factor=1.0)
+    assert caught.value.remedy == "give a number above low_frequency_factor, 1"
+
+
 def test_the_124_million_parameters_of_gpt2() -> None:
     config = ModelConfig(vocab_size=50257, context_length=1024, n_layers=12, n_heads=12, d_model=768, bias=True)
     assert config.parameter_count() == 124_439_808
@@ -99,8 +120,9 @@ def test_the_124_million_parameters_of_gpt2() -> None:
 
 @pytest.mark.parametrize("activation", ["gelu", "geglu"])
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_flops_match_the_counter_of_torch(activation: Any, positions: Any) -> None:
-    config = ModelConfig(**SIZES, activation=activation, positions=positions)
+@pytest.mark.parametrize("kv_heads", [None, 1])
+def test_flops_match_the_counter_of_torch(activation: Any, positions: Any, kv_heads: Any) -> None:
+    config = ModelConfig(**SIZES, activation=activation, positions=positions, kv_heads=kv_heads)
     model = GPT(config)
     tokens = torch.zeros(3, 5, dtype=torch.int64)
     # As matrix products, which torch counts; its kernel for the CPU, it does not.

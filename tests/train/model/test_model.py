@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.evaluate import evaluating
-from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.config import ModelConfig, RopeScaling
 from tensorkeep.train.model.gpt import GPT, token_loss
 from train import plain_gpt
 
@@ -32,6 +32,17 @@ LAYOUTS = [
     pytest.param({"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}, id="rotary"),
     pytest.param({"positions": "rotary", "token_shift": True}, id="shifted"),
     pytest.param({"token_shift": "blocks", "convolution": 4}, id="convolved"),
+    pytest.param({"n_heads": 4, "kv_heads": 2, "qk_norm": True, "positions": "rotary"}, id="grouped"),
+]
+LLAMA3 = {"kind": "llama3", "factor": 8.0, "original_context_length": 40}
+GROUPED = [
+    {"kv_heads": 1, "bias": True},
+    {"kv_heads": 2, "positions": "rotary"},
+    {"kv_heads": 1, "qk_norm": True, "positions": "rotary", "norm": "rmsnorm"},
+    {"qk_norm": True, "positions": "rotary"},
+    {"qk_norm": True},
+    {"positions": "rotary", "d_model": 32, "rope_scaling": RopeScaling(kind="linear", factor=4.0)},
+    {"positions": "rotary", "d_model": 32, "rope_scaling": RopeScaling(**LLAMA3)},
 ]
 
 
@@ -50,7 +61,11 @@ def some_tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(11, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("parts", COMBINATIONS, ids=lambda parts: "-".join(map(str, parts.values())))
+@pytest.mark.parametrize(
+    "parts",
+    [*COMBINATIONS, *({"n_heads": 4, **each} for each in GROUPED)],
+    ids=lambda p: "-".join(map(str, p.values())),
+)
 def test_logits_and_gradients_match_the_plain_model(parts: dict[str, Any]) -> None:
     model = build(**parts).double()
     tokens = some_tokens(2, 5)
@@ -119,6 +134,27 @@ def test_features_and_head_make_the_logits() -> None:
     model = build()
     tokens = some_tokens(3, 4)
     assert torch.equal(functional.linear(model.features(tokens), model.head.weight), model(tokens))
+
+
+def test_kernels_of_techniques_get_as_many_key_heads_as_query_heads() -> None:
+    model, tokens = build(n_heads=4, kv_heads=2), some_tokens(1, 4)
+    expected, shapes = model(tokens), set()
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
+        shapes.update((query.shape, key.shape, value.shape))
+        return functional.scaled_dot_product_attention(query, key, value, **options)
+
+    for block in model.blocks:
+        block.attention.kernel = kernel
+    torch.testing.assert_close(model(tokens), expected)
+    assert shapes == {torch.Size([1, 4, 4, 2])}
+
+
+def test_cache_holds_the_heads_of_keys_and_values_only() -> None:
+    model = build(n_heads=4, kv_heads=1)
+    cache = model.new_cache(3)
+    keys, values = cache.layers[0].extend(torch.ones(3, 1, 5, 2), torch.ones(3, 1, 5, 2))
+    assert keys.shape == values.shape == (3, 1, 5, 2)
 
 
 def test_a_tied_head_is_the_embedding() -> None:
@@ -191,7 +227,7 @@ def test_initial_weights_depend_on_the_generator_only() -> None:
 
 @pytest.mark.parametrize("parts", LAYOUTS)
 def test_model_on_meta_is_initialised_later(parts: dict[str, Any]) -> None:
-    config = ModelConfig(vocab_size=11, context_length=8, n_layers=2, n_heads=2, d_model=8, **parts)
+    config = ModelConfig(**{"vocab_size": 11, "context_length": 8, "n_layers": 2, "n_heads": 2, "d_model": 8, **parts})
     late = GPT(config, device="meta")
     assert all(parameter.is_meta for parameter in late.parameters())
     late.to_empty(device="cpu")
@@ -318,6 +354,18 @@ def test_autocast_works(parts: dict[str, Any]) -> None:
     torch.testing.assert_close(logits.float(), model(tokens), rtol=0.1, atol=0.5)
     assert model.tokens.weight.grad is not None
     assert model.tokens.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("parts", LAYOUTS)
+def test_model_compiles_without_a_graph_break(parts: dict[str, Any]) -> None:
+    model, tokens = build(**parts), some_tokens(2, 6)
+    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
+    compiled(tokens, tokens).backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model.loss(tokens, tokens).backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])
+    torch.compiler.reset()
 
 
 def test_evaluating_restores_the_mode_of_each_module() -> None:

@@ -10,9 +10,20 @@ from tensorkeep.train.techniques.parallel.tensor import TensorParallel, check_si
 from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS
 
+GROUPED = {
+    "model.positions": "rotary",
+    "model.n_heads": 4,
+    "model.kv_heads": 2,
+    "model.qk_norm": True,
+    "model.norm": "rmsnorm",
+    "model.activation": "swiglu",
+    "ema.decay": 0.9,
+}
+
 
 class TestTensorParallel(ParallelSuite):
     technique = TensorParallel
+    models = (*ParallelSuite.models, GROUPED)
     broken = {  # noqa: RUF012
         "copy": "parameters are not sharded",
         "optimizer": "tensors that are not the model's",

@@ -2,6 +2,8 @@
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any, Self
 
 import msgspec
@@ -120,9 +122,8 @@ class Config(Section, frozen=True):
                 raise UsageError(f"{name} cannot be set by itself", remedy=remedy)
             if name not in known:
                 raise unknown_setting(name, known)
-            section, _, field = name.rpartition(".")
-            table = values[section] if section else values
-            table[field] = None if value == "none" else value
+            *path, field = name.split(".")
+            reduce(getitem, path, values)[field] = None if value == "none" else value
         # All at once: settings may be valid in combination only.
         return read_settings(values, type(self))
 

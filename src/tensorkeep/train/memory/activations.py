@@ -97,9 +97,26 @@ class Activations:
             # In float32: scaled queries and keys, values, softmax, the mask of dropout and its result.
             scores = (3 if model.dropout else 1) * model.context_length * model.n_heads
             return output + FLOAT * tokens * (3 * model.d_model + scores)
-        # Queries, keys and values are one tensor; rotation makes a copy of the first two.
-        projected = (5 if model.positions == "rotary" else 3) * model.d_model
-        return output + tokens * (self.width * projected + FLOAT * model.n_heads)
+        return output + tokens * (self._projected() + FLOAT * model.n_heads)
+
+    def _projected(self) -> int:
+        """Return the bytes of queries, keys and values of one token, with what their norms keep."""
+        model, half = self.model, self.width < FLOAT
+        key_width = model.n_kv_heads * model.head_size
+        both = model.d_model + key_width
+        # Rotation and norms make copies of queries and keys. Values are a part of a projection, which is kept whole.
+        copied = model.positions == "rotary" or model.qk_norm
+        kept = 3 * model.d_model
+        if model.grouped:
+            # A norm in 32 bits keeps its input, and the second projection another 16-bit copy of its own.
+            kept = 2 * key_width + (model.d_model if half or model.qk_norm or not copied else 0)
+            kept += model.d_model if half and not copied else 0
+        found = self.width * (kept + (both if copied else 0))
+        if model.qk_norm:
+            # A copy in 32 bits, the normalised heads (see `_norm`), and the factor of each head.
+            copies = (1 if half else 0) + (0 if self.on_cuda else 1)
+            found += FLOAT * (copies * both + both // model.head_size)
+        return found
 
     def _checkpointed_every(self) -> int | None:
         settings = self.techniques.get("activation-checkpointing")
@@ -111,5 +128,6 @@ class Activations:
         kept = FLOAT * self.tokens * model.d_model
         if self.techniques["activation-checkpointing"].get("keep") != "matmuls":
             return kept
-        matmuls = (3 + 1 + 1 + 1) * model.d_model + (2 if model.gated else 1) * model.mlp_width
+        projected = model.d_model + 2 * model.n_kv_heads * model.head_size
+        matmuls = projected + (1 + 1 + 1) * model.d_model + (2 if model.gated else 1) * model.mlp_width
         return kept + self.tokens * (self.width * matmuls + FLOAT * model.n_heads)

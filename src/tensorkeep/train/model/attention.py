@@ -1,5 +1,6 @@
 """Causal self-attention with a replaceable kernel."""
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -32,20 +33,42 @@ class Kernel(Protocol):
     ) -> Tensor: ...
 
 
+_grouped_attention: Kernel = partial(functional.scaled_dot_product_attention, enable_gqa=True)
+
+
+def _normalised(heads: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """Return normalised heads, computed in the dtype of the weights, also under autocast."""
+    wide: Tensor = norm(heads.to(norm.weight.dtype))
+    return wide.to(heads.dtype)
+
+
 class Attention(nn.Module):
     """Multi-head attention of each position to itself and the positions before it.
 
     ``qkv`` projects to queries, keys and values, in this order, each with all heads in sequence; ``out`` projects the
-    heads to the residual stream. Techniques assign another ``kernel``.
+    heads to the residual stream. If several query heads share a head of keys and values, ``q`` and ``kv`` are two
+    projections, each of which can be sharded by heads. Techniques assign another ``kernel``.
     """
+
+    qkv: nn.Linear
+    q: nn.Linear
+    kv: nn.Linear
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_heads = config.n_heads
+        self.kv_heads = config.n_kv_heads
+        self.grouped = config.grouped
         self.head_size = config.head_size
         self.dropout_p = config.dropout
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.bias)
+        if config.grouped:
+            self.q = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+            self.kv = nn.Linear(config.d_model, 2 * config.n_kv_heads * config.head_size, bias=config.bias)
+        else:
+            self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.bias)
         self.convolution = CausalConvolution(3 * config.d_model, config.convolution) if config.convolution > 1 else None
+        self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         self.kernel: Kernel = functional.scaled_dot_product_attention
@@ -56,19 +79,36 @@ class Attention(nn.Module):
         ``rotation`` is that of these positions, if the model has rotary positions. ``past`` holds the keys and values
         of the positions before these; those of these positions are added.
         """
-        batch, length, _ = x.shape
-        projected = self.qkv(x)
-        if self.convolution is not None:
-            projected = self.convolution(projected, None if past is None else past.tails)
-        heads = projected.view(batch, length, 3 * self.n_heads, self.head_size)
-        if rotation is None:
-            query, key, value = heads.chunk(3, dim=2)
-        else:
-            turned, value = heads.split((2 * self.n_heads, self.n_heads), dim=2)
-            query, key = rotate(turned, rotation).chunk(2, dim=2)
+        query, key, value = self._project(x, rotation, past)
         attended = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), past)
         added: Tensor = self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
         return added
+
+    @property
+    def projections(self) -> list[nn.Linear]:
+        """The layers that project to queries, keys and values; queries come from the first."""
+        return [self.q, self.kv] if self.grouped else [self.qkv]
+
+    def _project(self, x: Tensor, rotation: Rotation | None, past: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, each of shape [batch, positions, heads, head size]."""
+        if self.grouped:
+            query = self.q(x).unflatten(-1, (self.n_heads, self.head_size))
+            key, value = self.kv(x).unflatten(-1, (2 * self.kv_heads, self.head_size)).chunk(2, dim=2)
+        else:
+            projected = self.qkv(x)
+            if self.convolution is not None:
+                projected = self.convolution(projected, None if past is None else past.tails)
+            heads = projected.unflatten(-1, (3 * self.n_heads, self.head_size))
+            both, value = heads.split((2 * self.n_heads, self.n_heads), dim=2)
+            if rotation is not None and self.q_norm is None:
+                # One operation for queries and keys, which are neighbours in memory.
+                both, rotation = rotate(both, rotation), None
+            query, key = both.chunk(2, dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = _normalised(query, self.q_norm), _normalised(key, self.k_norm)
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        return query, key, value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, past: LayerCache | None) -> Tensor:
         before, length = 0, query.shape[2]
@@ -79,5 +119,11 @@ class Attention(nn.Module):
         if before and length > 1:
             # is_causal aligns the first query with the first key; here the last query belongs to the last key.
             mask = torch.ones(length, before + length, dtype=torch.bool, device=query.device).tril(before)
-        dropout = self.dropout_p if self.training else 0.0
-        return self.kernel(query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=before == 0)
+        kernel, dropout = self.kernel, self.dropout_p if self.training else 0.0
+        if self.grouped and kernel is functional.scaled_dot_product_attention:
+            kernel = _grouped_attention
+        elif self.grouped:
+            # The kernels of techniques have as many heads of keys and values as of queries.
+            repeats = self.n_heads // self.kv_heads
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        return kernel(query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=before == 0)

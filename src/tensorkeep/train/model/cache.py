@@ -30,11 +30,12 @@ class LayerCache:
 class Cache:
     """The keys and values of all layers, in memory that is allocated once; see `GPT.new_cache`.
 
-    It takes 2 n_layers d_model elements for each position of each sequence, and does not support gradients.
+    It takes 2 n_layers elements for each position of each sequence and each channel of the heads of keys and values,
+    d_model channels unless they are grouped, and does not support gradients.
     """
 
     def __init__(self, config: ModelConfig, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (2, config.n_layers, batch_size, config.n_heads, config.context_length, config.head_size)
+        shape = (2, config.n_layers, batch_size, config.n_kv_heads, config.context_length, config.head_size)
         keys, values = torch.empty(shape, device=device, dtype=dtype)
         self.layers = [LayerCache(*pair) for pair in zip(keys, values, strict=True)]
         self.tails: Tails = {}

@@ -12,6 +12,39 @@ GATED = ("swiglu", "geglu")
 """Activations that multiply two projections of the input (Shazeer, arXiv 2002.05202)."""
 
 
+class RopeScaling(Section, frozen=True):
+    """How the angles of rotary positions are changed for a context longer than that of the first training.
+
+    Attributes
+    ----------
+    kind : str, optional
+        None for no change; ``"linear"``: all angles are divided by the factor (Chen et al., arXiv 2306.15595);
+        ``"llama3"``: only those of long wavelengths, as in LLaMA 3.1 (Grattafiori et al., arXiv 2407.21783).
+    factor : float
+        What the angles are divided by.
+    low_frequency_factor, high_frequency_factor : float
+        For ``"llama3"``: angles that turn fewer times than the first within the original context are divided by the
+        factor, those that turn more often than the second are not changed, and between them the division is
+        interpolated.
+    original_context_length : int
+        For ``"llama3"``: the context of the first training.
+    """
+
+    kind: Literal["linear", "llama3"] | None = None
+    factor: Positive = 1.0
+    low_frequency_factor: Positive = 1.0
+    high_frequency_factor: Positive = 4.0
+    original_context_length: Count = 8192
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.high_frequency_factor <= self.low_frequency_factor:
+            raise UsageError(
+                f"rope_scaling.high_frequency_factor is {self.high_frequency_factor:g}",
+                remedy=f"give a number above low_frequency_factor, {self.low_frequency_factor:g}",
+            )
+
+
 class ModelConfig(Section, frozen=True):
     """What a `GPT` consists of.
 
@@ -23,6 +56,12 @@ class ModelConfig(Section, frozen=True):
         The largest number of tokens that the model attends to.
     n_layers, n_heads, d_model : int
         Blocks, attention heads in each, and the width of the residual stream, a multiple of the heads.
+    kv_heads : int, optional
+        Heads of keys and values, a divisor of the heads: each serves a group of consecutive query heads (Ainslie et
+        al., arXiv 2305.13245). By default as many as ``n_heads``.
+    qk_norm : bool
+        Whether each head's queries and keys are normalised by an RMSNorm (Henry et al., arXiv 2010.04245; with learned
+        weights, as in Qwen 3), before they are rotated.
     d_ff : int, optional
         Width of the hidden layer of the MLPs. The default is 4 d_model; for gated activations it is 8/3 d_model,
         rounded up to a multiple of 8, so that both have about the same number of parameters; see `mlp_width`.
@@ -32,12 +71,14 @@ class ModelConfig(Section, frozen=True):
         size.
     rope_base : float
         Of rotary positions: the wavelengths range from 2 pi to almost 2 pi times the base, in tokens.
+    rope_scaling : RopeScaling
+        Of rotary positions.
     token_shift : bool or str
         Whether a learned fraction of the previous token's embedding is added to each embedding; with ``"blocks"``, the
         same is done with the input of every attention and MLP as well; see `TokenShift`.
     convolution : int
         The width in positions of a causal convolution over queries, keys and values, each channel by itself; 1
-        for none; see `CausalConvolution`.
+        for none; see `CausalConvolution`. Not with ``kv_heads``.
     norm : str
         ``"layernorm"`` or ``"rmsnorm"`` (Zhang and Sennrich, arXiv 1910.07467).
     norm_eps : float
@@ -58,7 +99,7 @@ class ModelConfig(Section, frozen=True):
     Raises
     ------
     UsageError
-        If a value is out of bounds, or ``d_model`` is not a multiple of ``n_heads``.
+        If a value is out of bounds, ``d_model`` is not a multiple of ``n_heads``, or that not one of ``kv_heads``.
 
     Examples
     --------
@@ -72,9 +113,12 @@ class ModelConfig(Section, frozen=True):
     n_layers: Count
     n_heads: Count
     d_model: Count
+    kv_heads: Count | None = None
+    qk_norm: bool = False
     d_ff: Count | None = None
     positions: Literal["learned", "rotary"] = "learned"
     rope_base: Positive = 10000.0
+    rope_scaling: RopeScaling = RopeScaling()
     token_shift: bool | Literal["blocks"] = False
     convolution: Count = 1
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -92,6 +136,22 @@ class ModelConfig(Section, frozen=True):
                 f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}",
                 remedy=f"give a d_model that is a multiple of {self.n_heads}, or another n_heads",
             )
+        if self.n_heads % self.n_kv_heads:
+            raise UsageError(
+                f"n_heads={self.n_heads} is not a multiple of kv_heads={self.kv_heads}",
+                remedy=f"give a divisor of {self.n_heads}, or none for {self.n_heads}",
+            )
+        if self.grouped and self.convolution > 1:
+            raise UsageError(
+                f"convolution is {self.convolution}, and kv_heads is {self.kv_heads}: the convolution is over as many "
+                "heads of keys and values as of queries",
+                remedy="give convolution 1, or kv_heads none",
+            )
+        if self.positions == "learned" and self.rope_scaling.kind is not None:
+            raise UsageError(
+                f"rope_scaling.kind is {self.rope_scaling.kind!r}, and learned positions have no angles to scale",
+                remedy='give rope_scaling.kind none, or positions="rotary"',
+            )
         if self.positions == "rotary" and self.head_size % 2:
             raise UsageError(
                 f"rotary positions need an even head size, and d_model / n_heads is {self.head_size}",
@@ -102,6 +162,16 @@ class ModelConfig(Section, frozen=True):
     def head_size(self) -> int:
         """The width of one attention head."""
         return self.d_model // self.n_heads
+
+    @property
+    def n_kv_heads(self) -> int:
+        """The number of heads of keys and values: ``kv_heads``, or its default."""
+        return self.n_heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads share a head of keys and values."""
+        return self.n_kv_heads < self.n_heads
 
     @property
     def gated(self) -> bool:
@@ -121,9 +191,11 @@ class ModelConfig(Section, frozen=True):
         ``embeddings=False`` excludes the token and position embeddings, as scaling laws do (Kaplan et al., arXiv
         2001.08361). An untied head is always included; a tied head is the token embedding.
         """
-        d = self.d_model
+        d, key_width = self.d_model, self.n_kv_heads * self.head_size
         norms = (2 * self.n_layers + 1) * d * (2 if self.bias and self.norm == "layernorm" else 1)
-        biases = self.n_layers * (3 * d + d + self.mlp_width * (2 if self.gated else 1) + d) if self.bias else 0
+        norms += 2 * self.n_layers * self.head_size if self.qk_norm else 0
+        widths = 3 * d + 2 * key_width + self.mlp_width * (2 if self.gated else 1)
+        biases = self.n_layers * widths if self.bias else 0
         head = 0 if self.tied else self.vocab_size * d
         positions = self.context_length * d if self.positions == "learned" else 0
         tables = self.vocab_size * d + positions if embeddings else 0
@@ -133,7 +205,7 @@ class ModelConfig(Section, frozen=True):
 
     def _block_matmul_weights(self) -> int:
         """Return the number of weights of one block that take part in matmuls."""
-        attention = 4 * self.d_model**2
+        attention = 2 * self.d_model * (self.d_model + self.n_kv_heads * self.head_size)
         return attention + (3 if self.gated else 2) * self.d_model * self.mlp_width
 
     def flops_per_token(self, context_length: int | None = None) -> int:

@@ -102,20 +102,31 @@ def _gpt2_tensors(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[
 
 
 def _llama_settings(config: ModelConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    rope: dict[str, Any] = {"rope_type": scaling.kind or "default"}
+    if scaling.kind is not None:
+        rope["factor"] = float(scaling.factor)
+    if scaling.kind == "llama3":
+        rope |= {
+            "low_freq_factor": float(scaling.low_frequency_factor),
+            "high_freq_factor": float(scaling.high_frequency_factor),
+            "original_max_position_embeddings": scaling.original_context_length,
+        }
     return {
         "model_type": "llama",
         "max_position_embeddings": config.context_length,
         "hidden_size": config.d_model,
         "num_hidden_layers": config.n_layers,
         "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_size,
         "intermediate_size": config.mlp_width,
         "hidden_act": "silu",
         "rms_norm_eps": float(config.norm_eps),
-        # transformers before 5, and other libraries, read the first; transformers 5 reads the second.
+        # transformers before 5, and other libraries, read the first two; transformers 5 reads the third.
         "rope_theta": float(config.rope_base),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(config.rope_base)},
+        "rope_scaling": None if scaling.kind is None else rope,
+        "rope_parameters": {**rope, "rope_theta": float(config.rope_base)},
         "attention_dropout": float(config.dropout),
         "attention_bias": False,
         "mlp_bias": False,
@@ -126,8 +137,15 @@ def _llama_tensors(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator
     yield "model.embed_tokens.weight", state["tokens.weight"]
     for number in range(config.n_layers):
         block, layer = f"blocks.{number}", f"model.layers.{number}"
-        for name, projection in zip("qkv", state[f"{block}.attention.qkv.weight"].chunk(3), strict=True):
+        if config.grouped:
+            keys_and_values = state[f"{block}.attention.kv.weight"].chunk(2)
+            projections: tuple[Tensor, ...] = (state[f"{block}.attention.q.weight"], *keys_and_values)
+        else:
+            projections = state[f"{block}.attention.qkv.weight"].chunk(3)
+        for name, projection in zip("qkv", projections, strict=True):
             yield f"{layer}.self_attn.{name}_proj.weight", projection
+        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+            yield f"{layer}.self_attn.{norm}.weight", state[f"{block}.attention.{norm}.weight"]
         for their_name, our_name in _LLAMA_BLOCK:
             yield f"{layer}.{their_name}.weight", state[f"{block}.{our_name}.weight"]
     yield "model.norm.weight", state["norm.weight"]
@@ -135,12 +153,22 @@ def _llama_tensors(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator
         yield "lm_head.weight", state["head.weight"]
 
 
+_LLAMA_NEEDS: dict[str, tuple[object, ...]] = {
+    "token_shift": (False,),
+    "convolution": (1,),
+    "norm": ("rmsnorm",),
+    "activation": ("swiglu",),
+    "bias": (False,),
+}
+
 _ARCHITECTURES = (
     Architecture(
         "GPT2LMHeadModel",
         "a GPT-2",
         {
             "positions": ("learned",),
+            "kv_heads": (None,),
+            "qk_norm": (False,),
             "token_shift": (False,),
             "convolution": (1,),
             "norm": ("layernorm",),
@@ -154,13 +182,21 @@ _ARCHITECTURES = (
         "a LLaMA",
         {
             "positions": ("rotary",),
-            "token_shift": (False,),
-            "convolution": (1,),
-            "norm": ("rmsnorm",),
-            "activation": ("swiglu",),
-            "bias": (False,),
+            "qk_norm": (False,),
+            **_LLAMA_NEEDS,
         },
         _llama_settings,
+        _llama_tensors,
+    ),
+    Architecture(
+        "Qwen3ForCausalLM",
+        "a Qwen 3",
+        {
+            "positions": ("rotary",),
+            "qk_norm": (True,),
+            **_LLAMA_NEEDS,
+        },
+        lambda config: {**_llama_settings(config), "model_type": "qwen3", "use_sliding_window": False},
         _llama_tensors,
     ),
 )

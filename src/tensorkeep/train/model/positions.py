@@ -1,9 +1,11 @@
 """What depends on positions: learned embeddings, and rotations of queries and keys (RoPE)."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
-from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.config import ModelConfig, RopeScaling
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines for some positions, each of shape [positions, 1, head size]."""
@@ -34,6 +36,7 @@ class RotaryPositions(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.base = config.rope_base
+        self.scaling = config.rope_scaling
         shape = (config.context_length, 1, config.head_size)
         self.register_buffer("cosines", torch.empty(shape), persistent=False)
         self.register_buffer("sines", torch.empty(shape), persistent=False)
@@ -42,13 +45,25 @@ class RotaryPositions(nn.Module):
         """Compute the tables in float32, as transformers does, and put them on a device."""
         length, _, size = self.cosines.shape
         frequencies = 1.0 / self.base ** (torch.arange(0, size, 2).float() / size)
-        angles = torch.outer(torch.arange(length).float(), frequencies)
+        angles = torch.outer(torch.arange(length).float(), scaled_frequencies(frequencies, self.scaling))
         self.cosines = torch.cat((angles.cos(), angles.cos()), dim=1).unsqueeze(1).to(device)
         self.sines = torch.cat((-angles.sin(), angles.sin()), dim=1).unsqueeze(1).to(device)
 
     def forward(self, start: int, stop: int) -> Rotation:
         """Return the rotation of the positions from start to stop."""
         return self.cosines[start:stop], self.sines[start:stop]
+
+
+def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return the angles between two positions as a scaling changes them; see `RopeScaling`."""
+    if scaling.kind is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original_context_length * frequencies / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    unchanged = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - unchanged) * frequencies / scaling.factor + unchanged * frequencies
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:

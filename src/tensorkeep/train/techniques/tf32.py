@@ -80,7 +80,7 @@ class Tf32(Technique):
             settings.add(_precision(run.device))
             errors.append(_matmul_error(run.device))
 
-        with observe_outputs([each.qkv for each in run.model.attentions], probe):
+        with observe_outputs([each.projections[0] for each in run.model.attentions], probe):
             yield
         requested = self.settings.precision
         if settings != {requested}:

@@ -23,8 +23,8 @@ from tensorkeep.train.techniques.parallel import Parallel
 from tensorkeep.train.techniques.parallel.filling import fill_parameters, update_parameters
 from tensorkeep.train.techniques.parallel.mesh import SHARD, TENSOR, mesh_of
 
-_FUSED = (".attention.qkv.", ".attention.convolution.")
-"""The parameters of queries, keys and values together."""
+_FUSED = {".attention.qkv.": 3, ".attention.convolution.": 3, ".attention.kv.": 2}
+"""Layers of several parts one below the other, each of which is sharded by heads; and how many parts."""
 
 
 class ShardedParallel(Parallel):
@@ -87,16 +87,16 @@ def _is_placed(parameter: DTensor | None, axis: str, dim: int, count: int) -> bo
 def in_order(name: str, parameter: Any) -> Any:
     """Return a parameter, or its state, with placements that state which rows of the full tensor this rank has.
 
-    Of the fused projection to queries, keys and values, and of the convolution over them, tensor parallelism gives each
-    rank the heads that it computes: a part of each third. The placement of the computation, ``Shard(0)``, does not
-    state that; ``_StridedShard`` does.
-    The memory is shared.
+    Of fused layers, such as the projection to queries, keys and values, tensor parallelism gives each rank the heads
+    that it computes: a part of each third. The placement of the computation, ``Shard(0)``, does not state that;
+    ``_StridedShard`` does. The memory is shared.
     """
     names = parameter.device_mesh.mesh_dim_names or ()
-    if not any(fused in name for fused in _FUSED) or TENSOR not in names:
+    fused = next((parts for layer, parts in _FUSED.items() if layer in name), None)
+    if fused is None or TENSOR not in names:
         return parameter
     placements = list(parameter.placements)
-    placements[names.index(TENSOR)] = _StridedShard(0, split_factor=3)
+    placements[names.index(TENSOR)] = _StridedShard(0, split_factor=fused)
     return _like(parameter, parameter.to_local(), placements)
 
 

@@ -6,7 +6,13 @@ import msgspec
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.model.cache import Cache
@@ -19,9 +25,10 @@ from tensorkeep.train.techniques.parallel import Parallel
 from tensorkeep.train.techniques.parallel.mesh import TENSOR, TensorSettings, mesh_of
 from tensorkeep.train.techniques.parallel.sharding import ShardedParallel
 
-_BY_ROWS = ("attention.qkv", "mlp.up", "mlp.gate")
+_BY_ROWS = ("attention.qkv", "attention.q", "attention.kv", "mlp.up", "mlp.gate")
 _BY_COLUMNS = ("attention.out", "mlp.down")
 _BY_CHANNELS = "attention.convolution"
+_BY_HEADS = ("attention.q_norm", "attention.k_norm")
 _REPLICATED = ("norm1", "norm2", "shift1", "shift2")
 
 
@@ -51,11 +58,11 @@ class TensorParallel(ShardedParallel):
         size = own_mesh.size()
         check_sizes(model.config, size)
         for block in model.blocks:
-            plan = {name: ColwiseParallel() for name in _BY_ROWS} | {name: RowwiseParallel() for name in _BY_COLUMNS}
             layers = dict(block.named_modules())
-            parallelize_module(block, own_mesh, {name: style for name, style in plan.items() if name in layers})
+            parallelize_module(block, own_mesh, {name: style for name, style in _plan().items() if layers.get(name)})
             block.attention.n_heads //= size  # type: ignore[union-attr, operator]
-            if _BY_CHANNELS in layers:
+            block.attention.kv_heads //= size  # type: ignore[union-attr, operator]
+            if layers.get(_BY_CHANNELS) is not None:
                 _distribute(layers[_BY_CHANNELS], own_mesh, parameters=Shard(0), features=Shard(2))
             for name in _REPLICATED:
                 _replicate(layers.get(name), own_mesh)
@@ -68,9 +75,9 @@ class TensorParallel(ShardedParallel):
     def verify(self, run: Run) -> Verification:
         """Check the parameters of the blocks, what the optimizers update, and the heads that are computed."""
         heads: set[int] = set()
-        projections = [block.attention.qkv for block in run.model.blocks]  # type: ignore[union-attr]
-        width = 3 * run.config.model.head_size
-        with observe_outputs(projections, lambda module, output: heads.add(output.shape[-1] // width)):  # type: ignore[arg-type]
+        projections = [each.projections[0] for each in run.model.attentions]
+        width = (1 if run.config.model.grouped else 3) * run.config.model.head_size
+        with observe_outputs(projections, lambda module, output: heads.add(output.shape[-1] // width)):
             yield
         dimensions, size, all_heads = _dimensions(run.model), mesh_of(run)[TENSOR].size(), run.config.model.n_heads
         self.check_sharded(run, dimensions)
@@ -86,9 +93,18 @@ class TensorParallel(ShardedParallel):
         )
 
 
+def _plan() -> dict[str, ParallelStyle]:
+    """Return how each layer of a block is sharded; norms of queries and keys see the heads of this process only."""
+    return {
+        **{name: ColwiseParallel() for name in _BY_ROWS},
+        **{name: RowwiseParallel() for name in _BY_COLUMNS},
+        **{name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in _BY_HEADS},
+    }
+
+
 def check_sizes(config: ModelConfig, size: int) -> None:
     """Raise UsageError unless heads and hidden units of a model are multiples of the number of processes."""
-    for name, count in (("n_heads", config.n_heads), ("d_ff", config.mlp_width)):
+    for name, count in (("n_heads", config.n_heads), ("kv_heads", config.n_kv_heads), ("d_ff", config.mlp_width)):
         if count % size:
             raise UsageError(
                 f"tensor-parallel cannot split {name}, which is {count}, equally among {size} processes",
@@ -136,7 +152,9 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, *, parameters: Placement, f
 def _use_cache_of_own_heads(model: GPT, size: int) -> None:
     """Make the cache of generation hold the keys and values of this process's heads only."""
     config = model.config
-    own = msgspec.structs.replace(config, n_heads=config.n_heads // size, d_model=config.d_model // size)
+    own = msgspec.structs.replace(
+        config, n_heads=config.n_heads // size, kv_heads=config.n_kv_heads // size, d_model=config.d_model // size
+    )
 
     def new_cache(batch_size: int) -> Cache:
         weight = model.tokens.weight
