@@ -35,6 +35,7 @@ def prepare(
     seed: int = 0,
     encoding: str = "utf-8",
     field: str = DEFAULT_FIELD,
+    processes: int | None = None,
     overwrite: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
 ) -> None:
@@ -60,6 +61,9 @@ def prepare(
         The encoding of the text; invalid bytes are an error.
     field
         The field of the lines of .jsonl files, or the column of tables, that holds the text.
+    processes
+        How many processes tokenize; by default all processors do for bpe and tiktoken, if the text is large. The result
+        is the same.
     overwrite
         Replace existing prepared data.
     """
@@ -73,6 +77,7 @@ def prepare(
             seed=seed,
             encoding=encoding,
             field=field,
+            processes=processes,
             overwrite=overwrite,
             progress=progress,
         )

@@ -1,22 +1,19 @@
 """Preparation of data: a corpus becomes a folder of tokens for training and validation.
 
-The first pass checks that all of it is text, counts it, and learns the tokenizer. The second pass encodes and writes.
+One pass checks that all of it is text, encodes it and writes the tokens. If the tokenizer learns from the text, or the
+text is one stream, which is cut at a number of characters, a pass before that learns and counts.
 """
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tensorkeep.errors import DestinationExistsError, PathLike, StoreError, UsageError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.sealed import new_hasher
 from tensorkeep.io.commit import Commit
-from tensorkeep.io.files import DirectFile, write_small
+from tensorkeep.io.files import write_small
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.paths import checked_path
 from tensorkeep.train.data.corpus import DEFAULT_FIELD, Source, open_source
@@ -32,11 +29,10 @@ from tensorkeep.train.data.dataset import (
     file_name,
 )
 from tensorkeep.train.data.documents import Reading, SplitRule
-from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens
+from tensorkeep.train.data.token_files import write_tokens
+from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.known import Learn, learner
 from tensorkeep.version import __version__
-
-_WRITTEN_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +57,7 @@ def prepare(
     seed: int = 0,
     encoding: str = "utf-8",
     field: str = DEFAULT_FIELD,
+    processes: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Prepared:
@@ -87,10 +84,13 @@ def prepare(
         The encoding of the text.
     field : str
         The field of JSON objects, or the column of tables, that holds the text of a document.
+    processes : int, optional
+        How many processes encode; the tokens do not depend on it. By default a large corpus is encoded by as many as
+        there are processors, if the tokenizer merges characters, and any other by this one.
     overwrite : bool
         Replace prepared data at ``out``; nothing else is ever replaced.
     progress : callable, optional
-        Called with (bytes done, bytes in total); both passes count.
+        Called with (bytes done, bytes in total); all passes count.
 
     Returns
     -------
@@ -104,8 +104,10 @@ def prepare(
         If there is no such source.
     DestinationExistsError
         If something is at ``out`` that may not be replaced.
+    OutOfMemoryError
+        If a process that encodes runs out of memory.
     StoreError
-        If the operating system refuses, or the corpus changes between the passes; nothing is left behind.
+        If the operating system refuses, or the corpus changes between two passes; nothing is left behind.
     MissingExtraError, UnsupportedError
         If the tokenizer or a table needs a package, or the tokenizer a vocabulary, that is not on this machine.
 
@@ -120,22 +122,28 @@ def prepare(
     """
     rule = SplitRule(validation, seed)
     learn = learner(tokenizer, vocab_size)
+    if processes is not None and processes < 1:
+        raise UsageError(f"processes is {processes}", remedy="give 1 or more, or leave it out")
     destination = Path(checked_path(out))
     with (
         open_source(source, encoding=encoding, field=field) as corpus,
         Commit(destination, directory=True, overwrite=overwrite, replaceable=_is_replaceable) as commit,
     ):
-        meter = Meter(2 * corpus.nbytes, progress)
-        first, counts, learned = _learn(corpus, learn, rule, meter)
-        splits = _write_tokens(first, counts, commit.path, learned, rule, meter)
-        layout = _layout(first, counts, learned, rule, splits)
+        surveyed = learn.reads or not corpus.has_documents
+        meter = Meter((1 + surveyed) * corpus.nbytes, progress)
+        if surveyed:
+            first, learned = _survey(corpus, learn, rule, meter)
+        else:
+            first, learned = None, learn(iter(()), True)
+        reading, splits = _encode(first, Reading(corpus, meter), commit.path, learned, rule, processes)
+        layout = _layout(reading, learned, rule, splits)
         write_small(commit.path / FILE, sealed.seal(layout))
         commit.publish()
         return Prepared(commit.destination, layout.description(learned))
 
 
-def _learn(source: Source, learn: Learn, rule: SplitRule, meter: Meter) -> tuple[Reading, dict[str, int], Tokenizer]:
-    """Read the corpus for the first time; return the reading, the documents with text by split, and the tokenizer."""
+def _survey(source: Source, learn: Learn, rule: SplitRule, meter: Meter) -> tuple[Reading, Tokenizer]:
+    """Read the corpus to check it, count it, and learn a tokenizer."""
     reading = Reading(source, meter)
     counts = dict.fromkeys(SPLITS, 0)
 
@@ -155,7 +163,31 @@ def _learn(source: Source, learn: Learn, rule: SplitRule, meter: Meter) -> tuple
         for _ in texts:
             pass
     _check_splits(source, rule, counts, reading.characters)
-    return reading, counts, tokenizer
+    return reading, tokenizer
+
+
+def _encode(
+    first: Reading | None, reading: Reading, folder: Path, tokenizer: Tokenizer, rule: SplitRule, processes: int | None
+) -> tuple[Reading, dict[str, Split]]:
+    """Read the corpus, for the first time or again, and write its tokens."""
+    corpus = reading.source
+    changed = StoreError("changed while it was read", path=corpus.spec, remedy="prepare it when it is not written to")
+    characters = 0 if first is None else first.characters
+    try:
+        splits = write_tokens(reading, folder, tokenizer, rule, characters=characters, processes=processes)
+    except UsageError as error:
+        if first is None:
+            raise
+        # A character that cannot be encoded was added after the first pass.
+        raise changed from error
+    if first is None:
+        if not reading.characters:
+            raise UsageError("holds no text", path=corpus.spec, remedy="check the source")
+        counts = {split: found.documents or 0 for split, found in splits.items()}
+        _check_splits(corpus, rule, counts, reading.characters)
+    elif reading.digest() != first.digest():
+        raise changed
+    return reading, splits
 
 
 def _check_splits(source: Source, rule: SplitRule, counts: dict[str, int], characters: int) -> None:
@@ -180,84 +212,18 @@ def _check_splits(source: Source, rule: SplitRule, counts: dict[str, int], chara
         )
 
 
-def _write_tokens(
-    first: Reading, counts: dict[str, int], folder: Path, tokenizer: Tokenizer, rule: SplitRule, meter: Meter
-) -> dict[str, Split]:
-    """Read the corpus for the second time and write its tokens."""
-    corpus = first.source
-    reading = Reading(corpus, meter)
-    changed = StoreError("changed while it was read", path=corpus.spec, remedy="prepare it when it is not written to")
-    with ExitStack() as stack:
-        files = {split: _TokenFile(folder / file_name(split), tokenizer, stack) for split in SPLITS}
-        try:
-            for split, texts in rule.split(reading, first.characters):
-                before = files[split].tokens
-                for tokens in tokenizer.encode_stream(texts):
-                    files[split].add(tokens)
-                if corpus.has_documents and files[split].tokens > before:
-                    files[split].add(np.array([tokenizer.end_of_document], tokenizer.dtype))
-        except UsageError as error:
-            # A character that cannot be encoded was added after the first pass.
-            raise changed from error
-        if reading.digest() != first.digest():
-            raise changed
-        documents = counts if corpus.has_documents else dict.fromkeys(SPLITS)
-        return {
-            split: Split(tokens=file.tokens, documents=documents[split], xxh3_64=file.finish())
-            for split, file in files.items()
-        }
-
-
-class _TokenFile:
-    """Appends tokens to a new file, which a stack closes, and computes their checksum."""
-
-    def __init__(self, path: Path, tokenizer: Tokenizer, stack: ExitStack) -> None:
-        self.tokens = 0
-        self._dtype = tokenizer.dtype
-        self._file = DirectFile(path, direct=False)
-        stack.callback(self._file.close)
-        self._hasher = new_hasher(wide=False)
-        self._waiting: list[Tokens] = []
-        self._waiting_bytes = 0
-        self._written = 0
-
-    def add(self, tokens: Tokens) -> None:
-        """Append tokens."""
-        self._waiting.append(tokens)
-        self._waiting_bytes += tokens.nbytes
-        self.tokens += len(tokens)
-        if self._waiting_bytes >= _WRITTEN_AT_ONCE:
-            self._write()
-
-    def _write(self) -> None:
-        if self._waiting:
-            content = np.concatenate(self._waiting, dtype=self._dtype).view(np.uint8)
-            self._hasher.update(content)
-            self._file.write(self._written, content)
-            self._written += content.nbytes
-            self._waiting, self._waiting_bytes = [], 0
-
-    def finish(self) -> str:
-        """Make the file durable, close it, and return the xxh3-64 of its bytes as 16 hexadecimal digits."""
-        self._write()
-        self._file.finish(self._written)
-        return str(self._hasher.hexdigest())
-
-
-def _layout(
-    first: Reading, counts: dict[str, int], tokenizer: Tokenizer, rule: SplitRule, splits: dict[str, Split]
-) -> Layout:
-    corpus = first.source
+def _layout(reading: Reading, tokenizer: Tokenizer, rule: SplitRule, splits: dict[str, Split]) -> Layout:
+    corpus = reading.source
     origin = Origin(
         # A path need not be valid text, as JSON requires.
         spec=os.fsencode(corpus.spec).decode(errors="backslashreplace"),
         kind=corpus.kind,
         encoding=corpus.encoding,
         files=len(corpus.files),
-        bytes=first.nbytes,
-        characters=first.characters,
-        documents=sum(counts.values()) if corpus.has_documents else None,
-        xxh3_64=first.digest(),
+        bytes=reading.nbytes,
+        characters=reading.characters,
+        documents=sum(each.documents or 0 for each in splits.values()) if corpus.has_documents else None,
+        xxh3_64=reading.digest(),
     )
     return Layout(
         format=FORMAT,

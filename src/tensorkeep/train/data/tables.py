@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-from tensorkeep.errors import MissingExtraError, UsageError
+from tensorkeep.errors import MissingExtraError, OutOfMemoryError, UsageError
 from tensorkeep.io.files import store_error
 from tensorkeep.train.data.corpus import TextFile
 
@@ -41,7 +41,7 @@ class Table:
             with table:
                 _check_column(file, column, table.schema_arrow, arrow.types)
                 rows = max(1, table.metadata.num_rows)
-                parts = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column])
+                parts = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column], use_threads=False)
                 yield cls(file, (part.column(0) for part in parts), lambda number: file.nbytes * number // rows)
             return
         with _errors(file):
@@ -98,6 +98,12 @@ def _errors(file: TextFile) -> Iterator[None]:
     arrow = _library("pyarrow")
     try:
         yield
+    except MemoryError as error:
+        raise OutOfMemoryError(
+            f"the rows of the file do not fit into memory ({error})",
+            path=file.path,
+            remedy="write it with smaller row groups or record batches",
+        ) from error
     except (arrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise store_error(error, file.path, "read the file") from error

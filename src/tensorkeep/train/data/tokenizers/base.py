@@ -69,7 +69,11 @@ class Tokenizer(ABC):
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Tokens]:
         """Yield the tokens of a text that is given in pieces; the result does not depend on where the pieces end."""
-        return map(self.encode, at_line_ends(texts) if self.merges else texts)
+        return map(self.encode, self.pieces(texts))
+
+    def pieces(self, texts: Iterator[str]) -> Iterator[str]:
+        """Return the same text in pieces that may be encoded by themselves."""
+        return at_line_ends(texts) if self.merges else texts
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Return the text of ids of any shape; invalid UTF-8 becomes the replacement character.

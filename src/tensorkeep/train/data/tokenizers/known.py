@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,15 @@ _FROM_DICT: dict[object, Callable[[dict[str, Any]], Tokenizer]] = {
 }
 
 
-Learn = Callable[[Documents, bool], Tokenizer]
-"""Makes a tokenizer for a corpus, given whether that consists of documents; it need not read them."""
+@dataclass(frozen=True, slots=True)
+class Learn:
+    """Makes a tokenizer for a corpus, given whether that consists of documents; it ``reads`` the corpus or does not."""
+
+    make: Callable[[Documents, bool], Tokenizer]
+    reads: bool
+
+    def __call__(self, corpus: Documents, documents: bool) -> Tokenizer:
+        return self.make(corpus, documents)
 
 
 def learner(choice: str, vocab_size: int | None = None) -> Learn:
@@ -40,16 +48,15 @@ def learner(choice: str, vocab_size: int | None = None) -> Learn:
         )
     if kind == "tiktoken" and name:
         found = TiktokenTokenizer.named(name)
-        return lambda corpus, documents: found
+        return Learn(lambda corpus, documents: found, reads=False)
     if choice == "char":
-        return CharTokenizer.learn
+        return Learn(CharTokenizer.learn, reads=True)
     if choice == "byte":
-        return lambda corpus, documents: ByteTokenizer(documents=documents)
+        return Learn(lambda corpus, documents: ByteTokenizer(documents=documents), reads=False)
     if choice == "bpe":
         library("tokenizers")
-        return partial(
-            BpeTokenizer.learn, vocab_size=_checked(DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size)
-        )
+        size = _checked(DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size)
+        return Learn(partial(BpeTokenizer.learn, vocab_size=size), reads=True)
     near = difflib.get_close_matches(kind, [each.partition(":")[0] for each in CHOICES], n=1)
     hint = f"did you mean {near[0]!r}? " if near and not colon else ""
     raise UsageError(f"there is no tokenizer {choice!r}", remedy=f"{hint}give one of {', '.join(CHOICES)}")

@@ -1,0 +1,180 @@
+"""Encoding of a corpus: pieces of text become tokens, in order, in this process or in several.
+
+This process reads the corpus, passes pieces to processes that run `tensorkeep.train.data.encoding_worker`, and receives
+their tokens. The pieces, and so the tokens, do not depend on the number of processes.
+"""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import NamedTuple, Self
+
+import msgspec
+import numpy as np
+
+from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError
+from tensorkeep.io.files import store_errors
+from tensorkeep.machine import usable_processors
+from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens
+
+_WORKER = "tensorkeep.train.data.encoding_worker"
+
+_SMALL_CORPUS = 16 << 20
+"""Bytes of a corpus that is tokenized before other processes have started and shared the work."""
+
+_JOB = 1 << 18
+"""Characters that are passed to a process at once."""
+
+_JOBS_PER_PROCESS = 3
+"""Jobs that are computed or wait for each process; more would only take memory."""
+
+
+class Piece(NamedTuple):
+    """Text of a split that can be encoded by itself, and whether a document ends with it."""
+
+    split: str
+    text: str
+    ends_document: bool
+
+
+def default_processes(tokenizer: Tokenizer, nbytes: int) -> int:
+    """Return in how many processes a corpus is encoded fastest.
+
+    Tokens that are characters or bytes are found faster than text could be passed to another process.
+    """
+    return len(usable_processors()) if tokenizer.merges and nbytes >= _SMALL_CORPUS else 1
+
+
+def encoded(tokenizer: Tokenizer, pieces: Iterator[Piece], processes: int) -> Generator[tuple[Piece, Tokens]]:
+    """Yield each piece with its tokens, in order.
+
+    Raises UsageError if the tokenizer cannot encode a piece; OutOfMemoryError or StoreError if a process ends early, or
+    cannot be started.
+    """
+    if processes == 1:
+        for piece in pieces:
+            yield piece, tokenizer.encode(piece.text)
+        return
+    waiting: deque[tuple[list[Piece], Future[list[Tokens]]]] = deque()
+    with _Pool(tokenizer, processes) as pool:
+        for job in _jobs(pieces):
+            waiting.append((job, pool.submit([piece.text for piece in job])))
+            if len(waiting) > _JOBS_PER_PROCESS * processes:
+                job, tokens = waiting.popleft()
+                yield from zip(job, tokens.result(), strict=True)
+        for job, tokens in waiting:
+            yield from zip(job, tokens.result(), strict=True)
+
+
+def _jobs(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    job: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        job.append(piece)
+        # An empty text costs something as well.
+        characters += len(piece.text) + 1
+        if characters >= _JOB:
+            yield job
+            job, characters = [], 0
+    if job:
+        yield job
+
+
+class _Pool:
+    """Processes that encode texts, each served by a thread."""
+
+    def __init__(self, tokenizer: Tokenizer, processes: int) -> None:
+        self._description = msgspec.json.encode(tokenizer.as_dict())
+        self._tokenizer = tokenizer
+        self._processes = processes
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for _ in range(self._processes):
+                worker = _Worker(self._description, self._tokenizer)
+                stack.callback(worker.close)
+                self._idle.put(worker)
+            self._threads = ThreadPoolExecutor(self._processes, thread_name_prefix="tensorkeep-encode")
+            stack.callback(self._threads.shutdown, cancel_futures=True)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def submit(self, texts: list[str]) -> "Future[list[Tokens]]":
+        """Encode texts in the next process that is idle."""
+        return self._threads.submit(self._encode, texts)
+
+    def _encode(self, texts: list[str]) -> list[Tokens]:
+        worker = self._idle.get()
+        try:
+            return worker.encode(texts)
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """A process that encodes texts. It ends when the connection is closed, and so with this process."""
+
+    def __init__(self, description: bytes, tokenizer: Tokenizer) -> None:
+        self._dtype = tokenizer.dtype
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(ours.detach())
+        with theirs, store_errors(sys.executable, "start a process that tokenizes"):
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # One thread each: there are as many processes as processors.
+                env=os.environ | {"PYTHONPATH": _import_path(), "TOKENIZERS_PARALLELISM": "false"},
+                # Ctrl-C interrupts this process only, which then closes the connections.
+                process_group=0,
+            )
+        self._send(description)
+
+    def encode(self, texts: list[str]) -> list[Tokens]:
+        """Return the tokens of texts."""
+        self._send(msgspec.msgpack.encode(texts))
+        try:
+            counts = np.frombuffer(self._connection.recv_bytes(), np.int64)
+            tokens = np.frombuffer(self._connection.recv_bytes(), self._dtype)
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        return np.split(tokens, np.cumsum(counts)[:-1])
+
+    def _send(self, content: bytes) -> None:
+        try:
+            self._connection.send_bytes(content)
+        except OSError as error:
+            raise self._ended() from error
+
+    def _ended(self) -> TensorkeepError:
+        status = self._process.wait()
+        if status == -signal.SIGKILL:
+            return OutOfMemoryError(
+                "a process that tokenizes was killed, probably because memory ran out", remedy="use fewer processes"
+            )
+        return StoreError(
+            f"a process that tokenizes ended with status {status}", remedy="see its last output, or use one process"
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._process.wait()
+
+
+def _import_path() -> str:
+    return os.pathsep.join(map(os.path.abspath, sys.path))

@@ -1,0 +1,29 @@
+"""A process that tokenizes: ``python -m tensorkeep.train.data.encoding_worker DESCRIPTOR``.
+
+`tensorkeep.train.data.encoding` starts it with the descriptor of a socket, over which it sends the tokenizer and then
+lists of texts. The answer to a list is the number of tokens of each text, and all their tokens.
+"""
+
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+
+from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
+
+
+def main(descriptor: int) -> None:
+    """Answer until the connection is closed."""
+    with suppress(EOFError, ConnectionError), Connection(descriptor) as connection:
+        tokenizer = tokenizer_from_dict(msgspec.json.decode(connection.recv_bytes()))
+        read_texts = msgspec.msgpack.Decoder(list[str])
+        while True:
+            tokens = [tokenizer.encode(text) for text in read_texts.decode(connection.recv_bytes())]
+            connection.send_bytes(np.array([len(each) for each in tokens], np.int64))
+            connection.send_bytes(np.concatenate(tokens))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
