@@ -1,25 +1,65 @@
-"""Checks of the paths that users give: ``~`` is expanded, URLs are refused."""
+"""Paths that users give: ``~`` is expanded, and URLs of object stores become `StorePath`."""
 
 import os
 import re
-from pathlib import PurePath
+from pathlib import Path, PosixPath, PurePath
 
 from tensorkeep.errors import PathLike, UnsupportedError, UsageError
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):/(/?)", re.IGNORECASE)
 
+STORES = ("s3", "gs", "az", "https", "http")
+"""Schemes of URLs that checkpoints are read from."""
 
-def checked_path(path: PathLike) -> PathLike:
-    """Return the path with ``~`` and ``~user`` expanded.
 
-    Raises UsageError if it contains a NUL, or there is no such user; UnsupportedError if it is a URL.
+class StorePath(PosixPath):
+    """The path of an object, or of several that share a prefix, in an object store.
+
+    It is joined and taken apart like any other path. Nothing of it exists on a file system: where a path is read,
+    `tensorkeep.io.places` and `tensorkeep.formats.probe` look at its class.
+
+    Examples
+    --------
+    >>> path = StorePath("s3://bucket/run") / "step-000100"
+    >>> str(path), path.name, path.bucket, path.key
+    ('s3://bucket/run/step-000100', 'step-000100', 's3://bucket', 'run/step-000100')
+    """
+
+    def __str__(self) -> str:
+        # pathlib drops the second slash.
+        return super().__str__().replace(":/", "://", 1)
+
+    @property
+    def bucket(self) -> str:
+        """The URL of the bucket, or of the server."""
+        return f"{self.parts[0]}//{self.parts[1] if len(self.parts) > 1 else ''}"
+
+    @property
+    def key(self) -> str:
+        """The name within the bucket."""
+        return "/".join(self.parts[2:])
+
+
+def as_path(path: PathLike) -> Path:
+    """Return a path as an object: a `StorePath` if it is the URL of an object store."""
+    if isinstance(path, StorePath):
+        return path
+    found = _SCHEME.match(os.fspath(path))
+    return StorePath(path) if found and found[1].lower() in STORES and _is_url(path, found) else Path(path)
+
+
+def checked_path(path: PathLike, *, stores: bool = False) -> PathLike:
+    """Return the path with ``~`` and ``~user`` expanded; with ``stores``, URLs of object stores are allowed.
+
+    Raises UsageError if it contains a NUL, or there is no such user; UnsupportedError if it is another URL.
     """
     text = os.fspath(path)
     if "\0" in text:
         raise UsageError(f"{text!r} is not a path: it contains a NUL", remedy="check the path")
     scheme = _SCHEME.match(text)
-    # A `Path` has lost the second slash of "s3://".
-    if scheme and (scheme[2] or isinstance(path, PurePath)):
+    if scheme and _is_url(path, scheme):
+        if stores and scheme[1].lower() in STORES:
+            return as_path(path)
         raise _url_error(text, scheme[1])
     if not text.startswith("~"):
         return path
@@ -32,11 +72,22 @@ def checked_path(path: PathLike) -> PathLike:
     return expanded
 
 
+def _is_url(path: PathLike, scheme: re.Match[str]) -> bool:
+    # A `Path` has lost the second slash of "s3://".
+    return bool(scheme[2]) or isinstance(path, PurePath)
+
+
 def _url_error(text: str, scheme: str) -> UnsupportedError:
     if scheme.lower() == "file":
         return UnsupportedError("URLs are not supported", path=text, remedy="give the path without file://")
+    if scheme.lower() in STORES:
+        return UnsupportedError(
+            f"{scheme}:// is read from, but not written to yet",
+            path=text,
+            remedy="use the path of a disk, and copy it to there with the tool of the store",
+        )
     return UnsupportedError(
-        f"{scheme}:// is not supported yet: checkpoints are read and written on file systems only",
+        f"{scheme}:// is not supported",
         path=text,
-        remedy="use the path of a disk, and copy from or to there with the tool of the store",
+        remedy=f"checkpoints are read from disks and from {', '.join(f'{name}://' for name in STORES)}",
     )

@@ -11,7 +11,8 @@ from pathlib import Path
 from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, TensorkeepError, UsageError
 from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Reader
 from tensorkeep.formats.native import FORMAT as NATIVE
-from tensorkeep.formats.probe import file_mode, names_in
+from tensorkeep.formats.probe import exists, file_mode, names_in
+from tensorkeep.paths import as_path
 
 _MOST_LOOKED_AT = 1000
 _MOST_NAMED = 3
@@ -45,8 +46,8 @@ def _existing(path: PathLike) -> Path:
     # `Path` takes the empty string for the current folder.
     if not os.fspath(path):
         raise UsageError("the path is empty", remedy="give the path of a checkpoint")
-    place = Path(path)
-    if not file_mode(place, follow_links=False):
+    place = as_path(path)
+    if not exists(place):
         raise NotFoundError("does not exist", path=path, remedy="check the path")
     return place
 
@@ -68,7 +69,7 @@ def is_checkpoint(place: Path) -> bool:
 
 def _folder_error(names: list[str], path: PathLike) -> NotACheckpointError:
     listed = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if names[_MOST_NAMED:] else "")
-    remedy = f"give the path of one: {Path(path) / names[0]}"
+    remedy = f"give the path of one: {as_path(path) / names[0]}"
     shard = next((found for name in names if (found := re.fullmatch(r"(.+)-\d+-of-\d+\.safetensors", name))), None)
     if shard:
         remedy += f"; or put their index, {shard[1]}.safetensors.index.json, beside them to read them as one"

@@ -17,6 +17,7 @@ from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError
 from tensorkeep.formats.native.directory import freed_bytes
+from tensorkeep.paths import checked_path
 from tensorkeep.units import counted, format_age, format_bytes
 
 _RULES = (
@@ -76,7 +77,7 @@ def prune(
     """
     if keep_last is None and keep_every is None and keep_best is None and not keep_thinned and not broken:
         raise UsageError("no rule says which steps to keep", remedy=_RULES)
-    folder = run_root(root)
+    folder = run_root(checked_path(root))
     found = list_steps(folder)
     if not found.steps and not found.broken:
         raise NotACheckpointError("contains no steps", path=root, remedy="give the folder that contains step-000100")

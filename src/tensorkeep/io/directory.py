@@ -4,23 +4,16 @@ A save exchanges the old checkpoint for the new one and removes the old. Files o
 different checkpoints: the manifest of the old one and data of the new one. Files opened in an open directory cannot.
 """
 
-import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, StoreError, TensorkeepError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, StoreError
 from tensorkeep.io.closing import Closing
 from tensorkeep.io.files import Bytes, store_error
 from tensorkeep.io.source_file import SourceFile
 
-logger = logging.getLogger(__name__)
-
 MAX_OPEN_FILES = 200
 """Files that one checkpoint keeps open: with two descriptors each, two checkpoints fit the usual limit of 1024."""
-
-T = TypeVar("T")
 
 
 class Directory(Closing):
@@ -52,6 +45,10 @@ class Directory(Closing):
         if count <= MAX_OPEN_FILES:
             return self.open(name, follow_links=follow_links, page_cache=page_cache)
         return _ReopenedFile(self, name, follow_links=follow_links)
+
+    def status(self, name: str) -> os.stat_result:
+        """Return the status of a file, not of what a link points to; raises OSError."""
+        return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
 
     def was_replaced(self) -> bool:
         """Return whether something else, or nothing, is at the path now."""
@@ -90,20 +87,3 @@ class _ReopenedFile(SourceFile):
                     "the checkpoint was replaced while it was read", path=self._directory.path, remedy="read it again"
                 ) from error
             raise CorruptCheckpointError("the file has been removed", path=self.path) from error
-
-
-def read_directory(path: Path, read: Callable[[Directory], T]) -> T:
-    """Call a function with an open directory, again if it failed because the directory was replaced meanwhile.
-
-    The directory remains open unless the function raises; what the function returns must close it.
-    """
-    while True:
-        directory = Directory(path)
-        try:
-            return read(directory)
-        except BaseException as error:
-            retry = isinstance(error, TensorkeepError) and directory.was_replaced()
-            directory.close()
-            if not retry:
-                raise
-            logger.info("%s was replaced while it was opened; reading the new one", path)

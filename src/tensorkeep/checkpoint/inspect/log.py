@@ -15,7 +15,9 @@ from tensorkeep.checkpoint.manager.steps import Step, numbers_in, step_of, step_
 from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError, UsageError
 from tensorkeep.formats.native.directory import summarise
 from tensorkeep.formats.native.open_files import occupied_bytes
+from tensorkeep.formats.probe import exists
 from tensorkeep.io.parallel import Progress
+from tensorkeep.paths import as_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ def log(
             step = step_of(path, number, summary)
         except TensorkeepError as error:
             # A step that its writer has deleted meanwhile is not damaged.
-            if os.path.lexists(path):
+            if exists(path):
                 entry = LoggedStep(number, os.fspath(path), problem=_problem(error, path))
                 entries.append(_with_space(entry, _files_in(path), seen))
             continue
@@ -233,8 +235,8 @@ def _problem(error: TensorkeepError, path: Path) -> str:
     """Return an error in one line that begins with "incomplete", "damaged", "unsupported" or "unreadable"."""
     kinds = {"corrupt": "damaged", "unsupported": "unsupported"}
     kind = "incomplete" if isinstance(error, NotACheckpointError) else kinds.get(error.kind, "unreadable")
-    inside = error.path is not None and Path(error.path) != path
-    return f"{kind}: {Path(error.path or '').name + ': ' if inside else ''}{error.message}"
+    inside = error.path is not None and as_path(error.path) != path
+    return f"{kind}: {as_path(error.path or '').name + ': ' if inside else ''}{error.message}"
 
 
 def _range(steps: list[LoggedStep], name: str) -> dict[str, Any]:

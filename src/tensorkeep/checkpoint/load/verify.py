@@ -14,9 +14,11 @@ from tensorkeep.checkpoint.manager.address import checkpoint_path, steps_of_run
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike
 from tensorkeep.formats.base import FORMATS, OpenSettings, Problem, Reader
+from tensorkeep.formats.probe import exists
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
+from tensorkeep.paths import as_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def verify(
         if steps:
             return _verify_run(path, steps, pool, count, callback)
         allowed = allowed_names(allow)
-        return _verify_one(Path(checkpoint_path(path)), format, pool, count, callback, allowed)
+        return _verify_one(as_path(checkpoint_path(path)), format, pool, count, callback, allowed)
 
 
 def _verify_one(
@@ -134,7 +136,7 @@ def _verify_run(
             report = _verify_one(step, "native", pool, threads, progress)
         except NotACheckpointError as error:
             # Unless its writer has deleted it meanwhile.
-            if os.path.lexists(step):
+            if exists(step):
                 problems.append(Problem(error.message, step.name))
             continue
         problems += [replace(each, file="/".join([step.name, *filter(None, [each.file])])) for each in report.problems]
@@ -188,4 +190,4 @@ def verify_open(
 
 def _problem(error: CorruptCheckpointError | NotACheckpointError) -> Problem:
     block = error.block if isinstance(error, CorruptCheckpointError) else None
-    return Problem(error.message, error.path and Path(error.path).name, error.name, block)
+    return Problem(error.message, error.path and as_path(error.path).name, error.name, block)

@@ -25,7 +25,8 @@ from tensorkeep.errors import (
     stack_level_of_caller,
 )
 from tensorkeep.formats.native import FORMAT as NATIVE
-from tensorkeep.paths import checked_path
+from tensorkeep.formats.probe import exists
+from tensorkeep.paths import as_path, checked_path
 
 CHECKPOINTS = "checkpoints"
 
@@ -89,12 +90,12 @@ def find_checkpoint(path: PathLike) -> Address:
 
 def split_address(path: PathLike) -> tuple[PathLike, str | None]:
     """Return the path of an address, and what stands behind its ``@``, or None."""
-    path = checked_path(path)
+    path = checked_path(path, stores=True)
     # `Path` takes the empty string for the current folder, which may be a run.
     if not os.fspath(path):
         raise UsageError("the path is empty", remedy="give the path of a checkpoint or a run")
-    match = None if os.path.lexists(path) else _ADDRESS.fullmatch(os.fspath(path))
-    return (path, None) if match is None else (match[1], match[2])
+    match = _ADDRESS.fullmatch(os.fspath(path))
+    return (path, None) if match is None or exists(as_path(path)) else (match[1], match[2])
 
 
 def steps_of_run(path: PathLike) -> list[Path]:
@@ -106,7 +107,7 @@ def steps_of_run(path: PathLike) -> list[Path]:
 
 def find_run(path: PathLike) -> Path | None:
     """Return the folder that contains the steps of a run; None if the path is a checkpoint, or not a run."""
-    folder = Path(path)
+    folder = as_path(path)
     # Most paths are native checkpoints, which are recognised faster than their names are listed.
     root = None if NATIVE.recognises(folder) else _root_of(folder)
     return None if root is not None and is_checkpoint(folder) else root
@@ -120,10 +121,10 @@ def run_root(path: PathLike) -> Path:
     place, wanted = split_address(path)
     if wanted is not None:
         raise UsageError("is one step, not a run", path=path, remedy=f"leave out @{wanted}")
-    root = _root_of(Path(place))
+    root = _root_of(as_path(place))
     if root is not None:
         return root
-    if not os.path.lexists(place):
+    if not exists(as_path(place)):
         raise NotFoundError("does not exist", path=place, remedy="check the path")
     raise NotACheckpointError("contains no steps", path=place, remedy="give the folder that contains step-000100")
 
@@ -139,7 +140,7 @@ def _latest(root: Path) -> Address:
             return Address(read_step(root, number).path, number, "the latest", skipped)
         except TensorkeepError as error:
             # Unless its writer has deleted it meanwhile.
-            if os.path.lexists(step_path(root, number)):
+            if exists(step_path(root, number)):
                 skipped[number] = error
     raise next(iter(skipped.values()), NotACheckpointError("contains no steps", path=root))
 

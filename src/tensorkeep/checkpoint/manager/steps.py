@@ -20,9 +20,10 @@ from tensorkeep.errors import (
     UsageError,
 )
 from tensorkeep.formats.native.directory import Summary, foreign_names, is_native, summarise
-from tensorkeep.formats.probe import names_in
+from tensorkeep.formats.probe import exists, names_in
 from tensorkeep.io.commit import remove_checkpoint
 from tensorkeep.io.files import store_errors
+from tensorkeep.paths import as_path
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +79,13 @@ def step_number(number: SupportsIndex, root: PathLike | None = None) -> int:
 
 def step_path(root: PathLike, number: SupportsIndex) -> Path:
     """Return the path of a step; UsageError as `step_number`."""
-    return Path(root) / f"step-{step_number(number, root):06d}"
+    return as_path(root) / f"step-{step_number(number, root):06d}"
 
 
 def existing_step(root: PathLike, number: SupportsIndex) -> Path:
     """Return the path of a step, complete or not; the NotFoundError names the nearest steps if it does not exist."""
     path = step_path(root, number)
-    if os.path.lexists(path):
+    if exists(path):
         return path
     found = sorted(sorted(numbers_in(root), key=lambda other: abs(other - operator.index(number)))[:_NEAREST])
     remedy = "it has no steps: check the folder"
@@ -95,7 +96,7 @@ def existing_step(root: PathLike, number: SupportsIndex) -> Path:
 
 def numbers_in(root: PathLike) -> list[int]:
     """Return the numbers of the names of steps in a folder, in order; an empty list if the folder does not exist."""
-    found = (match for name in names_in(Path(root)) if (match := _NAME.fullmatch(name)))
+    found = (match for name in names_in(as_path(root)) if (match := _NAME.fullmatch(name)))
     return sorted(int(match[1]) for match in found if f"step-{int(match[1]):06d}" == match[0])
 
 
@@ -137,7 +138,7 @@ def list_steps(root: PathLike) -> StepListing:
             steps.append(read_step(root, number))
         except TensorkeepError as error:
             # A step that its writer has deleted meanwhile is not broken.
-            if not isinstance(error, NotACheckpointError) or os.path.lexists(step_path(root, number)):
+            if not isinstance(error, NotACheckpointError) or exists(step_path(root, number)):
                 broken[number] = error
     return StepListing(steps, MappingProxyType(broken))
 
@@ -184,7 +185,7 @@ def check_removable(path: Path) -> None:
 
 def remove_step(path: Path) -> None:
     """Delete a step, complete or damaged; raise as `check_removable`. Nothing happens if it is gone already."""
-    if not os.path.lexists(path):
+    if not exists(path):
         return
     check_removable(path)
     with store_errors(path, "delete the step"):

@@ -14,8 +14,9 @@ from tensorkeep.formats.dcp.nesting import NestedState, rebuild
 from tensorkeep.formats.dcp.pieces import MappedFile, PieceZip, TensorPiece
 from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar
-from tensorkeep.io.directory import Directory, read_directory
+from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
+from tensorkeep.io.places import read_directory
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.tree import Flat

@@ -14,8 +14,9 @@ from tensorkeep.formats.native.open_files import missing_file, occupied_bytes, w
 from tensorkeep.formats.native.pieces.fragments import read_files
 from tensorkeep.formats.native.records import PIECES
 from tensorkeep.formats.probe import first_bytes, names_in
-from tensorkeep.io.directory import Directory, read_directory
+from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_error, store_errors
+from tensorkeep.io.places import open_directory, read_directory
 
 _SUFFIXES = "|".join(map(re.escape, (manifests.FILE_NAME, SUFFIX, CODED_SUFFIX, INDEX_SUFFIX)))
 _OUR_NAMES = re.compile(rf".*({_SUFFIXES})|rank-\d{{5,}}\.json", re.DOTALL)
@@ -33,7 +34,7 @@ def foreign_names(path: Path) -> list[str]:
     Raises NotACheckpointError, StoreError if the manifest is missing or cannot be read.
     """
     try:
-        with Directory(path) as directory:
+        with open_directory(path) as directory:
             _, sizes = _read_sizes(directory)
     except (CorruptCheckpointError, UnsupportedError):
         # A damaged manifest lists nothing that can be relied on.
@@ -100,7 +101,7 @@ def _summarise(directory: Directory) -> Summary:
     for name, size in sizes.items():
         path = directory.path / name
         try:
-            status = os.stat(f"{directory.fd_path}/{name}", follow_symlinks=False)
+            status = directory.status(name)
         except FileNotFoundError as error:
             raise missing_file(path) from error
         except OSError as error:

@@ -13,8 +13,9 @@ from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.pieces.fragments import PlacedBox, read_fragments
 from tensorkeep.formats.native.pieces.records import Fragment, FragmentRecord, Root
 from tensorkeep.formats.native.records import FileRecord, PlaceRecord, StoredRecord
-from tensorkeep.io.directory import Directory, read_directory
+from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_errors
+from tensorkeep.io.places import read_directory
 from tensorkeep.io.source_file import SourceFile
 
 
@@ -50,7 +51,7 @@ class OpenFiles:
                 self.statuses.append(self.files[-1].status)
             with store_errors(self.path / manifests.FILE_NAME, "look at the file"):
                 names = [manifests.FILE_NAME, *(record.name for record in self._fragment_records())]
-                self.manifest_statuses = [os.stat(f"{directory.fd_path}/{name}") for name in names]
+                self.manifest_statuses = [directory.status(name) for name in names]
         except BaseException:
             self._close_files()
             raise

@@ -21,8 +21,9 @@ from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.sealed import MANIFEST_NAME
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import BLOCK_BYTES
-from tensorkeep.io.directory import Directory, read_directory
+from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
+from tensorkeep.io.places import read_directory
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from tensorkeep.state.names import DEFAULT_PART, assign_names
@@ -71,7 +72,7 @@ class SafetensorsReader(Reader):
         self.path = path
         self._blocks = BlockReader(settings.pool, verify=settings.verify)
         self._page_cache = settings.page_cache
-        data = read_directory(path if path.is_dir() else path.parent, self._open)
+        data = read_directory(path if stat.S_ISDIR(file_mode(path)) else path.parent, self._open)
         self.metadata = {}
         for found in reversed(data):
             self.metadata |= found.header.metadata

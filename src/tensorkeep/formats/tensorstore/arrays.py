@@ -21,8 +21,9 @@ from tensorkeep.formats.tensorstore.compressors import checksum_of, codec_of
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, context, tensorstore
 from tensorkeep.formats.tensorstore.specs import StoredType, open_spec, stored_type
 from tensorkeep.formats.write import BLOCK_BYTES
-from tensorkeep.io.directory import Directory, read_directory
+from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
+from tensorkeep.io.places import read_directory
 from tensorkeep.machine import memory_limit
 from tensorkeep.state.dtypes import BY_NAME
 

@@ -17,6 +17,7 @@ from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values, 
 from tensorkeep.formats.torch_file.zip_file import TorchZip, begins_like_old_pickle
 from tensorkeep.io.files import Bytes
 from tensorkeep.io.source_file import SourceFile
+from tensorkeep.paths import StorePath
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.tree import Flat, flatten
 
@@ -33,6 +34,10 @@ class TorchReader(Reader):
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         self.path = path
         self.metadata = {}
+        if isinstance(path, StorePath):
+            raise UnsupportedError(
+                "files of torch.save are not read from object stores yet", path=path, remedy="copy it to a disk first"
+            )
         mode = file_mode(path)
         if mode and not stat.S_ISREG(mode):
             raise NotACheckpointError("is not a regular file, as torch.save writes", path=path)

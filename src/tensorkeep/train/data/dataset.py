@@ -18,9 +18,10 @@ import numpy as np
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, UnsupportedError
 from tensorkeep.formats import sealed
 from tensorkeep.formats.sealed import new_hasher
-from tensorkeep.io.directory import Directory, read_directory
+from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_errors
 from tensorkeep.io.parallel import Meter, Progress
+from tensorkeep.io.places import read_directory
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.paths import checked_path
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens, token_dtype
