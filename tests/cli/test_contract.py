@@ -54,7 +54,7 @@ FLAGS = {
     },
     "data info": {"--verify"},
     "train": {
-        *("--data", "--out", "--resume", "--technique"),
+        *("--data", "--out", "--resume", "--branch", "--technique"),
         *("--list-recipes", "--list-settings", "--list-techniques"),
     },
     "generate": {

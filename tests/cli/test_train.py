@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,6 +142,7 @@ def test_a_file_of_settings(tmp_path: Path, text: Path, capsys: pytest.CaptureFi
         ([RECIPE, "--loop.device", "cuda:99"], 2, "the device 'cuda:99' cannot be used"),
         ([RECIPE, "--data", "no-such-file"], 5, "no-such-file"),
         (["--resume"], 5, "contains no run to resume"),
+        (["--branch", "no-such-run"], 5, "holds no run"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -187,9 +189,37 @@ def test_a_run_is_not_started_twice(tmp_path: Path, text: Path, capsys: pytest.C
     assert main(["train", "gpt2-124m", "--out", str(tmp_path / "run"), "--resume"]) == 2
     assert "is a run of 'shakespeare-char-cpu', not of 'gpt2-124m'" in capsys.readouterr().err
     assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--optim.lr", "1"]) == 2
-    assert "optim.lr: 0.001 then, 1.0 now" in capsys.readouterr().err
+    assert "loop.steps is 2, and 2 steps are done: none is left" in capsys.readouterr().err
     code, ended = run_json(capsys, "train", "--out", tmp_path / "run", "--resume")
     assert (code, ended["step"]) == (0, 2)
+
+
+def test_legs_and_branches_are_announced_and_logged(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, new = tmp_path / "run", tmp_path / "new"
+    assert run_json(capsys, "train", RECIPE, "--data", text, "--out", run, *TINY, "--loop.steps", "4")[0] == 0
+    assert main(["train", "--out", str(run), "--resume", "--schedule.name", "linear", "--loop.steps", "6"]) == 0
+    errors = capsys.readouterr().err
+    start = "leg 2 begins after step 4: schedule.name cosine -> linear, schedule.start 0 -> 4, schedule.warmup_steps"
+    assert start in errors
+    assert "(linear over steps 5 to 6)" in errors
+    command = ["train", "--branch", f"{run}@6", "--out", str(new), "--optim.lr", "1e-4", "--loop.steps", "8"]
+    assert main([*command, "--resume"]) == 0
+    assert f"branches from {run} after step 6: optim.lr 0.001 -> 0.0001, loop.steps 6 -> 8" in capsys.readouterr().err
+    # Without its origin, the same command resumes it.
+    shutil.rmtree(run)
+    code, ended = run_json(capsys, *command[:-1], "9", "--resume")
+    assert (code, ended["step"], ended["steps"]) == (0, 9, 1)
+    code, listed = run_json(capsys, "log", new)
+    assert (code, listed["origin"]["step"], listed["legs"][0]["settings"]) == (0, 6, {"loop.steps": [8, 9]})
+    assert main(["log", str(new)]) == 0
+    out = capsys.readouterr().out
+    assert f"branched from {run} after step 6: optim.lr" in out
+    assert "leg 2 began after step 8, " in out
+    (new / "run.json").write_text("{")
+    assert main(["log", str(new)]) == 0
+    assert "the legs of the run are not known" in capsys.readouterr().out
 
 
 def test_resume_without_a_run_prepares_the_given_data(

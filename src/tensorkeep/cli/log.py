@@ -4,8 +4,10 @@ import sys
 import time
 from contextlib import nullcontext
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
@@ -14,7 +16,7 @@ from tensorkeep.checkpoint.inspect.log import log as read_log
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, ratio
-from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
 from tensorkeep.units import counted, format_age, format_bytes
 
 _ON_A_TERMINAL = 20
@@ -31,7 +33,7 @@ def log(
     verify: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
 ) -> int:
-    """List the steps of a training run, the newest first.
+    """List the steps of a training run, the newest first, and the legs in which it was trained.
 
     Damaged and incomplete steps are named. Without --verify only manifests are read, and the sizes of files checked.
 
@@ -53,8 +55,49 @@ def log(
         found = read_log(run, metric=metric, mode=mode, verify=verify, progress=progress)
     count = last or (_ON_A_TERMINAL if sys.stdout.isatty() else len(found.steps))
     names = [metric] if metric else _metrics(found)
-    output.show(found.as_dict(last=last), lambda: _print_log(found, found.steps[-count:][::-1], names))
+    history = _history(Path(found.path))
+
+    def text() -> None:
+        _print_log(found, found.steps[-count:][::-1], names)
+        print_lines(*history.lines)
+
+    output.show(found.as_dict(last=last) | history.document, text)
     return CorruptCheckpointError.exit_code if verify and any(step.problem for step in found.steps) else 0
+
+
+class _History(NamedTuple):
+    """The legs of a run of ``tensorkeep train``, and the run that it branched from: as plain values and as lines."""
+
+    document: dict[str, Any]
+    lines: list[str]
+
+
+def _history(root: Path) -> _History:
+    """Return the history in the record of a run, given the folder of its steps or the folder of the run."""
+    folder = next((place for place in (root, root.parent) if (place / "run.json").is_file()), None)
+    if folder is None:
+        return _History({}, [])
+    # Not for every run: this imports torch.
+    from tensorkeep.train.run.folder import RunFolder
+    from tensorkeep.train.run.resume import describe
+
+    try:
+        record = RunFolder(folder).record()
+    except TensorkeepError as error:
+        # The steps can be listed without it.
+        return _History({"record": str(error)}, [f"the legs of the run are not known: {error}"])
+    lines, origin = [], record.origin
+    if origin is not None:
+        lines.append(f"branched from {origin.run} after step {origin.step}: {describe(origin.settings)}")
+    legs = [
+        {"leg": number, "step": leg.step, "time": leg.time, "settings": leg.settings}
+        for number, leg in enumerate(record.legs, 2)
+    ]
+    lines += [
+        f"leg {number} began after step {leg.step}, {leg.time}: {describe(leg.settings)}"
+        for number, leg in enumerate(record.legs, 2)
+    ]
+    return _History({"legs": legs, "origin": None if origin is None else msgspec.to_builtins(origin)}, lines)
 
 
 def print_summary(found: RunLog) -> None:

@@ -22,7 +22,7 @@ from tensorkeep.version import __version__
 COMMANDS = {
     "info": ("info:info", "Show what a checkpoint contains, or sum up a training run; no tensor is read."),
     "ls": ("info:ls", "List the tensors of a checkpoint."),
-    "log": ("log:log", "List the steps of a training run, the newest first."),
+    "log": ("log:log", "List the steps of a training run, the newest first, and the legs in which it was trained."),
     "verify": ("verify:verify", "Read checkpoints completely and check every checksum."),
     "diff": ("diff:diff", "Compare two checkpoints of any format; exit code 1 if they differ."),
     "convert": ("convert:convert", "Write a checkpoint in another format or with another compression."),
@@ -33,7 +33,7 @@ COMMANDS = {
     "bench training": ("bench:training", "Compare training techniques and settings of a recipe."),
     "data prepare": ("data:prepare", "Tokenize text for a training run."),
     "data info": ("data:info", "Show the contents of a folder of prepared data."),
-    "train": ("train:train", "Train a model, or resume a run."),
+    "train": ("train:train", "Train a model, resume a run, or branch from one."),
     "generate": ("generate:generate", "Continue a text with the model of a run, and print it as it is generated."),
     "eval": (
         "evaluate:evaluate",

@@ -1,4 +1,4 @@
-"""``tensorkeep train``: train a model, or resume a run."""
+"""``tensorkeep train``: train a model, resume a run, or branch from one."""
 
 import os
 import shlex
@@ -11,6 +11,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.triggers import OnSignal
 from tensorkeep.cli.errors import Interrupted
 from tensorkeep.cli.list_techniques import check_names, names_among, names_in
@@ -26,9 +27,10 @@ from tensorkeep.train.config.recipes import RECIPES, get_recipe
 from tensorkeep.train.data.corpus import STDLIB
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import train as run_loop
+from tensorkeep.train.run.branch import BranchPoint, branch_point, open_branch_data
 from tensorkeep.train.run.data import absolute_source, open_data
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.resume import current_config
+from tensorkeep.train.run.resume import current_config, with_schedule_start
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.world import World
 
@@ -38,13 +40,14 @@ def train(
     data: str | None = None,
     out: Path | None = None,
     resume: Annotated[bool, Switch] = False,
+    branch: Annotated[str | None, Parameter(metavar="RUN@STEP")] = None,
     technique: str | None = None,
     list_recipes: Annotated[bool, Switch] = False,
     list_techniques: Annotated[bool, Switch] = False,
     list_settings: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
 ) -> None:
-    """Train a model, or resume a run.
+    """Train a model, resume a run, or branch from one.
 
     A resumed run gives the same result as an uninterrupted one, bit for bit. Every setting of the recipe is an option:
     --optim.lr 3e-4 --loop.steps 500; in the file of -C they are in the tables [train.optim] and [train.loop]. Ctrl-C
@@ -60,7 +63,10 @@ def train(
     out
         The folder of the run; runs/RECIPE by default.
     resume
-        Resume the run in that folder from its last complete checkpoint, with its settings.
+        Resume the run in that folder from its last complete checkpoint, with its settings. Given settings that decide
+        the result, such as --loop.steps or --schedule.name, begin a new leg of the run.
+    branch
+        Start a new run in --out from a checkpoint of another run, by default its last one; settings may change.
     technique
         Techniques to turn on: names separated by commas. Settings of a technique are options of their own:
         --techniques.compile.mode max-autotune.
@@ -80,25 +86,41 @@ def train(
         show_techniques(output, words.get("loop.device", "auto"))
         return
     folder = RunFolder(out or Path("runs") / (name or ""))
-    base = _base(name, folder, resume=resume)
+    resume = resume and (folder.exists() or branch is None)
+    point = None if branch is None or resume else _branch_point(branch, out)
+    base = _base(name, folder, point, resume=resume)
     words = {f"{TECHNIQUES}{each}": "on" for each in names_in(technique)} | _with_source(words, data)
     given = given_settings(words, file=Path(output.config) if output.config else None)
     check_names(names_among(given))
     config = base.changed(given)
     if "data.source" in given:
         config = config.changed({"data.source": absolute_source(config.data.source)})
+    if point is not None or (resume and folder.exists()):
+        config = with_schedule_start(config, base, given, _last_step(folder) if point is None else point.step)
     if list_settings:
         rows = [(setting, "none" if value is None else str(value)) for setting, value in flat(config.as_dict()).items()]
         output.show(config.as_dict(), Table(("setting", "value"), rows).show)
     else:
-        _train(config, folder, given, output, resume=resume)
+        _train(config, folder, given, output, resume=resume, point=point)
 
 
-def _train(config: Config, folder: RunFolder, given: Mapping[str, object], output: Output, *, resume: bool) -> None:
+def _train(
+    config: Config,
+    folder: RunFolder,
+    given: Mapping[str, object],
+    output: Output,
+    *,
+    resume: bool,
+    point: BranchPoint | None,
+) -> None:
     def open_on_ranks(world: World) -> Dataset:
         """Return the data of the run; rank 0 prepares it."""
         if not world.is_main:
             return Dataset.open(world.broadcast(""))
+        if point is not None:
+            dataset = open_branch_data(config, folder, point, given, output.meter)
+            world.broadcast(str(dataset.path))
+            return dataset
         if config.data.source == STDLIB and "data.source" not in given and not (resume and folder.exists()):
             output.note(
                 "no --data is given: training on the sources of Python's standard library; --data FILE takes your text"
@@ -107,7 +129,7 @@ def _train(config: Config, folder: RunFolder, given: Mapping[str, object], outpu
         world.broadcast(str(dataset.path))
         return dataset
 
-    with open_run(config, folder, open_on_ranks, resume=resume) as run, stop_on_signals() as stop:
+    with open_run(config, folder, open_on_ranks, resume=resume, branch=point) as run, stop_on_signals() as stop:
         # Rank 0 prints for all ranks.
         output = output if run.world.is_main else replace(output, quiet=True, json=False)
         print_start(run, output)
@@ -191,13 +213,24 @@ def _with_source(words: dict[str, str], data: str | None) -> dict[str, str]:
     return {**words, "data.source": data}
 
 
-def _base(recipe: str | None, folder: RunFolder, *, resume: bool) -> Config:
-    if resume and folder.exists():
-        config = current_config(folder.record())
+def _branch_point(address: str, out: Path | None) -> BranchPoint:
+    if out is None:
+        raise UsageError("a branch is a new run, and no --out is given", remedy="give its folder: --out NEW")
+    return branch_point(address)
+
+
+def _last_step(folder: RunFolder) -> int:
+    last = CheckpointManager(folder.checkpoints).latest()
+    return 0 if last is None else last.number
+
+
+def _base(recipe: str | None, folder: RunFolder, point: BranchPoint | None, *, resume: bool) -> Config:
+    if point is not None or (resume and folder.exists()):
+        config = current_config(folder.record()) if point is None else point.config
         if recipe is not None and recipe != config.recipe:
             raise UsageError(
                 f"is a run of {config.recipe!r}, not of {recipe!r}",
-                path=folder.path,
+                path=folder.path if point is None else point.folder.path,
                 remedy="leave the recipe out, or choose another --out",
             )
         return config

@@ -34,7 +34,8 @@ def print_start(run: Run, output: Output) -> None:
         f"{config.recipe}: {model.parameter_count():,} parameters on {run.device}; {len(run.dataset.train):,} tokens "
         f"in {run.dataset.path}; writing to {run.folder.path}"
     )
-    if run.progress.step:
+    # A note says where a branch begins.
+    if run.progress.step and run.folder.record().resumed:
         output.note(f"resumes after step {run.progress.step}")
 
 

@@ -246,7 +246,7 @@ def _warn_of_slowdown(run: Run, ratio: float) -> None:
 def _update_range_test(run: Run, listener: Listener, record: dict[str, float]) -> None:
     """Add a step to the range test; report the suggestion after the last one."""
     test = run.progress.range_test
-    test.add(record["learning_rate"], record["loss"], steps=run.config.loop.steps)
+    test.add(record["learning_rate"], record["loss"], steps=run.config.loop.steps - run.config.schedule.start)
     if _end_reason(run):
         _report(run, listener, "suggestion", {"learning_rate": test.suggestion(), "lowest_loss": test.lowest})
 

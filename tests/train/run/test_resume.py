@@ -1,4 +1,4 @@
-"""Resuming with other settings: which may change, what follows for the results, and the record of it."""
+"""Resuming with other settings: which may change, legs that begin, their exact resume, and the record of them."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.resume import current_config
+from tensorkeep.train.run.resume import current_config, with_schedule_start
 from tensorkeep.train.run.setup import open_run
 from train.tiny_training import CONFIG, last_state, lines, prepared, run
 
@@ -39,7 +39,7 @@ def test_longer_run_with_a_constant_rate_is_that_of_its_length_from_the_start(tm
     run(longer, tmp_path / "whole", data)
     run(CONFIG, tmp_path / "run", data)
     assert notes(longer, tmp_path / "run", data) == (
-        "the run now has 20 steps instead of 12; its result is that of a run of 20 steps from the start",
+        "leg 2 begins after step 12: loop.steps 12 -> 20; its result is that of a run of 20 steps from the start",
     )
     assert run(longer, tmp_path / "run", data, resume=True).step == 20
     for part in ("model", "optimizers", "batches", "rng"):
@@ -51,9 +51,10 @@ def test_schedule_of_a_longer_run_is_that_of_the_new_length(tmp_path: Path, data
     longer = short.changed({"loop.steps": 24})
     run(short, tmp_path / "run", data)
     (note,) = notes(longer, tmp_path / "run", data)
-    assert "from step 13 on its schedule (cosine) is that of 24 steps" in note
-    assert "the learning rate goes from 0.10 to 0.52 of its peak" in note
-    assert "the result differs from that of a run of 24 steps from the start" in note
+    assert note == (
+        "leg 2 begins after step 12: loop.steps 12 -> 24; the learning rate goes from 0.0001 to 0.000519 "
+        "(cosine over steps 1 to 24), and the result differs from that of a run of 24 steps from the start"
+    )
     run(longer, tmp_path / "run", data, resume=True)
     run(longer, tmp_path / "whole", data)
     rates = {line["step"]: line["learning_rate"] for line in lines(tmp_path / "run", "train")}
@@ -102,22 +103,16 @@ def test_other_windows_of_evaluations_are_noted(tmp_path: Path, data: Path, sett
 @pytest.mark.parametrize(
     ("start", "changes", "message"),
     [
-        ({}, {"loop.steps": 11}, r"loop\.steps: 12 then, 11 now \(a run may become longer, not shorter\)"),
-        (
-            {"schedule.name": "range", "schedule.final": 0.1},
-            {"loop.steps": 20},
-            r"loop\.steps: 12 then, 20 now \(the learning rates of a range test depend on it\)",
-        ),
-        (
-            {"schedule.name": "plateau", "eval.every": 2},
-            {"eval.every": 3},
-            r"eval\.every: 2 then, 3 now \(the schedule 'plateau' depends on the evaluations\)",
-        ),
-        ({}, {"loop.batch_size": 4}, r"loop\.batch_size: 3 then, 4 now$"),
-        ({}, {"schedule.final": 0.2}, r"schedule\.final: 0\.1 then, 0\.2 now$"),
+        ({}, {"model.d_model": 32}, r"model\.d_model: 16 then, 32 now \(the weights of the run have the shape"),
+        ({}, {"optim.name": "muon"}, r"optim\.name: 'adamw' then, 'muon' now$"),
+        ({}, {"loop.seed": 3}, r"loop\.seed: 1337 then, 3 now$"),
+        ({}, {"ema.decay": 0.9}, r"ema\.decay: 0\.0 then, 0\.9 now \(the average of the weights begins with the run\)"),
+        ({}, {"loop.steps": 4}, r"loop\.steps is 4, and 4 steps are done: none is left"),
+        ({}, {"optim.lr": 0.1, "loop.steps": 3}, r"loop\.steps is 3, and 4 steps are done: none is left"),
+        ({}, {"schedule.start": 5}, r"schedule\.start is 5, and the next step is 5"),
     ],
 )
-def test_settings_that_decide_the_result_are_refused(
+def test_settings_that_the_state_does_not_fit_are_refused(
     tmp_path: Path, data: Path, start: dict[str, object], changes: dict[str, object], message: str
 ) -> None:
     config = CONFIG.changed(start)
@@ -125,13 +120,119 @@ def test_settings_that_decide_the_result_are_refused(
     with pytest.raises(tensorkeep.UsageError) as raised:
         run(config.changed(changes), tmp_path / "run", data, resume=True)
     assert re.search(message, raised.value.message)
+    # Nothing is recorded.
+    assert RunFolder(tmp_path / "run").record().resumed == []
 
 
-def test_run_that_was_made_longer_cannot_become_shorter_again(tmp_path: Path, data: Path) -> None:
+def test_state_that_does_not_fit_changed_techniques_is_reported(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise tensorkeep.StateMismatchError("optimizers.adamw has other tensors")
+
+    run(CONFIG, tmp_path / "run", data, stop_at=4)
+    monkeypatch.setattr(tensorkeep.CheckpointManager, "restore", refuse)
+    with pytest.raises(tensorkeep.StateMismatchError, match="the run does not fit the changed settings: optimizers"):
+        run(CONFIG.changed({"techniques.activation-checkpointing": "on"}), tmp_path / "run", data, resume=True)
+
+
+LEGS: dict[str, dict[str, object]] = {
+    "longer": {"loop.steps": 24},
+    "anneal": {"schedule.name": "linear", "schedule.final": 0.0, "schedule.start": 8, "loop.steps": 16},
+    "shorter": {"loop.steps": 10},
+    "rates and decay": {"optim.lr": 1e-4, "optim.weight_decay": 0.3, "optim.beta2": 0.99, "optim.clip": 0.1},
+    "batches": {"loop.batch_size": 4, "loop.accumulate": 2},
+    "dropout": {"model.dropout": 0.3},
+    "technique": {"techniques.activation-checkpointing": "on"},
+    "to plateau": {"schedule.name": "plateau", "eval.every": 1, "schedule.patience": 1},
+}
+
+
+@pytest.mark.parametrize("changes", LEGS.values(), ids=LEGS.keys())
+def test_leg_resumes_exactly_from_its_start_and_from_within(
+    tmp_path: Path, data: Path, changes: dict[str, object]
+) -> None:
+    start = CONFIG.changed({**COSINE, "checkpoint.every": 2})
+    leg = start.changed(changes)
+    for name in ("whole", "parts"):
+        run(start, tmp_path / name, data, stop_at=8)
+    run(leg, tmp_path / "whole", data, resume=True)
+    # Opened without a step, as if it had been killed before its first checkpoint; then stopped within the leg.
+    assert len(notes(leg, tmp_path / "parts", data)) == 1
+    current = current_config(RunFolder(tmp_path / "parts").record())
+    assert current == RunFolder(tmp_path / "whole").record().last_config
+    run(current, tmp_path / "parts", data, resume=True, stop_at=9)
+    run(current, tmp_path / "parts", data, resume=True)
+    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+    events = ("train", "evaluate", "leg")  # not "technique": each process verifies them again
+    assert lines(tmp_path / "parts", *events) == lines(tmp_path / "whole", *events)
+    (entry,) = RunFolder(tmp_path / "parts").record().legs
+    assert entry.step == 8 and entry.config == current
+
+
+def test_settings_of_a_leg_take_effect(tmp_path: Path, data: Path) -> None:
+    run(CONFIG, tmp_path / "run", data, stop_at=4)
+    changes = {"optim.lr": 1e-4, "optim.weight_decay": 0.3, "loop.batch_size": 2, "loop.steps": 6}
+    with open_run(CONFIG.changed(changes), RunFolder(tmp_path / "run"), Dataset.open(data), resume=True) as opened:
+        (optimizer,) = opened.optimizers.values()
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+        # 4 batches of 3 sequences are 6 batches of 2.
+        assert opened.batches.position == 6
+    run(CONFIG.changed(changes), tmp_path / "run", data, resume=True)
+    assert [line["learning_rate"] for line in lines(tmp_path / "run", "train")] == [1e-3] * 4 + [1e-4] * 2
+    (line,) = lines(tmp_path / "run", "leg")
+    assert (line["step"], line["leg"], line["settings"]["optim.lr"]) == (5, 2, [1e-3, 1e-4])
+
+
+def test_schedule_of_a_leg_covers_its_steps(tmp_path: Path, data: Path) -> None:
+    run(CONFIG, tmp_path / "run", data, stop_at=8)
+    anneal = with_schedule_start(
+        CONFIG.changed({"schedule.name": "linear", "schedule.final": 0.0, "loop.steps": 13}), CONFIG, (), 8
+    )
+    assert (anneal.schedule.start, anneal.schedule.warmup_steps) == (8, 0)
+    run(anneal, tmp_path / "run", data, resume=True)
+    rates = [line["learning_rate"] for line in lines(tmp_path / "run", "train")][8:]
+    assert rates == pytest.approx([1e-3, 0.8e-3, 0.6e-3, 0.4e-3, 0.2e-3])
+    # A start that was given is kept, and other settings do not restart the schedule.
+    assert with_schedule_start(anneal, CONFIG, ["schedule.start"], 3).schedule.start == 8
+    assert with_schedule_start(CONFIG.changed({"optim.lr": 1}), CONFIG, (), 8).schedule.start == 0
+
+
+def test_leg_without_a_step_is_replaced(tmp_path: Path, data: Path) -> None:
+    run(CONFIG, tmp_path / "run", data, stop_at=4)
+    folder = RunFolder(tmp_path / "run")
+    assert len(notes(CONFIG.changed({"optim.lr": 0.1}), folder.path, data)) == 1
+    assert notes(CONFIG.changed({"optim.lr": 0.2}), folder.path, data)[0].startswith(
+        "leg 2 begins after step 4: optim.lr 0.001 -> 0.2"
+    )
+    assert [leg.settings for leg in RunFolder(folder.path).record().legs] == [{"optim.lr": (1e-3, 0.2)}]
+    # Back to the settings of the first leg.
+    assert notes(CONFIG, folder.path, data) == ()
+    assert RunFolder(folder.path).record().legs == []
+
+
+def test_lost_start_of_a_leg_is_an_error(tmp_path: Path, data: Path) -> None:
+    start = CONFIG.changed({"checkpoint.every": 2, "checkpoint.keep_last": 9})
+    run(start, tmp_path / "run", data, stop_at=4)
+    run(start.changed({"optim.lr": 0.1}), tmp_path / "run", data, resume=True, stop_at=6)
+    for step in (4, 6):
+        tensorkeep.CheckpointManager(tmp_path / "run" / "checkpoints").delete(step)
+    with pytest.raises(
+        tensorkeep.CorruptCheckpointError, match="began after step 4, and the last undamaged checkpoint"
+    ):
+        run(start.changed({"optim.lr": 0.1}), tmp_path / "run", data, resume=True)
+
+
+def test_record_of_an_earlier_version_that_made_a_run_longer_is_read(tmp_path: Path, data: Path) -> None:
     run(CONFIG, tmp_path / "run", data)
-    run(CONFIG.changed({"loop.steps": 20}), tmp_path / "run", data, resume=True, stop_at=14)
-    with pytest.raises(tensorkeep.UsageError, match=r"loop\.steps: 20 then, 16 now"):
-        run(CONFIG.changed({"loop.steps": 16}), tmp_path / "run", data, resume=True)
+    path = tmp_path / "run" / "run.json"
+    record = json.loads(path.read_text())
+    del record["legs"], record["origin"]
+    record["resumed"] = [{"step": 12, "time": "", "settings": {"loop.steps": [12, 20]}, "surroundings": {}}]
+    path.write_text(json.dumps(record))
+    current = current_config(RunFolder(path.parent).record())
+    assert current.loop.steps == 20
+    assert run(current, path.parent, data, resume=True).step == 20
 
 
 def test_techniques_whose_stages_depend_on_the_length_make_a_longer_run_differ(tmp_path: Path, data: Path) -> None:

@@ -186,6 +186,8 @@ class ScheduleConfig(Section, frozen=True):
         ``"cosine"``, ``"linear"``, ``"wsd"`` (warm-up, stable, decay), ``"constant"``, ``"plateau"``, or ``"range"``: a
         range test, which rises from ``final`` to the peak, ends early when the loss diverges, and suggests a tenth of
         the rate at which the smoothed loss was lowest.
+    start : int
+        The step after which the schedule begins: it covers the steps from there to ``loop.steps``, warm-up included.
     warmup_steps : int
         Steps in which the rate rises from 0.
     final : float
@@ -198,6 +200,7 @@ class ScheduleConfig(Section, frozen=True):
     """
 
     name: Literal["cosine", "linear", "wsd", "constant", "plateau", "range"] = "cosine"
+    start: Steps = 0
     warmup_steps: Steps = 0
     final: Annotated[float, Meta(ge=0, le=1)] = 0.1
     decay: Annotated[float, Meta(gt=0, le=1)] = 0.2

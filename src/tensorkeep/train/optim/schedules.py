@@ -23,6 +23,7 @@ def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float
     Warm-up is linear. ``"cosine"`` is that of Loshchilov and Hutter (arXiv 1608.03983), without restarts. ``"wsd"``
     (warm-up, stable, decay) is that of Hu et al. (arXiv 2404.06395), with a linear decay. ``"range"`` rises
     exponentially, while the range test of Smith (arXiv 1506.01186) rises linearly; see `RangeTest`. Steps count from 1.
+    The schedule covers those after ``config.start``.
 
     A decay reaches ``final`` in the last step, but 0 one step later: a step at rate 0 would change nothing.
 
@@ -32,6 +33,7 @@ def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float
     >>> [learning_rate_factor(schedule, step, 7) for step in range(1, 8)]
     [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
     """
+    step, steps = step - config.start, steps - config.start
     if step <= config.warmup_steps:
         return step / config.warmup_steps
     # From 0 in the first step after the warm-up to 1 in the last step, or in the one after it.

@@ -56,8 +56,35 @@ class GitState(msgspec.Struct, frozen=True, kw_only=True):
     changed: bool
 
 
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a run after a step, from which it computes with changed settings.
+
+    ``settings`` has the settings that differ from those before, ``config`` all of them.
+    """
+
+    step: int
+    time: str
+    settings: Changes
+    config: Config
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """The run and the step that a run was branched from, when that run was started, and the changed settings.
+
+    The path need not exist any more: a branch has its own copy of the checkpoint and the data.
+    """
+
+    run: str
+    step: int
+    started: str
+    settings: Changes
+
+
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
-    """One resume of a run: after which step, when, and the differences from its start."""
+    """One resume of a run: after which step, when, and the differences from the start of its leg.
+
+    The first leg starts with the run. Surroundings are compared with those of the start of the run.
+    """
 
     step: int
     time: str
@@ -66,7 +93,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of ``run.json``: the start of a run, with the time in ISO 8601, and each resume.
+    """The contents of ``run.json``: the start of a run, with the time in ISO 8601, its later legs, and each resume.
 
     The environment is that of `tensorkeep.machine.describe`, the surroundings are those of
     `tensorkeep.train.run.device.surroundings`.
@@ -78,7 +105,18 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     git: GitState | None = None
     environment: dict[str, Any] = {}  # msgspec copies it for each instance
     surroundings: dict[str, Any] = {}
+    origin: Origin | None = None
+    legs: list[Leg] = []
     resumed: list[Resumption] = []
+
+    @property
+    def last_config(self) -> Config:
+        """The configuration with which its last leg began."""
+        return self.legs[-1].config if self.legs else self.config
+
+    def config_after(self, step: int) -> Config:
+        """Return the configuration with which a step of the run was computed."""
+        return next((leg.config for leg in reversed(self.legs) if leg.step < step), self.config)
 
 
 class RunFolder:
@@ -141,7 +179,9 @@ class RunFolder:
         except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"is damaged ({error})", path=path) from error
 
-    def start(self, config: Config, dataset: Dataset, surroundings: dict[str, Any]) -> None:
+    def start(
+        self, config: Config, dataset: Dataset, surroundings: dict[str, Any], origin: Origin | None = None
+    ) -> None:
         """Write the record and the tokenizer of a new run; StoreError if the operating system refuses."""
         self.path.mkdir(parents=True, exist_ok=True)
         place = Path(os.path.abspath(dataset.path))
@@ -152,24 +192,28 @@ class RunFolder:
                 fingerprint=dataset.fingerprint,
                 description=dataset.description,
             ),
-            started=_now(),
+            started=now(),
             git=_git(),
             environment=dict(machine.describe(self.path)),
             surroundings=surroundings,
+            origin=origin,
         )
         replace_file(self.path / TOKENIZER, sealed.seal(dataset.tokenizer.as_dict()))
         # Last: the run exists once its record does.
         self._write_record(record)
 
-    def add_resumption(self, step: int, settings: Changes, surroundings: Changes) -> None:
-        """Add to the record that the run resumes after a step, and the differences from its start.
+    def add_resumption(
+        self, step: int, settings: Changes, surroundings: Changes, legs: list[Leg] | None = None
+    ) -> None:
+        """Add to the record that the run resumes after a step; ``legs`` replace its legs if another one begins.
 
         Raises StoreError if the operating system refuses.
         """
         # Read again: another process may have resumed and ended the run since this one read the record.
         record = self._read_record()
-        entry = Resumption(step=step, time=_now(), settings=settings, surroundings=surroundings)
-        self._write_record(msgspec.structs.replace(record, resumed=[*record.resumed, entry]))
+        entry = Resumption(step=step, time=now(), settings=settings, surroundings=surroundings)
+        legs = record.legs if legs is None else legs
+        self._write_record(msgspec.structs.replace(record, resumed=[*record.resumed, entry], legs=legs))
 
     def _write_record(self, record: RunRecord) -> None:
         replace_file(self.path / RECORD, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
@@ -194,7 +238,8 @@ class RunFolder:
             )
 
 
-def _now() -> str:
+def now() -> str:
+    """Return the time in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

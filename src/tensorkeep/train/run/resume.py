@@ -1,84 +1,185 @@
-"""What may change when a run resumes, and what that means for its results."""
+"""What may change when a run resumes: settings that only observe it, and settings that begin a new leg of it.
 
-from collections.abc import Iterator
+A *leg* is the part of a run after a step, from which it computes with other settings. ``run.json`` lists the legs, so
+that each of them resumes exactly. The rules of what a leg may change hold for a branch of a run as well.
+"""
 
-from tensorkeep.errors import UsageError
+from collections.abc import Collection
+
+from tensorkeep.errors import CorruptCheckpointError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES, Config, differences
 from tensorkeep.train.optim.schedules import learning_rate_factor
-from tensorkeep.train.run.folder import Changes, RunFolder, RunRecord
+from tensorkeep.train.run.folder import Changes, Leg, RunFolder, RunRecord, now
 from tensorkeep.train.techniques.parallel import TOGETHER
 from tensorkeep.train.techniques.stack import Stack
 
-_KEPT = ("log.", "eval.", "sample.", "checkpoint.", "loop.steps", "loop.on_divergence")
+_KEPT = ("log.", "eval.", "sample.", "checkpoint.", "loop.on_divergence")
 """Prefixes of the settings that a resumed run may change, and that later resumes keep. They do not affect the weights
-of a step, with exceptions that `_refusal` checks."""
+of a step, with the exception in `_begins_leg`."""
 
 _OF_ONE_RESUME = ("loop.device", "loop.threads", "data.source", *(f"{TECHNIQUES}{name}" for name in TOGETHER))
 """Prefixes of the settings that depend on where a run is resumed; they affect rounding only."""
 
+# fmt: off
+_OF_A_LEG = (
+    "schedule.", "loop.steps", "loop.batch_size", "loop.accumulate", "data.order", "model.dropout", "ema.decay",
+    "optim.lr", "optim.muon_lr", "optim.muon_momentum", "optim.muon_steps", "optim.weight_decay", "optim.beta1",
+    "optim.beta2", "optim.eps", "optim.clip", TECHNIQUES,
+)
+# fmt: on
+"""Prefixes of the settings that begin a new leg, because the state of a run fits them; restoring checks techniques."""
+
+_OF_A_BRANCH = ("data.", "loop.seed")
+"""Prefixes of the settings that a branch may change, too. Its data must have the tokenizer of the run."""
+
 
 def current_config(record: RunRecord) -> Config:
-    """Return the configuration of a run's start with the changes of its last resume that are kept."""
+    """Return the configuration of a run's last leg with the changes of its last resume that are kept."""
     changes = record.resumed[-1].settings if record.resumed else {}
-    return record.config.changed({name: now for name, (_, now) in changes.items() if name.startswith(_KEPT)})
+    # Before there were legs, a run could only become longer, and that was recorded here.
+    kept = (*_KEPT, "loop.steps")
+    return record.last_config.changed({name: now for name, (_, now) in changes.items() if name.startswith(kept)})
 
 
-def changed_settings(record: RunRecord, config: Config, folder: RunFolder) -> Changes:
-    """Return the settings that differ from a run's start; UsageError if one of them decides what the run computes."""
-    current = current_config(record)
+def leg_settings(before: Config, config: Config, folder: RunFolder, *, branch: bool = False) -> Changes:
+    """Return the changed settings that begin a leg or a branch; UsageError if one of the others must not change."""
+    changes = differences(before, config)
+    found = {name: values for name, values in changes.items() if _begins_leg(name, before)}
+    free = (*_KEPT, *_OF_ONE_RESUME, *(_OF_A_BRANCH if branch else ()))
     refused = [
-        f"{name}: {before!r} then, {now!r} now{reason}"
-        for name, (before, now) in differences(current, config).items()
-        if (reason := _refusal(name, current, config)) is not None
+        f"{name}: {values[0]!r} then, {values[1]!r} now{_reason(name)}"
+        for name, values in changes.items()
+        if (name not in found and not name.startswith(free)) or (name == "ema.decay" and 0 in values)
     ]
     if refused:
         raise UsageError(
             f"was started with another configuration: {'; '.join(refused)}",
             path=folder.path,
-            remedy="leave these settings out to resume with those of the run, or start a new run in another --out",
+            remedy=f"leave these settings out to {'branch from' if branch else 'resume with those of'} the run, or "
+            "start a new run in another --out",
         )
-    return differences(record.config, config)
+    return found
 
 
-def _refusal(name: str, current: Config, config: Config) -> str | None:
-    """Return why a setting must not change, as a remark that may be empty; None if it may."""
-    if not name.startswith((*_KEPT, *_OF_ONE_RESUME)):
-        return ""
-    if name == "loop.steps" and config.loop.steps < current.loop.steps:
-        return " (a run may become longer, not shorter)"
-    if name == "loop.steps" and current.schedule.name == "range":
-        return " (the learning rates of a range test depend on it)"
-    if name in ("eval.every", "eval.tokens", "eval.batches") and current.schedule.name == "plateau":
-        return " (the schedule 'plateau' depends on the evaluations)"
-    return None
+def _begins_leg(name: str, before: Config) -> bool:
+    if name.startswith(_OF_ONE_RESUME):
+        return False
+    # This schedule depends on the evaluations.
+    evaluations = ("eval.every", "eval.tokens", "eval.batches")
+    return name.startswith(_OF_A_LEG) or (name in evaluations and before.schedule.name == "plateau")
 
 
-def notes_on_changes(current: Config, config: Config, step: int) -> Iterator[str]:
-    """Yield what the changes of a resume after a step mean for the results of the run."""
-    if config.loop.steps != current.loop.steps:
-        yield _on_length(current, config, step)
-    if (config.eval.tokens, config.eval.batches) != (current.eval.tokens, current.eval.batches) and step:
-        yield "validation losses are measured on other windows from now on: do not compare them with earlier ones"
+def _reason(name: str) -> str:
+    """Return why a setting must not change, as a remark that may be empty."""
+    if name == "ema.decay":
+        return " (the average of the weights begins with the run)"
+    if name.startswith("model."):
+        return " (the weights of the run have the shape of its model)"
+    if name in ("data.tokenizer", "data.vocab_size"):
+        return " (the model has the vocabulary of its tokenizer)"
+    return ""
 
 
-def _on_length(current: Config, config: Config, step: int) -> str:
-    """Return how a run that was made longer relates to one that had this length from its start."""
-    before, steps, schedule = current.loop.steps, config.loop.steps, current.schedule
-    text = f"the run now has {steps} steps instead of {before}"
-    rates = [[learning_rate_factor(schedule, each, end) for end in (before, steps)] for each in range(1, step + 1)]
-    if not step or (all(was == would_be for was, would_be in rates) and not _depends_on_steps(current, step)):
-        return f"{text}; its result is that of a run of {steps} steps from the start"
-    now = learning_rate_factor(schedule, step + 1, steps)
+def legs_after(record: RunRecord, config: Config, step: int, folder: RunFolder) -> list[Leg]:
+    """Return the legs of a run that resumes after a step with a configuration.
+
+    If settings have changed, the last one is new. A leg in which no step was done is replaced.
+
+    Raises UsageError if the leg has no steps; CorruptCheckpointError if the checkpoint before the last leg is damaged.
+    """
+    if record.legs and step < (began := record.legs[-1].step):
+        raise CorruptCheckpointError(
+            f"the last leg of the run began after step {began}, and the last undamaged checkpoint is of step {step}",
+            path=folder.checkpoints,
+            remedy=f"copy step {began} back, or begin another run there: --branch {folder.path}@{step} --out NEW",
+        )
+    if not leg_settings(current_config(record), config, folder):
+        return record.legs
+    kept = [leg for leg in record.legs if leg.step < step]
+    before = kept[-1].config if kept else record.config
+    after = config.changed(_of_one_resume(before))
+    settings = leg_settings(before, after, folder)
+    check_steps(config, step, folder)
+    return [*kept, Leg(step=step, time=now(), settings=settings, config=after)] if settings else kept
+
+
+def _of_one_resume(config: Config) -> dict[str, object]:
+    """Return the settings of a configuration that depend on where a run is resumed."""
+    techniques = {f"{TECHNIQUES}{name}": config.techniques.get(name, "off") for name in TOGETHER}
+    return {name: config.setting(name) for name in _OF_ONE_RESUME if not name.startswith(TECHNIQUES)} | techniques
+
+
+def check_steps(config: Config, step: int, folder: RunFolder) -> None:
+    """Raise UsageError if a leg or a branch that begins after a step has no steps, or a schedule that begins later."""
+    if config.loop.steps <= step:
+        raise UsageError(
+            f"loop.steps is {config.loop.steps}, and {step} steps are done: none is left for the changed settings",
+            path=folder.path,
+            remedy=f"give the last step of the run, counted from its start: --loop.steps {2 * step}, for example",
+        )
+    if config.schedule.start > step:
+        raise UsageError(
+            f"schedule.start is {config.schedule.start}, and the next step is {step + 1}",
+            remedy=f"give {step} or less" if step else "leave it out",
+        )
+
+
+def with_schedule_start(config: Config, before: Config, given: Collection[str], step: int) -> Config:
+    """Return a configuration whose schedule begins after a step, without warm-up, if its schedule is another one.
+
+    What the user gave explicitly is not changed; ``given`` holds the dotted names of those settings.
+    """
+    if not any(name.startswith("schedule.") for name in differences(before, config)):
+        return config
+    defaults = {"schedule.start": step, "schedule.warmup_steps": 0}
+    return config.changed({name: value for name, value in defaults.items() if name not in given})
+
+
+def note_on_leg(number: int, leg: Leg, before: Config) -> str:
+    """Return what changes in a leg, and how its learning rate continues."""
+    config, step = leg.config, leg.step
+    text = f"leg {number} begins after step {step}: {describe(leg.settings)}"
+    whole = f"that of a run of {config.loop.steps} steps from the start"
+    extended = set(leg.settings) == {"loop.steps"}
+    if extended and _is_as_from_the_start(before, config, step):
+        return f"{text}; its result is {whole}"
+    rates = note_on_rates(before, config, step)
+    return f"{text}; {rates}, and the result differs from {whole}" if extended else f"{text}; {rates}"
+
+
+def note_on_rates(before: Config, config: Config, step: int) -> str:
+    """Return how the learning rate continues after a step."""
     return (
-        f"{text}; from step {step + 1} on its schedule ({schedule.name}) is that of {steps} steps: the learning rate "
-        f"goes from {rates[-1][0]:.2f} to {now:.2f} of its peak, and the result differs from that of a run of {steps} "
-        "steps from the start"
+        f"the learning rate goes from {_rate(before, step):.3g} to {_rate(config, step + 1):.3g} "
+        f"({config.schedule.name} over steps {config.schedule.start + 1} to {config.loop.steps})"
     )
 
 
-def _depends_on_steps(config: Config, step: int) -> bool:
-    """Return whether the steps so far would have differed with another ``loop.steps``, apart from learning rates."""
+def describe(settings: Changes) -> str:
+    """Return changed settings as text."""
+    return ", ".join(f"{name} {_in_words(before)} -> {_in_words(after)}" for name, (before, after) in settings.items())
+
+
+def _in_words(value: object) -> str:
+    return "none" if value is None else "on" if value == {} else str(value)
+
+
+def note_on_evaluations(before: Config, config: Config, step: int) -> str | None:
+    """Return what a change of the evaluations means for the validation losses."""
+    if (config.eval.tokens, config.eval.batches) == (before.eval.tokens, before.eval.batches) or not step:
+        return None
+    return "validation losses are measured on other windows from now on: do not compare them with earlier ones"
+
+
+def _rate(config: Config, step: int) -> float:
+    return config.optim.lr * learning_rate_factor(config.schedule, max(step, 1), config.loop.steps)
+
+
+def _is_as_from_the_start(before: Config, config: Config, step: int) -> bool:
+    """Return whether the steps so far would have been the same with the new ``loop.steps``."""
+    if any(_rate(before, each) != _rate(config, each) for each in range(before.schedule.start + 1, step + 1)):
+        return False
     # The last step of a run is evaluated in any case, which the schedule "plateau" counts.
-    evaluated = step == config.loop.steps and step % (config.eval.every or step) != 0
-    plateau = config.schedule.name == "plateau" and evaluated
-    return plateau or any(each.depends_on_steps for each in Stack.of(config.techniques).techniques)
+    evaluated = step == before.loop.steps and step % (before.eval.every or step) != 0
+    plateau = before.schedule.name == "plateau" and evaluated
+    return not plateau and not any(each.depends_on_steps for each in Stack.of(before.techniques).techniques)

@@ -4,7 +4,6 @@
 the data, builds the model and what belongs to it, applies the techniques, and restores the last checkpoint.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.retention import KeepBest
-from tensorkeep.errors import RanksDisagreeError, UsageError
+from tensorkeep.errors import UsageError
 from tensorkeep.formats.blockfile.data_file import find_codec
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import CheckpointConfig
@@ -29,12 +28,14 @@ from tensorkeep.train.operations import default_operations
 from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.optim.optimizers import build_optimizers, check_optimizers
 from tensorkeep.train.optim.schedules import Plateau
+from tensorkeep.train.run.branch import BranchPoint
 from tensorkeep.train.run.data import with_data
-from tensorkeep.train.run.device import chosen_device, memory_errors_reported, surroundings
-from tensorkeep.train.run.folder import Changes, RunFolder, RunRecord
+from tensorkeep.train.run.device import chosen_device, memory_errors_reported
+from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import RunLog
-from tensorkeep.train.run.resume import changed_settings, current_config, notes_on_changes
+from tensorkeep.train.run.resume import check_steps, current_config, leg_settings
 from tensorkeep.train.run.speed import Speedometer, measured_peak
+from tensorkeep.train.run.start import branch_run, resume_run, start_new
 from tensorkeep.train.run.state import METRIC, Run, RunRandomState
 from tensorkeep.train.run.world import World, can_join, join, launched_ranks
 from tensorkeep.train.spinning import SpinControl
@@ -42,8 +43,6 @@ from tensorkeep.train.techniques.defaults import agreed_defaults
 from tensorkeep.train.techniques.parallel import Parallel
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
-
-logger = logging.getLogger(__name__)
 
 OpenData = Callable[[World], Dataset]
 """Opens the data of a run, given its ranks; a collective."""
@@ -71,8 +70,18 @@ class OpenRun(Run):
 
 
 @contextmanager
-def open_run(config: Config, folder: RunFolder, data: Dataset | OpenData, *, resume: bool = False) -> Iterator[OpenRun]:
+def open_run(
+    config: Config,
+    folder: RunFolder,
+    data: Dataset | OpenData,
+    *,
+    resume: bool = False,
+    branch: BranchPoint | None = None,
+) -> Iterator[OpenRun]:
     """Open a new run, or resume the one in the folder after its last undamaged checkpoint.
+
+    If settings differ that decide what a resumed run computes, a new leg of it begins; see
+    `tensorkeep.train.run.resume`.
 
     It seeds torch's global random state, from which dropout is drawn, and sets the number of torch's CPU threads.
 
@@ -85,6 +94,8 @@ def open_run(config: Config, folder: RunFolder, data: Dataset | OpenData, *, res
         preparing data may take long.
     resume : bool
         Resume the run in the folder, if there is one.
+    branch : BranchPoint, optional
+        The checkpoint of another run with which a new run begins, and continues to count steps.
 
     Yields
     ------
@@ -119,7 +130,13 @@ def open_run(config: Config, folder: RunFolder, data: Dataset | OpenData, *, res
             # First: with other data, other messages would be misleading.
             folder.check_data(dataset)
         techniques, final = _configured(with_data(config, folder, dataset, resume=record is not None), world)
-        changed = {} if record is None else changed_settings(record, final, folder)
+        if record is not None:
+            leg_settings(current_config(record), final, folder)  # refuses settings that must not change
+        elif branch is not None:
+            branch.check_data(dataset)
+            leg_settings(branch.config, final, branch.folder, branch=True)
+        if record is None:
+            check_steps(final, 0 if branch is None else branch.step, folder)
         if final.optim != config.optim:
             check_optimizers(final.optim, device)
         for split, tokens in (("training split", dataset.train), ("validation split", dataset.validation)):
@@ -133,7 +150,14 @@ def open_run(config: Config, folder: RunFolder, data: Dataset | OpenData, *, res
         if device.type == "cpu":
             stack.enter_context(SpinControl())
         # Not `run.config`, in which techniques shard the batch.
-        _start(run, final, record, changed)
+        # Until here, every rank has only read. The lock first: another process may be working on this run.
+        run.manager.claim()
+        if record is not None:
+            resume_run(run, final, record, run.state)
+        elif branch is not None:
+            branch_run(run, final, branch, run.state)
+        else:
+            start_new(run, final)
         run.notes += () if off is None else (off,)
         yield run
 
@@ -266,37 +290,3 @@ def _build(
 def _model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
     with memory_errors_reported(config):
         return GPT(config, generator=torch.Generator().manual_seed(seed), device=device)
-
-
-def _start(run: OpenRun, config: Config, record: RunRecord | None, changed: Changes) -> None:
-    """Write the record of a new run; restore a run that is resumed, and add that to its record."""
-    world, folder = run.world, run.folder
-    here = surroundings(run.device) | {"processes": world.size}
-    # Until here, every rank has only read. The lock first: another process may be working on this run.
-    run.manager.claim()
-    if world.is_main and record is None:
-        # Another process may also have started a run here since the first check.
-        folder.check_new()
-        folder.start(config, run.dataset, here)
-    world.barrier()
-    if run.manager.latest() is not None:
-        run.manager.restore(into=run.state())
-    if not world.all_equal(run.progress.step):
-        # Each rank looks for the last undamaged checkpoint by itself.
-        raise RanksDisagreeError(
-            "the ranks of the run have found different checkpoints",
-            path=folder.checkpoints,
-            remedy="give all ranks the same folder",
-        )
-    began = {} if record is None else record.surroundings
-    moved = {name: (began[name], now) for name, now in here.items() if name in began and began[name] != now}
-    if moved:
-        differing = "; ".join(f"{name} was {before}, and is {now}" for name, (before, now) in moved.items())
-        run.notes = (f"results may differ in the last bits from those of an uninterrupted run: {differing}",)
-    if record is not None:
-        run.notes += tuple(notes_on_changes(current_config(record), config, run.progress.step))
-    if world.is_main:
-        run.log.begin(run.progress.step)
-        if record is not None:
-            logger.info("resuming %s after step %d", folder.path, run.progress.step)
-            folder.add_resumption(run.progress.step, changed, moved)

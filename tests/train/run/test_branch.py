@@ -1,0 +1,147 @@
+"""Branching: a new run from a checkpoint of another one, which is not touched and not needed afterwards."""
+
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+
+import tensorkeep
+from tensorkeep.checkpoint.manager.manager import CheckpointManager
+from tensorkeep.testing.equality import difference
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.loop import train
+from tensorkeep.train.run.branch import branch_point, open_branch_data
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import METRIC, Run
+from train.tiny_training import CONFIG, TEXT, Witness, last_state, lines, prepared, run
+
+START = CONFIG.changed({"checkpoint.every": 4, "checkpoint.keep_last": 9, "eval.every": 4})
+ANNEAL = {"schedule.name": "linear", "schedule.final": 0.0, "schedule.start": 8, "loop.steps": 14, "loop.batch_size": 2}
+
+
+@pytest.fixture(autouse=True)
+def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Path:
+    run(START, tmp_path / "origin", prepared(tmp_path))
+    return tmp_path / "origin"
+
+
+def branch(
+    address: str, out: Path, data: Path, config: Config, arrange: Callable[[Run], object] = lambda run: None
+) -> None:
+    with open_run(config, RunFolder(out), Dataset.open(data), branch=branch_point(address)) as opened:
+        arrange(opened)
+        train(opened, Witness())
+
+
+def no_meter(activity: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def files(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        str(each.relative_to(folder)): (each.read_bytes(), each.stat().st_mtime_ns)
+        for each in sorted(folder.rglob("*"))
+        if each.is_file()
+    }
+
+
+def test_branch_is_what_a_leg_from_that_step_would_be(tmp_path: Path, origin: Path) -> None:
+    data = tmp_path / "prepared"
+    run(START, tmp_path / "leg", data, stop_at=8)
+    run(START.changed(ANNEAL), tmp_path / "leg", data, resume=True)
+    before = files(origin)
+    branch(f"{origin}@8", tmp_path / "new", data, START.changed(ANNEAL))
+    assert files(origin) == before
+    assert difference(last_state(tmp_path / "new"), last_state(tmp_path / "leg")) is None
+    record = RunFolder(tmp_path / "new").record()
+    assert record.origin is not None
+    assert (record.origin.run, record.origin.step) == (str(origin), 8)
+    assert record.origin.settings["loop.batch_size"] == (3, 2)
+    assert record.config.schedule.start == 8
+    assert record.legs == []
+
+
+def test_branch_does_not_need_its_origin_and_resumes_exactly(tmp_path: Path, origin: Path) -> None:
+    data, config = tmp_path / "prepared", START.changed(ANNEAL)
+    branch(f"{origin}@8", tmp_path / "whole", data, config)
+    # Killed before the first step, then within the branch.
+    with open_run(config, RunFolder(tmp_path / "parts"), Dataset.open(data), branch=branch_point(f"{origin}@8")):
+        pass
+    shutil.rmtree(origin)
+    run(config, tmp_path / "parts", data, resume=True, stop_at=11)
+    run(config, tmp_path / "parts", data, resume=True)
+    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+    assert lines(tmp_path / "parts", "train", "evaluate") == lines(tmp_path / "whole", "train", "evaluate")
+    assert CheckpointManager(tmp_path / "parts" / "checkpoints").steps()[0].number == 8
+
+
+def test_branch_of_a_leg_has_the_settings_of_its_step(tmp_path: Path, origin: Path) -> None:
+    run(START.changed({"optim.lr": 0.5, "loop.steps": 20}), origin, tmp_path / "prepared", resume=True)
+    assert [branch_point(f"{origin}@{step}").config.optim.lr for step in (8, 12, 16)] == [1e-3, 1e-3, 0.5]
+    assert branch_point(origin).step == branch_point(origin / "checkpoints").step == 20
+    best = branch_point(f"{origin}@best")
+    assert best.metrics[METRIC] == min(
+        step.metrics[METRIC] for step in CheckpointManager(origin / "checkpoints").steps()
+    )
+
+
+def test_data_in_the_folder_of_the_origin_is_copied(tmp_path: Path, origin: Path) -> None:
+    shutil.move(tmp_path / "prepared", origin / "data")
+    point, new = branch_point(f"{origin}@8"), RunFolder(tmp_path / "new")
+    dataset = open_branch_data(point.config, new, point, (), no_meter)
+    assert dataset.path == new.data
+    assert dataset.fingerprint == point.record.data.fingerprint
+    # Data elsewhere stays there.
+    shutil.move(origin / "data", tmp_path / "prepared")
+    assert (
+        open_branch_data(point.config, RunFolder(tmp_path / "other"), point, (), no_meter).path == tmp_path / "prepared"
+    )
+
+
+def test_other_data_with_the_same_tokenizer_begins_from_its_first_batch(tmp_path: Path, origin: Path) -> None:
+    (tmp_path / "other.txt").write_text(TEXT[::-1])
+    prepare(tmp_path / "other.txt", tmp_path / "other")
+    config = START.changed({"loop.steps": 14, "eval.every": 0})
+    seen: list[int] = []
+    branch(f"{origin}@8", tmp_path / "new", tmp_path / "other", config, lambda run: seen.append(run.batches.position))
+    assert seen == [0]
+    with pytest.raises(tensorkeep.UsageError, match=r"data\.tokenizer: the tokenizer of this data is not that of"):
+        (tmp_path / "text.txt").write_text(TEXT.upper())
+        prepare(tmp_path / "text.txt", tmp_path / "upper")
+        branch(f"{origin}@8", tmp_path / "upper-run", tmp_path / "upper", config)
+    assert not (tmp_path / "upper-run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.n_layers": 2}, r"model\.n_layers: 1 then, 2 now"),
+        ({"loop.steps": 8}, r"loop\.steps is 8, and 8 steps are done"),
+        ({"schedule.start": 9}, r"schedule\.start is 9, and the next step is 9"),
+    ],
+)
+def test_branch_refuses_what_the_state_does_not_fit(
+    tmp_path: Path, origin: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(tensorkeep.UsageError, match=message):
+        branch(f"{origin}@8", tmp_path / "new", tmp_path / "prepared", START.changed(changes))
+    assert not (tmp_path / "new").exists()
+
+
+def test_branch_is_not_made_where_a_run_is_and_needs_a_run(tmp_path: Path, origin: Path) -> None:
+    with pytest.raises(tensorkeep.DestinationExistsError):
+        branch(f"{origin}@8", origin, tmp_path / "prepared", START.changed({"loop.steps": 14}))
+    with pytest.raises(tensorkeep.NotFoundError, match="step 9"):
+        branch_point(f"{origin}@9")
+    with pytest.raises(tensorkeep.NotFoundError, match="holds no run"):
+        branch_point(tmp_path / "nothing")
