@@ -12,7 +12,7 @@ from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run, trained
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.resume import changed_settings
+from tensorkeep.train.run.resume import leg_settings
 from tensorkeep.train.run.setup import check_settings, joined
 from tensorkeep.train.techniques.stack import Stack
 from train.techniques.several_processes import EXACT, ProcessPool, Results, task
@@ -91,12 +91,12 @@ def test_all_processes_stop_after_the_step_in_which_one_is_asked_to(two: Results
 
 
 @pytest.mark.usefixtures("two")
-def test_only_techniques_for_several_processes_may_change_on_resume(folder: Path) -> None:
+def test_only_techniques_for_several_processes_change_without_a_new_leg(folder: Path) -> None:
     run = RunFolder(folder / "one-step")
     config = run.record().config
-    assert list(changed_settings(run.record(), config.changed({"techniques.ddp": "off"}), run)) == ["techniques.ddp"]
-    with pytest.raises(UsageError, match="activation-checkpointing"):
-        changed_settings(run.record(), config.changed({"techniques.activation-checkpointing": "on"}), run)
+    assert leg_settings(config, config.changed({"techniques.ddp": "off"}), run) == {}
+    changed = config.changed({"techniques.activation-checkpointing": "on"})
+    assert list(leg_settings(config, changed, run)) == ["techniques.activation-checkpointing"]
 
 
 def test_missing_torchrun_is_an_error_with_the_command(tmp_path: Path) -> None:
