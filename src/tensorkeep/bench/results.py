@@ -79,6 +79,8 @@ class Cell(msgspec.Struct, frozen=True):
     figures: dict[str, float | None] = {}  # by measure, in the measure's unit
     clocks: dict[str, float | None] = {}  # seconds of import, build, gate, which no figure contains
     observed: dict[str, str] = {}  # technique to what the first training step showed of it
+    # By measure: this cell's figure and the baseline's, again and again, in processes that take turns.
+    turns: dict[str, tuple[tuple[float, float], ...]] = {}
 
 
 class Statistics(msgspec.Struct, frozen=True):

@@ -108,9 +108,9 @@ def test_run_that_ends_sooner_has_no_loss_in_equal_time(data: Path, tmp_path: Pa
     assert figures[cell.LOSS] > 0
 
 
-@pytest.mark.parametrize(("counted", "most"), [(False, 10), (True, 1000)])
-def test_peak_memory_includes_evaluations_only_if_asked(
-    counted: bool, most: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("counted", "measure", "most"), [(False, cell.RESIDENT, 10), (True, cell.MEMORY, 1000)])
+def test_peak_of_the_process_includes_evaluations_only_if_asked(
+    counted: bool, measure: str, most: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = {"peak": 0}
     validation_loss = loop.validation_loss
@@ -125,7 +125,7 @@ def test_peak_memory_includes_evaluations_only_if_asked(
     monkeypatch.setattr(cell, "_nbytes", lambda _: 0)
     monkeypatch.setattr(cell, "resident_bytes", lambda: 0)
     figures = trained(data, tmp_path / "run", cell.Protocol(2, with_evaluation=counted), {"eval.every": 1})
-    assert figures[cell.MEMORY] == most
+    assert figures[measure] == most
 
 
 def test_first_step_includes_compilation(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

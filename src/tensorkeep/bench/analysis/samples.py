@@ -2,9 +2,11 @@
 
 A figure counts only if its cell is ``ok``. Two figures are compared within one block and per raw byte, so that an arm
 that worked on a smaller subject compares fairly. A rate (``better: higher``) is already relative and is not divided.
+Where a cell took turns with the baseline, its pairs of turns are compared instead: they are less than a second apart.
 """
 
 import math
+from collections.abc import Sequence
 
 from tensorkeep.bench.analysis.statistics import Comparison, compare
 from tensorkeep.bench.results import Arm, Cell, Measure, Results, Statistics
@@ -19,6 +21,7 @@ class Samples:
         self.measures = results.measures
         self.arms = results.arms
         self.baseline = results.baseline
+        self._in_turns = {name for cell in results.cells for name in cell.turns}
         self.primary = [measure for measure in results.measures if measure.primary]
 
     def cells_of(self, arm: str) -> list[Cell]:
@@ -45,12 +48,23 @@ class Samples:
         """Return the log of each block's figure, with the sign that makes larger better.
 
         Figures of zero have no logarithm and are left out. An arm that failed its gate even once has none: the speed of
-        a wrong result is worthless.
+        a wrong result is worthless. If cells take turns with the baseline, the logs are relative to it.
         """
         if self.failed_gate(arm):
             return {}
-        sign = 1 if measure.better == "higher" else -1
-        return {block: sign * math.log(x) for block, x in self.per_byte(arm, measure).items() if x > 0}
+        logs = self._logs(arm, measure)
+        if measure.name not in self._in_turns:
+            return logs
+        base = self._logs(self.baseline or "", measure)
+        relative = {block: log - base[block] for block, log in logs.items() if block in base}
+        for cell in self.cells_of(arm):
+            if cell.block in logs and (pairs := cell.turns.get(measure.name)):
+                relative[cell.block] = _sign(measure) * typical_log_ratio(pairs)
+        return relative
+
+    def _logs(self, arm: str, measure: Measure) -> dict[int, float]:
+        found = self.per_byte(arm, measure).items()
+        return {block: _sign(measure) * math.log(value) for block, value in found if value > 0}
 
     def log_gains(self, arm: str, over: str, measure: Measure) -> list[float]:
         """Return the log of how many times better an arm is than another, for each block that has both."""
@@ -78,3 +92,18 @@ class Samples:
     def failed_gate(self, arm: str) -> bool:
         """Return whether an arm gave a wrong result in any block."""
         return any(cell.status == "gate" for cell in self.cells_of(arm))
+
+    def in_turns(self, arm: str, measure: Measure) -> bool:
+        """Return whether an arm took turns with the baseline when it was measured."""
+        return any(cell.turns.get(measure.name) for cell in self.cells_of(arm))
+
+
+def typical_log_ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the interquartile mean of the logs of ratios: other work on the machine disturbs single pairs by much."""
+    logs = sorted(math.log(ours / theirs) for ours, theirs in pairs)
+    middle = logs[len(logs) // 4 : len(logs) - len(logs) // 4]
+    return math.fsum(middle) / len(middle)
+
+
+def _sign(measure: Measure) -> int:
+    return 1 if measure.better == "higher" else -1

@@ -74,7 +74,7 @@ def _statistics(
         gain=found and found.gain,
         gain_low=found and found.low,
         gain_high=found and found.high,
-        change_percent=_change_percent(samples, arm, measure) if found else None,
+        change_percent=_change_percent(samples, arm, measure, found) if found else None,
         p=found and found.p,
         p_holm=p_holm,
         detectable=_detectable(found, len(adjusted), noise, threshold(measure)) if found else None,
@@ -91,8 +91,10 @@ def _detectable(comparison: Comparison, tests: int, noise: Noise | None, least: 
     return None if by_test is None else max(by_test, least, noise.floor if noise else 1.0)
 
 
-def _change_percent(samples: Samples, arm: Arm, measure: Measure) -> float | None:
+def _change_percent(samples: Samples, arm: Arm, measure: Measure, found: Comparison) -> float | None:
     """Return how much lower (of a rate: higher) the mean is than the baseline's, in percent."""
+    if samples.in_turns(arm.name, measure):
+        return (found.gain - 1) * 100 if measure.better == "higher" else (1 - 1 / found.gain) * 100
     own = list(samples.per_byte(arm.name, measure).values())
     base = list(samples.per_byte(samples.baseline or "", measure).values())
     if not own or not base or (before := describe(base).mean) == 0:

@@ -44,6 +44,7 @@ class Task(msgspec.Struct, frozen=True):
     measures: list[str]  # those to take
     directory: str  # where the cell may write; empty at the start and removed afterwards
     block: int = 0
+    baseline: Settings | None = None  # the settings of the baseline, if this is a cell of another arm
 
 
 class Outcome(msgspec.Struct):
@@ -55,6 +56,7 @@ class Outcome(msgspec.Struct):
     figures: dict[str, float] = {}  # by measure, in its unit
     clocks: dict[str, float] = {}  # seconds of the stages that are not part of a figure
     observed: dict[str, str] = {}  # by technique: what showed that it was active
+    turns: dict[str, tuple[tuple[float, float], ...]] = {}  # by measure: its figure and the baseline's, in each turn
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:

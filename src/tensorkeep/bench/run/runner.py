@@ -17,7 +17,7 @@ from tensorkeep import machine
 from tensorkeep.bench.analysis.summary import summarise
 from tensorkeep.bench.experiment.plan import Plan
 from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, get_workload
-from tensorkeep.bench.results import Arm, Cell, Limits, Results, Status
+from tensorkeep.bench.results import Arm, Cell, Limits, Results, Settings, Status
 from tensorkeep.bench.results_file import write_results
 from tensorkeep.bench.run.cell import command_of, run_cell
 from tensorkeep.bench.run.scratch import scratch_folder
@@ -136,6 +136,7 @@ class ExperimentRun:
             measures=[measure.name for measure in self.results.measures],
             directory=str(scratch / f"cell-{index}"),
             block=self.results.cells[index].block,
+            baseline=self._baseline_settings(arm),
         )
         cell = replace(
             self.results.cells[index],
@@ -157,6 +158,10 @@ class ExperimentRun:
                 path=self._directory,
                 remedy="free some space or choose a smaller model, then use --resume",
             )
+
+    def _baseline_settings(self, arm: Arm) -> Settings | None:
+        """Return the settings of the baseline, which a cell of any other arm may be compared with while it runs."""
+        return next((one.settings for one in self.results.arms if one.role == "baseline" and one is not arm), None)
 
     def _repeated_failure(self, cell: Cell) -> Outcome | None:
         """Return the outcome of a cell whose arm has already failed in a way that repeats."""

@@ -31,7 +31,7 @@ _LONGEST_REASON = 500
 def main(text: str) -> int:
     """Run the task in JSON; return 0 whatever its outcome."""
     started = time.perf_counter()
-    _end_with_parent()
+    end_with_parent()
     task = msgspec.json.decode(text, type=Task)
     outcome = run_task(task, started)
     shutil.rmtree(task.directory, ignore_errors=True)
@@ -51,8 +51,13 @@ def run_task(task: Task, started: float) -> Outcome:
         Path(task.directory).mkdir(parents=True, exist_ok=True)
         outcome = workload.measure(task)
     except Exception as error:
-        return Outcome(_status(error), _reason(error))
+        return failed_outcome(error)
     return msgspec.structs.replace(outcome, clocks={"import": imported, **outcome.clocks})
+
+
+def failed_outcome(error: Exception) -> Outcome:
+    """Return the outcome of a cell that raised an exception."""
+    return Outcome(_status(error), _reason(error))
 
 
 def _status(error: Exception) -> Status:
@@ -82,7 +87,7 @@ def _reason(error: Exception) -> str:
     return f"{error.name}: {line}" if error.name else line
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Ask the kernel to end this process with its parent, and to kill it first when memory runs out."""
     with suppress(OSError, AttributeError):
         libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

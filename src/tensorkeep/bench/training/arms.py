@@ -26,6 +26,9 @@ _FIXED: Settings = {
     # An arm states what is on: the same experiment compares the same techniques on each machine.
     "default_techniques": None,
 }
+RANKS = "ranks"
+"""The setting of an arm that is not one of a recipe: by how many processes torchrun trains it."""
+_MOST_RANKS = 1024
 _SET_BY_EXPERIMENT = (
     "loop.steps",
     "loop.seed",
@@ -51,7 +54,8 @@ def arm_config(
     """
     base = get_recipe(recipe)
     own = {"loop.seed": base.loop.seed + block, "eval.every": 0}
-    return measured_config(base, steps=steps, evaluated=evaluated, changes={**own, **arm})
+    changes = {name: value for name, value in arm.items() if name != RANKS}
+    return measured_config(base, steps=steps, evaluated=evaluated, changes={**own, **changes})
 
 
 def measured_config(
@@ -67,7 +71,12 @@ def check_arm(arm: Mapping[str, Any]) -> None:
     Raises UsageError if a setting is unknown or belongs to the experiment, or techniques cannot be combined.
     """
     known = setting_names()
+    ranks = arm.get(RANKS, 1)
+    if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
+        raise UsageError(f"{RANKS} is {ranks!r}", remedy=f"give a number of processes, 1 to {_MOST_RANKS}")
     for name in arm:
+        if name == RANKS:
+            continue
         if name.startswith(_SET_BY_EXPERIMENT):
             remedy = 'remove it from the arm; "steps" and "data" are settings of the experiment'
             raise UsageError(f"{name} is the same for all arms", remedy=remedy)
@@ -83,6 +92,8 @@ def check_arm(arm: Mapping[str, Any]) -> None:
 
 def missing_for(arm: Mapping[str, Any]) -> str | None:
     """Return the missing requirement of an arm's techniques on this machine, or None."""
+    if arm.get(RANKS, 1) > 1:
+        return None  # each rank checks it
     machine = Machine(chosen_device(arm.get("loop.device", "auto")))
     for technique in _techniques(arm).techniques:
         lack = technique.lacks(machine)

@@ -2,22 +2,26 @@
 
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tensorkeep.bench.checkpoint.probes import release_memory
 from tensorkeep.bench.experiment.workload import DoesNotApplyError, GateError, Outcome
+from tensorkeep.bench.results import Settings
+from tensorkeep.bench.training.memory import step_peak
 from tensorkeep.bench.training.reference_losses import LossGate
-from tensorkeep.errors import TechniqueNotActiveError, UnsupportedError, UsageError
+from tensorkeep.bench.training.turns import Partner, PartnerTask, StepTimer
+from tensorkeep.errors import DivergedError, TechniqueNotActiveError, UnsupportedError, UsageError
 from tensorkeep.machine import reset_peak_resident, resident_bytes
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.loop import Summary, train
+from tensorkeep.train.loop import Summary, take_step, train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
@@ -25,6 +29,8 @@ from tensorkeep.train.run.validation import validation_loss
 
 SPEED = "tokens_per_second"
 MEMORY = "peak_memory"
+PREDICTED = "predicted_memory"
+RESIDENT = "peak_resident"
 LOSS = "loss"
 LOSS_IN_TIME = "loss_in_time"
 STEP = "step"
@@ -33,15 +39,32 @@ MFU = "mfu"
 TOKENS = "tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class Protocol:
+class Protocol(msgspec.Struct, frozen=True):
     """How a cell is measured."""
 
     warmup: int  # steps after the first one that are not timed
     # After how many seconds of training the validation loss is measured, in addition to the end of the run. A run that
     # ends sooner has no such loss: it had less time than the others.
     seconds: float | None = None
-    with_evaluation: bool = False  # whether the peak of memory includes evaluations
+    # Whether the peak of memory is that of the process, evaluations included, instead of that of the tensors of a step.
+    with_evaluation: bool = False
+    turn: float = 0.25  # seconds of a turn
+    partner: PartnerTask | None = None  # the baseline that the run takes turns with
+
+
+class TrainingJob(msgspec.Struct, frozen=True):
+    """One run to train and measure, in one process or in each of several ranks."""
+
+    config: Settings
+    data: str
+    folder: str
+    protocol: Protocol
+    gate: LossGate
+
+    def run(self) -> Outcome:
+        """Train the run and return its figures; see `run_training`."""
+        config = Config.from_dict(self.config)
+        return run_training(config, Path(self.data), Path(self.folder), self.protocol, self.gate)
 
 
 def run_training(config: Config, data: Path, folder: Path, protocol: Protocol, gate: LossGate) -> Outcome:
@@ -51,19 +74,35 @@ def run_training(config: Config, data: Path, folder: Path, protocol: Protocol, g
     configuration is not valid on this machine.
     """
     begin = time.perf_counter()
+    recorder: _Recorder | None = None
     try:
         with open_run(config, RunFolder(folder), Dataset.open(data)) as run:
             built = time.perf_counter()
             recorder = _Recorder(run, protocol, gate, others=_reset_peak(run))
             summary = train(run, recorder, stop=recorder.stop)
             outcome = _outcome(run, recorder, summary, protocol)
+            outcome.figures |= _memory(run, recorder)
     except TechniqueNotActiveError as error:
         raise GateError(error.message) from error
     except (UnsupportedError, UsageError) as error:
         raise DoesNotApplyError(error.message) from error
-    outcome.figures[MEMORY] = float(max(0, recorder.peak - recorder.others))
+    finally:
+        if recorder is not None and recorder.partner is not None:
+            recorder.partner.close()
     outcome.clocks["build"] = built - begin
     return outcome
+
+
+def _memory(run: Run, recorder: "_Recorder") -> dict[str, float]:
+    """Return the peak of memory; on a CPU, that of its tensors in one more step, and that of the process."""
+    peak = float(max(0, recorder.peak - recorder.others))
+    if run.device.type == "cuda" or recorder.protocol.with_evaluation:
+        return {MEMORY: peak}
+    figures = {RESIDENT: peak}
+    # A range test ends where losses are no longer finite.
+    with suppress(DivergedError):
+        figures[MEMORY] = float(step_peak(lambda: take_step(run)))
+    return figures
 
 
 def _reset_peak(run: Run) -> int:
@@ -90,7 +129,10 @@ def _nbytes(value: Any) -> int:
 
 @dataclass
 class _Recorder:
-    """Records seconds, tokens and FLOPs after each step, and evaluates once when the given time has passed."""
+    """Times the steps, takes turns with the baseline, and evaluates once when the given time has passed.
+
+    Events come to rank 0 only; `stop` is called in all ranks.
+    """
 
     run: Run
     protocol: Protocol
@@ -98,10 +140,14 @@ class _Recorder:
     others: int  # bytes of the process that do not belong to training
     begin: float = field(default_factory=time.perf_counter)  # before the first step
     first: float = 0.0  # seconds of the first step
-    marks: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, tokens and FLOPs after each step
+    pairs: list[tuple[float, float]] = field(default_factory=list)  # tokens per second: this run's, the baseline's
     peak: int = 0  # bytes
     loss_in_time: float | None = None
     observed: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.timer = StepTimer(self.run, self.protocol.warmup, self.protocol.turn)
+        self.partner: Partner | None = None
 
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
         if kind == "technique":
@@ -113,7 +159,6 @@ class _Recorder:
 
     def _record_step(self, step: int, values: dict[str, Any]) -> None:
         self.gate.check(step, values["loss"])
-        self.marks.append((self.run.clock.seconds.get("train", 0.0), self.run.progress.tokens, self.run.speed.flops))
         self.peak = max(self.peak, values["peak_memory_bytes"])
         if step == 1:
             # Some techniques compile before the step, which the run's clock does not count.
@@ -123,8 +168,14 @@ class _Recorder:
             self.others, self.peak = _reset_peak(self.run), 0
 
     def stop(self) -> bool:
+        speed, world = self.timer.add_step(), self.run.world
+        if self.protocol.partner is not None and world.is_main:
+            # Not earlier: loading it would take time from the first step.
+            self.partner = self.partner or Partner(self.protocol.partner)
+            if speed is not None:
+                self.pairs.append((speed, self.partner.train_turn()))
         limit = self.protocol.seconds
-        if limit is not None and self.loss_in_time is None and self.marks[-1][0] >= limit:
+        if limit is not None and self.loss_in_time is None and world.any(self.timer.seconds >= limit):
             self.loss_in_time = validation_loss(self.run)
             _reset_peak(self.run)
         return False
@@ -132,13 +183,11 @@ class _Recorder:
 
 def _outcome(run: Run, recorder: _Recorder, summary: Summary, protocol: Protocol) -> Outcome:
     figures: dict[str, float] = {FIRST: recorder.first, TOKENS: float(run.progress.tokens)}
-    # The first mark is that of the step that compiles.
-    timed = recorder.marks[protocol.warmup :]
-    if len(timed) > 1:
-        seconds, tokens, flops = (last - first for first, last in zip(timed[0], timed[-1], strict=True))
+    if steps := recorder.timer.steps:
+        seconds, tokens, flops = (sum(column) for column in zip(*steps, strict=True))
         figures |= {
             SPEED: tokens / seconds,
-            STEP: statistics.median(after[0] - before[0] for before, after in pairwise(timed)),
+            STEP: statistics.median(step[0] for step in steps),
             MFU: flops / seconds / max(run.speed.peak, 1.0),
         }
     # A run that was stopped early has seen fewer tokens than the others.
@@ -147,4 +196,5 @@ def _outcome(run: Run, recorder: _Recorder, summary: Summary, protocol: Protocol
         if recorder.loss_in_time is not None:
             figures[LOSS_IN_TIME] = recorder.loss_in_time
     clocks = {name: spent for name, spent in summary.seconds.items() if name not in ("first step", "train")}
-    return Outcome(figures=figures, clocks=clocks, observed=recorder.observed)
+    turns = {SPEED: tuple(recorder.pairs)} if recorder.pairs else {}
+    return Outcome(figures=figures, clocks=clocks, observed=recorder.observed, turns=turns)

@@ -16,18 +16,22 @@ from tensorkeep.bench.results import Measure, Settings, Subject
 from tensorkeep.bench.training import cell as cell
 from tensorkeep.bench.training.arms import (
     DEFAULT_RECIPE,
+    RANKS,
     arm_config,
     check_arm,
     loss_tolerance,
     missing_for,
     without_systems_techniques,
 )
+from tensorkeep.bench.training.ranks import run_on_ranks
 from tensorkeep.bench.training.reference_losses import LossGate, reference_losses
+from tensorkeep.bench.training.turns import PartnerTask
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.dataset import FILE, Dataset
 from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.memory.ledger import predict
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.data import absolute_source
 from tensorkeep.train.run.device import chosen_device
@@ -35,12 +39,17 @@ from tensorkeep.units import counted, format_bytes
 
 _INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _BYTES_PER_WEIGHT = 4
-_PEAK = "peak allocated bytes; CUDA: of tensors; CPU: of the process after the warm-up, without what it had loaded"
+_PEAK = "most bytes of tensors at once in a step; of several ranks, that of the rank with most"
+_PREDICTED = "the same as the memory ledger predicts it from shapes; missing if a technique's effect is not predicted"
+_RESIDENT = "of the process on a CPU, after the warm-up and without what it had loaded"
+_SPEED = "of training alone, after the first step and the warm-up; the baseline trains in turns with each arm"
 _IN_TIME = "after the given seconds of training (first step not counted); missing if the run ends sooner"
 
 MEASURES = (
-    Measure(cell.SPEED, "speed", "tokens/s", "of training alone, after first step and warm-up", "higher", primary=True),
+    Measure(cell.SPEED, "speed", "tokens/s", _SPEED, "higher", primary=True),
     Measure(cell.MEMORY, "peak memory", "B", _PEAK, primary=True),
+    Measure(cell.PREDICTED, "predicted peak memory", "B", _PREDICTED),
+    Measure(cell.RESIDENT, "peak resident memory", "B", _RESIDENT),
     Measure(cell.LOSS, "validation loss", "nats", "after all steps; each block has its own seed", primary=True),
     Measure(cell.LOSS_IN_TIME, "equal-time validation loss", "nats", _IN_TIME, primary=True),
     Measure(cell.STEP, "step", "s", "the median step"),
@@ -62,6 +71,7 @@ class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     gate_steps: Count = 6  # whose losses are compared with those of the run without systems techniques
     evaluated: Count = 20  # batches of the validation loss
     seconds: Count | None = None  # of training, for the loss in equal time
+    turn: Annotated[float, Meta(gt=0, le=3600)] = 0.25  # seconds that the baseline and another arm train in turns
     save_dir: str | None = None  # the folder that the run works in
 
 
@@ -130,16 +140,48 @@ class TrainingWorkload(Workload[TrainingSettings, Settings]):
         given, folder = msgspec.convert(task.input, TrainingInput), Path(task.directory)
         before = Outcome()
         with before.clock("data"):
-            data = given.open_data(folder / "data").path
+            data = given.open_data(folder / "data")
         with before.clock("gate"):
             config = given.arm_config(task.settings, task.block)
-            gate = _gate(config, data, given, folder)
+            gate = _gate(config, data.path, given, folder)
+        partner = None if task.baseline is None else _partner(given, data, task)
         protocol = cell.Protocol(
-            given.settings.warmup, given.settings.seconds, with_evaluation=given.config is not None
+            warmup=given.settings.warmup,
+            seconds=given.settings.seconds,
+            with_evaluation=given.config is not None,
+            turn=given.settings.turn,
+            partner=partner,
         )
+        job = cell.TrainingJob(config.as_dict(), str(data.path), str(folder / "run"), protocol, gate)
+        ranks = int(task.settings.get(RANKS, 1))
         with _empty_compile_cache(folder / "compiled"):
-            outcome = cell.run_training(config, data, folder / "run", protocol, gate)
-        return msgspec.structs.replace(outcome, clocks={**outcome.clocks, **before.clocks})
+            outcome = job.run() if ranks == 1 else run_on_ranks(job, ranks, folder)
+        predicted = None if ranks > 1 else _predicted(config, data)
+        figures = {**outcome.figures, **({} if predicted is None else {cell.PREDICTED: float(predicted)})}
+        return msgspec.structs.replace(outcome, figures=figures, clocks={**outcome.clocks, **before.clocks})
+
+
+def _partner(given: TrainingInput, data: Dataset, task: Task) -> PartnerTask | None:
+    """Return what the process of the baseline trains; None if the baseline has several ranks itself."""
+    baseline = task.baseline or {}
+    if baseline.get(RANKS, 1) != 1:
+        return None
+    config, settings = given.arm_config(baseline, task.block), given.settings
+    return PartnerTask(
+        config=config.as_dict(),
+        data=str(data.path),
+        folder=str(Path(task.directory, "baseline")),
+        warmup=settings.warmup,
+        turn=settings.turn,
+        threads=config.loop.threads or torch.get_num_threads(),
+    )
+
+
+def _predicted(config: Config, data: Dataset) -> int | None:
+    """Return the peak of memory that the ledger predicts, or None if it does not know a technique's effect."""
+    config = config.changed({"model.vocab_size": max(config.model.vocab_size, data.vocab_size)})
+    ledger = predict(config, device=chosen_device(config.loop.device).type)
+    return None if ledger.unknown else ledger.peak_of_steps
 
 
 @contextmanager

@@ -49,8 +49,11 @@ class Activations:
         return ends + checkpointed * self._checkpointed_block() + (model.n_layers - checkpointed) * self.block()
 
     def recomputed(self) -> int:
-        """Return the additional bytes while activation checkpointing recomputes a block."""
-        return self.block() if self._checkpointed_every() is not None else 0
+        """Return the additional bytes while activation checkpointing recomputes a block, and computes its gradients."""
+        if self._checkpointed_every() is None:
+            return 0
+        hidden = (2 if self.model.gated else 1) * self.width * self.model.mlp_width
+        return self.block() + self.tokens * (hidden + FLOAT * self.model.d_model)
 
     def block(self) -> int:
         """Return the bytes that one block keeps."""

@@ -19,7 +19,8 @@ T = TypeVar("T")
 _TIMEOUT = timedelta(minutes=30)
 """For a collective: ranks also wait while rank 0 alone prepares data."""
 
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""The environment variables that torchrun sets in each process that it starts."""
 
 
 class World:
@@ -87,7 +88,7 @@ class World:
 
 def launched_ranks() -> int:
     """Return the number of ranks that torchrun started; 0 if it did not start this process."""
-    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN_VARIABLES) else 0
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in LAUNCHER_VARIABLES) else 0
 
 
 def launched_machines() -> int:
