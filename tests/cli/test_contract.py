@@ -54,7 +54,7 @@ FLAGS = {
     },
     "data info": {"--verify"},
     "train": {
-        *("--data", "--out", "--resume", "--branch", "--technique"),
+        *("--data", "--out", "--resume", "--branch", "--technique", "--profile"),
         *("--list-recipes", "--list-settings", "--list-techniques"),
     },
     "generate": {

@@ -24,6 +24,7 @@ from tensorkeep.errors import StoreError
 from tensorkeep.machine import resident_bytes
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import Summary, train
+from tensorkeep.train.monitor.trackers import TensorBoard
 from tensorkeep.train.optim.schedules import RangeTest
 from tensorkeep.train.run.device import peak_memory
 from tensorkeep.train.run.folder import RunFolder
@@ -333,13 +334,14 @@ class Refuses:
 def test_tensorboard_write_failure_is_reported_without_hiding_an_earlier_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.log._summary_writer", lambda: Refuses)
-    board = RunLog(tmp_path / "log.jsonl", tensorboard=True)
+    pytest.importorskip("torch.utils.tensorboard")
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Refuses)
+    board = RunLog(tmp_path / "log.jsonl", [TensorBoard(RunFolder(tmp_path))])
     with pytest.raises(StoreError, match="cannot write the log: No space left") as raised, board as log:
         log.begin(0)
         log.write(1, "train", loss=2.0)
     assert "Input/output error" in raised.value.__notes__[0]
-    board = RunLog(tmp_path / "log.jsonl", tensorboard=True)
+    board = RunLog(tmp_path / "log.jsonl", [TensorBoard(RunFolder(tmp_path))])
     with pytest.raises(StoreError, match="cannot write the log: Input/output error"), board as log:
         log.begin(0)
         log.write(1, "train", rate=2.0)

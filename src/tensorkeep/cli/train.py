@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
+from cyclopts.validators import Number
 
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.triggers import OnSignal
@@ -42,6 +43,7 @@ def train(
     resume: Annotated[bool, Switch] = False,
     branch: Annotated[str | None, Parameter(metavar="RUN@STEP")] = None,
     technique: str | None = None,
+    profile: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
     list_recipes: Annotated[bool, Switch] = False,
     list_techniques: Annotated[bool, Switch] = False,
     list_settings: Annotated[bool, Switch] = False,
@@ -70,6 +72,8 @@ def train(
     technique
         Techniques to turn on: names separated by commas. Settings of a technique are options of their own:
         --techniques.compile.mode max-autotune.
+    profile
+        Profile this many steps, from the fourth on, and write a Chrome trace into the folder of the run.
     list_recipes
         Show the recipes.
     list_techniques
@@ -101,7 +105,7 @@ def train(
         rows = [(setting, "none" if value is None else str(value)) for setting, value in flat(config.as_dict()).items()]
         output.show(config.as_dict(), Table(("setting", "value"), rows).show)
     else:
-        _train(config, folder, given, output, resume=resume, point=point)
+        _train(config, folder, given, output, resume=resume, point=point, profile=profile)
 
 
 def _train(
@@ -112,6 +116,7 @@ def _train(
     *,
     resume: bool,
     point: BranchPoint | None,
+    profile: int,
 ) -> None:
     def open_on_ranks(world: World) -> Dataset:
         """Return the data of the run; rank 0 prepares it."""
@@ -136,7 +141,7 @@ def _train(
         for note in run.notes:
             output.note(note)
         with listener(run, output) as shown, _out_of_memory_remedy(folder):
-            summary = run_loop(run, shown, stop=stop)
+            summary = run_loop(run, shown, stop=stop, profile=profile)
     if summary.reason == "stopped":
         remedy = f"resume with: {resume_command(folder, processes=run.world.size)}"
         raise Interrupted(f"stopped after step {summary.step}, which is saved", remedy=remedy)

@@ -18,7 +18,7 @@ from tensorkeep.train.loop import Listener, Summary
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import METRIC, Run
 from tensorkeep.train.run.validation import validation_windows
-from tensorkeep.units import format_bytes, format_seconds
+from tensorkeep.units import counted, format_bytes, format_seconds
 
 _SECONDS_BETWEEN = 5.0
 """Seconds between two lines about training steps without a progress bar, so that a log file stays short."""
@@ -99,6 +99,9 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
             return f"saved in {times[0]}, training waited {times[1]}; {format_bytes(values['new_bytes'])} written"
         case "technique":
             return f"{values['name']}: {values['seen']}"
+        case "profile":
+            count = counted(values["steps"], "step")
+            return f"profile of {count}: {values['path']} (open it in https://ui.perfetto.dev)"
         case "suggestion":
             return _suggestion(values["learning_rate"])
         case _:

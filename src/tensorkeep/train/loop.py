@@ -9,15 +9,13 @@ builds from a configuration, a folder and data::
 What a step does can be changed by techniques, which replace the functions of `tensorkeep.train.operations.Operations`.
 """
 
-import logging
 import math
-import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,18 +23,17 @@ import torch
 from torch import Tensor
 
 from tensorkeep.checkpoint.save.job import PendingSave
-from tensorkeep.machine import usable_processors
 from tensorkeep.train.generate import generate, prompt_ids
 from tensorkeep.train.guard import check_steps
 from tensorkeep.train.model.gpt import IGNORED
+from tensorkeep.train.monitor.profile import profiled
+from tensorkeep.train.monitor.timing import settle, timed_step
 from tensorkeep.train.optim.optimizers import set_learning_rate
 from tensorkeep.train.optim.schedules import learning_rate_factor
 from tensorkeep.train.run.device import peak_memory
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import METRIC, Run
 from tensorkeep.train.run.validation import validation_loss, validation_windows
-
-logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
@@ -46,8 +43,8 @@ class Listener(Protocol):
         """Receive one event of a step; the values are its figures, as in ``log.jsonl``.
 
         The kind is ``"train"``, ``"evaluate"``, ``"sample"``, ``"technique"`` (a technique was verified to be active),
-        ``"save"`` (a checkpoint is durable, which may be some steps after its own), or ``"suggestion"`` (the result of
-        a range test).
+        ``"save"`` (a checkpoint is durable, which may be some steps after its own), ``"suggestion"`` (the result of a
+        range test), or ``"profile"`` (a profile was written).
         """
 
 
@@ -87,7 +84,21 @@ class Summary:
     seconds: dict[str, float]
 
 
-def train(run: OpenRun, listener: Listener, *, stop: Callable[[], bool] = lambda: False) -> Summary:
+@dataclass(frozen=True, slots=True)
+class MadeStep:
+    """The figures of a step. Those that a GPU computes stay there until they are read, which waits for the GPU."""
+
+    loss: Tensor
+    gradient_norm: Tensor
+    learning_rate: float
+
+    def read(self) -> dict[str, float]:
+        """Return the figures by name."""
+        figures = {"loss": self.loss.item(), "gradient_norm": self.gradient_norm.item()}
+        return figures | {"learning_rate": self.learning_rate}
+
+
+def train(run: OpenRun, listener: Listener, *, stop: Callable[[], bool] = lambda: False, profile: int = 0) -> Summary:
     """Train until the last step or an early end, save, and wait until the last checkpoint is durable.
 
     Parameters
@@ -96,6 +107,8 @@ def train(run: OpenRun, listener: Listener, *, stop: Callable[[], bool] = lambda
     listener : Listener
     stop : callable
         Called after each step; when it returns true, the run is saved and ends.
+    profile : int
+        Profile this many steps, from the fourth on, and write a Chrome trace into the run's folder.
 
     Returns
     -------
@@ -110,46 +123,52 @@ def train(run: OpenRun, listener: Listener, *, stop: Callable[[], bool] = lambda
     TechniqueNotActiveError
         If a technique is on and has no effect.
     """
-    config = run.config
     first, saves = run.progress.step, deque[tuple[int, PendingSave]]()
     reason = _end_reason(run)
-    while reason is None:
-        with _timed(run), _verified_techniques(run, listener):
-            made = make_step(run)
-        if config.schedule.name == "range":
-            _update_range_test(run, listener, made.read())
-        step = run.progress.step
-        last = _end_reason(run) is not None
-        if last or _due(config.log.every, step):
-            _settle(run)
-            peak = {"peak_memory_bytes": peak_memory(run.device)}
-            _report(run, listener, "train", made.read() | run.speed.lap() | peak)
-        metrics = _evaluate(run, listener) if last or _due(config.eval.every, step) else {}
-        if _due(config.sample.every, step):
-            _sample(run, listener)
-        reason = _end_reason(run) or ("stopped" if run.world.any(stop()) else None)
-        is_best = bool(metrics) and run.progress.waited == 0 and config.checkpoint.keep_best > 0
-        if reason or is_best or _due(config.checkpoint.every, step):
-            _save(run, saves, metrics)
-        _report_saves(run, listener, saves)
+
+    def written(path: Path, steps: int) -> None:
+        _report(run, listener, "profile", {"path": str(path), "steps": steps})
+
+    with profiled(run, profile, written) as profile_next_step:
+        while reason is None:
+            with timed_step(run), _verified_techniques(run, listener):
+                made = make_step(run)
+            reason = _follow_up(run, listener, made, saves, stop)
+            profile_next_step()
     with run.clock.spent_on("checkpoint"):
         run.manager.wait()
     _report_saves(run, listener, saves)
     return _summary(run, reason, steps=run.progress.step - first)
 
 
-@dataclass(frozen=True, slots=True)
-class MadeStep:
-    """The figures of a step. Those that a GPU computes stay there until they are read, which waits for the GPU."""
-
-    loss: Tensor
-    gradient_norm: Tensor
-    learning_rate: float
-
-    def read(self) -> dict[str, float]:
-        """Return the figures by name."""
-        figures = {"loss": self.loss.item(), "gradient_norm": self.gradient_norm.item()}
-        return figures | {"learning_rate": self.learning_rate}
+def _follow_up(
+    run: OpenRun,
+    listener: Listener,
+    made: MadeStep,
+    saves: deque[tuple[int, PendingSave]],
+    stop: Callable[[], bool],
+) -> str | None:
+    """Do what is due after a step: report, evaluate, sample, save; return the reason to end, if there is one."""
+    config = run.config
+    if config.schedule.name == "range":
+        _update_range_test(run, listener, made.read())
+    step = run.progress.step
+    last = _end_reason(run) is not None
+    if last or _due(config.log.every, step):
+        settle(run)
+        others: dict[str, Any] = {"peak_memory_bytes": peak_memory(run.device)}
+        if run.gradient_norms:
+            others["gradient_norms"] = run.gradient_norms
+        _report(run, listener, "train", made.read() | run.speed.lap() | others)
+    metrics = _evaluate(run, listener) if last or _due(config.eval.every, step) else {}
+    if _due(config.sample.every, step):
+        _sample(run, listener)
+    reason = _end_reason(run) or ("stopped" if run.world.any(stop()) else None)
+    is_best = bool(metrics) and run.progress.waited == 0 and config.checkpoint.keep_best > 0
+    if reason or is_best or _due(config.checkpoint.every, step):
+        _save(run, saves, metrics)
+    _report_saves(run, listener, saves)
+    return reason
 
 
 def take_step(run: Run) -> dict[str, float]:
@@ -190,17 +209,6 @@ def make_step(run: Run) -> MadeStep:
     return MadeStep(total, norm, factor * run.config.optim.lr)
 
 
-def _settle(run: Run) -> None:
-    """Check the steps since the last call; the GPU is waited for, which is time of these steps."""
-    if run.unchecked:
-        with run.clock.spent_on("train"):
-            before = time.perf_counter()
-            check_steps(run)
-            seconds = time.perf_counter() - before
-        run.speed.add(0, 0, seconds)
-        run.slowdown.add(0, seconds)
-
-
 @contextmanager
 def _verified_techniques(run: OpenRun, listener: Listener) -> Iterator[None]:
     """Verify in the first steps of a process that each technique has its effect, and report the proofs."""
@@ -210,37 +218,6 @@ def _verified_techniques(run: OpenRun, listener: Listener) -> Iterator[None]:
         yield
     for name, proof in islice(proofs.items(), known, None):
         _report(run, listener, "technique", {"name": name, "seen": proof.summary, **proof.figures})
-
-
-@contextmanager
-def _timed(run: Run) -> Iterator[None]:
-    """Time a step. The first step of a process loads kernels and compiles, and does not count as training."""
-    first = "first step" not in run.clock.seconds
-    before, tokens = run.clock.seconds.get("train", 0.0), run.progress.tokens
-    with run.clock.spent_on("first step" if first else "train"):
-        yield
-        if first:
-            check_steps(run)
-    if not first:
-        trained = run.progress.tokens - tokens
-        # Attention over a shorter context, as techniques may draw, takes fewer operations.
-        flops = trained * run.config.model.flops_per_token(run.batches.context_length)
-        seconds = run.clock.seconds["train"] - before
-        run.speed.add(trained, flops, seconds)
-        slower = run.slowdown.add(flops, seconds)
-        if slower is not None and run.world.is_main:
-            _warn_of_slowdown(run, slower)
-
-
-def _warn_of_slowdown(run: Run, ratio: float) -> None:
-    """Log that training has become slower; the usual cause is another process."""
-    load, cpus = os.getloadavg()[0], len(usable_processors())
-    run.log.write(run.progress.step, "slowdown", ratio=ratio, load=load, cpus=cpus)
-    logger.warning(
-        "training is %.0f times slower than before, at step %d: the load of this machine is %.1f on %d CPUs; stop what "
-        "else computes here, or keep it off the CPUs of this run (taskset)",
-        *(ratio, run.progress.step, load, cpus),
-    )
 
 
 def _update_range_test(run: Run, listener: Listener, record: dict[str, float]) -> None:
@@ -273,7 +250,7 @@ def _report(run: Run, listener: Listener, kind: str, values: dict[str, Any], *, 
 
 def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
     """Compute the validation loss, of the averaged weights if the run averages them; return the metrics."""
-    _settle(run)
+    settle(run)
     progress = run.progress
     with run.clock.spent_on("evaluate"):
         loss = validation_loss(run)
@@ -287,7 +264,7 @@ def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
 
 
 def _sample(run: Run, listener: Listener) -> None:
-    _settle(run)
+    settle(run)
     config = run.config.sample
     tokenizer = run.dataset.tokenizer
     with run.clock.spent_on("sample"), run.average.in_place():
@@ -306,7 +283,7 @@ def _sample(run: Run, listener: Listener) -> None:
 
 def _save(run: OpenRun, saves: deque[tuple[int, PendingSave]], metrics: dict[str, float]) -> None:
     """Begin to save a checkpoint of the step; it does not wait: `_report_saves` reports the finished saves."""
-    _settle(run)
+    settle(run)
     with run.clock.spent_on("checkpoint"):
         # A resumed run repeats the steps after its last undamaged checkpoint, and replaces damaged ones.
         step = run.progress.step

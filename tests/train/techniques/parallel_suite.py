@@ -165,6 +165,14 @@ class ParallelSuite(TechniqueSuite):
         assert sum(each["targets"] for each in found) == alone["targets"] * self.processes / parts
         assert {each["rows"] for each in found} == {-(-alone["rows"] // parts)}
 
+    def test_processes_log_the_gradient_norms_of_one(self, together: Together, tmp_path: Path, data: Path) -> None:
+        """Each process has the norm of each layer, whatever part of the gradient it holds."""
+        _, results = together
+        alone = evaluated(task("evaluate", EXACT, tmp_path / "norms", data))["norms"]
+        for process in results:
+            assert list(process["evaluated"]["norms"]) == list(alone)
+            assert process["evaluated"]["norms"] == pytest.approx(alone, rel=1e-3)
+
     def test_processes_generate_the_text_of_one(self, together: Together, tmp_path: Path, data: Path) -> None:
         """Generation gives the same tokens in each process as in a single one."""
         _, results = together

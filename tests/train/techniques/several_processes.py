@@ -203,9 +203,13 @@ def generated(given: Task) -> list[int]:
         return tokens
 
 
-def evaluated(given: Task) -> dict[str, float]:
-    """Make a step and evaluate; return the loss, how many parts there are, and the rows and targets of this process."""
-    with opened(_config(given), Path(given["folder"]), Path(given["data"])) as run:
+def evaluated(given: Task) -> dict[str, Any]:
+    """Make a step and evaluate.
+
+    Returns the loss, how many parts there are, the rows and targets of this process, and the norms of the gradient.
+    """
+    config = _config(given).changed({"log.gradient_norms": True, "log.every": 1})
+    with opened(config, Path(given["folder"]), Path(given["data"])) as run:
         take_step(run)
         compute, rows, targets = run.operations.evaluate, list[int](), list[int]()
 
@@ -216,7 +220,8 @@ def evaluated(given: Task) -> dict[str, float]:
 
         run.operations.evaluate = counted
         loss, parts = validation_loss(run), run.replicas
-        return {"loss": loss, "parts": parts, "rows": sum(rows), "targets": sum(targets)}
+        found = {"loss": loss, "parts": parts, "rows": sum(rows), "targets": sum(targets)}
+        return found | {"norms": run.gradient_norms}
 
 
 def _stop_last(given: Task) -> Any:

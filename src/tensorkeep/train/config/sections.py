@@ -313,7 +313,24 @@ class AverageConfig(Section, frozen=True):
 
 
 class LogConfig(Section, frozen=True):
-    """How often a line is written to ``log.jsonl``, and whether TensorBoard files are written as well."""
+    """How often a line is written to ``log.jsonl``, what it contains, and where its figures are sent as well.
+
+    Attributes
+    ----------
+    every : int
+        Steps from one line about training to the next.
+    gradient_norms : bool
+        Whether these lines have the norm of the gradient of each block, and of each layer outside of the blocks.
+    tensorboard : bool
+        Whether TensorBoard files are written, in the folder of the run.
+    wandb : str, optional
+        The project of Weights & Biases that the figures are sent to.
+    mlflow : str, optional
+        The experiment of MLflow that the figures are sent to.
+    """
 
     every: Count = 10
+    gradient_norms: bool = False
     tensorboard: bool = False
+    wandb: str | None = None
+    mlflow: str | None = None

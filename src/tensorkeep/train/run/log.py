@@ -1,28 +1,32 @@
 """The log of a run: one JSON object per line, without repeated steps after a resume."""
 
 import json
+import logging
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tensorkeep.errors import MissingExtraError, StoreError
+from tensorkeep.errors import StoreError
 from tensorkeep.io.commit import replace_file
 from tensorkeep.io.files import store_errors
+from tensorkeep.train.monitor.trackers import Tracker, figures_of
+
+logger = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Writes ``log.jsonl``, and TensorBoard files if asked to; a context manager.
+    """Writes ``log.jsonl``, and passes its figures to trackers; a context manager.
 
-    Nothing is opened or written before `begin`. Raises MissingExtraError if TensorBoard is requested and not installed.
+    Nothing is opened or written before `begin`. A remote tracker that fails is left out from then on, with a warning.
     """
 
-    def __init__(self, path: Path, *, tensorboard: bool = False) -> None:
+    def __init__(self, path: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._path = path
-        self._writer_class = _summary_writer() if tensorboard else None
-        self._board: Any = None
+        self._trackers = list(trackers)
+        self._begun: list[Tracker] = []
         self._open = ExitStack()
 
     def begin(self, last_step: int) -> None:
@@ -36,10 +40,9 @@ class RunLog:
         with store_errors(self._path, "write the log"):
             # Line-buffered: other processes, and whoever reads it after a crash, find every line.
             self._file = self._open.enter_context(self._path.open("a", buffering=1))
-            if self._writer_class is not None:
-                # TensorBoard ignores the events of these steps in its earlier files.
-                self._board = self._writer_class(str(self._path.parent / "tensorboard"), purge_step=last_step + 1)
-                self._open.callback(self._board.close)
+            for tracker in self._trackers:
+                tracker.begin(last_step)
+                self._begun.append(tracker)
 
     def write(self, step: int, kind: str, **values: Any) -> None:
         """Write an event of a step. Numbers that are not finite become null, because JSON cannot represent them.
@@ -49,18 +52,31 @@ class RunLog:
         line = {"step": step, "kind": kind} | {name: _finite(value) for name, value in values.items()}
         with store_errors(self._path, "write the log"):
             self._file.write(json.dumps(line) + "\n")
-            if self._board is not None:
-                for name, value in values.items():
-                    if isinstance(value, int | float):
-                        self._board.add_scalar(f"{kind}/{name}", value, step)
+            figures = dict(figures_of(kind, values)) if self._begun else {}
+            for tracker in list(self._begun) if figures else ():
+                with self._left_out_if_it_fails(tracker):
+                    tracker.write(step, kind, figures)
+
+    @contextmanager
+    def _left_out_if_it_fails(self, tracker: Tracker) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not tracker.is_remote:
+                raise
+            self._begun.remove(tracker)
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            logger.warning("%s is off from now on: %s; log.jsonl has all figures", tracker.name, reason)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            with store_errors(self._path, "write the log"):
-                self._open.close()
+            with store_errors(self._path, "write the log"), self._open:
+                for tracker in list(self._begun):
+                    with self._left_out_if_it_fails(tracker):
+                        tracker.close(failed=error is not None)
         except StoreError as failure:
             # The error that ended the block is more important.
             if error is None:
@@ -84,14 +100,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _summary_writer() -> Callable[..., Any]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtraError(
-            "log.tensorboard needs TensorBoard, which is not installed", remedy="pip install 'tensorkeep[train]'"
-        ) from error
-    return SummaryWriter

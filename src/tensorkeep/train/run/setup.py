@@ -24,6 +24,8 @@ from tensorkeep.train.generate import prompt_ids
 from tensorkeep.train.guard import can_check_later, check_finite
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.monitor.gradients import observe_gradient_norms
+from tensorkeep.train.monitor.trackers import trackers_of
 from tensorkeep.train.operations import default_operations
 from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.optim.optimizers import build_optimizers, check_optimizers
@@ -109,7 +111,7 @@ def open_run(
     UnsupportedError
         If there is no such technique, or this machine lacks what it needs.
     MissingExtraError
-        If TensorBoard, or a package that a technique needs, is not installed.
+        If the package of a tracker (TensorBoard, W&B, MLflow), or one that a technique needs, is not installed.
     DestinationExistsError
         If the folder holds a run and ``resume`` is false.
     OutOfMemoryError
@@ -195,7 +197,7 @@ def check_settings(
     return (
         device,
         _manager(folder, config.checkpoint, group, evaluates=config.eval.every > 0),
-        RunLog(folder.log, tensorboard=config.log.tensorboard),
+        RunLog(folder.log, trackers_of(config.log, folder)),
     )
 
 
@@ -282,6 +284,8 @@ def _build(
         techniques=techniques,
     )
     techniques.apply(run)
+    if config.log.gradient_norms:
+        observe_gradient_norms(run)
     run.checks_later = can_check_later(run)
     run.speed.peak *= world.size
     return run

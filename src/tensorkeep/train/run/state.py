@@ -90,6 +90,8 @@ class Run:
         Warnings for the user, known when the run was opened.
     drawn : range
         The numbers of the batches of the last step.
+    gradient_norms : dict of str to float
+        The norm of each layer's gradient in the last step, if it is to be logged.
     checks_later : bool
         Whether losses are checked for divergence some steps later; see `tensorkeep.train.guard`.
     unchecked : list of UncheckedStep
@@ -118,6 +120,7 @@ class Run:
     in_checkpoint: dict[str, Callable[[], Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     drawn: range = field(default=range(0), init=False)
+    gradient_norms: dict[str, float] = field(default_factory=dict, init=False)
     checks_later: bool = field(default=False, init=False)
     unchecked: list[UncheckedStep] = field(default_factory=list, init=False)
     move: Mover = field(init=False)

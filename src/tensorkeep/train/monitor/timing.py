@@ -1,0 +1,55 @@
+"""The time of training steps, and a warning when they become slow."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tensorkeep.machine import usable_processors
+from tensorkeep.train.guard import check_steps
+from tensorkeep.train.run.state import Run
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def timed_step(run: Run) -> Iterator[None]:
+    """Time a step. The first step of a process loads kernels and compiles, and does not count as training."""
+    first = "first step" not in run.clock.seconds
+    before, tokens = run.clock.seconds.get("train", 0.0), run.progress.tokens
+    with run.clock.spent_on("first step" if first else "train"):
+        yield
+        if first:
+            check_steps(run)
+    if not first:
+        trained = run.progress.tokens - tokens
+        # Attention over a shorter context, as techniques may draw, takes fewer operations.
+        flops = trained * run.config.model.flops_per_token(run.batches.context_length)
+        seconds = run.clock.seconds["train"] - before
+        run.speed.add(trained, flops, seconds)
+        slower = run.slowdown.add(flops, seconds)
+        if slower is not None and run.world.is_main:
+            _warn_of_slowdown(run, slower)
+
+
+def _warn_of_slowdown(run: Run, ratio: float) -> None:
+    """Log that training has become slower; the usual cause is another process."""
+    load, cpus = os.getloadavg()[0], len(usable_processors())
+    run.log.write(run.progress.step, "slowdown", ratio=ratio, load=load, cpus=cpus)
+    logger.warning(
+        "training is %.0f times slower than before, at step %d: the load of this machine is %.1f on %d CPUs; stop what "
+        "else computes here, or keep it off the CPUs of this run (taskset)",
+        *(ratio, run.progress.step, load, cpus),
+    )
+
+
+def settle(run: Run) -> None:
+    """Check the steps since the last call; the GPU is waited for, which is time of these steps."""
+    if run.unchecked:
+        with run.clock.spent_on("train"):
+            before = time.perf_counter()
+            check_steps(run)
+            seconds = time.perf_counter() - before
+        run.speed.add(0, 0, seconds)
+        run.slowdown.add(0, seconds)
