@@ -4,7 +4,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -88,7 +88,7 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
         case "train":
             # The first step is not timed.
             timed = "tokens_per_second" in values
-            speed = f"  {values['tokens_per_second']:,.0f} tokens/s  MFU {values['mfu']:.0%}" if timed else ""
+            speed = f"  {values['tokens_per_second']:,.0f} tokens/s  {_mfu(values)}" if timed else ""
             return f"loss {values['loss']:.4f}{speed}  {format_bytes(values['peak_memory_bytes'])}"
         case "evaluate":
             return f"validation loss {values[METRIC]:.4f} (best {values['best']:.4f})"
@@ -106,6 +106,12 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
             return _suggestion(values["learning_rate"])
         case _:
             raise AssertionError(kind)
+
+
+def _mfu(values: Mapping[str, Any]) -> str:
+    """Return MFU against the measured peak, and that of the data sheet where it is known."""
+    of_data_sheet = values.get("mfu_of_data_sheet")
+    return f"MFU {values['mfu']:.0%}" + ("" if of_data_sheet is None else f" ({of_data_sheet:.0%} of data sheet)")
 
 
 def _suggestion(rate: float | None) -> str:
@@ -181,5 +187,7 @@ def _cost(summary: Summary) -> list[tuple[str, str]]:
     rows.append(("peak memory", format_bytes(summary.peak_memory_bytes)))
     if math.isfinite(summary.tokens_per_second):
         speed = f"{summary.tokens_per_second:,.0f} tokens/s, MFU {summary.mfu:.0%} of measured peak"
+        if summary.mfu_of_data_sheet is not None:
+            speed += f", {summary.mfu_of_data_sheet:.0%} of the data sheet's"
         rows.insert(0, ("speed", speed))
     return rows

@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
+
 from tensorkeep.bench.tune.training import Tuned, tune
 from tensorkeep.cli.list_techniques import names_in
 from tensorkeep.cli.options import SIZE, Switch
@@ -77,7 +79,7 @@ def training(
     with tempfile.TemporaryDirectory(prefix="tensorkeep-tune-") as folder:
         given = _base(recipe, run, data, technique)
         dataset = open_data(given, RunFolder(Path(folder) / "run"), meter=output.meter)
-        config = given.changed({"model.vocab_size": max(given.model.vocab_size, dataset.vocab_size)})
+        config = msgspec.structs.replace(given, model=given.model.with_tokens(dataset.vocab_size))
         tuned = tune(config, dataset.path, memory, run_trials=not predict_only, largest=largest)
     if out is not None and tuned.fits:
         _write(out, tuned)

@@ -113,7 +113,7 @@ def export(
     ('GPT2LMHeadModel', ('model.safetensors', 'config.json'))
     """
     architecture = architecture_of(config)
-    state = _checked_state(model_or_state, config)
+    state, config = _without_padding(_checked_state(model_or_state, config), config)
     target = _checked_dtype(state["tokens.weight"].dtype if dtype is None else dtype)
     contents = {CONFIG: _config_document(architecture, config, target, end_of_document)}
     contents |= _tokenizer_files(tokenizer_json, config, end_of_document)
@@ -168,6 +168,14 @@ def _checked_state(model_or_state: GPT | Mapping[str, Tensor], config: ModelConf
             different=different,
         )
     return state
+
+
+def _without_padding(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[Mapping[str, Tensor], ModelConfig]:
+    """Return tensors and configuration of a model without the rows that belong to no token."""
+    if not config.vocab_padding:
+        return state, config
+    cut = {name: state[name][: config.n_tokens] for name in ("tokens.weight", "head.weight") if name in state}
+    return {**state, **cut}, msgspec.structs.replace(config, vocab_size=config.n_tokens, vocab_padding=0)
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -70,6 +70,8 @@ class Summary:
         The result of a range test.
     seconds : dict of str to float
         The time spent, by activity.
+    mfu_of_data_sheet : float or None
+        MFU against the peak in the data sheet of the GPU, if that is known.
     """
 
     step: int
@@ -82,6 +84,7 @@ class Summary:
     peak_memory_bytes: int
     suggested_learning_rate: float | None
     seconds: dict[str, float]
+    mfu_of_data_sheet: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,4 +320,5 @@ def _summary(run: Run, reason: str, *, steps: int) -> Summary:
         peak_memory_bytes=peak_memory(run.device),
         suggested_learning_rate=run.progress.range_test.suggestion(),
         seconds=dict(run.clock.seconds),
+        mfu_of_data_sheet=total.get("mfu_of_data_sheet"),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorkeep.train.run.speed import Clock, SlowdownDetector
+from tensorkeep.train.run.speed import Clock, SlowdownDetector, Speedometer, data_sheet_peak
 from tensorkeep.train.run.state import Run
 from train.tiny_training import CONFIG, lines, prepared, run
 
@@ -64,3 +64,29 @@ def test_a_run_that_slows_down_warns_once(tmp_path: Path, caplog: pytest.LogCapt
     (message,) = caplog.messages
     assert message.startswith("training is 7 times slower than before, at step 41: the load of this machine is ")
     assert "taskset" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("AMD EPYC", None),
+    ],
+)
+def test_data_sheets_of_cards_by_the_name_that_torch_gives(name: str, tera: float | None) -> None:
+    assert data_sheet_peak(name) == (None if tera is None else pytest.approx(tera * 1e12))
+
+
+def test_mfu_of_a_known_card_is_given_twice() -> None:
+    speed = Speedometer(500.0, data_sheet=1000.0)
+    speed.add(10, 400, 1.0)
+    assert speed.lap() == {"tokens_per_second": 10.0, "mfu": 0.8, "mfu_of_data_sheet": 0.4}

@@ -12,7 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, train_run, with_techniques
 from tensorkeep.train.model.gpt import IGNORED, token_loss
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.fused_cross_entropy import FusedCrossEntropy, linear_cross_entropy
+from tensorkeep.train.techniques.fused_cross_entropy import (
+    FusedCrossEntropy,
+    fusable_gradient_and_loss,
+    gradient_and_loss,
+    linear_cross_entropy,
+)
+from tensorkeep.train.techniques.requirements import Machine
 
 TOKENS, WIDTH, VOCABULARY = 96, 16, 400
 
@@ -68,6 +74,32 @@ class TestFusedCrossEntropy(TechniqueSuite):
         found = with_gradients(lambda *each: linear_cross_entropy(*each, at_once=at_once), *given)
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_what_is_compiled_computes_the_same(self, dtype: torch.dtype) -> None:
+        features, weight, targets = drawn()
+        logits = (features @ weight.T).to(dtype)
+        for padding in (0, 60):
+            clipped = torch.where(targets < VOCABULARY - padding, targets, IGNORED)
+            expected = gradient_and_loss(logits.clone(), clipped, padding)
+            found = fusable_gradient_and_loss(logits, clipped, padding)
+            torch.testing.assert_close(found[0], expected[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-7)
+            torch.testing.assert_close(found[1], expected[1])
+            assert found[0].dtype == dtype
+
+    @pytest.mark.parametrize("at_once", [12, TOKENS])
+    def test_padding_has_no_part_in_the_loss(self, at_once: int) -> None:
+        features, weight, targets = drawn()
+        tokens = VOCABULARY - 60
+        targets = targets.clamp(max=tokens - 1)
+        loss, by_features, by_weight = with_gradients(plain, features, weight[:tokens], targets)
+        found = with_gradients(
+            lambda *each: linear_cross_entropy(*each, at_once=at_once, padding=60), features, weight, targets
+        )
+        torch.testing.assert_close(found[0], loss)
+        torch.testing.assert_close(found[1], by_features, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(found[2][:tokens], by_weight, rtol=1e-5, atol=1e-7)
+        assert not found[2][tokens:].any()
 
     def test_factor_on_the_loss_scales_the_gradients(self) -> None:
         given = drawn()
@@ -129,3 +161,12 @@ class TestFusedCrossEntropy(TechniqueSuite):
             run.model.eval()
             with torch.no_grad():
                 assert torch.equal(run.model.loss(inputs, targets), type(run.model).loss(run.model, inputs, targets))
+
+
+def test_kernel_is_compiled_on_cuda_only_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "lacks_package", lambda self, module, *, install: None)
+    technique = FusedCrossEntropy(FusedCrossEntropy.Settings())
+    assert technique._kernel(torch.device("cpu")) is gradient_and_loss
+    assert technique._kernel(torch.device("cuda")) is not gradient_and_loss
+    plain_kernel = FusedCrossEntropy(FusedCrossEntropy.Settings(kernel="plain"))
+    assert plain_kernel._kernel(torch.device("cuda")) is gradient_and_loss

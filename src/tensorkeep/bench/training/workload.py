@@ -210,8 +210,7 @@ def _gate(config: Config, data: Path, given: TrainingInput, folder: Path) -> Los
 
 def _describe(config: Config, given: TrainingInput, data: Dataset) -> Subject:
     """Describe the recipe of the baseline and the device, with threads, which a CPU's speed depends on."""
-    size = max(config.model.vocab_size, data.vocab_size)
-    model = GPT(config.changed({"model.vocab_size": size}).model, device="meta")
+    model = GPT(config.model.with_tokens(data.vocab_size), device="meta")
     shapes = [each.numel() for each in model.parameters()]
     nbytes = _BYTES_PER_WEIGHT * sum(shapes)
     loop, device = config.loop, chosen_device(config.loop.device)

@@ -14,6 +14,9 @@ from tensorkeep.train.model.config import ModelConfig
 _FROM_DATA = 1
 """A vocabulary size that is raised to that of the data when a run is opened."""
 
+_PADDED = 128
+"""Vocabularies are padded to a multiple of it for GPUs."""
+
 _FAST: dict[str, dict[str, Any]] = {"mixed-precision": {}, "tf32": {}, "fused-optimizer": {}, "compile": {}}
 """What makes training on a GPU faster at the same loss; see `Config.default_techniques`."""
 
@@ -76,6 +79,7 @@ def shakespeare_char_gpu() -> Config:
             "model.n_heads": 6,
             "model.d_model": 384,
             "model.dropout": 0.2,
+            "model.vocab_multiple": _PADDED,
             "loop.steps": 5000,
             "loop.batch_size": 64,
             "default_techniques": {**_FAST, "cuda-graphs": {}},
@@ -111,6 +115,7 @@ def chatgot_85m() -> Config:
             norm="rmsnorm",
             activation="swiglu",
             tied=True,
+            vocab_multiple=_PADDED,
         ),
         data=sections.DataConfig(tokenizer="bpe", vocab_size=8192),
         optim=sections.OptimConfig(lr=6e-4),
@@ -124,7 +129,7 @@ def chatgot_85m() -> Config:
 
 
 def gpt2_124m() -> Config:
-    """GPT-2 small: 12 layers of 768, context 1,024, GPT-2's vocabulary padded to a multiple of 64."""
+    """GPT-2 small: 12 layers of 768, context 1,024, GPT-2's vocabulary padded to a multiple of 128."""
     return Config(
         recipe="gpt2-124m",
         model=ModelConfig(
@@ -135,6 +140,7 @@ def gpt2_124m() -> Config:
             d_model=768,
             activation="gelu_tanh",
             bias=True,
+            vocab_multiple=_PADDED,
         ),
         data=sections.DataConfig(tokenizer="tiktoken:gpt2"),
         optim=sections.OptimConfig(lr=6e-4, weight_decay=0.1),

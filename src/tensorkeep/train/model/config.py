@@ -1,10 +1,12 @@
 """The configuration of a model, and what follows from it: parameters and FLOPs."""
 
 import math
-from typing import Literal
+from typing import Literal, Self
+
+import msgspec
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Count, Decay, Positive, Section
+from tensorkeep.train.config.sections import Count, Decay, Positive, Section, Steps
 
 Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"]
 
@@ -51,7 +53,12 @@ class ModelConfig(Section, frozen=True):
     Attributes
     ----------
     vocab_size : int
-        Number of tokens.
+        Rows of the token embedding and of the head.
+    vocab_multiple : int
+        Opening a run rounds ``vocab_size`` up to a multiple of it: a GPU multiplies matrices of 128 rows faster.
+    vocab_padding : int
+        How many of the last rows belong to no token; opening a run sets it. They have no part in the loss, never win,
+        and are not exported.
     context_length : int
         The largest number of tokens that the model attends to.
     n_layers, n_heads, d_model : int
@@ -128,9 +135,16 @@ class ModelConfig(Section, frozen=True):
     tied: bool = True
     dropout: Decay = 0.0
     init_std: Positive = 0.02
+    vocab_multiple: Count = 1
+    vocab_padding: Steps = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.vocab_padding >= self.vocab_size:
+            raise UsageError(
+                f"vocab_padding={self.vocab_padding} leaves no token of vocab_size={self.vocab_size}",
+                remedy="leave vocab_padding out: it is set when a run is opened",
+            )
         if self.d_model % self.n_heads:
             raise UsageError(
                 f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}",
@@ -157,6 +171,25 @@ class ModelConfig(Section, frozen=True):
                 f"rotary positions need an even head size, and d_model / n_heads is {self.head_size}",
                 remedy='choose other sizes, or positions="learned"',
             )
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens: ``vocab_size`` without its padding."""
+        return self.vocab_size - self.vocab_padding
+
+    def with_tokens(self, count: int) -> Self:
+        """Return a configuration with a vocabulary of at least so many tokens; the other rows are padding.
+
+        Examples
+        --------
+        >>> config = ModelConfig(
+        ...     vocab_size=1, vocab_multiple=128, context_length=64, n_layers=4, n_heads=4, d_model=128
+        ... )
+        >>> config.with_tokens(65).vocab_size, config.with_tokens(65).vocab_padding
+        (128, 63)
+        """
+        size = math.ceil(max(self.vocab_size, count) / self.vocab_multiple) * self.vocab_multiple
+        return msgspec.structs.replace(self, vocab_size=size, vocab_padding=size - count)
 
     @property
     def head_size(self) -> int:

@@ -152,15 +152,19 @@ class GPT(nn.Module):
         Returns
         -------
         Tensor
-            Of shape [batch, positions, vocab_size].
+            Of shape [batch, positions, n_tokens].
 
         Raises
         ------
         UsageError
             If the tokens, with those in the cache, are more than ``context_length``.
         """
-        logits: Tensor = self.head(self.features(tokens, cache))
-        return logits
+        return self.logits(self.features(tokens, cache))
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Return the logits that the head computes from its input, without those of padding."""
+        logits: Tensor = self.head(features)
+        return logits[..., : self.config.n_tokens] if self.config.vocab_padding else logits
 
     def features(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the input of the head, [batch, positions, d_model], for losses that compute the head themselves."""
@@ -186,9 +190,8 @@ class GPT(nn.Module):
         return embedded
 
     def last_logits(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return the logits of the token after the last one, of shape [batch, vocab_size]; see `forward`."""
-        logits: Tensor = self.head(self.features(tokens, cache)[:, -1])
-        return logits
+        """Return the logits of the token after the last one, of shape [batch, n_tokens]; see `forward`."""
+        return self.logits(self.features(tokens, cache)[:, -1])
 
     def _check(self, tokens: Tensor, stop: int) -> None:
         if tokens.ndim != 2:
@@ -214,6 +217,6 @@ class GPT(nn.Module):
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy, in nats, computed in float32; NaN if no target counts.
 
-    Logits are of shape [batch, positions, vocab_size], int64 targets of shape [batch, positions]; -1 does not count.
+    Logits are of shape [batch, positions, tokens], int64 targets of shape [batch, positions]; -1 does not count.
     """
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)

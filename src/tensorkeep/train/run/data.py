@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, UsageError
 from tensorkeep.io.parallel import Progress
 from tensorkeep.paths import checked_path
@@ -64,13 +66,17 @@ def with_data(config: Config, folder: RunFolder, dataset: Dataset, *, resume: bo
 
     The data of a run that is resumed is described as it was at its start.
     """
-    config = config.changed({"model.vocab_size": max(config.model.vocab_size, dataset.vocab_size)})
+    model = config.model.with_tokens(dataset.vocab_size)
     place = Path(os.path.abspath(dataset.path))
     in_folder = place == folder.data
     if resume:
         started = folder.record().config
+        # Earlier versions let rows without a token take part in the loss.
+        model = msgspec.structs.replace(model, vocab_padding=started.model.vocab_padding)
+        config = msgspec.structs.replace(config, model=model)
         source = started.data.source if in_folder else str(place)
         return config.changed({**{name: started.setting(name) for name in _PREPARATION}, "data.source": source})
+    config = msgspec.structs.replace(config, model=model)
     if in_folder and not is_prepared(config.data.source):
         return config
     return config.changed({**_preparation(dataset), "data.source": str(place)})

@@ -32,9 +32,14 @@ def chosen_device(name: str) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU or the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(machine.processor()["model"])
+
+
 def surroundings(device: torch.device) -> dict[str, Any]:
     """Return the properties that exact results depend on besides configuration and data: torch, device, threads."""
-    model = torch.cuda.get_device_name(device) if device.type == "cuda" else machine.processor()["model"]
+    model = device_name(device)
     return {
         "torch": str(torch.__version__),
         "device": f"{device.type} ({model})",

@@ -32,11 +32,11 @@ from tensorkeep.train.optim.optimizers import build_optimizers, check_optimizers
 from tensorkeep.train.optim.schedules import Plateau
 from tensorkeep.train.run.branch import BranchPoint
 from tensorkeep.train.run.data import with_data
-from tensorkeep.train.run.device import chosen_device, memory_errors_reported
+from tensorkeep.train.run.device import chosen_device, device_name, memory_errors_reported
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import RunLog
 from tensorkeep.train.run.resume import check_steps, current_config, leg_settings
-from tensorkeep.train.run.speed import Speedometer, measured_peak
+from tensorkeep.train.run.speed import Speedometer, data_sheet_peak, measured_peak
 from tensorkeep.train.run.start import branch_run, resume_run, start_new
 from tensorkeep.train.run.state import METRIC, Run, RunRandomState
 from tensorkeep.train.run.world import World, can_join, join, launched_ranks
@@ -279,7 +279,7 @@ def _build(
         ),
         manager=manager,
         log=log,
-        speed=Speedometer(measured_peak(device)),
+        speed=Speedometer(measured_peak(device), data_sheet_peak(device_name(device))),
         world=world,
         techniques=techniques,
     )
@@ -288,6 +288,8 @@ def _build(
         observe_gradient_norms(run)
     run.checks_later = can_check_later(run)
     run.speed.peak *= world.size
+    if run.speed.data_sheet is not None:
+        run.speed.data_sheet *= world.size
     return run
 
 

@@ -18,6 +18,41 @@ _MAX_SECONDS = 0.02
 """Once a matmul takes this many seconds, larger ones are not tried: on such a slow CPU they are not faster."""
 
 
+_TERA = 1e12
+
+_DATA_SHEETS: dict[str, float] = {
+    # NVIDIA's data sheets; where they give a figure with sparsity only, half of it.
+    "B200": 2250,
+    "H200": 989,
+    "H200 NVL": 835,
+    "H100": 989,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "GH200": 989,
+    "A100": 312,
+    "A800": 312,
+    "A40": 149.7,
+    "A30": 165,
+    "A10": 125,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "RTX A6000": 154.8,
+    # White papers of the architectures: with sums in float32, as torch computes.
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 4080": 97.5,
+    "RTX 3090": 71,
+    # AMD's data sheets.
+    "MI300X": 1307,
+    "MI250X": 383,
+}
+"""Dense bfloat16 TFLOP/s by the words of a device's name: what others report MFU against."""
+
+_OTHER_CARDS = {"Ti", "SUPER", "D", "Laptop", "MIG", "Max-Q"}
+"""Words that make a name that of another card, with another peak."""
+
+
 def measured_peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     """Return the FLOP/s of the fastest square matmul that this machine reaches.
 
@@ -51,6 +86,23 @@ def _fastest_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
     return min(found)
 
 
+def data_sheet_peak(name: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a device in its data sheet, by the name that torch gives; None if unknown.
+
+    Examples
+    --------
+    >>> data_sheet_peak("NVIDIA H100 80GB HBM3"), data_sheet_peak("NVIDIA H100 PCIe")
+    (989000000000000.0, 756000000000000.0)
+    >>> data_sheet_peak("NVIDIA GeForce RTX 4090 D") is None
+    True
+    """
+    words = set(name.split()) | set(name.replace("-", " ").split())
+    if words & _OTHER_CARDS:
+        return None
+    known = [card for card in _DATA_SHEETS if words.issuperset(card.split())]
+    return _DATA_SHEETS[max(known, key=lambda card: len(card.split()))] * _TERA if known else None
+
+
 class Clock:
     """Adds up seconds by activity: ``"train"``, ``"evaluate"``, ``"checkpoint"``, ``"sample"``, ``"first step"``."""
 
@@ -71,11 +123,12 @@ class Clock:
 class Speedometer:
     """Counts the tokens of training, their floating-point operations and the seconds they took.
 
-    The peak, in FLOP/s, is that of `measured_peak`.
+    The peak, in FLOP/s, is that of `measured_peak`; ``data_sheet`` is that of `data_sheet_peak`, if it is known.
     """
 
-    def __init__(self, peak: float) -> None:
+    def __init__(self, peak: float, data_sheet: float | None = None) -> None:
         self.peak = peak
+        self.data_sheet = data_sheet
         self.tokens = 0
         self.flops = 0
         self.seconds = 0.0
@@ -88,14 +141,17 @@ class Speedometer:
         self.seconds += seconds
 
     def lap(self) -> dict[str, float]:
-        """Return ``tokens_per_second`` and ``mfu`` since the last lap; an empty dict if no step was counted."""
+        """Return ``tokens_per_second`` and ``mfu`` since the last lap; an empty dict if no step was counted.
+
+        On a known card also ``mfu_of_data_sheet``, as others report it.
+        """
         now = (self.tokens, self.flops, self.seconds)
         tokens, flops, seconds = (after - before for after, before in zip(now, self._lap_start, strict=True))
         self._lap_start = now
         return self._rates(int(tokens), int(flops), seconds)
 
     def total(self) -> dict[str, float]:
-        """Return ``tokens_per_second`` and ``mfu`` of all counted steps; empty without counted steps."""
+        """Return the same rates of all counted steps; empty without counted steps."""
         return self._rates(self.tokens, self.flops, self.seconds)
 
     def _rates(self, tokens: int, flops: int, seconds: float) -> dict[str, float]:
@@ -103,7 +159,10 @@ class Speedometer:
             return {}
         # The peak is at least the rate reached in training; on a busy machine it may be measured too low.
         self.peak = max(self.peak, flops / seconds)
-        return {"tokens_per_second": tokens / seconds, "mfu": flops / seconds / self.peak}
+        rates = {"tokens_per_second": tokens / seconds, "mfu": flops / seconds / self.peak}
+        if self.data_sheet is not None:
+            rates["mfu_of_data_sheet"] = flops / seconds / self.data_sheet
+        return rates
 
 
 class SlowdownDetector:

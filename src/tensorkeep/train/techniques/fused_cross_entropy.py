@@ -2,10 +2,13 @@
 
 `torch.nn.functional.linear_cross_entropy` (since 2.13) is not used: it returns the loss in the dtype of its input, and
 accumulates the head's gradient in it, so that in 16 bits losses have two to three digits and a scaled loss overflows.
-Here both are float32.
+Here both are float32. Between the matmuls, compiled code computes loss and gradient of a chunk in one kernel, which
+reads 16-bit logits and writes a 16-bit gradient; uncompiled, several operations work on a copy in float32.
 """
 
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from msgspec import Meta
@@ -17,6 +20,7 @@ from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_outputs
+from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.units import format_bytes
 
 
@@ -27,9 +31,14 @@ class FusedCrossEntropySettings(Section, frozen=True):
     ----------
     parts : int
         Into how many chunks the tokens of a batch are split; only the logits of one chunk are in memory.
+    kernel : str
+        What computes the loss of a chunk and its gradient from the logits: ``"compiled"``, a kernel that torch
+        compiles; ``"plain"``, operations of torch; ``"auto"``, the former on CUDA, where Triton is installed. The
+        technique compile compiles it in any case.
     """
 
     parts: Annotated[int, Meta(ge=2)] = 8
+    kernel: Literal["auto", "compiled", "plain"] = "auto"
 
 
 class FusedCrossEntropy(Technique):
@@ -58,9 +67,18 @@ class FusedCrossEntropy(Technique):
     _losses = 0
     _chunk = 0
 
+    def lacks(self, machine: Machine) -> str | None:
+        """Return the compiler that a compiled kernel misses."""
+        return machine.lacks_compiler() if self.settings.kernel == "compiled" else None
+
+    def _kernel(self, device: torch.device) -> "Kernel":
+        machine, requested = Machine(device), self.settings.kernel
+        compiled = machine.on_cuda and machine.lacks_compiler() is None if requested == "auto" else requested != "plain"
+        return _compiled_kernel() if compiled else gradient_and_loss
+
     def apply(self, run: Run) -> None:
         """Compute training losses from the model's features and the weights of its head; evaluation is unchanged."""
-        plain_loss = run.model.loss
+        plain_loss, kernel, padding = run.model.loss, self._kernel(run.device), run.config.model.vocab_padding
 
         def loss(tokens: Tensor, targets: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
@@ -70,7 +88,9 @@ class FusedCrossEntropy(Technique):
             # A counter in compiled code would be recompiled at each value.
             if not torch.compiler.is_compiling():
                 self._losses, self._chunk = self._losses + 1, chunk
-            return linear_cross_entropy(features, run.model.head.weight, targets.flatten(), at_once=chunk)
+            return linear_cross_entropy(
+                *(features, run.model.head.weight, targets.flatten()), at_once=chunk, padding=padding, kernel=kernel
+            )
 
         run.model.loss = loss  # type: ignore[method-assign]
 
@@ -95,16 +115,26 @@ class FusedCrossEntropy(Technique):
         )
 
 
-def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor, *, at_once: int) -> Tensor:
+Kernel = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""Computes what `gradient_and_loss` does, from logits [tokens, vocab_size], which it may overwrite, and targets."""
+
+
+def linear_cross_entropy(
+    features: Tensor, weight: Tensor, targets: Tensor, *, at_once: int, padding: int = 0, kernel: Kernel | None = None
+) -> Tensor:
     """Return the mean cross-entropy of ``features @ weight.T``, as `tensorkeep.train.model.gpt.token_loss`, in float32.
 
     Under autocast the matmuls are computed in its dtype, all sums in float32. The features have the shape
     [tokens, d_model], the weight [vocab_size, d_model], and the targets, int64, [tokens]. Targets of -1 are ignored; if
-    all are, the mean is NaN. A chunk has ``at_once`` tokens.
+    all are, the mean is NaN. A chunk has ``at_once`` tokens. The last ``padding`` rows of the weight are no tokens.
     """
     device = features.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
-    loss: Tensor = _LinearCrossEntropy.apply(features, weight, targets, at_once, dtype)  # type: ignore[no-untyped-call]
+    # Compiled as a part of the loss, it becomes a kernel of its own.
+    chosen = fusable_gradient_and_loss if torch.compiler.is_compiling() else kernel or gradient_and_loss
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        features, weight, targets, at_once, padding, dtype, chosen
+    )
     return loss
 
 
@@ -113,16 +143,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, features: Tensor, weight: Tensor, targets: Tensor, at_once: int, dtype: torch.dtype
+        ctx: FunctionCtx,
+        features: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        at_once: int,
+        padding: int,
+        dtype: torch.dtype,
+        kernel: Kernel,
     ) -> Tensor:
         total = torch.zeros((), device=features.device)
         by_features, by_weight = torch.empty_like(features), torch.zeros_like(weight)
         factor = weight.to(dtype)
         for chunk in (slice(begin, begin + at_once) for begin in range(0, len(features), at_once)):
             inputs = features[chunk].to(dtype)
-            grad, loss = _gradient_and_loss(inputs @ factor.T, targets[chunk])
+            grad, loss = kernel(inputs @ factor.T, targets[chunk], padding)
             total += loss
-            grad = grad.to(dtype)
             by_features[chunk] = grad @ factor
             by_weight += grad.T @ inputs
         # Divided at the end: in float16 the gradient of a mean over many tokens would vanish.
@@ -132,19 +168,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         by_features, by_weight, counted = ctx.saved_tensors
         scale = gradient / counted
-        return by_features.mul_(scale), by_weight.mul_(scale), None, None, None
+        return by_features.mul_(scale), by_weight.mul_(scale), None, None, None, None, None
 
 
-def _gradient_and_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the summed cross-entropy with respect to the logits, and that sum, in float32."""
-    logits = logits.float()
+def gradient_and_loss(logits: Tensor, targets: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the summed cross-entropy with respect to the logits, in their dtype, and that sum.
+
+    All is computed in float32, in place where possible.
+    """
+    dtype, logits = logits.dtype, logits.float()
+    if padding:
+        logits[:, -padding:] = -torch.inf
     counted = (targets != IGNORED).unsqueeze(1)
     targets = targets.clamp(min=0).unsqueeze(1)
     norms = logits.logsumexp(1, keepdim=True)
     loss = (norms - logits.gather(1, targets)).masked_fill(~counted, 0.0).sum()
     grad = logits.sub_(norms).exp_()
     grad.scatter_add_(1, targets, -torch.ones_like(norms))
-    return grad.masked_fill_(~counted, 0.0), loss
+    return grad.masked_fill_(~counted, 0.0).to(dtype), loss
+
+
+def fusable_gradient_and_loss(logits: Tensor, targets: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Return the same as `gradient_and_loss`, by operations that a compiler fuses: none scatters or works in place."""
+    dtype, logits = logits.dtype, logits.float()
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    if padding:
+        logits = logits.masked_fill(tokens >= logits.shape[1] - padding, -torch.inf)
+    counted = (targets != IGNORED).unsqueeze(1)
+    is_target = tokens == targets.unsqueeze(1)
+    norms = logits.logsumexp(1, keepdim=True)
+    # One logit of a row is selected; the others must not be multiplied, as those of padding are infinite.
+    chosen = torch.where(is_target, logits, 0.0).sum(1, keepdim=True)
+    loss = torch.where(counted, norms - chosen, 0.0).sum()
+    grad = torch.where(counted, (logits - norms).exp() - is_target.float(), 0.0)
+    return grad.to(dtype), loss
+
+
+@cache
+def _compiled_kernel() -> Kernel:
+    compiled: Kernel = torch.compile(fusable_gradient_and_loss)
+    return compiled

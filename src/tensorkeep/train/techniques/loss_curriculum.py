@@ -112,7 +112,7 @@ def window_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
         features = model.features(inputs.to(device))
         # Row by row, so that only the logits of one window are in memory.
         rows = [
-            token_loss(model.head(row.unsqueeze(0)), target.unsqueeze(0))
+            token_loss(model.logits(row.unsqueeze(0)), target.unsqueeze(0))
             for row, target in zip(features, targets.to(device), strict=True)
         ]
     return torch.stack(rows).cpu()

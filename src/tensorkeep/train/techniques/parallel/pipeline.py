@@ -120,7 +120,7 @@ class PipelineParallel(Parallel):
         tokens = torch.empty(rows, model.context_length, dtype=torch.int64, device="meta")
         features, logits = (
             torch.empty(rows, model.context_length, width, device="meta", requires_grad=True)
-            for width in (model.d_model, model.vocab_size)
+            for width in (model.d_model, model.n_tokens)
         )
         stage = PipelineStage(
             StageModule(stages),

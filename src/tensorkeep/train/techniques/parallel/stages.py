@@ -77,8 +77,7 @@ class Stages:
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits of the last stage, in float32."""
-        logits: Tensor = self.model.head(self.model.norm(x))
-        return logits.float()
+        return self.model.logits(self.model.norm(x)).float()
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits in every process: for evaluation."""
@@ -104,7 +103,7 @@ class Stages:
         return x
 
     def _broadcast_logits(self, x: Tensor) -> Tensor:
-        logits = self.logits(x) if self.last else x.new_empty((*x.shape[:-1], self.model.config.vocab_size))
+        logits = self.logits(x) if self.last else x.new_empty((*x.shape[:-1], self.model.config.n_tokens))
         dist.broadcast(logits, src=self.world.size - 1)
         return logits
 
