@@ -66,17 +66,17 @@ def test_parameter_without_gradient_is_unchanged() -> None:
 
 
 def test_fused_projections_are_updated_like_separate_ones() -> None:
-    """Rows of queries, then of half as many keys and values each: the updates are those of three parameters."""
+    """Keys above values: the updates are those of two parameters."""
     generator = torch.Generator().manual_seed(0)
     fused = nn.Parameter(torch.randn(16, 8, generator=generator))
-    parts = [nn.Parameter(each.clone()) for each in fused.detach().split((8, 4, 4))]
-    together = Muon([{"params": [fused], "fused_projections": True}], lr=0.02)
+    parts = [nn.Parameter(each.clone()) for each in fused.detach().chunk(2)]
+    together = Muon([{"params": [fused], "projections": 2}], lr=0.02)
     apart, whole = Muon(parts, lr=0.02), copy.deepcopy(fused)
     as_one = Muon([whole], lr=0.02)
     for _ in range(3):
         fused.grad = torch.randn(16, 8, generator=generator)
         whole.grad = fused.grad.clone()
-        for each, gradient in zip(parts, fused.grad.split((8, 4, 4)), strict=True):
+        for each, gradient in zip(parts, fused.grad.chunk(2), strict=True):
             each.grad = gradient.clone()
         for optimizer in (together, apart, as_one):
             optimizer.step()

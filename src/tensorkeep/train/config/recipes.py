@@ -42,19 +42,25 @@ def shakespeare_char_cpu() -> Config:
 
 
 def shakespeare_char_cpu_best() -> Config:
-    """A much lower loss than shakespeare-char-cpu in less time, with about the same number of weights.
+    """A much lower loss than shakespeare-char-cpu in no more time, with as many weights.
 
-    Muon for the matrices of the blocks, a token shift, rotary positions, ReLU^2, and matmuls in bfloat16.
+    Muon for the matrices of the blocks, token shifts and a convolution, rotary positions, ReLU^2, and matmuls in
+    bfloat16. The context is 256, but the first two thirds of the steps cut each window into four.
     """
     return shakespeare_char_cpu().changed(
         {
             "recipe": "shakespeare-char-cpu-best",
+            "model.context_length": 256,
             "model.positions": "rotary",
-            "model.token_shift": True,
+            "model.token_shift": "blocks",
+            "model.convolution": 3,
             "model.activation": "relu2",
             "model.init_std": 0.05,
             "optim.name": "muon",
             "optim.muon_lr": 0.01,
+            "optim.muon_split": True,
+            "optim.muon_polynomials": "polar-express",
+            "optim.muon_steps": 4,
             "optim.weight_decay": 0.2,
             "optim.lr": 0.01,
             "optim.implementation": "fused",
@@ -62,8 +68,12 @@ def shakespeare_char_cpu_best() -> Config:
             "schedule.warmup_steps": 50,
             "schedule.final": 0.0,
             # As many as take no longer than the 2,000 steps of shakespeare-char-cpu.
-            "loop.steps": 1700,
-            "techniques.mixed-precision.dtype": "bf16",
+            "loop.steps": 2200,
+            "loop.batch_size": 3,
+            "eval.every": 1100,
+            "checkpoint.every": 550,
+            "techniques.progressive-length": {"pieces": [4, 1], "shares": [0.65, 0.35]},
+            "techniques.mixed-precision": {"dtype": "bf16", "attention": "float32"},
         }
     )
 

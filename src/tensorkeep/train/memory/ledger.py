@@ -14,8 +14,8 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.memory.activations import FLOAT, Activations
 from tensorkeep.train.memory.evaluation import evaluation_bytes, evaluation_rows
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.optim.muon import split_projections, update_bytes
-from tensorkeep.train.optim.optimizers import FUSED_PROJECTIONS
+from tensorkeep.train.optim.muon import update_bytes
+from tensorkeep.train.optim.optimizers import fused_projections
 from tensorkeep.train.techniques.low_bit_optimizer import LowBitSettings
 from tensorkeep.train.techniques.stack import Stack
 
@@ -148,10 +148,10 @@ def _adamw(config: Config, count: int) -> int:
 def _update(config: Config, model: GPT, device: str) -> int:
     """Return the temporary memory of the updates by AdamW and, after them, by Muon."""
     parameters = dict(model.named_parameters())
-    muons: list[Tensor] = [each for name, each in parameters.items() if _updated_by_muon(config, name, each)]
-    if config.optim.muon_split:
-        fused = [each for name, each in parameters.items() if name.endswith(FUSED_PROJECTIONS)]
-        muons = [each for each in muons if not any(each is one for one in fused)] + split_projections(fused)
+    muons: list[Tensor] = []
+    for name, each in parameters.items():
+        if _updated_by_muon(config, name, each):
+            muons += each.chunk(fused_projections(name)) if config.optim.muon_split else [each]
     rest = [each.numel() for name, each in parameters.items() if not _updated_by_muon(config, name, each)]
     # AdamW updates all weights at once on CUDA, and needs no memory if the kernel is fused.
     together = device == "cuda" and not {"low-bit-optimizer", "optimizer-offload"} & set(config.techniques)

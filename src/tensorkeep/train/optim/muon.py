@@ -37,9 +37,9 @@ class Muon(torch.optim.Muon):
     torch processes one matrix after another. Batched matmuls of all matrices of one shape take about half the time if
     the matrices are small (a few hundred rows on a CPU). The updates are equal up to rounding.
 
-    Two more keys of a parameter group change them: ``fused_projections``, true if each parameter has the queries' rows
-    above those of the keys and of the values, which are orthogonalised each by itself; and ``polar_express``, true if
-    the steps take the polynomials of `POLAR_EXPRESS` in place of ``ns_coefficients``.
+    Two more keys of a parameter group change them: ``projections``, how many matrices of equal shape each
+    parameter has one above the other, which are orthogonalised each by itself; and ``polar_express``, true if the steps
+    take the polynomials of `POLAR_EXPRESS` in place of ``ns_coefficients``.
     """
 
     @torch.no_grad()
@@ -63,8 +63,10 @@ def _update(group: dict[str, Any], parameters: list[Tensor], gradients: list[Ten
     torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
     directions = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
     torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-    if group.get("fused_projections"):
-        parameters, directions = split_projections(parameters), split_projections(directions)
+    if "projections" in group:
+        count = group["projections"]
+        parameters = [part for each in parameters for part in each.chunk(count)]
+        directions = [part for each in directions for part in each.chunk(count)]
     for chosen in _batches(parameters):
         wide = [directions[each].mT if _is_tall(directions[each]) else directions[each] for each in chosen]
         for each, update in zip(chosen, _orthogonal(torch.stack(wide), group), strict=True):
@@ -73,16 +75,6 @@ def _update(group: dict[str, Any], parameters: list[Tensor], gradients: list[Ten
             # The factor gives updates of all shapes the same size.
             rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
             parameter.add_(update.mT if _is_tall(parameter) else update, alpha=-rate)
-
-
-def split_projections(fused: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the queries', keys' and values' rows; there are as many rows of queries as columns."""
-    parts: list[Tensor] = []
-    for each in fused:
-        rows, columns = each.shape
-        others = (rows - columns) // 2
-        parts += torch.split(each, [columns, others, others])
-    return parts
 
 
 def _polynomials(group: dict[str, Any]) -> list[Polynomial]:

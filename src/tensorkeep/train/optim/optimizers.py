@@ -14,8 +14,8 @@ Optimizers = dict[str, torch.optim.Optimizer]
 """By name; each training step steps all of them."""
 
 _PEAK = "peak_lr"
-FUSED_PROJECTIONS = ".attention.qkv.weight"
-"""How the names of matrices end that project to queries, keys and values."""
+FUSED_PROJECTIONS = {".attention.qkv.weight": 3, ".attention.kv.weight": 2}
+"""How many matrices of equal shape are one above the other in a weight whose name ends so."""
 
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
@@ -43,10 +43,16 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
 def _muon_groups(hidden: Mapping[str, nn.Parameter], config: OptimConfig) -> Iterator[dict[str, Any]]:
     """Yield the groups of Muon. Keys that torch's Muon lacks are there only where their setting is on."""
     shared = {_PEAK: config.muon_lr} | ({"polar_express": True} if config.muon_polynomials == "polar-express" else {})
-    fused = {name: each for name, each in hidden.items() if config.muon_split and name.endswith(FUSED_PROJECTIONS)}
-    yield {"params": [each for name, each in hidden.items() if name not in fused], **shared}
-    if fused:
-        yield {"params": list(fused.values()), "fused_projections": True, **shared}
+    groups: dict[int, list[nn.Parameter]] = {1: []}
+    for name, each in hidden.items():
+        groups.setdefault(fused_projections(name) if config.muon_split else 1, []).append(each)
+    for count, parameters in groups.items():
+        yield {"params": parameters, **shared} | ({"projections": count} if count > 1 else {})
+
+
+def fused_projections(name: str) -> int:
+    """Return how many projections the weight of a name has."""
+    return next((count for end, count in FUSED_PROJECTIONS.items() if name.endswith(end)), 1)
 
 
 def _adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
