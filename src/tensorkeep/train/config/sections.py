@@ -123,6 +123,8 @@ class DataConfig(Section, frozen=True):
         The field of the lines of ``.jsonl`` files, or the column of tables, that holds the text.
     order : str
         ``"shuffled"``: every window of an epoch once. ``"random"``: windows at random places.
+    mask_documents : bool
+        Whether tokens attend to those of their own document only, although windows hold parts of several.
     """
 
     source: str = "stdlib"
@@ -131,6 +133,7 @@ class DataConfig(Section, frozen=True):
     validation: Fraction = 0.1
     field: str = "text"
     order: Literal["shuffled", "random"] = "shuffled"
+    mask_documents: bool = False
 
 
 class OptimConfig(Section, frozen=True):

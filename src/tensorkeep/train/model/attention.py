@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from tensorkeep.train.model.cache import LayerCache
 from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.document_mask import Mask, attend_within
 from tensorkeep.train.model.positions import Rotation, rotate
 from tensorkeep.train.model.shift import CausalConvolution
 
@@ -17,7 +18,7 @@ class Kernel(Protocol):
     """Computes attention as `torch.nn.functional.scaled_dot_product_attention` does.
 
     Query, key, value and result have the shape [batch, heads, positions, head size]; ``attn_mask`` is boolean, True
-    where a query attends to a key, of shape [queries, keys].
+    where a query attends to a key, of a shape that broadcasts to [batch, heads, queries, keys].
     """
 
     def __call__(
@@ -73,14 +74,16 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.kernel: Kernel = functional.scaled_dot_product_attention
 
-    def forward(self, x: Tensor, rotation: Rotation | None = None, past: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation | None = None, past: LayerCache | None = None, mask: Mask | None = None
+    ) -> Tensor:
         """Return the output of attention, [batch, positions, d_model] like x.
 
         ``rotation`` is that of these positions, if the model has rotary positions. ``past`` holds the keys and values
-        of the positions before these; those of these positions are added.
+        of the positions before these; those of these positions are added. ``mask`` hides more than later positions.
         """
         query, key, value = self._project(x, rotation, past)
-        attended = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), past)
+        attended = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), past, mask)
         added: Tensor = self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
         return added
 
@@ -110,13 +113,15 @@ class Attention(nn.Module):
             query, key = rotate(query, rotation), rotate(key, rotation)
         return query, key, value
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, past: LayerCache | None) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, past: LayerCache | None, mask: Mask | None) -> Tensor:
         before, length = 0, query.shape[2]
         if past is not None:
             before = past.length
             key, value = past.extend(key, value)
-        mask = None
-        if before and length > 1:
+        if mask is not None and not isinstance(mask, Tensor):
+            return attend_within(query, key, value, mask)
+        causal = before == 0 and mask is None
+        if mask is None and before and length > 1:
             # is_causal aligns the first query with the first key; here the last query belongs to the last key.
             mask = torch.ones(length, before + length, dtype=torch.bool, device=query.device).tril(before)
         kernel, dropout = self.kernel, self.dropout_p if self.training else 0.0
@@ -126,4 +131,4 @@ class Attention(nn.Module):
             # The kernels of techniques have as many heads of keys and values as of queries.
             repeats = self.n_heads // self.kv_heads
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        return kernel(query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=before == 0)
+        return kernel(query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal)

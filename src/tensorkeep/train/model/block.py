@@ -9,6 +9,7 @@ from torch.nn import functional
 from tensorkeep.train.model.attention import Attention
 from tensorkeep.train.model.cache import LayerCache
 from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.document_mask import Mask
 from tensorkeep.train.model.positions import Rotation
 from tensorkeep.train.model.shift import TokenShift
 
@@ -65,11 +66,13 @@ class Block(nn.Module):
         self.shift2 = TokenShift(config.d_model) if shifts else None
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotation: Rotation | None = None, past: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation | None = None, past: LayerCache | None = None, mask: Mask | None = None
+    ) -> Tensor:
         """Return the residual stream after this block, [batch, positions, d_model] like x; see `Attention`."""
         tails = None if past is None else past.tails
         normed = self.norm1(x)
-        x = x + self.attention(normed if self.shift1 is None else self.shift1(normed, tails), rotation, past)
+        x = x + self.attention(normed if self.shift1 is None else self.shift1(normed, tails), rotation, past, mask)
         normed = self.norm2(x)
         after: Tensor = x + self.mlp(normed if self.shift2 is None else self.shift2(normed, tails))
         return after

@@ -39,6 +39,8 @@ class Cache:
         keys, values = torch.empty(shape, device=device, dtype=dtype)
         self.layers = [LayerCache(*pair) for pair in zip(keys, values, strict=True)]
         self.tails: Tails = {}
+        self.documents: Tensor | None = None
+        """The number of the document of each token, [batch, positions], if the model masks documents."""
 
     @property
     def length(self) -> int:
@@ -48,6 +50,7 @@ class Cache:
     def clear(self) -> None:
         """Remove all tokens."""
         self.tails.clear()
+        self.documents = None
         for layer in self.layers:
             layer.length = 0
             layer.tails.clear()

@@ -11,6 +11,7 @@ from tensorkeep.train.model.attention import Attention
 from tensorkeep.train.model.block import Block, build_norm
 from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.document_mask import Mask, dense_mask, document_numbers, tiled_mask
 from tensorkeep.train.model.positions import LearnedPositions, RotaryPositions
 from tensorkeep.train.model.shift import TokenShift
 
@@ -47,7 +48,7 @@ class GPT(nn.Module):
     With ``bias``, each layer within the blocks and the final norm have a ``bias`` beside their ``weight``, except
     RMSNorm.
 
-    A technique may replace ``blocks[i].forward`` (called as ``(x, rotation, past)``) or
+    A technique may replace ``blocks[i].forward`` (called as ``(x, rotation, past, mask)``) or
     ``blocks[i].attention.kernel``; neither changes the names.
 
     Parameters
@@ -62,6 +63,9 @@ class GPT(nn.Module):
     Attributes
     ----------
     config : ModelConfig
+    document_end : int or None
+        The token between documents, if no token attends to those of another document; None by default. See
+        `tensorkeep.train.model.document_mask`.
     tokens, positions, blocks, norm, head : nn.Module
     shift : TokenShift or None
 
@@ -83,6 +87,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.document_end: int | None = None
         # Modules on meta draw no initial values, which `initialise` would overwrite.
         with torch.device("meta"):
             self.tokens = nn.Embedding(config.vocab_size, config.d_model)
@@ -173,10 +178,25 @@ class GPT(nn.Module):
         self._check(tokens, stop)
         x = self.embed(tokens, cache)
         rotation = self.positions(start, stop) if isinstance(self.positions, RotaryPositions) else None
+        mask = self.mask(tokens, cache)
         for index, block in enumerate(self.blocks):
-            x = block(x, rotation, None if cache is None else cache.layers[index])
+            x = block(x, rotation, None if cache is None else cache.layers[index], mask)
         features: Tensor = self.norm(x)
         return features
+
+    def mask(self, tokens: Tensor, cache: Cache | None = None) -> Mask | None:
+        """Return what keeps attention within documents, if ``document_end`` is set; None otherwise.
+
+        On CUDA, FlexAttention computes whole windows, if they have no dropout; everything else has a dense mask.
+        """
+        if self.document_end is None:
+            return None
+        documents = document_numbers(tokens, self.document_end, None if cache is None else cache.documents)
+        if cache is not None:
+            cache.documents = documents
+        elif tokens.is_cuda and not (self.training and self.config.dropout):
+            return tiled_mask(documents)
+        return dense_mask(documents, tokens.shape[1])
 
     def embed(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the input of the first block, of shape [batch, positions, d_model]; see `forward`."""

@@ -13,8 +13,10 @@ from tensorkeep.io.parallel import Progress
 from tensorkeep.paths import checked_path
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.corpus import STDIN, STDLIB
-from tensorkeep.train.data.dataset import FILE, Dataset
+from tensorkeep.train.data.dataset import FILE, TRAIN, Dataset
 from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.data.tokenizers.base import Tokenizer
+from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.folder import RunFolder
 
 Meter = Callable[[str], AbstractContextManager[Progress | None]]
@@ -22,6 +24,13 @@ Meter = Callable[[str], AbstractContextManager[Progress | None]]
 
 _PREPARATION = ("data.tokenizer", "data.vocab_size", "data.validation")
 """The settings by which data is prepared."""
+
+
+_NOT_MASKED = {
+    "attention-kernel": "masked documents need a kernel that takes a mask, which is chosen by the device",
+    "pipeline-parallel": "only the first stage of a pipeline has the tokens that the mask comes from",
+}
+"""Techniques that documents cannot be masked with, and why."""
 
 
 def absolute_source(source: str) -> str:
@@ -163,3 +172,33 @@ def _open_first(places: list[Path], folder: RunFolder, meter: Meter) -> Dataset 
     if refusal is not None:
         raise refusal
     return None
+
+
+def check_masking(config: Config, dataset: Dataset) -> None:
+    """Raise UsageError if a run masks documents, and its data, model or techniques do not allow that."""
+    if not config.data.mask_documents:
+        return
+    if dataset.description["splits"][TRAIN]["documents"] is None:
+        raise UsageError(
+            "data.mask_documents is true, and the text is one stream without documents",
+            path=dataset.path,
+            remedy="prepare a folder of files, .jsonl or a table, or leave data.mask_documents out",
+        )
+    for name, reason in _NOT_MASKED.items():
+        if name in config.techniques:
+            raise UsageError(f"data.mask_documents is true, and {name} is on: {reason}", remedy="leave one of them out")
+    mixing = [name for name, off in (("token_shift", "none"), ("convolution", 1)) if _is_on(config, name, off)]
+    if mixing:
+        raise UsageError(
+            f"data.mask_documents is true, and model.{mixing[0]} passes features from a document to the next one",
+            remedy="leave one of them out",
+        )
+
+
+def _is_on(config: Config, name: str, off: object) -> bool:
+    return config.setting(f"model.{name}") not in (off, False)
+
+
+def mask_documents(model: GPT, config: Config, tokenizer: Tokenizer) -> None:
+    """Keep the attention of a model within documents, if the run of this configuration does."""
+    model.document_end = tokenizer.end_of_document if config.data.mask_documents else None

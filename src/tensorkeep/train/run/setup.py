@@ -31,7 +31,7 @@ from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.optim.optimizers import build_optimizers, check_optimizers
 from tensorkeep.train.optim.schedules import Plateau
 from tensorkeep.train.run.branch import BranchPoint
-from tensorkeep.train.run.data import with_data
+from tensorkeep.train.run.data import check_masking, mask_documents, with_data
 from tensorkeep.train.run.device import chosen_device, device_name, memory_errors_reported
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import RunLog
@@ -143,6 +143,7 @@ def open_run(
             check_optimizers(final.optim, device)
         for split, tokens in (("training split", dataset.train), ("validation split", dataset.validation)):
             check_window(tokens, final.model.context_length, what=split, path=dataset.path)
+        check_masking(final, dataset)
         if final.sample.every:
             prompt_ids(dataset.tokenizer, final.sample.prompt)  # refuses what the tokenizer does not know
         stack.enter_context(techniques.process())
@@ -257,6 +258,7 @@ def _build(
     # Techniques that shard a model make its weights themselves: no rank has all of them.
     sharded = any(isinstance(each, Parallel) and each.fills_model for each in techniques.techniques)
     model = _model(config.model, config.loop.seed, torch.device("meta") if sharded else device)
+    mask_documents(model, config, dataset.tokenizer)
     optimizers = build_optimizers(model, config.optim)
     run = OpenRun(
         config=config,

@@ -11,6 +11,7 @@ from tensorkeep.checkpoint.manager.steps import Step, read_step
 from tensorkeep.errors import NotACheckpointError, PathLike, UsageError
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.run.data import mask_documents
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.state import METRIC
@@ -66,6 +67,7 @@ def load_trained(
             remedy="resume the run with a smaller checkpoint.every",
         )
     model = GPT(config.model, device=chosen_device(device))
+    mask_documents(model, config, tokenizer)
     name = "average" if config.ema.decay else "model"
     with torch.no_grad():
         tensors = {key: weight.detach() for key, weight in model.named_parameters()}

@@ -1,0 +1,199 @@
+"""Attention within documents: what is visible, equal results by every path, and runs that resume exactly."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from tensorkeep.errors import UsageError
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.technique_suite import TINY, last_state, losses, opened, train_run
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.evaluate import evaluate
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.model import document_mask
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.document_mask import dense_mask, document_numbers, tiled_mask
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.trained import load_trained
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+
+END = 0
+TOKENS = torch.tensor([[3, 4, 5, END, 6, 7, 3, END, END, 8, 9, 3], [END, 3, 3, 4, 5, 6, 7, 8, 9, 1, 2, END]])
+
+
+def model(**changes: Any) -> GPT:
+    config = ModelConfig(vocab_size=10, context_length=12, n_layers=2, n_heads=2, d_model=16, **changes)
+    made = GPT(config, generator=torch.Generator().manual_seed(0)).eval()
+    made.document_end = END
+    return made
+
+
+def test_the_end_of_a_document_begins_the_next_one() -> None:
+    assert document_numbers(TOKENS, END).tolist() == [
+        [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3],
+        [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2],
+    ]
+    visible = dense_mask(document_numbers(TOKENS, END), 12)[0, 0]
+    assert [row.nonzero().flatten().tolist() for row in visible[2:9]] == [
+        [0, 1, 2],
+        [3],
+        [3, 4],
+        [3, 4, 5],
+        [3, 4, 5, 6],
+        [7],
+        [8],
+    ]
+
+
+def test_rotary_models_see_each_document_as_if_it_were_alone() -> None:
+    masked = model(positions="rotary")
+    logits = masked(TOKENS)
+    for begin, end in itertools.pairwise([0, 3, 7, 8, 12]):
+        torch.testing.assert_close(logits[:1, begin:end], masked(TOKENS[:1, begin:end]))
+    masked.document_end = None
+    assert not torch.allclose(masked(TOKENS)[0, 4:], logits[0, 4:])
+
+
+@pytest.mark.parametrize("changes", [{}, {"positions": "rotary"}, {"kv_heads": 1}])
+def test_other_documents_change_nothing(changes: dict[str, Any]) -> None:
+    masked = model(**changes)
+    other = TOKENS.clone()
+    other[0, :3], other[0, 9:] = 1, 2
+    assert torch.equal(masked(other)[0, 3:9], masked(TOKENS)[0, 3:9])
+    loss = masked.loss(TOKENS[:1, :8], torch.tensor([[-1, -1, -1, 6, 7, 3, -1, -1]]))
+    (gradient,) = torch.autograd.grad(loss, masked.tokens.weight)
+    masked.tokens.weight.grad = None
+    # The head is tied, so compare with the gradient of the document without the one before.
+    alone = masked.loss(other[:1, :8], torch.tensor([[-1, -1, -1, 6, 7, 3, -1, -1]]))
+    assert torch.equal(gradient, torch.autograd.grad(alone, masked.tokens.weight)[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"positions": "rotary"}])
+@pytest.mark.parametrize("first", [1, 4, 9])
+def test_cache_gives_the_same_result(first: int, changes: dict[str, Any]) -> None:
+    masked = model(**changes)
+    with torch.no_grad():
+        whole = masked(TOKENS)
+        cache = masked.new_cache(2)
+        for _ in range(2):
+            cuts = [0, first, first + 2, *range(first + 3, 13)]
+            parts = [masked(TOKENS[:, begin:end], cache) for begin, end in itertools.pairwise(cuts)]
+            torch.testing.assert_close(torch.cat(parts, 1), whole)
+            cache.clear()
+
+
+@pytest.mark.parametrize("length", [20, 128, 300, 512])
+def test_tiles_hide_the_same_pairs(length: int) -> None:
+    """FlexAttention without compilation computes with a mask on any device."""
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(60, (2, length), generator=generator)
+    documents = document_numbers(tokens, END)
+    query, key, value = torch.randn(3, 2, 3, length, 16, generator=generator)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=dense_mask(documents, length))
+    mask = tiled_mask(documents)
+    found = flex_attention(query, key, value, block_mask=mask)
+    torch.testing.assert_close(found, expected)
+    occupied = mask.to_dense()[:, 0]
+    tiles = torch.nn.functional.pad(dense_mask(documents, length)[:, 0], (0, -length % 128, 0, -length % 128))
+    tiles = tiles.unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).any(4).any(2)
+    assert torch.equal(occupied.bool(), tiles)
+
+
+def test_long_documents_apart_leave_tiles_out() -> None:
+    tokens = torch.ones(1, 1024, dtype=torch.int64)
+    tokens[0, ::256] = END
+    assert tiled_mask(document_numbers(tokens, END)).to_dense().sum() == 4 * 3
+
+
+@torch.no_grad()
+def test_tiles_reach_the_attention_of_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for a tensor on a GPU and for compiled code."""
+    calls = []
+
+    def flex(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any, enable_gqa: bool
+    ) -> torch.Tensor:
+        calls.append(block_mask)
+        return flex_attention(query, key, value, block_mask=block_mask, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(document_mask, "_compiled_flex_attention", lambda: flex)
+    masked = model()
+    expected = masked(TOKENS)
+    mask = tiled_mask(document_numbers(TOKENS, END))
+    monkeypatch.setattr(masked, "mask", lambda tokens, cache: mask)
+    torch.testing.assert_close(masked(TOKENS), expected)
+    assert calls == [mask] * 2
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("documents")
+    texts = [f"the quick {number} fox " * (1 + number % 3) for number in range(90)]
+    (folder / "d.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return prepare(folder / "d.jsonl", folder / "data", validation=0.2).path
+
+
+CONFIG = TINY.changed({"data.mask_documents": True, "model.context_length": 48, "eval.every": 3})
+
+
+@pytest.mark.parametrize("changes", [{}, {"techniques.activation-checkpointing": "on"}])
+def test_a_run_is_resumed_exactly(tmp_path: Path, data: Path, changes: dict[str, object]) -> None:
+    config = CONFIG.changed(changes)
+    train_run(config, tmp_path / "whole", data)
+    train_run(config, tmp_path / "parts", data, stop_after=3)
+    train_run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", data, resume=True)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+    with pytest.raises(UsageError, match=r"data\.mask_documents: True then, False now"):
+        train_run(config.changed({"data.mask_documents": False}), tmp_path / "parts", data, resume=True)
+
+
+def test_the_mask_changes_training_and_is_that_of_the_trained_model(tmp_path: Path, data: Path) -> None:
+    found = {}
+    for masks in (True, False):
+        folder = tmp_path / str(masks)
+        train_run(CONFIG.changed({"data.mask_documents": masks}), folder, data)
+        found[masks] = losses(folder)
+        trained = load_trained(RunFolder(folder), device="cpu").model
+        assert trained.document_end == (Dataset.open(data).tokenizer.end_of_document if masks else None)
+    assert found[True] != found[False]
+
+
+def test_evaluation_is_masked(tmp_path: Path, data: Path) -> None:
+    with opened(CONFIG, tmp_path / "run", data) as run:
+        take_step(run)
+        tokens = torch.from_numpy(run.dataset.validation[:97].astype("int64"))
+        batch = tokens[:48].unsqueeze(0), tokens[1:49].unsqueeze(0)
+        masked = evaluate(run.model, [batch])
+        run.model.document_end = None
+        assert evaluate(run.model, [batch]) != masked
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"techniques.attention-kernel.kernel": "math"}, "attention-kernel is on: masked documents need"),
+        ({"model.token_shift": True}, r"model\.token_shift passes features from a document"),
+        ({"model.convolution": 3}, r"model\.convolution passes features from a document"),
+    ],
+)
+def test_what_would_pass_between_documents_is_refused(
+    tmp_path: Path, data: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        train_run(CONFIG.changed({"model.dropout": 0.0, **changes}), tmp_path / "run", data)
+
+
+def test_a_stream_has_no_documents_to_mask(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one stream " * 200)
+    with pytest.raises(UsageError, match="the text is one stream without documents"):
+        train_run(CONFIG, tmp_path / "run", prepare(tmp_path / "a.txt", tmp_path / "data").path)
