@@ -31,6 +31,8 @@ class Operations:
         ``() -> None``: steps the optimizers.
     evaluate : callable
         ``(inputs, targets) -> Tensor``: the mean loss of a batch of an evaluation, without gradients and dropout.
+    plain_loss : callable, optional
+        The same as ``loss`` in plain Python, if ``loss`` runs compiled or captured code, which calls no hooks.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -39,6 +41,7 @@ class Operations:
     accepts: Callable[[Tensor, Tensor], bool]
     update: Callable[[], None]
     evaluate: Callable[[Tensor, Tensor], Tensor]
+    plain_loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 def default_operations(

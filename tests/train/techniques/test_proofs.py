@@ -8,8 +8,11 @@ import pytest
 from torch import Tensor
 
 from tensorkeep.errors import TechniqueNotActiveError
-from tensorkeep.testing.technique_suite import TINY, opened, verified_step, with_techniques
+from tensorkeep.testing.technique_suite import TINY, opened, train_run, verified_step, with_techniques
+from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import train
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.speed import Clock
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import stack
@@ -20,6 +23,8 @@ PROVED_BY_UPDATES: dict[str, dict[str, Any]] = {
     "low-bit-optimizer": {"compiled": False},
     "optimizer-offload": {},
 }
+# Wide enough to quantise the states.
+WIDE = TINY.changed({"model.d_model": 64, "eval.every": 0})
 IN_FLOAT16 = {"mixed-precision": {"dtype": "fp16"}}
 
 
@@ -68,6 +73,52 @@ def test_error_comes_with_the_first_update(tmp_path: Path, data: Path, name: str
         with pytest.raises(TechniqueNotActiveError, match=name):
             train(run, ProofListener())
         assert run.progress.step == 3
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.1, float("nan")])
+@pytest.mark.parametrize("name", PROVED_BY_UPDATES)
+def test_optimizer_that_makes_another_update_is_an_error(tmp_path: Path, data: Path, name: str, factor: float) -> None:
+    """It does everything else: it calls its kernels, and has its states."""
+    with opened(with_techniques(WIDE, {name: PROVED_BY_UPDATES[name]}), tmp_path / "run", data) as run:
+        update = run.operations.update
+
+        def other_update() -> None:
+            before = [each.detach().clone() for each in run.model.parameters()]
+            update()
+            for each, old in zip(run.model.parameters(), before, strict=True):
+                each.data.copy_(old + factor * (each.data - old))
+
+        run.operations.update = other_update
+        match = f"{name} .*the updates of .* weights are not those of AdamW"
+        with pytest.raises(TechniqueNotActiveError, match=match):
+            train(run, ProofListener())
+        assert run.progress.step == 1
+
+
+@pytest.mark.parametrize("name", PROVED_BY_UPDATES)
+def test_optimizer_that_leaves_out_one_weight_is_an_error(tmp_path: Path, data: Path, name: str) -> None:
+    with opened(with_techniques(WIDE, {name: PROVED_BY_UPDATES[name]}), tmp_path / "run", data) as run:
+        update, weight = run.operations.update, run.model.attentions[1].qkv.weight
+
+        def partial_update() -> None:
+            before = weight.detach().clone()
+            update()
+            weight.data.copy_(before)
+
+        run.operations.update = partial_update
+        with pytest.raises(TechniqueNotActiveError, match=r"of 1 of .*blocks\.1\.attention\.qkv\.weight is 100% off"):
+            train(run, ProofListener())
+
+
+@pytest.mark.parametrize("name", PROVED_BY_UPDATES)
+def test_update_of_a_resumed_run_is_proved(tmp_path: Path, data: Path, name: str) -> None:
+    """With moments and a step count, which the formula needs."""
+    config = with_techniques(WIDE, {name: PROVED_BY_UPDATES[name]})
+    train_run(config, tmp_path / "run", data, stop_after=3)
+    with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data), resume=True) as run:
+        listener = ProofListener()
+        train(run, listener)
+        assert listener.proofs == {name: 4}
 
 
 @pytest.mark.parametrize("name", PROVED_BY_UPDATES)

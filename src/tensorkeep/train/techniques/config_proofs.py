@@ -20,6 +20,7 @@ from tensorkeep.train.optim.schedules import learning_rate_factor
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import hooked, observe_inputs, observe_outputs, replace_operation
+from tensorkeep.train.techniques.update_proof import observe_adamw
 
 _SAME_RATE = 1e-6
 """The relative error of a learning rate that is kept in float32."""
@@ -36,18 +37,16 @@ _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def prove_fused_adamw(technique: Technique, run: Run) -> Verification:
-    """Record which weights the fused kernel updates: it must update all those of AdamW."""
-    adamw, update, observer, updates = run.optimizers["adamw"], run.operations.update, _FusedKernelObserver(), 0
+    """Record which weights the fused kernel updates: it must update all those of AdamW, by AdamW's formula."""
+    adamw, update, observer = run.optimizers["adamw"], run.operations.update, _FusedKernelObserver()
 
     def observed_update() -> None:
-        nonlocal updates
-        updates += 1
         with observer:
             update()
 
-    with replace_operation(run, "update", observed_update):
+    with replace_operation(run, "update", observed_update), observe_adamw(run) as observed:
         yield
-    if not updates:
+    if not observed.updates:
         return None
     missed = [group for group in adamw.param_groups if not observer.weights.issuperset(map(id, group["params"]))]
     if missed:
@@ -55,8 +54,9 @@ def prove_fused_adamw(technique: Technique, run: Run) -> Verification:
             f"the fused kernel did not update {len(missed)} of {len(adamw.param_groups)} groups of weights",
             "report it, with the device and the dtype of the weights",
         )
+    observed.check(technique)
     return Proof(
-        f"{observer.calls} calls of the fused kernel updated {len(observer.weights)} weights",
+        f"{observer.calls} calls of the fused kernel updated {len(observer.weights)} weights by AdamW's formula",
         calls=observer.calls,
         weights=len(observer.weights),
     )

@@ -13,7 +13,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.parallel import TOGETHER
-from tensorkeep.train.techniques.warm_up import Loss, compute_and_discard, warm_up_loss
+from tensorkeep.train.techniques.warm_up import Loss, warm_up_loss
 
 _WARM_UPS = 3
 _COMMUNICATION = "the processes communicate within a step, which cannot be captured"
@@ -37,7 +37,6 @@ class CudaGraphs(Technique):
     needs_cuda: ClassVar = True
 
     _graphs: "LossGraphs | None" = None
-    _observed = False
 
     def configure(self, config: Config) -> Config:
         """Refuse a graph inside a graph."""
@@ -56,8 +55,6 @@ class CudaGraphs(Technique):
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
             if self._graphs is None:
                 self._graphs = LossGraphs(inner, parameters, inputs, targets)
-            if self._observed:
-                compute_and_discard(run, inner, inputs, targets)
             if inputs.shape != self._graphs.shape:
                 found, captured = (list(shape) for shape in (inputs.shape, self._graphs.shape))
                 raise self.not_active(f"a batch has shape {found}, the graph {captured}", "leave it out")
@@ -66,7 +63,7 @@ class CudaGraphs(Technique):
             value: Tensor = _Replayed.apply(self._graphs, anchor, inputs, targets)  # type: ignore[no-untyped-call]
             return value
 
-        run.operations.loss = loss
+        run.operations.loss, run.operations.plain_loss = loss, run.operations.plain_loss or inner
 
     def warm_up(self, run: Run) -> None:
         """Capture, while no technique observes."""
@@ -77,11 +74,7 @@ class CudaGraphs(Technique):
         graphs, expected = self._graphs, run.config.loop.accumulate
         if graphs is not None:
             graphs.replays.clear()
-        self._observed = True
-        try:
-            yield
-        finally:
-            self._observed = False
+        yield
         forward, backward = (0 if graphs is None else graphs.replays[way] for way in ("forward", "backward"))
         if (forward, backward) != (expected, expected):
             raise self.not_active(f"of {expected} batches {forward} losses and {backward} gradients were replayed")

@@ -65,7 +65,6 @@ class FusedCrossEntropy(Technique):
     settings: FusedCrossEntropySettings
 
     _losses = 0
-    _chunk = 0
 
     def lacks(self, machine: Machine) -> str | None:
         """Return the compiler that a compiled kernel misses."""
@@ -87,7 +86,7 @@ class FusedCrossEntropy(Technique):
             chunk = -(-len(features) // self.settings.parts)
             # A counter in compiled code would be recompiled at each value.
             if not torch.compiler.is_compiling():
-                self._losses, self._chunk = self._losses + 1, chunk
+                self._losses += 1
             return linear_cross_entropy(
                 *(features, run.model.head.weight, targets.flatten()), at_once=chunk, padding=padding, kernel=kernel
             )
@@ -106,8 +105,8 @@ class FusedCrossEntropy(Technique):
                 f"{self._losses} of {loop.accumulate} losses were computed in chunks, and the head returned "
                 f"{format_bytes(sum(head_outputs))} of logits"
             )
-        row = 4 * run.config.model.vocab_size
-        held, full = row * self._chunk, row * loop.batch_size * run.config.model.context_length
+        row, tokens = 4 * run.config.model.vocab_size, loop.batch_size * run.config.model.context_length
+        held, full = row * -(-tokens // self.settings.parts), row * tokens
         return Proof(
             f"at most {format_bytes(held)} of logits at a time, of {format_bytes(full)} of a batch",
             held_bytes=held,

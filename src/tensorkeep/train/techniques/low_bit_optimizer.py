@@ -13,6 +13,7 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import count_updates
 from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.update_proof import observe_adamw
 from tensorkeep.units import format_bytes
 
 _CLASSES = {8: "AdamW8bit", 4: "AdamW4bit", "fp8": "AdamWFp8"}
@@ -82,8 +83,8 @@ class LowBitOptimizer(Technique):
         return weight.numel() >= _MIN_ELEMENTS and weight.numel() % self._block_size == 0
 
     def verify(self, run: Run) -> Verification:
-        """Check after the update which states are quantised, and their fraction of the bytes."""
-        with count_updates(run) as updates:
+        """Check the update, which states are quantised after it, and their fraction of the bytes."""
+        with count_updates(run) as updates, observe_adamw(run) as observed:
             yield
         optimizer = run.optimizers["adamw"]
         if not updates.count:
@@ -97,6 +98,7 @@ class LowBitOptimizer(Technique):
                 f"{type(optimizer).__name__} did not quantise the states of {len(plain)} large tensors",
                 "report it, with the versions of torch and torchao",
             )
+        observed.check(self)
         quantised = sum(_bytes(state) for _, state in states if _is_quantised(state))
         total = sum(_bytes(state) for _, state in states)
         before = sum(8 * weight.numel() for weight, _ in states)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.observe import count_updates
+from tensorkeep.train.techniques.update_proof import observe_adamw
 from tensorkeep.units import format_bytes
 
 _BUCKET_BYTES = 64 << 20
@@ -42,13 +42,13 @@ class OptimizerOffload(Technique):
         run.optimizers["adamw"] = HostOptimizer(run.optimizers["adamw"])
 
     def verify(self, run: Run) -> Verification:
-        """Count the gradient bytes copied to the CPU, and check the device of the states after the update."""
-        with count_updates(run) as updates:
-            before = getattr(run.optimizers["adamw"], "fetched_bytes", 0)
+        """Count the gradient bytes copied to the CPU, and check the update and the device of the states after it."""
+        optimizer: Any = run.optimizers["adamw"]
+        before = getattr(optimizer, "fetched_bytes", 0)
+        with observe_adamw(run, getattr(optimizer, "state_of", None)) as observed:
             yield
-        if not updates.count:
+        if not observed.updates:
             return None
-        optimizer = run.optimizers["adamw"]
         expected = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])
         fetched = getattr(optimizer, "fetched_bytes", 0) - before
         states = [
@@ -63,6 +63,7 @@ class OptimizerOffload(Technique):
                 f"{format_bytes(fetched)} of {format_bytes(expected)} of gradients were copied to the CPU, and the "
                 f"states are on {', '.join(devices) or 'no device'}"
             )
+        observed.check(self)
         nbytes = sum(state.nbytes for state in states)
         return Proof(
             f"{format_bytes(nbytes)} of states are in CPU memory; {format_bytes(fetched)} of gradients came there",
@@ -155,6 +156,11 @@ class HostOptimizer(torch.optim.Optimizer):
         with self._backend.stream(self._stream):
             for weight in with_gradient:
                 weight.live.copy_(weight.master, non_blocking=True)
+
+    def state_of(self, live: Tensor) -> dict[str, Any]:
+        """Return the state of a weight of the device; empty before its first update."""
+        master = next(weight.master for weight in self._weights if weight.live is live)
+        return dict(self._inner.state.get(master, {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer on the CPU, as it would be on the device."""

@@ -1,7 +1,6 @@
 """Progressive length: training starts with short windows, many at once, and ends with full ones."""
 
 import itertools
-from collections import Counter
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
@@ -12,7 +11,7 @@ from tensorkeep.train.config.sections import Count, Section
 from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.observe import observe_inputs
+from tensorkeep.train.techniques.observe import observe_inputs, record_inputs
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
 _SUM_TOLERANCE = 1e-6
@@ -101,15 +100,18 @@ class ProgressiveLength(Technique):
         return run.config.model.context_length // pieces
 
     def verify(self, run: Run) -> Verification:
-        """Record the shapes of the inputs of the token embedding."""
-        shapes: Counter[tuple[int, ...]] = Counter()
-        with observe_inputs([run.model.tokens], lambda module, tokens: shapes.update([tuple(tokens.shape)])):
+        """Record the lengths of the inputs of the token embedding, and how many tokens are trained."""
+        lengths: set[int] = set()
+        with (
+            record_inputs(run) as inputs,
+            observe_inputs([run.model.tokens], lambda module, tokens: lengths.add(tokens.shape[-1])),
+        ):
             yield
         length = self._length(run)
-        if {shape[-1] for shape in shapes} != {length}:
-            found = ", ".join(map(str, sorted({shape[-1] for shape in shapes}))) or "none"
+        if lengths != {length}:
+            found = ", ".join(map(str, sorted(lengths))) or "none"
             raise self.not_active(f"windows had {found} tokens instead of {length}")
-        tokens = sum(rows * width * count for (rows, width), count in shapes.items())
+        tokens = sum(each.numel() for each in inputs)
         stage = self.stage(run.progress.step, run.config.loop.steps) + 1
         return Proof(
             f"{tokens // length} windows of {length} tokens, in stage {stage} of {len(self.settings.pieces)}",

@@ -13,6 +13,7 @@ from tensorkeep.train.config.sections import read_settings
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Proof, Technique
 from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.warm_up import plain_rows_computed
 
 COMBINATIONS: dict[str, tuple[str, ...]] = {
     "A": ("compile", "gradient-accumulation", "mixed-precision"),
@@ -92,6 +93,7 @@ class Stack:
         self._observed += 1
         found: dict[str, Proof] = {}
         with ExitStack() as contexts:
+            contexts.enter_context(plain_rows_computed(run))
             for each in unproved:
                 contexts.enter_context(_observed(each, run, found))
             yield

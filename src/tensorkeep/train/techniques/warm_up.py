@@ -2,7 +2,8 @@
 
 Compiled code and captured graphs run no Python hooks, and hooks are how most techniques observe a step. Therefore a
 technique that compiles or captures does so in a warm-up, while no hooks are installed. While the first step is
-observed, it also computes each batch once in plain Python, so that the hooks of other techniques run.
+observed, a few rows of each batch are also computed in plain Python, so that the hooks of other techniques run: few,
+because plain Python may need memory for a whole batch that compiled code does not need.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +13,12 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
+from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.observe import replace_operation
+
+PROVED_TOKENS = 1024
+"""Tokens of a batch that are computed in plain Python; at least one row."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -34,18 +40,45 @@ def next_batch(run: Run) -> Iterator[tuple[Tensor, Tensor]]:
 def warm_up_loss(run: Run) -> None:
     """Compute the loss of the next batch and its gradient, and discard them."""
     with next_batch(run) as (inputs, targets):
-        compute_and_discard(run, run.operations.loss, inputs, targets)
-
-
-def compute_and_discard(run: Run, loss: Loss, inputs: Tensor, targets: Tensor) -> None:
-    """Compute a loss and its gradient, without a change of the parameters' gradients or the random states."""
-    parameters = [each for each in run.model.parameters() if each.requires_grad]
-    with _restored_random_states(run):
-        torch.autograd.grad(loss(inputs, targets), parameters, allow_unused=True)
+        parameters = [each for each in run.model.parameters() if each.requires_grad]
+        torch.autograd.grad(run.operations.loss(inputs, targets), parameters, allow_unused=True)
 
 
 @contextmanager
-def without_function_modes() -> Iterator[None]:
+def plain_rows_computed(run: Run) -> Iterator[None]:
+    """Within this context, compute a few rows of each batch in plain Python too, if the loss calls no hooks itself."""
+    loss, plain = run.operations.loss, run.operations.plain_loss
+    if plain is None:
+        yield
+        return
+
+    def with_plain_rows(inputs: Tensor, targets: Tensor) -> Tensor:
+        _compute_and_discard(run, plain, *_few_rows(inputs, targets))
+        with _without_function_modes():
+            return loss(inputs, targets)
+
+    with replace_operation(run, "loss", with_plain_rows):
+        yield
+
+
+def _few_rows(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return some rows of a batch; rows without targets, whose mean loss does not exist, come last."""
+    rows = max(1, PROVED_TOKENS // inputs.shape[1])
+    chosen = (targets != IGNORED).any(1).int().argsort(descending=True, stable=True)[:rows]
+    return inputs[chosen], targets[chosen]
+
+
+def _compute_and_discard(run: Run, loss: Loss, inputs: Tensor, targets: Tensor) -> None:
+    """Compute a loss and go back through the model, without a change of gradients or random states."""
+    # The gradient of the first layer: the backward pass goes through all others, and computes no gradient of theirs,
+    # whose memory is needed for those of the step.
+    first = next(each for each in run.model.parameters() if each.requires_grad)
+    with _restored_random_states(run):
+        torch.autograd.grad(loss(inputs, targets), [first], allow_unused=True)
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
     """Suspend the function modes with which others observe torch: code compiled without them would be recompiled."""
     with ExitStack() as modes:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]

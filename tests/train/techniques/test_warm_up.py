@@ -1,0 +1,105 @@
+"""What is computed in plain Python beside compiled or captured code in the first step: a few rows of each batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.technique_suite import TINY, OpenRun, opened, verified_step, with_techniques
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.model.gpt import IGNORED
+from tensorkeep.train.techniques import cuda_graphs, warm_up
+from tensorkeep.train.techniques.cuda_graphs import CudaGraphs
+
+TRACED = {"compile": {"backend": "aot_eager"}}
+ONE_BLOCK = TINY.changed({"model.n_layers": 1})
+
+
+@pytest.fixture(autouse=True)
+def simulated_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replay a graph by calling the captured function again."""
+
+    def capture(work: Callable[[], None], pool: Any) -> Callable[[], None]:
+        return torch.enable_grad()(work)
+
+    monkeypatch.setattr(cuda_graphs, "capture", capture)
+    monkeypatch.setattr(CudaGraphs, "lacks", lambda self, machine: None)
+
+
+@pytest.fixture
+def one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute one row of a tiny batch."""
+    monkeypatch.setattr(warm_up, "PROVED_TOKENS", TINY.model.context_length)
+
+
+def plain_rows(run: OpenRun) -> list[int]:
+    """Return how many rows the blocks computed in plain Python in a verified step, by batch."""
+    rows: list[int] = []
+    run.techniques.techniques[0].warm_up(run)
+    hook = run.model.norm.register_forward_pre_hook(
+        lambda module, inputs: None if torch.compiler.is_compiling() else rows.append(len(inputs[0]))
+    )
+    with run.techniques.verified(run):
+        rows.clear()
+        take_step(run)
+    hook.remove()
+    return rows
+
+
+@pytest.mark.usefixtures("one_row")
+def test_compiled_step_computes_one_row_of_each_batch_in_plain_python(tmp_path: Path, data: Path) -> None:
+    with opened(with_techniques(ONE_BLOCK, TRACED), tmp_path / "run", data) as run:
+        assert plain_rows(run) == [1, 1]
+        assert run.techniques.proofs["compile"].figures["recompiled"] == 0
+
+
+@pytest.mark.usefixtures("one_row")
+@pytest.mark.parametrize("techniques", [TRACED, {"cuda-graphs": {}}, {**TRACED, "cuda-graphs": {}}], ids=" ".join)
+def test_one_row_proves_the_techniques_beside(tmp_path: Path, data: Path, techniques: dict[str, Any]) -> None:
+    others: dict[str, dict[str, Any]] = {
+        "mixed-precision": {"dtype": "bf16"},
+        "fused-cross-entropy": {},
+        "progressive-length": {},
+    }
+    if "cuda-graphs" in techniques:
+        # Its shapes change; and a simulated replay counts losses too.
+        del others["progressive-length"], others["fused-cross-entropy"]
+    config = with_techniques(ONE_BLOCK, {**techniques, **others})
+    with opened(config, tmp_path / "run", data) as run:
+        figures = verified_step(run)
+        assert set(figures) == {*techniques, *others}
+        if "cuda-graphs" not in techniques:
+            # Those of whole batches.
+            tokens, row = TINY.loop.batch_size * TINY.model.context_length, 4 * run.config.model.vocab_size
+            assert figures["fused-cross-entropy"]["full_bytes"] == tokens * row
+            assert figures["fused-cross-entropy"]["held_bytes"] == tokens // 8 * row
+            assert figures["progressive-length"]["tokens"] == TINY.loop.accumulate * tokens
+
+
+@pytest.mark.usefixtures("one_row")
+def test_observed_step_computes_the_same_bits(tmp_path: Path, data: Path) -> None:
+    """With dropout, whose random numbers the rows in plain Python must not use up."""
+    states: list[dict[str, Any]] = []
+    for number, step in enumerate((verified_step, take_step)):
+        with opened(with_techniques(ONE_BLOCK, TRACED), tmp_path / str(number), data) as run:
+            step(run)  # type: ignore[operator]
+            states.append({"model": run.model.state_dict(), "rng": torch.get_rng_state()})
+    assert difference(*states) is None
+
+
+def test_rows_with_targets_are_chosen_first() -> None:
+    targets = torch.full((5, 512), IGNORED)
+    targets[2, 7] = targets[4, 0] = 1
+    inputs = torch.arange(5).unsqueeze(1).expand(5, 512)
+    chosen, kept = warm_up._few_rows(inputs, targets)
+    assert chosen[:, 0].tolist() == [2, 4]
+    assert bool((kept != IGNORED).any(1).all())
+
+
+def test_a_long_row_is_one_row() -> None:
+    long: Tensor = torch.zeros(3, 4096, dtype=torch.int64)
+    assert warm_up._few_rows(long, long)[0].shape == (1, 4096)
