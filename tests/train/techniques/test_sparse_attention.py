@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step
+from tensorkeep.train.model import document_mask
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.gathered_attention import _tiles, attend_to_tiles, choose_blocks
 from tensorkeep.train.techniques.sparse_attention import (
     SparseAttention,
     SparseAttentionSettings,
@@ -116,15 +119,78 @@ def test_cache_gives_the_same_result(first: int, positions: dict[str, str]) -> N
     torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
-def test_gradients_equal_those_of_masked_attention() -> None:
-    query, key, value = (each.requires_grad_() for each in heads(16))
+@pytest.mark.parametrize("length", [3, 16, 21, 70])
+@pytest.mark.parametrize(("block", "keep"), [(4, 1), (4, 2), (4, 9), (5, 3), (1, 2), (32, 2)])
+def test_gathered_blocks_equal_masked_attention(length: int, block: int, keep: int) -> None:
+    """The same results, gradients and number of pairs as attention with the mask of all pairs."""
+    inputs = [each.requires_grad_() for each in heads(length)]
+    kernel = TopBlocks(block, keep)
+    kernel.pairs = []
+    found = kernel(*inputs, is_causal=True)
+    gradients = torch.autograd.grad(found.square().sum(), inputs)
+    visible = kernel.visible(*inputs[:2])
+    expected = functional.scaled_dot_product_attention(*inputs, attn_mask=visible)
+    torch.testing.assert_close(found, expected)
+    for pair in zip(gradients, torch.autograd.grad(expected.square().sum(), inputs), strict=True):
+        torch.testing.assert_close(*pair)
+    assert torch.equal(kernel.pairs[0], visible.sum((-1, -2)))
+
+
+def test_gradients_do_not_depend_on_the_order_of_threads() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        found = []
+        for _ in range(3):
+            inputs = [each.requires_grad_() for each in heads(600)]
+            TopBlocks(16, 4)(*inputs, is_causal=True).square().sum().backward()
+            found.append([each.grad for each in inputs])
+    finally:
+        torch.set_num_threads(threads)
+    for again in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], again, strict=True))
+
+
+def test_dropout_leaves_the_mean_unchanged() -> None:
+    query, key, value = heads(40)
+    torch.manual_seed(3)
+    dropped = [TopBlocks(4, 2)(query, key, value, is_causal=True, dropout_p=0.3) for _ in range(400)]
+    whole = TopBlocks(4, 2)(query, key, value, is_causal=True)
+    assert not torch.equal(dropped[0], whole)
+    torch.testing.assert_close(torch.stack(dropped).mean(0), whole, atol=0.25, rtol=0)
+
+
+def test_a_mask_of_documents_is_combined_with_the_choice() -> None:
+    query, key, value = heads(16)
+    mask = torch.ones(2, 1, 16, 16, dtype=torch.bool).tril()
+    mask[:, :, 9:, :9] = False
     kernel = TopBlocks(4, 2)
-    kernel(query, key, value, is_causal=True).square().sum().backward()
-    found = [each.grad for each in (query, key, value)]
-    again = [each.detach().requires_grad_() for each in (query, key, value)]
-    mask = kernel.visible(*again[:2])
-    functional.scaled_dot_product_attention(*again, attn_mask=mask).square().sum().backward()
-    assert all(torch.equal(*pair) for pair in zip(found, [each.grad for each in again], strict=True))
+    expected = functional.scaled_dot_product_attention(query, key, value, attn_mask=kernel.visible(query, key) & mask)
+    torch.testing.assert_close(kernel(query, key, value, attn_mask=mask), expected)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("length", [100, 384, 500])
+@pytest.mark.parametrize(("block", "keep"), [(32, 2), (64, 3), (48, 2), (200, 2)])
+def test_tiles_of_flex_attention_equal_masked_attention(
+    monkeypatch: pytest.MonkeyPatch, length: int, block: int, keep: int
+) -> None:
+    """Uncompiled, FlexAttention computes on a CPU, without gradients."""
+    monkeypatch.setattr(document_mask, "_compiled_flex_attention", lambda: flex_attention)
+    query, key, value = (functional.pad(each, (0, 8)) for each in heads(length))
+    kernel = TopBlocks(block, keep)
+    found = attend_to_tiles(query, key, value, choose_blocks(query, key, block, keep - 1), block)
+    visible = kernel.visible(query, key)
+    torch.testing.assert_close(found, functional.scaled_dot_product_attention(query, key, value, attn_mask=visible))
+    padded = (
+        functional.pad(visible, (0, -length % 128, 0, -length % 128)).unflatten(3, (-1, 128)).unflatten(2, (-1, 128))
+    )
+    assert torch.equal(_tiles(_kept_blocks(visible, block), block, length), padded.any(5).any(3))
+
+
+def _kept_blocks(visible: torch.Tensor, block: int) -> torch.Tensor:
+    """Return the blocks of which a query attends to a key."""
+    return functional.pad(visible, (0, -visible.shape[-1] % block)).unflatten(-1, (-1, block)).any(-1)
 
 
 def test_settings_that_keep_everything_are_refused() -> None:

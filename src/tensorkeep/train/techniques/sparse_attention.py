@@ -1,6 +1,6 @@
 """Dynamic sparse attention: each position attends to its own block and to the best earlier blocks."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Count, Section
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.gathered_attention import attend_to_blocks, attend_to_tiles, choose_blocks
 
 
 class SparseAttentionSettings(Section, frozen=True):
@@ -34,13 +35,33 @@ class SparseAttention(Technique):
     Each query ranks the complete blocks before its own, so the choice is causal, and generation with a cache chooses
     the same blocks as training. The weights are those of full attention: without the technique, the model attends to
     everything.
+
+    Blocks that are not chosen are not computed: see `tensorkeep.train.techniques.gathered_attention`. Forward and
+    backward pass of 8 heads of size 64 with the default settings, on 2 threads of a CPU, in ms (median of 3 to 7 runs;
+    torch 2.13):
+
+    ========= ====== ======
+    positions   full sparse
+    ========= ====== ======
+          512     26     97
+        1,024     62    137
+        2,048    202    258
+        4,096    679    473
+        8,192  2,479    914
+    ========= ====== ======
+
+    Each query chooses its own blocks, so that much of the time goes into sorting and copying, not into matmuls.
+    Windows with a mask of documents, and with dropout on CUDA, are computed with a mask of all pairs and gain nothing.
     """
 
     name: ClassVar = "sparse-attention"
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "model"
     summary: ClassVar = "lets each position attend to its own block and to the best few blocks before it"
-    effect: ClassVar = "slower than full attention below a context of about 8,192: it shows the effect on the loss"
+    effect: ClassVar = (
+        "on a CPU, attention takes 0.37 of the time of full attention at a context of 8,192, 0.70 at 4,096, and more "
+        "than full attention from 2,048 down: the gain is in long contexts"
+    )
     reference: ClassVar = "arXiv 2502.13189"
     Settings: ClassVar = SparseAttentionSettings
     settings: SparseAttentionSettings
@@ -101,15 +122,35 @@ class TopBlocks:
         self.keep = keep
         self.pairs: list[Tensor] | None = None
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
-        visible = self.visible(query, key)
-        if options.get("attn_mask") is not None:
-            visible &= options["attn_mask"]
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        /,
+        *,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+    ) -> Tensor:
+        choice = choose_blocks(query, key, self.block, self.keep - 1)
+        # Generation with a cache computes few queries, and documents have a mask of their own.
+        if not is_causal or attn_mask is not None or (query.is_cuda and dropout_p):
+            visible = self.visible(query, key)
+            if attn_mask is not None:
+                visible &= attn_mask
+            pairs = visible.sum((-1, -2))
+            result = functional.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout_p)
+        elif query.is_cuda:
+            result = attend_to_tiles(query, key, value, choice, self.block)
+            own = torch.arange(query.shape[2], device=query.device) % self.block + 1
+            pairs = (choice.valid.sum(-1) * self.block + own).sum(-1)
+        else:
+            result, pairs = attend_to_blocks(query, key, value, choice, self.block, dropout_p)
         # In this order: compiled code would be compiled again if it depended on the list.
         if not torch.compiler.is_compiling() and self.pairs is not None:
-            self.pairs.append(visible.sum((-1, -2)))
-        options |= {"attn_mask": visible, "is_causal": False}
-        return functional.scaled_dot_product_attention(query, key, value, **options)
+            self.pairs.append(pairs)
+        return result
 
     @torch.no_grad()
     def visible(self, query: Tensor, key: Tensor) -> Tensor:
@@ -118,18 +159,14 @@ class TopBlocks:
         The queries, of shape [batch, heads, positions, head size], are those of the last positions of the keys.
         """
         queries, keys = query.shape[-2], key.shape[-2]
+        choice = choose_blocks(query, key, self.block, self.keep - 1)
         position = torch.arange(keys, device=key.device)
-        own_position = position[keys - queries :].unsqueeze(-1)
-        own_block, blocks = own_position // self.block, position // self.block
-        complete = keys // self.block
-        means = key[..., : complete * self.block, :].unflatten(-2, (complete, self.block)).mean(-2)  # type: ignore[no-untyped-call]
-        earlier = torch.arange(complete, device=key.device) < own_block
-        scores = (query @ means.transpose(-2, -1)).masked_fill(~earlier, -torch.inf)
-        best = scores.topk(min(self.keep - 1, complete), dim=-1).indices
-        kept = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & earlier
-        # The last block may be incomplete; only its own positions attend to it.
-        kept = functional.pad(kept, (0, -(-keys // self.block) - complete))
-        return (kept[..., blocks] | (blocks == own_block)) & (position <= own_position)
+        own_position, blocks = position[keys - queries :].unsqueeze(-1), position // self.block
+        # What is not valid goes to a further column.
+        beyond = -(-keys // self.block)
+        kept = torch.zeros(*query.shape[:-1], beyond + 1, dtype=torch.bool, device=key.device)
+        kept = kept.scatter(-1, choice.blocks.where(choice.valid, beyond), True)
+        return (kept[..., blocks] | (blocks == own_position // self.block)) & (position <= own_position)
 
 
 def pairs_kept(length: int, block: int, keep: int) -> int:
