@@ -175,3 +175,51 @@ def test_large_tokens_are_read_from_uint32() -> None:
     inputs, targets = next(batches(text))
     assert int(inputs.min()) >= 100_000
     assert torch.equal(targets, inputs + 1)
+
+
+class ReadWindows:
+    """Counts the windows that are read."""
+
+    def __init__(self, windows: Any) -> None:
+        self.windows = windows
+        self.count = 0
+
+    def __getitem__(self, begins: Any) -> Any:
+        self.count += len(begins)
+        return self.windows[begins]
+
+
+@pytest.mark.parametrize("order", ["random", "shuffled"])
+@pytest.mark.parametrize("parts", [1, 2, 3, 6])
+def test_parts_together_draw_the_rows_of_a_batch_and_read_each_once(order: Any, parts: int) -> None:
+    def new() -> Batches:
+        return Batches(TEXT, context_length=4, batch_size=6, seed=3, order=order)
+
+    whole, shares = new(), [new() for _ in range(parts)]
+    counters = []
+    for part, share in enumerate(shares):
+        share.draw_part(part, parts)
+        share._windows = ReadWindows(share._windows)  # type: ignore[assignment]
+        counters.append(share._windows)
+    for _ in range(40):
+        drawn = [next(share) for share in shares]
+        for found, expected in zip(zip(*drawn, strict=True), next(whole), strict=True):
+            assert torch.equal(torch.cat(found), expected)
+    # Inputs and targets of 6 rows in 40 batches.
+    assert [each.count for each in counters] == [2 * 6 * 40 // parts] * parts
+    assert {share.position for share in shares} == {whole.position}
+
+
+def test_part_of_a_batch_resumes_at_its_position() -> None:
+    batches = Batches(TEXT, context_length=4, batch_size=6, seed=3)
+    batches.draw_part(1, 2)
+    expected = [next(batches) for _ in range(5)][4]
+    again = Batches(TEXT, context_length=4, batch_size=6, seed=3)
+    again.draw_part(1, 2)
+    again.load_state_dict({"position": 4})
+    assert all(torch.equal(*pair) for pair in zip(next(again), expected, strict=True))
+
+
+def test_rows_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(UsageError, match="6 sequences cannot be split equally among 4 processes"):
+        Batches(TEXT, context_length=4, batch_size=6, seed=3).draw_part(0, 4)

@@ -15,8 +15,10 @@ import torch
 import tensorkeep
 from tensorkeep.checkpoint.stateful import RandomState
 from tensorkeep.cli.train import stop_on_signals
+from tensorkeep.io.source_file import SourceFile
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
+from tensorkeep.train.data import dataset as dataset_module
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import train
@@ -358,3 +360,60 @@ def test_ctrl_c_and_sigterm_request_a_stop(number: signal.Signals) -> None:
     with stop_on_signals() as stop:
         signal.raise_signal(number)
         assert stop()
+
+
+@pytest.fixture
+def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the files of tokens that are verified, as they are."""
+    names: list[str] = []
+    verify = dataset_module._verify
+
+    def recording(file: SourceFile, *others: Any) -> None:
+        names.append(file.path.name)
+        verify(file, *others)
+
+    monkeypatch.setattr(dataset_module, "_verify", recording)
+    return names
+
+
+def test_resumed_run_does_not_read_unchanged_data_again(tmp_path: Path, data: Path, read_files: list[str]) -> None:
+    config, folder = CONFIG.changed({"data.source": str(data)}), RunFolder(tmp_path / "run")
+    run(config, folder.path, open_data(config, folder), steps=2)
+    assert sorted(read_files) == ["train.bin", "validation.bin"]
+    read_files.clear()
+    resumed = run(config, folder.path, open_data(config, folder, resume=True), resume=True, steps=3)
+    assert (resumed.progress.step, read_files) == (3, [])
+    # Another file with the same tokens is read once.
+    shutil.copy(data / "train.bin", tmp_path / "copy")
+    (tmp_path / "copy").rename(data / "train.bin")
+    folder = RunFolder(folder.path)
+    run(config, folder.path, open_data(config, folder, resume=True), resume=True)
+    assert read_files == ["train.bin"]
+    read_files.clear()
+    open_data(config, RunFolder(folder.path), resume=True)
+    assert read_files == []
+
+
+def test_other_tokens_are_refused_whatever_the_time_of_the_file(tmp_path: Path, data: Path) -> None:
+    """With the same size and file, and the old time of modification."""
+    config, folder = CONFIG.changed({"data.source": str(data)}), RunFolder(tmp_path / "run")
+    run(config, folder.path, open_data(config, folder), steps=2)
+    path = data / "train.bin"
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(b"\0\0\1\0")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size)
+    with pytest.raises(tensorkeep.CorruptCheckpointError, match=r"train\.bin: its checksum is wrong"):
+        open_data(config, RunFolder(folder.path), resume=True)
+
+
+def test_record_of_an_earlier_version_reads_all_data(tmp_path: Path, data: Path, read_files: list[str]) -> None:
+    config, folder = CONFIG.changed({"data.source": str(data)}), RunFolder(tmp_path / "run")
+    run(config, folder.path, open_data(config, folder), steps=2)
+    record = about(folder.path)
+    del record["data"]["verified"]
+    (folder.path / "run.json").write_text(json.dumps(record))
+    read_files.clear()
+    open_data(config, RunFolder(folder.path), resume=True)
+    assert sorted(read_files) == ["train.bin", "validation.bin"]

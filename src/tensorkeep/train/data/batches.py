@@ -39,6 +39,9 @@ class BatchSource(Protocol):
 
     def __next__(self) -> Batch: ...
 
+    def draw_part(self, part: int, parts: int) -> None:
+        """Draw only one of equal parts of the rows of each batch from now on."""
+
     def state_dict(self) -> dict[str, int]:
         """Return the position that a checkpoint stores, to continue with the next batch."""
 
@@ -100,10 +103,25 @@ class Batches:
         # A view without a copy: indexing its rows is faster than slicing in a loop.
         self._windows = np.lib.stride_tricks.sliding_window_view(tokens, context_length)
         self._offsets = _ORDERS[order](len(tokens), context_length, seed)
+        self._rows = slice(None)
+
+    def draw_part(self, part: int, parts: int) -> None:
+        """Draw only one of equal parts of the rows of each batch from now on; the windows of others are not read.
+
+        Parts are numbered from 0. Raises UsageError if the rows cannot be divided equally.
+        """
+        if self.batch_size % parts:
+            raise UsageError(
+                f"a batch of {self.batch_size} sequences cannot be split equally among {parts} processes",
+                remedy=f"give a batch size (--loop.batch_size) that is a multiple of {parts}",
+            )
+        rows = self.batch_size // parts
+        self._rows = slice(part * rows, (part + 1) * rows)
 
     def at(self, position: int) -> Batch:
         """Return the batch of a number."""
-        begins = self._offsets.take(position * self.batch_size, self.batch_size)
+        # The offsets of all rows: a generator that skips takes longer than it takes to draw them.
+        begins = self._offsets.take(position * self.batch_size, self.batch_size)[self._rows]
         inputs, targets = (torch.from_numpy(self._windows[each].astype(np.int64)) for each in (begins, begins + 1))
         return inputs, targets
 

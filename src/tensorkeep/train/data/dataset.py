@@ -5,9 +5,9 @@ little-endian), and ``data.json``, which describes them and carries a checksum o
 `tensorkeep.formats.sealed`); its body is a `Layout`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -95,6 +95,18 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return sealed.digest(" ".join(parts).encode())
 
 
+class FileStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file system knows of a file; every write to the file changes it.
+
+    The time of the last change (ctime) is set by the kernel, and cannot be set back.
+    """
+
+    bytes: int
+    inode: int
+    modified_ns: int
+    changed_ns: int
+
+
 def file_name(split: str) -> str:
     """Return the name of a split's file."""
     return f"{split}.bin"
@@ -115,6 +127,8 @@ class Dataset:
         16 hexadecimal digits that depend on every token and on the tokenizer, and on nothing else.
     description : dict
         The contents of ``data.json`` as plain values, with the name of the tokenizer and the fingerprint.
+    verified : dict of str to FileStatus
+        By split: the status of each file whose tokens were verified, now or earlier.
     """
 
     path: Path
@@ -123,6 +137,7 @@ class Dataset:
     tokenizer: Tokenizer
     fingerprint: str
     description: dict[str, Any]
+    verified: dict[str, FileStatus] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:
@@ -135,6 +150,7 @@ class Dataset:
         folder: PathLike,
         *,
         verify: bool = False,
+        known: Mapping[str, FileStatus] | None = None,
         progress: Progress | None = None,
         check: "Callable[[Dataset], None] | None" = None,
     ) -> "Dataset":
@@ -145,6 +161,8 @@ class Dataset:
         folder : path-like
         verify : bool
             Read all tokens: compare them with their checksums, and check that each is in the vocabulary.
+        known : mapping of str to FileStatus, optional
+            ``verified`` of an earlier dataset: files that have the same status are not read again.
         progress : callable, optional
             Called with (bytes done, bytes in total) while tokens are verified.
         check : callable, optional
@@ -179,13 +197,14 @@ class Dataset:
         ('to be or', 7)
         """
         path = Path(checked_path(folder))
-        return read_directory(path, partial(_read, verify=verify, progress=progress, check=check))
+        return read_directory(path, partial(_read, verify=verify, known=known or {}, progress=progress, check=check))
 
 
 def _read(
     directory: Directory,
     *,
     verify: bool,
+    known: Mapping[str, FileStatus],
     progress: Progress | None,
     check: Callable[[Dataset], None] | None,
 ) -> Dataset:
@@ -204,9 +223,12 @@ def _read(
         if check is not None:
             check(dataset)
         if verify:
-            meter = Meter(sum(file.size for file in files.values()), progress)
-            for split, file in files.items():
-                _verify(file, layout, split, meter)
+            # The status is that before the file was read: a change while it is read shows the next time.
+            dataset.verified.update({split: _status(file) for split, file in files.items()})
+            unknown = [split for split, status in dataset.verified.items() if known.get(split) != status]
+            meter = Meter(sum(files[split].size for split in unknown), progress)
+            for split in unknown:
+                _verify(files[split], layout, split, meter)
     directory.close()
     return dataset
 
@@ -230,6 +252,13 @@ def _map_tokens(file: SourceFile, layout: Layout, split: str) -> Tokens:
         mapped = np.memmap(file.fd_path, dtype, mode="r", shape=(layout.splits[split].tokens,))
     # Slicing a plain array is ten times as fast as slicing a numpy.memmap.
     return mapped.view(np.ndarray)
+
+
+def _status(file: SourceFile) -> FileStatus:
+    status = file.status
+    return FileStatus(
+        bytes=status.st_size, inode=status.st_ino, modified_ns=status.st_mtime_ns, changed_ns=status.st_ctime_ns
+    )
 
 
 def _verify(file: SourceFile, layout: Layout, split: str, meter: Meter) -> None:

@@ -1,7 +1,7 @@
 """The data of a run: opened if prepared, else prepared; a resumed run finds it again."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tensorkeep.io.parallel import Progress
 from tensorkeep.paths import checked_path
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.corpus import STDIN, STDLIB
-from tensorkeep.train.data.dataset import FILE, TRAIN, Dataset
+from tensorkeep.train.data.dataset import FILE, TRAIN, Dataset, FileStatus
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.model.gpt import GPT
@@ -47,7 +47,7 @@ def open_data(
     given: Collection[str] = (),
     meter: Meter = lambda activity: nullcontext(),
 ) -> Dataset:
-    """Return the data of a run, with every token verified.
+    """Return the data of a run, with every token verified; a resumed run reads only files that have changed.
 
     A new run takes ``data.source``, which is prepared in the run's folder unless it is prepared data already. A resumed
     run takes the data that it started with: from ``data.source`` if that is in ``given``, else from the run's folder,
@@ -96,9 +96,19 @@ def is_prepared(source: PathLike) -> bool:
     return source not in (STDIN, STDLIB) and os.path.exists(os.path.join(source, FILE))
 
 
-def _verified(place: PathLike, meter: Meter, check: Callable[[Dataset], None] | None = None) -> Dataset:
+def _verified(
+    place: PathLike,
+    meter: Meter,
+    check: Callable[[Dataset], None] | None = None,
+    known: Mapping[str, FileStatus] | None = None,
+) -> Dataset:
     with meter(f"checking {os.fspath(place)}") as progress:
-        return Dataset.open(place, verify=True, progress=progress, check=check)
+        return Dataset.open(place, verify=True, known=known, progress=progress, check=check)
+
+
+def _verified_again(place: PathLike, folder: RunFolder, meter: Meter) -> Dataset:
+    """Open the data of a run that is resumed; files that have not changed since the run read them are not read."""
+    return _verified(place, meter, folder.check_data, folder.record().data.verified)
 
 
 def _preparation(dataset: Dataset, *, asked: int | None = None) -> dict[str, Any]:
@@ -143,7 +153,7 @@ def _open_again(config: Config, folder: RunFolder, given: Collection[str], meter
     source = config.data.source
     moved = "data.source" in given and source != absolute_source(started.data.source)
     if moved and is_prepared(source):
-        return _verified(source, meter, folder.check_data)
+        return _verified_again(source, folder, meter)
     place = folder.path / folder.record().data.path
     found = _open_first([folder.data, place, Path(started.data.source)], folder, meter)
     if found is not None and moved:
@@ -166,7 +176,7 @@ def _open_first(places: list[Path], folder: RunFolder, meter: Meter) -> Dataset 
     refusal: TensorkeepError | None = None
     for place in filter(is_prepared, places):
         try:
-            return _verified(place, meter, folder.check_data)
+            return _verified_again(place, folder, meter)
         except TensorkeepError as error:
             refusal = refusal or error
     if refusal is not None:

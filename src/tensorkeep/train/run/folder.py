@@ -25,7 +25,7 @@ from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_error
 from tensorkeep.paths import checked_path
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.dataset import Dataset, FileStatus
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
 
@@ -42,11 +42,13 @@ class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The data that a run started with; see `Dataset`.
 
     The path is absolute, or ``"data"`` if it was prepared within the run's folder, so that both can move together.
+    Files that still have their ``verified`` status need not be verified when the run resumes.
     """
 
     fingerprint: str
     path: str = DATA
     description: dict[str, Any] = msgspec.field(name="about", default_factory=dict)
+    verified: dict[str, FileStatus] = {}
 
 
 class GitState(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,6 +193,7 @@ class RunFolder:
                 path=DATA if place == self.data else str(place),
                 fingerprint=dataset.fingerprint,
                 description=dataset.description,
+                verified=dataset.verified,
             ),
             started=now(),
             git=_git(),
@@ -203,17 +206,17 @@ class RunFolder:
         self._write_record(record)
 
     def add_resumption(
-        self, step: int, settings: Changes, surroundings: Changes, legs: list[Leg] | None = None
+        self, step: int, settings: Changes, surroundings: Changes, verified: dict[str, FileStatus], legs: list[Leg]
     ) -> None:
-        """Add to the record that the run resumes after a step; ``legs`` replace its legs if another one begins.
+        """Add to the record that the run resumes after a step, with its legs and the files of data that were verified.
 
         Raises StoreError if the operating system refuses.
         """
         # Read again: another process may have resumed and ended the run since this one read the record.
         record = self._read_record()
         entry = Resumption(step=step, time=now(), settings=settings, surroundings=surroundings)
-        legs = record.legs if legs is None else legs
-        self._write_record(msgspec.structs.replace(record, resumed=[*record.resumed, entry], legs=legs))
+        data = msgspec.structs.replace(record.data, verified=verified or record.data.verified)
+        self._write_record(msgspec.structs.replace(record, resumed=[*record.resumed, entry], legs=legs, data=data))
 
     def _write_record(self, record: RunRecord) -> None:
         replace_file(self.path / RECORD, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")

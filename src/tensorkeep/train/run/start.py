@@ -71,7 +71,7 @@ def resume_run(run: Run, config: Config, record: RunRecord, state: State) -> Non
             run.log.write(step + 1, "leg", leg=len(legs) + 1, settings=legs[-1].settings)
         logger.info("resuming %s after step %d", folder.path, step)
         last = legs[-1].config if legs else record.config
-        folder.add_resumption(step, differences(last, config), moved, legs)
+        folder.add_resumption(step, differences(last, config), moved, run.dataset.verified, legs)
 
 
 def branch_run(run: Run, config: Config, point: BranchPoint, state: State) -> None:

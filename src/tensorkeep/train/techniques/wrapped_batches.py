@@ -38,6 +38,10 @@ class WrappedBatches:
     def __next__(self) -> Batch:
         return self._draw(self.inner)
 
+    def draw_part(self, part: int, parts: int) -> None:
+        """Draw from one of equal parts of the rows of each inner batch."""
+        self.inner.draw_part(part, parts)
+
     def state_dict(self) -> dict[str, int]:
         """Return the state that is needed to continue with the next batch."""
         return self.inner.state_dict()

@@ -7,13 +7,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tensorkeep.errors import UsageError
-from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.world import can_join
 from tensorkeep.train.techniques.base import Technique
 from tensorkeep.train.techniques.requirements import Machine
-from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
 TOGETHER = ("ddp", "fsdp", "hsdp", "tensor-parallel", "pipeline-parallel")
 """Techniques that divide the work of a run among processes, each in its own way."""
@@ -47,17 +44,7 @@ def shard_batches(run: Run, rank: int, count: int) -> None:
     Raises UsageError if the batch size is not a multiple of the number of parts.
     """
     loop = run.config.loop
-    if loop.batch_size % count:
-        raise UsageError(
-            f"a batch of {loop.batch_size} sequences cannot be split equally among {count} processes",
-            remedy=f"give a batch size (--loop.batch_size) that is a multiple of {count}",
-        )
-
-    def rows_of_rank(batches: BatchSource) -> Batch:
-        inputs, targets = (each.tensor_split(count)[rank] for each in next(batches))
-        return inputs, targets
-
-    run.batches = WrappedBatches(run.batches, rows_of_rank)
+    run.batches.draw_part(rank, count)
     run.replicas, run.replica = count, rank
     # For this process only: a run may be resumed by another number of processes.
     loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // count)
