@@ -50,7 +50,8 @@ FLAGS = {
         *(RUN - {"--dir"}),
     },
     "data prepare": {
-        *("--out", "--tokenizer", "--vocab-size", "--validation", "--seed", "--encoding", "--overwrite"),
+        *("--out", "--tokenizer", "--vocab-size", "--validation", "--seed", "--encoding", "--field", "--processes"),
+        "--overwrite",
     },
     "data info": {"--verify"},
     "train": {

@@ -152,7 +152,8 @@ _LIMITED = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from tensorkeep.train.data.batches import Batches, windows
+from tensorkeep.train.data.batches import Batches
+from tensorkeep.train.evaluate import EvaluationWindows
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 
@@ -198,7 +199,7 @@ for order in ("random", "shuffled"):
     batches = Batches(tokens, context_length=512, batch_size=32, seed=1, order=order)
     for _ in range(300):
         next(batches)
-for _ in windows(tokens, 512, most=100):
+for _ in EvaluationWindows(tokens, 512, most=51_200).batches(16):
     pass
 """
     limited(script, tmp_path / "sparse.bin")

@@ -30,7 +30,7 @@ def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float
     Examples
     --------
     >>> schedule = ScheduleConfig(name="linear", warmup_steps=2, final=0.0)
-    >>> [learning_rate_factor(schedule, step, 7) for step in range(1, 8)]
+    >>> [round(learning_rate_factor(schedule, step, 7), 2) for step in range(1, 8)]
     [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
     """
     step, steps = step - config.start, steps - config.start
