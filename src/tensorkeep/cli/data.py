@@ -29,7 +29,7 @@ def prepare(
     /,
     *,
     out: Path,
-    tokenizer: Annotated[str, Parameter(metavar="char|byte|bpe|tiktoken:NAME")] = "char",
+    tokenizer: Annotated[str, Parameter(metavar="char|byte|bpe|tiktoken:NAME|from:FOLDER")] = "char",
     vocab_size: int | None = None,
     validation: float = 0.1,
     seed: int = 0,
@@ -50,7 +50,8 @@ def prepare(
     out
         The folder to create.
     tokenizer
-        Characters, bytes, byte-pair encoding trained on this text, or a vocabulary of tiktoken that is on this machine.
+        Characters, bytes, byte-pair encoding trained on this text, a vocabulary of tiktoken that is on this machine, or
+        the tokenizer of a run or of a Hugging Face model.
     vocab_size
         For bpe: the largest size of the vocabulary; 4096 by default.
     validation

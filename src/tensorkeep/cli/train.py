@@ -27,6 +27,7 @@ from tensorkeep.train.config.config import TECHNIQUES, Config, flat
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
 from tensorkeep.train.data.corpus import STDLIB
 from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.initial import InitialWeights, read_initial
 from tensorkeep.train.loop import train as run_loop
 from tensorkeep.train.run.branch import BranchPoint, branch_point, open_branch_data
 from tensorkeep.train.run.data import absolute_source, open_data
@@ -42,6 +43,7 @@ def train(
     out: Path | None = None,
     resume: Annotated[bool, Switch] = False,
     branch: Annotated[str | None, Parameter(metavar="RUN@STEP")] = None,
+    init_from: str | None = None,
     technique: str | None = None,
     profile: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
     list_recipes: Annotated[bool, Switch] = False,
@@ -69,6 +71,9 @@ def train(
         the result, such as --loop.steps or --schedule.name, begin a new leg of the run.
     branch
         Start a new run in --out from a checkpoint of another run, by default its last one; settings may change.
+    init_from
+        Start from the weights of another run (RUN, RUN@STEP) or of a Hugging Face folder (GPT-2, LLaMA, Mistral, Qwen 3
+        as safetensors), whose model settings and tokenizer are taken.
     technique
         Techniques to turn on: names separated by commas. Settings of a technique are options of their own:
         --techniques.compile.mode max-autotune.
@@ -93,6 +98,9 @@ def train(
     resume = resume and (folder.exists() or branch is None)
     point = None if branch is None or resume else _branch_point(branch, out)
     base = _base(name, folder, point, resume=resume)
+    initial = None if init_from is None or (resume and folder.exists()) else _initial(init_from, branch)
+    if initial is not None:
+        base = base.changed(initial.model_settings(base))
     words = {f"{TECHNIQUES}{each}": "on" for each in names_in(technique)} | _with_source(words, data)
     given = given_settings(words, file=Path(output.config) if output.config else None)
     check_names(names_among(given))
@@ -105,7 +113,7 @@ def train(
         rows = [(setting, "none" if value is None else str(value)) for setting, value in flat(config.as_dict()).items()]
         output.show(config.as_dict(), Table(("setting", "value"), rows).show)
     else:
-        _train(config, folder, given, output, resume=resume, point=point, profile=profile)
+        _train(config, folder, given, output, resume=resume, point=point, initial=initial, profile=profile)
 
 
 def _train(
@@ -116,6 +124,7 @@ def _train(
     *,
     resume: bool,
     point: BranchPoint | None,
+    initial: InitialWeights | None,
     profile: int,
 ) -> None:
     def open_on_ranks(world: World) -> Dataset:
@@ -134,7 +143,8 @@ def _train(
         world.broadcast(str(dataset.path))
         return dataset
 
-    with open_run(config, folder, open_on_ranks, resume=resume, branch=point) as run, stop_on_signals() as stop:
+    opened = open_run(config, folder, open_on_ranks, resume=resume, branch=point, initial=initial)
+    with opened as run, stop_on_signals() as stop:
         # Rank 0 prints for all ranks.
         output = output if run.world.is_main else replace(output, quiet=True, json=False)
         print_start(run, output)
@@ -227,6 +237,15 @@ def _branch_point(address: str, out: Path | None) -> BranchPoint:
 def _last_step(folder: RunFolder) -> int:
     last = CheckpointManager(folder.checkpoints).latest()
     return 0 if last is None else last.number
+
+
+def _initial(address: str, branch: str | None) -> InitialWeights:
+    if branch is not None:
+        raise UsageError(
+            "--branch and --init-from are both given",
+            remedy="give --branch to continue a run with its optimizer, or --init-from to take the weights only",
+        )
+    return read_initial(address)
 
 
 def _base(recipe: str | None, folder: RunFolder, point: BranchPoint | None, *, resume: bool) -> Config:

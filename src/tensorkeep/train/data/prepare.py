@@ -73,7 +73,8 @@ def prepare(
     out : path-like
         The folder to make; it appears when it is complete.
     tokenizer : str
-        ``"char"``, ``"byte"``, ``"bpe"`` or ``"tiktoken:NAME"``.
+        ``"char"``, ``"byte"``, ``"bpe"``, ``"tiktoken:NAME"``, or ``"from:FOLDER"``: that of a run or of a Hugging
+        Face model.
     vocab_size : int, optional
         For ``"bpe"``: the largest number of tokens, by default 4096.
     validation : float

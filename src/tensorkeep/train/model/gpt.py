@@ -1,6 +1,7 @@
 """The model: token embedding, blocks, final norm and head."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,8 @@ class GPT(nn.Module):
         the model. By default torch's global generator.
     device : torch.device or str, optional
         Of the parameters. On ``"meta"`` they have no values; call `initialise` after ``to_empty``.
+    values : mapping of str to Tensor, optional
+        Initial values of parameters by name, such as those of another model; the others are drawn.
 
     Attributes
     ----------
@@ -84,10 +87,12 @@ class GPT(nn.Module):
         *,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
+        values: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.document_end: int | None = None
+        self.values = {} if values is None else values
         # Modules on meta draw no initial values, which `initialise` would overwrite.
         with torch.device("meta"):
             self.tokens = nn.Embedding(config.vocab_size, config.d_model)
@@ -111,7 +116,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator | None = None) -> None:
-        """Draw new weights as GPT-2 does.
+        """Set the weights to their initial values, which are drawn as GPT-2 does unless they were given.
 
         Matrices are normal with ``init_std``; those that write to the residual stream have ``init_std`` divided by
         sqrt(2 n_layers), so that its variance does not grow with depth. Biases, token shifts and the taps of
@@ -127,6 +132,8 @@ class GPT(nn.Module):
 
         Called for each name of ``named_parameters()`` in order, it draws the weights that `initialise` would.
         """
+        if name in self.values:
+            return self.values[name].clone()
         shape = self.get_parameter(name).shape
         place = generator.device if generator is not None else "cpu"
         if len(shape) == 1:

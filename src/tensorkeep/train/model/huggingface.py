@@ -9,7 +9,7 @@ from torch import Tensor
 from tensorkeep.errors import UnsupportedError
 from tensorkeep.train.model.config import ModelConfig
 
-_GPT2_BLOCK = (
+GPT2_BLOCK = (
     # name in transformers, name here, whether transformers stores it as [inputs, outputs]
     ("ln_1", "norm1", False),
     ("attn.c_attn", "attention.qkv", True),
@@ -18,7 +18,7 @@ _GPT2_BLOCK = (
     ("mlp.c_fc", "mlp.up", True),
     ("mlp.c_proj", "mlp.down", True),
 )
-_LLAMA_BLOCK = (
+LLAMA_BLOCK = (
     ("input_layernorm", "norm1"),
     ("self_attn.o_proj", "attention.out"),
     ("post_attention_layernorm", "norm2"),
@@ -89,7 +89,7 @@ def _gpt2_tensors(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[
     layers = [
         (f"transformer.h.{number}.{theirs}", f"blocks.{number}.{ours}", transposed)
         for number in range(config.n_layers)
-        for theirs, ours, transposed in _GPT2_BLOCK
+        for theirs, ours, transposed in GPT2_BLOCK
     ]
     for theirs, ours, transposed in (*layers, ("transformer.ln_f", "norm", False)):
         weight = state[f"{ours}.weight"]
@@ -146,7 +146,7 @@ def _llama_tensors(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator
             yield f"{layer}.self_attn.{name}_proj.weight", projection
         for norm in ("q_norm", "k_norm") if config.qk_norm else ():
             yield f"{layer}.self_attn.{norm}.weight", state[f"{block}.attention.{norm}.weight"]
-        for their_name, our_name in _LLAMA_BLOCK:
+        for their_name, our_name in LLAMA_BLOCK:
             yield f"{layer}.{their_name}.weight", state[f"{block}.{our_name}.weight"]
     yield "model.norm.weight", state["norm.weight"]
     if not config.tied:

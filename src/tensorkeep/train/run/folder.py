@@ -82,6 +82,19 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     settings: Changes
 
 
+class InitialRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the initial weights of a run came from.
+
+    ``kind`` is ``"run"`` or ``"hugging-face"``; the path is absolute, and the fingerprint is the xxh3-64 of all
+    weights.
+    """
+
+    path: str
+    kind: str
+    fingerprint: str
+    step: int | None = None
+
+
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     """One resume of a run: after which step, when, and the differences from the start of its leg.
 
@@ -103,6 +116,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     data: DataRecord
+    initial: InitialRecord | None = None
     started: str = ""
     git: GitState | None = None
     environment: dict[str, Any] = {}  # msgspec copies it for each instance
@@ -182,7 +196,12 @@ class RunFolder:
             raise CorruptCheckpointError(f"is damaged ({error})", path=path) from error
 
     def start(
-        self, config: Config, dataset: Dataset, surroundings: dict[str, Any], origin: Origin | None = None
+        self,
+        config: Config,
+        dataset: Dataset,
+        surroundings: dict[str, Any],
+        origin: Origin | None = None,
+        initial: InitialRecord | None = None,
     ) -> None:
         """Write the record and the tokenizer of a new run; StoreError if the operating system refuses."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -195,6 +214,7 @@ class RunFolder:
                 description=dataset.description,
                 verified=dataset.verified,
             ),
+            initial=initial,
             started=now(),
             git=_git(),
             environment=dict(machine.describe(self.path)),

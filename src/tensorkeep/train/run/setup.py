@@ -4,12 +4,13 @@
 the data, builds the model and what belongs to it, applies the techniques, and restores the last checkpoint.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
@@ -22,6 +23,7 @@ from tensorkeep.train.data.batches import Batches, check_window
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import prompt_ids
 from tensorkeep.train.guard import can_check_later, check_finite
+from tensorkeep.train.initial import InitialWeights
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.monitor.gradients import observe_gradient_norms
@@ -37,7 +39,7 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import RunLog
 from tensorkeep.train.run.resume import check_steps, current_config, leg_settings
 from tensorkeep.train.run.speed import Speedometer, data_sheet_peak, measured_peak
-from tensorkeep.train.run.start import branch_run, resume_run, start_new
+from tensorkeep.train.run.start import branch_run, resume_run, start_from_weights, start_new
 from tensorkeep.train.run.state import METRIC, Run, RunRandomState
 from tensorkeep.train.run.world import World, can_join, join, launched_ranks
 from tensorkeep.train.spinning import SpinControl
@@ -79,6 +81,7 @@ def open_run(
     *,
     resume: bool = False,
     branch: BranchPoint | None = None,
+    initial: InitialWeights | None = None,
 ) -> Iterator[OpenRun]:
     """Open a new run, or resume the one in the folder after its last undamaged checkpoint.
 
@@ -98,6 +101,8 @@ def open_run(
         Resume the run in the folder, if there is one.
     branch : BranchPoint, optional
         The checkpoint of another run with which a new run begins, and continues to count steps.
+    initial : InitialWeights, optional
+        The weights that a new run starts from. They are saved as step 0, so that a resumed run does not need them.
 
     Yields
     ------
@@ -137,6 +142,9 @@ def open_run(
         elif branch is not None:
             branch.check_data(dataset)
             leg_settings(branch.config, final, branch.folder, branch=True)
+        elif initial is not None:
+            initial.check(final.model)
+            initial.check_data(dataset)
         if record is None:
             check_steps(final, 0 if branch is None else branch.step, folder)
         if final.optim != config.optim:
@@ -147,7 +155,8 @@ def open_run(
         if final.sample.every:
             prompt_ids(dataset.tokenizer, final.sample.prompt)  # refuses what the tokenizer does not know
         stack.enter_context(techniques.process())
-        run = _build(final, folder, dataset, device, techniques, world, manager, log)
+        values = None if initial is None or record is not None else initial.values(final.model)
+        run = _build(final, folder, dataset, device, techniques, world, manager, log, values)
         stack.enter_context(manager)
         stack.enter_context(log)
         if device.type == "cpu":
@@ -159,6 +168,8 @@ def open_run(
             resume_run(run, final, record, run.state)
         elif branch is not None:
             branch_run(run, final, branch, run.state)
+        elif initial is not None:
+            start_from_weights(run, final, initial.record, run.state)
         else:
             start_new(run, final)
         run.notes += () if off is None else (off,)
@@ -250,6 +261,7 @@ def _build(
     world: World,
     manager: CheckpointManager,
     log: RunLog,
+    values: Mapping[str, Tensor] | None,
 ) -> OpenRun:
     """Return a run before its first step, with its techniques applied. Nothing is written."""
     if config.loop.threads is not None:
@@ -257,7 +269,7 @@ def _build(
     torch.manual_seed(config.loop.seed)
     # Techniques that shard a model make its weights themselves: no rank has all of them.
     sharded = any(isinstance(each, Parallel) and each.fills_model for each in techniques.techniques)
-    model = _model(config.model, config.loop.seed, torch.device("meta") if sharded else device)
+    model = _model(config.model, config.loop.seed, torch.device("meta") if sharded else device, values)
     mask_documents(model, config, dataset.tokenizer)
     optimizers = build_optimizers(model, config.optim)
     run = OpenRun(
@@ -286,6 +298,8 @@ def _build(
         techniques=techniques,
     )
     techniques.apply(run)
+    # Their memory is needed no longer.
+    model.values = {}
     if config.log.gradient_norms:
         observe_gradient_norms(run)
     run.checks_later = can_check_later(run)
@@ -295,6 +309,6 @@ def _build(
     return run
 
 
-def _model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
+def _model(config: ModelConfig, seed: int, device: torch.device, values: Mapping[str, Tensor] | None) -> GPT:
     with memory_errors_reported(config):
-        return GPT(config, generator=torch.Generator().manual_seed(seed), device=device)
+        return GPT(config, generator=torch.Generator().manual_seed(seed), device=device, values=values)

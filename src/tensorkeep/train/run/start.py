@@ -14,7 +14,7 @@ from tensorkeep.train.config.config import Config, differences
 from tensorkeep.train.optim.schedules import Plateau, RangeTest
 from tensorkeep.train.run.branch import BranchPoint
 from tensorkeep.train.run.device import surroundings
-from tensorkeep.train.run.folder import Changes, Origin, RunRecord
+from tensorkeep.train.run.folder import Changes, InitialRecord, Origin, RunRecord
 from tensorkeep.train.run.resume import (
     current_config,
     describe,
@@ -32,15 +32,26 @@ State = Callable[[], dict[str, Any]]
 """Returns what a checkpoint of the run holds."""
 
 
-def start_new(run: Run, config: Config, origin: Origin | None = None) -> None:
+def start_new(run: Run, config: Config, origin: Origin | None = None, initial: InitialRecord | None = None) -> None:
     """Write the record of a new run."""
     if run.world.is_main:
-        if origin is None:
+        if origin is None and initial is None:
             # Another process may also have started a run here since the first check.
             run.folder.check_new()
-        run.folder.start(config, run.dataset, _here(run), origin)
+        run.folder.start(config, run.dataset, _here(run), origin, initial)
         run.log.begin(run.progress.step)
     run.world.barrier()
+
+
+def start_from_weights(run: Run, config: Config, initial: InitialRecord, state: State) -> None:
+    """Save the initial weights of a new run as its step 0, and write its record."""
+    run.folder.check_new()
+    run.world.barrier()
+    # The record last, as in a branch: a resumed run must not need the source of the weights.
+    run.manager.save(0, state()).wait()
+    start_new(run, config, initial=initial)
+    step = "" if initial.step is None else f", step {initial.step}"
+    run.notes += (f"initial weights: {initial.path}{step}",)
 
 
 def resume_run(run: Run, config: Config, record: RunRecord, state: State) -> None:

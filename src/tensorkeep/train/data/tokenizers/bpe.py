@@ -109,13 +109,13 @@ class BpeTokenizer(Tokenizer):
         return str(self._pipeline.decode(ids.tolist(), skip_special_tokens=False))
 
     def _bytes(self, id: int) -> bytes:
-        token, notation = self._vocabulary[id], _byte_notation()
+        token, notation = self._vocabulary[id], byte_notation()
         # The library decodes a token that is not in the notation as itself.
         return bytes(notation[each] for each in token) if notation.keys() >= set(token) else token.encode()
 
 
 @cache
-def _byte_notation() -> dict[str, int]:
+def byte_notation() -> dict[str, int]:
     """Return the bytes by their characters in GPT-2's notation: printable ones as they are, others from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
     others = [each for each in range(256) if each not in printable]

@@ -4,23 +4,30 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tensorkeep.errors import CorruptCheckpointError, UsageError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UsageError
+from tensorkeep.formats import sealed
+from tensorkeep.io.directory import Directory
+from tensorkeep.io.files import store_errors
 from tensorkeep.train.data.tokenizers.base import Documents, Tokenizer, library
 from tensorkeep.train.data.tokenizers.bpe import DEFAULT_VOCAB_SIZE, SMALLEST_VOCAB_SIZE, BpeTokenizer
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer, CharTokenizer
+from tensorkeep.train.data.tokenizers.from_huggingface import FILE, HuggingFaceTokenizer, read_tokenizer
 from tensorkeep.train.data.tokenizers.from_tiktoken import TiktokenTokenizer
 
-CHOICES = ("char", "byte", "bpe", "tiktoken:NAME")
+FROM = "from"
+CHOICES = ("char", "byte", "bpe", "tiktoken:NAME", f"{FROM}:FOLDER")
 
 _FROM_DICT: dict[object, Callable[[dict[str, Any]], Tokenizer]] = {
     "char": CharTokenizer.from_dict,
     "byte": ByteTokenizer.from_dict,
     "bpe": BpeTokenizer.from_dict,
     "tiktoken": TiktokenTokenizer.from_dict,
+    "huggingface": HuggingFaceTokenizer.from_dict,
 }
 
 
@@ -49,6 +56,13 @@ def learner(choice: str, vocab_size: int | None = None) -> Learn:
     if kind == "tiktoken" and name:
         found = TiktokenTokenizer.named(name)
         return Learn(lambda corpus, documents: found, reads=False)
+    if kind == FROM and name:
+        given = tokenizer_at(Path(name))
+        if given is None:
+            raise NotACheckpointError(
+                "has no tokenizer", path=name, remedy="give the folder of a run or of a Hugging Face model"
+            )
+        return Learn(partial(_adopted, given, name), reads=True)
     if choice == "char":
         return Learn(CharTokenizer.learn, reads=True)
     if choice == "byte":
@@ -62,6 +76,21 @@ def learner(choice: str, vocab_size: int | None = None) -> Learn:
     raise UsageError(f"there is no tokenizer {choice!r}", remedy=f"{hint}give one of {', '.join(CHOICES)}")
 
 
+def _adopted(tokenizer: Tokenizer, place: str, corpus: Documents, documents: bool) -> Tokenizer:
+    """Return a tokenizer of another corpus, after a check that it can encode this one."""
+    if documents and tokenizer.end_of_document is None:
+        raise UsageError(
+            "the tokenizer has no token to end a document, and the source consists of documents",
+            path=place,
+            remedy="give one file of text, or another tokenizer",
+        )
+    if isinstance(tokenizer, CharTokenizer):
+        for texts in corpus:
+            for text in texts:
+                tokenizer.encode(text)
+    return tokenizer
+
+
 def _checked(vocab_size: int) -> int:
     if isinstance(vocab_size, bool) or not SMALLEST_VOCAB_SIZE <= vocab_size < 1 << 31:
         raise UsageError(
@@ -69,6 +98,23 @@ def _checked(vocab_size: int) -> int:
             remedy=f"give {SMALLEST_VOCAB_SIZE} or more",
         )
     return vocab_size
+
+
+def tokenizer_at(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of a run or of a Hugging Face model, by its folder; None if there is none.
+
+    Raises the errors of `tokenizer_from_dict` and `read_tokenizer`.
+    """
+    path = folder / FILE
+    with store_errors(path, "read the tokenizer"):
+        if not path.is_file():
+            return read_tokenizer(folder)
+        with path.open("rb") as file:
+            is_sealed = file.read(len(sealed.OPENING)) == sealed.OPENING
+    if not is_sealed:
+        return read_tokenizer(folder)
+    with Directory(folder) as directory:
+        return tokenizer_from_dict(sealed.read(directory, FILE))
 
 
 def tokenizer_from_dict(stored: dict[str, Any]) -> Tokenizer:

@@ -1,0 +1,138 @@
+"""Tokenizers of Hugging Face models: ``tokenizer.json``, or GPT-2's ``vocab.json`` and ``merges.txt``.
+
+Only byte-level byte pairs, as GPT-2's and LLaMA 3's, encode every text and give it back. Others are refused.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from tensorkeep.errors import CorruptCheckpointError, MissingExtraError, UnsupportedError
+from tensorkeep.io.files import store_errors
+from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens, library
+from tensorkeep.train.data.tokenizers.bpe import byte_notation
+
+FILE = "tokenizer.json"
+_SETTINGS = "tokenizer_config.json"
+_OLD_FILES = ("vocab.json", "merges.txt")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A byte-level tokenizer of the package ``tokenizers``, from the text of its ``tokenizer.json``.
+
+    Raises ValueError if that is malformed, is not byte-level, or has no such token as ``end_of_document``.
+    """
+
+    name = "huggingface"
+    merges = True
+
+    def __init__(self, text: str, end_of_document: int) -> None:
+        try:
+            self._pipeline = library("tokenizers").Tokenizer.from_str(text)
+        except MissingExtraError:
+            raise
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(str(error)) from error
+        stored = json.loads(text)
+        if stored["model"].get("type") != "BPE" or "ByteLevel" not in json.dumps(stored.get("pre_tokenizer")):
+            raise ValueError("it is not byte-level")
+        # Special tokens in a corpus are ordinary text.
+        self._pipeline.encode_special_tokens = True
+        vocabulary = self._pipeline.get_vocab(with_added_tokens=True)
+        self._tokens: dict[int, str] = {id: token for token, id in vocabulary.items()}
+        self._added = {each["id"] for each in stored.get("added_tokens", ())}
+        if end_of_document not in self._tokens:
+            raise ValueError(f"it has no token {end_of_document}")
+        self._text = text
+        self.vocab_size = max(self._tokens) + 1
+        self.end_of_document = end_of_document
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Self:
+        """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
+        fields = msgspec.convert(stored, _Stored)
+        return cls(fields.tokenizer, fields.end_of_document)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.name, "tokenizer": self._text, "end_of_document": self.end_of_document}
+
+    def hugging_face_json(self) -> str:
+        """Return the ``tokenizer.json``."""
+        return self._text
+
+    def _encode(self, text: str) -> Tokens:
+        encoded = self._pipeline.encode_batch_fast([text], add_special_tokens=False)[0]
+        return np.array(encoded.ids, self.dtype)
+
+    def _decode(self, ids: Ids) -> str:
+        return b"".join(map(self._bytes, ids.tolist())).decode(errors="replace")
+
+    def _bytes(self, id: int) -> bytes:
+        token = self._tokens.get(id)
+        if token is None:
+            # Some vocabularies have gaps, and a model may predict one.
+            return "\ufffd".encode()
+        notation = byte_notation()
+        if id in self._added or not notation.keys() >= set(token):
+            return token.encode()
+        return bytes(notation[each] for each in token)
+
+
+class _Stored(msgspec.Struct):
+    tokenizer: str
+    end_of_document: int
+
+
+def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
+    """Return the tokenizer of a model's folder; None if it has none.
+
+    Raises UnsupportedError if it is not byte-level, or no token is known to end a document; CorruptCheckpointError if
+    it is malformed; MissingExtraError if ``tokenizers`` is not installed.
+    """
+    path = folder / FILE
+    with store_errors(path, "read the tokenizer"):
+        if path.exists():
+            text = path.read_text()
+        elif all((folder / name).exists() for name in _OLD_FILES):
+            text = _from_old_files(folder)
+        else:
+            return None
+        settings = folder / _SETTINGS
+        stated = json.loads(settings.read_text()).get("eos_token") if settings.exists() else None
+    end = stated.get("content") if isinstance(stated, dict) else stated or END_OF_DOCUMENT
+    try:
+        token = library("tokenizers").Tokenizer.from_str(text).token_to_id(end)
+    except MissingExtraError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise CorruptCheckpointError(f"is not a tokenizer ({error})", path=path) from error
+    if token is None:
+        raise UnsupportedError(
+            f"has no token {end!r} to end a document", path=folder, remedy=f"state eos_token in {_SETTINGS}"
+        )
+    try:
+        return HuggingFaceTokenizer(text, token)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"the tokenizer cannot be used: {error}",
+            path=path,
+            remedy="only byte-level byte pairs are supported, as GPT-2's and LLaMA 3's",
+        ) from error
+
+
+def _from_old_files(folder: Path) -> str:
+    """Return the ``tokenizer.json`` of GPT-2's two files."""
+    tokenizers = library("tokenizers")
+    try:
+        model = tokenizers.models.BPE.from_file(*(str(folder / name) for name in _OLD_FILES))
+    except Exception as error:  # the library raises nothing narrower
+        raise CorruptCheckpointError(f"{' and '.join(_OLD_FILES)} are malformed ({error})", path=folder) from error
+    pipeline = tokenizers.Tokenizer(model)
+    pipeline.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = tokenizers.decoders.ByteLevel()
+    if pipeline.token_to_id(END_OF_DOCUMENT) is not None:
+        pipeline.add_special_tokens([END_OF_DOCUMENT])
+    return str(pipeline.to_str())

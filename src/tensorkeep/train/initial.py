@@ -1,0 +1,184 @@
+"""Weights that a run starts from: those of another run, or of a Hugging Face folder."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from tensorkeep.checkpoint.load.load import load
+from tensorkeep.checkpoint.manager.address import split_address
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, TensorkeepError, UsageError
+from tensorkeep.formats.sealed import new_hasher
+from tensorkeep.io.files import store_errors
+from tensorkeep.train.config.config import Config, flat
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.tokenizers.base import Tokenizer
+from tensorkeep.train.data.tokenizers.known import FROM, tokenizer_at
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.from_huggingface import model_config, weights_of
+from tensorkeep.train.run.folder import InitialRecord, RunFolder
+from tensorkeep.train.run.trained import load_trained_at
+
+CONFIG = "config.json"
+_WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
+_FREE = ("dropout", "init_std", "context_length")
+"""Settings of a model that a run may choose, whatever the weights are."""
+
+
+@dataclass(frozen=True, slots=True)
+class InitialWeights:
+    """The weights of a model, by their names in `GPT`.
+
+    Attributes
+    ----------
+    record : InitialRecord
+        What the record of the run says of them.
+    config : ModelConfig
+        Of the model that they come from.
+    tensors : dict of str to Tensor
+    tokenizer : Tokenizer, optional
+        That they were trained with, if it is known.
+    folder : Path
+        Of the run or the model.
+    """
+
+    record: InitialRecord
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    tokenizer: Tokenizer | None
+    folder: Path
+
+    def model_settings(self, config: Config) -> dict[str, object]:
+        """Return the settings of a run that the weights decide, by dotted name.
+
+        The context is the shorter one: that of the model, or that of the run.
+        """
+        model = msgspec.structs.replace(
+            self.config,
+            context_length=min(self.config.context_length, config.model.context_length),
+            dropout=config.model.dropout,
+            init_std=config.model.init_std,
+        )
+        found: dict[str, object] = flat({"model": msgspec.to_builtins(model)})
+        if self.tokenizer is not None:
+            found["data.tokenizer"] = f"{FROM}:{self.folder}"
+        return found
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise UsageError if the weights do not fit a model; the message names the setting."""
+        source, wanted = (flat(msgspec.to_builtins(each)) for each in (self.config, model))
+        for name, value in wanted.items():
+            if name not in _FREE and source.get(name) != value:
+                raise UsageError(
+                    f"model.{name} is {value!r}, and the initial weights are of a model with {source.get(name)!r}",
+                    path=self.record.path,
+                    remedy=f"leave model.{name} out, and techniques that change it",
+                )
+        if model.positions == "learned" and model.context_length > self.config.context_length:
+            raise UsageError(
+                f"model.context_length is {model.context_length}, and the initial weights have "
+                f"{self.config.context_length} learned positions",
+                path=self.record.path,
+                remedy=f"give --model.context_length {self.config.context_length} or less",
+            )
+
+    def check_data(self, dataset: Dataset) -> None:
+        """Raise UsageError if data has tokens that the weights were not trained with."""
+        known, used = self.tokenizer, dataset.tokenizer
+        remedy = "prepare the data with the tokenizer of the model"
+        if known is not None:
+            remedy += f": tensorkeep data prepare SOURCE --tokenizer {FROM}:{self.folder}"
+        if used.vocab_size > self.config.vocab_size:
+            raise UsageError(
+                f"the data has a vocabulary of {used.vocab_size:,} tokens, and the initial weights one of "
+                f"{self.config.vocab_size:,}",
+                path=dataset.path,
+                remedy=remedy,
+            )
+        different = None if known is None else first_difference(used, known)
+        if different is not None:
+            raise UsageError(
+                f"token {different} of the data is another one than that of the initial weights: the data was "
+                f"prepared with {used.name}",
+                path=dataset.path,
+                remedy=remedy,
+            )
+
+    def values(self, model: ModelConfig) -> dict[str, Tensor]:
+        """Return the initial values of the parameters of a model that `check` accepted."""
+        values = dict(self.tensors)
+        if model.positions == "learned":
+            values["positions.weight"] = values["positions.weight"][: model.context_length]
+        return values
+
+
+def read_initial(address: PathLike) -> InitialWeights:
+    """Return the weights of a run (``run``, ``run@1200``, ``run@best``) or of a Hugging Face folder.
+
+    Raises NotACheckpointError if neither is there, UnsupportedError if the model is of another kind, and the errors of
+    reading checkpoints.
+    """
+    place, step = split_address(address)
+    folder = Path(os.path.abspath(place))
+    if RunFolder(folder).exists():
+        return _of_run(address, folder)
+    if step is None and (folder / CONFIG).exists():
+        return _of_hugging_face(folder)
+    raise NotACheckpointError(
+        f"is neither a run nor a Hugging Face model ({CONFIG} and safetensors files)",
+        path=place,
+        remedy="give the folder of a run, RUN@STEP, or the folder of a model",
+    )
+
+
+def _of_run(address: PathLike, folder: Path) -> InitialWeights:
+    trained = load_trained_at(address, device="cpu")
+    tensors = {name: parameter.detach() for name, parameter in trained.model.named_parameters()}
+    record = InitialRecord(path=str(folder), kind="run", step=trained.step.number, fingerprint=_fingerprint(tensors))
+    return InitialWeights(record, trained.model.config, tensors, trained.tokenizer, folder)
+
+
+def _of_hugging_face(folder: Path) -> InitialWeights:
+    with store_errors(folder / CONFIG, "read the configuration"):
+        content = (folder / CONFIG).read_bytes()
+    try:
+        document: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise CorruptCheckpointError(f"is not a JSON object ({error})", path=folder / CONFIG) from error
+    file = next((folder / name for name in _WEIGHTS if (folder / name).exists()), None)
+    if file is None:
+        raise NotACheckpointError(
+            f"has none of {' and '.join(_WEIGHTS)}",
+            path=folder,
+            remedy="save the model as safetensors: model.save_pretrained(FOLDER, safe_serialization=True)",
+        )
+    try:
+        config = model_config(document)
+        tensors = weights_of(load(folder if file.suffix == ".json" else file), config)
+    except TensorkeepError as error:
+        error.path = error.path or os.fspath(folder)
+        raise
+    record = InitialRecord(path=str(folder), kind="hugging-face", step=None, fingerprint=_fingerprint(tensors))
+    return InitialWeights(record, config, tensors, tokenizer_at(folder), folder)
+
+
+def _fingerprint(tensors: dict[str, Tensor]) -> str:
+    """Return the xxh3-64 of names, shapes and values, as 16 hexadecimal digits."""
+    hasher = new_hasher()
+    for name in sorted(tensors):
+        hasher.update(f"{name} {[*tensors[name].shape]} {tensors[name].dtype}".encode())
+        hasher.update(tensors[name].contiguous().numpy())
+    return hasher.hexdigest()
+
+
+def first_difference(used: Tokenizer, known: Tokenizer) -> int | None:
+    """Return the first token of a tokenizer that is another one in a second tokenizer; None if all are the same."""
+    if used.digest == known.digest:
+        return None
+    for token in range(used.vocab_size):
+        if used.token_bytes(token) != known.token_bytes(token):
+            return token
+    return None

@@ -1,0 +1,180 @@
+"""Models of transformers that become ours: the same logits, every setting read or refused, and the way back."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StateMismatchError, UnsupportedError
+from tensorkeep.train.export import export
+from tensorkeep.train.initial import read_initial
+from tensorkeep.train.model.config import ModelConfig, RopeScaling
+from tensorkeep.train.model.from_huggingface import model_config, weights_of
+from tensorkeep.train.model.gpt import GPT
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 40,
+}
+GPT2 = {"n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3}
+LLAMA = {
+    "max_position_embeddings": 16,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 20,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2, gelu, untied": (
+        "GPT2",
+        {**GPT2, "activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 20},
+    ),
+    "llama": ("Llama", {**LLAMA, "rope_theta": 300.0, "num_key_value_heads": 4}),
+    "llama, grouped, tied": ("Llama", {**LLAMA, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama, biases": ("Llama", {**LLAMA, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "llama 3": ("Llama", {**LLAMA, "num_key_value_heads": 2, "rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {**LLAMA, "num_key_value_heads": 2, "sliding_window": None, "head_dim": 6}),
+    "qwen 3": ("Qwen3", {**LLAMA, "num_key_value_heads": 2, "head_dim": 6}),
+}
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        module = pytest.importorskip("transformers")
+        module.utils.logging.set_verbosity_error()
+        module.utils.logging.disable_progress_bar()
+        yield module
+
+
+def made(transformers: Any, name: str, **saving: Any) -> Any:
+    """Return a model of transformers in which every weight matters, saved in a folder if there is one."""
+    kind, settings = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(vocab_size=19, bos_token_id=0, eos_token_id=0, **settings)
+    class_name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    model = getattr(transformers, class_name)(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.4, generator=generator)
+    if saving:
+        model.save_pretrained(**saving)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(transformers: Any, tmp_path: Path, name: str) -> None:
+    theirs = made(transformers, name, save_directory=tmp_path / "theirs")
+    initial = read_initial(tmp_path / "theirs")
+    ours = GPT(initial.config, values=initial.tensors).eval()
+    tokens = torch.randint(19, (3, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found, expected = ours(tokens), theirs(tokens).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert initial.record.kind == "hugging-face"
+    assert len(initial.record.fingerprint) == 16
+
+
+def test_shards_are_read_by_their_index(transformers: Any, tmp_path: Path) -> None:
+    made(transformers, "gpt2", save_directory=tmp_path / "whole")
+    made(transformers, "gpt2", save_directory=tmp_path / "shards", max_shard_size="4KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
+    whole, shards = (read_initial(tmp_path / name) for name in ("whole", "shards"))
+    assert whole.record.fingerprint == shards.record.fingerprint
+
+
+def test_names_without_a_prefix_and_stored_masks_are_accepted() -> None:
+    config = ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4, bias=True)
+    shapes = {"wte.weight": (9, 4), "wpe.weight": (8, 4), "ln_f.weight": (4,), "ln_f.bias": (4,)}
+    shapes |= {f"h.0.{norm}.{kind}": (4,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
+    layers = {"attn.c_attn": (4, 12), "attn.c_proj": (4, 4), "mlp.c_fc": (4, 16), "mlp.c_proj": (16, 4)}
+    for layer, shape in layers.items():
+        shapes |= {f"h.0.{layer}.weight": shape, f"h.0.{layer}.bias": shape[1:]}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    weights = weights_of(tensors, config)
+    assert torch.equal(weights["blocks.0.mlp.up.weight"], tensors["h.0.mlp.c_fc.weight"].T)
+    assert set(weights) == {name for name, _ in GPT(config, device="meta").named_parameters()}
+
+
+def test_missing_foreign_and_misshapen_tensors_are_named() -> None:
+    config = ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4, bias=True)
+    tensors = {"transformer.wte.weight": torch.zeros(9, 5), "transformer.h.0.adapter": torch.zeros(1)}
+    with pytest.raises(StateMismatchError) as caught:
+        weights_of(tensors, config)
+    assert "wpe.weight" in caught.value.missing
+    assert caught.value.extra == ("h.0.adapter",)
+    assert caught.value.different == ("tokens.weight [9, 5]",)
+
+
+@pytest.mark.parametrize(
+    "parts", [{}, {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 1}]
+)
+def test_exported_model_comes_back_bit_for_bit(tmp_path: Path, parts: dict[str, Any]) -> None:
+    config = ModelConfig(vocab_size=9, context_length=8, n_layers=2, n_heads=2, d_model=8, bias=not parts, **parts)
+    model = GPT(config)
+    export(model, config, tmp_path / "out")
+    initial = read_initial(tmp_path / "out")
+    assert initial.config.mlp_width == config.mlp_width
+    for name, parameter in model.named_parameters():
+        assert torch.equal(initial.tensors[name], parameter), name
+
+
+def llama(**settings: Any) -> dict[str, Any]:
+    return {"model_type": "llama", "vocab_size": 9, **LLAMA, **settings}
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"model_type": "bert"}, "model_type is 'bert'"),
+        ({"model_type": ["gpt2"]}, r"model_type is \['gpt2'\]"),
+        (llama(hidden_act="relu"), "hidden_act 'relu', which is not supported"),
+        (llama(head_dim=8), "head_dim 8, which is not supported"),
+        (llama(attention_bias=True), "mlp_bias False, which is not supported"),
+        (llama(sliding_window=4), "sliding_window 4, which is not supported"),
+        (llama(rope_scaling={"type": "yarn", "factor": 2.0}), "rope_type 'yarn', which is not supported"),
+        ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function 'relu', which is not supported"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+    ],
+)
+def test_settings_that_change_the_model_are_refused_by_name(document: dict[str, Any], message: str) -> None:
+    document = document if document.get("attention_bias") is None else {**document, "mlp_bias": False}
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        model_config(document)
+    assert caught.value.remedy
+
+
+def test_rope_of_earlier_versions_is_read() -> None:
+    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    config = model_config(llama(rope_theta=500.0, rope_scaling=scaling))
+    assert config.rope_base == 500.0
+    assert config.rope_scaling == RopeScaling(kind="llama3", factor=8.0, original_context_length=40)
+    assert model_config(llama(rope_scaling={"type": "linear", "factor": 2})).rope_scaling.factor == 2.0
+
+
+def test_folders_without_a_usable_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpointError, match="neither a run nor a Hugging Face model"):
+        read_initial(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CorruptCheckpointError, match="not a JSON object"):
+        read_initial(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(NotACheckpointError, match=r"has none of model\.safetensors") as caught:
+        read_initial(tmp_path)
+    assert "safe_serialization" in str(caught.value.remedy)
+    (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    with pytest.raises(CorruptCheckpointError, match="has no 'vocab_size'"):
+        read_initial(tmp_path)
