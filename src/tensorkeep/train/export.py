@@ -20,6 +20,7 @@ from tensorkeep.train.data.tokenizers.base import library
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.huggingface import Architecture, architecture_of
+from tensorkeep.train.model.lora import merged
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -74,7 +75,7 @@ def export(
     Parameters
     ----------
     model_or_state : GPT or mapping of str to Tensor
-        The model, or its ``state_dict()``.
+        The model, or its ``state_dict()``. Adapters (LoRA) are added to the weights.
     config : ModelConfig
         The configuration of the model.
     folder : path-like
@@ -113,7 +114,8 @@ def export(
     ('GPT2LMHeadModel', ('model.safetensors', 'config.json'))
     """
     architecture = architecture_of(config)
-    state, config = _without_padding(_checked_state(model_or_state, config), config)
+    state, config = merged(_checked_state(model_or_state, config), config)
+    state, config = _without_padding(state, config)
     target = _checked_dtype(state["tokens.weight"].dtype if dtype is None else dtype)
     contents = {CONFIG: _config_document(architecture, config, target, end_of_document)}
     contents |= _tokenizer_files(tokenizer_json, config, end_of_document)

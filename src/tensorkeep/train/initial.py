@@ -19,12 +19,14 @@ from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.known import FROM, tokenizer_at
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.from_huggingface import model_config, weights_of
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.model.lora import merged
 from tensorkeep.train.run.folder import InitialRecord, RunFolder
 from tensorkeep.train.run.trained import load_trained_at
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
-_FREE = ("dropout", "init_std", "context_length")
+_FREE = ("dropout", "init_std", "context_length", "vocab_multiple", "vocab_padding")
 """Settings of a model that a run may choose, whatever the weights are."""
 
 
@@ -61,6 +63,7 @@ class InitialWeights:
             context_length=min(self.config.context_length, config.model.context_length),
             dropout=config.model.dropout,
             init_std=config.model.init_std,
+            lora=config.model.lora,
         )
         found: dict[str, object] = flat({"model": msgspec.to_builtins(model)})
         if self.tokenizer is not None:
@@ -71,7 +74,7 @@ class InitialWeights:
         """Raise UsageError if the weights do not fit a model; the message names the setting."""
         source, wanted = (flat(msgspec.to_builtins(each)) for each in (self.config, model))
         for name, value in wanted.items():
-            if name not in _FREE and source.get(name) != value:
+            if name not in _FREE and not name.startswith("lora.") and source.get(name) != value:
                 raise UsageError(
                     f"model.{name} is {value!r}, and the initial weights are of a model with {source.get(name)!r}",
                     path=self.record.path,
@@ -136,9 +139,10 @@ def read_initial(address: PathLike) -> InitialWeights:
 
 def _of_run(address: PathLike, folder: Path) -> InitialWeights:
     trained = load_trained_at(address, device="cpu")
-    tensors = {name: parameter.detach() for name, parameter in trained.model.named_parameters()}
+    state, config = merged(trained.model.state_dict(), trained.model.config)
+    tensors = {name: state[name] for name, _ in GPT(config, device="meta").named_parameters()}
     record = InitialRecord(path=str(folder), kind="run", step=trained.step.number, fingerprint=_fingerprint(tensors))
-    return InitialWeights(record, trained.model.config, tensors, trained.tokenizer, folder)
+    return InitialWeights(record, config, tensors, trained.tokenizer, folder)
 
 
 def _of_hugging_face(folder: Path) -> InitialWeights:

@@ -32,6 +32,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "compile": {"backend": "aot_eager"},
     "low-bit-optimizer": {"compiled": False},
     "sparse-attention": {"block": 4, "keep": 2},
+    # Large enough for low-bit optimizers to quantise.
+    "lora": {"rank": 64},
 }
 
 

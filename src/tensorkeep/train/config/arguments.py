@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.config import TECHNIQUES, flat, nearest, setting_names, unknown_setting
+from tensorkeep.train.config.config import GROUPS, TECHNIQUES, flat, nearest, setting_names, unknown_setting
 
 _PREFIX = "TENSORKEEP_"
 
@@ -44,7 +44,7 @@ def read_words(words: Sequence[str], options: Collection[str] = ()) -> tuple[str
 
 def _check_option(name: str, options: Collection[str]) -> None:
     settings = [f"--{each}" for each in setting_names() if each != "recipe"]
-    if name in settings or name.startswith(f"--{TECHNIQUES}"):
+    if name in settings or name.startswith((f"--{TECHNIQUES}", f"--{GROUPS}")):
         return
     if name == "--recipe":
         raise UsageError("there is no option --recipe", remedy="give the recipe as a word: tensorkeep train RECIPE")
@@ -91,6 +91,6 @@ def _from_file(file: Path) -> dict[str, Any]:
         settings.setdefault("checkpoint.settings", str(file.absolute()))
     known = setting_names()
     for name in settings:
-        if name not in known and not name.startswith(TECHNIQUES):
+        if name not in known and not name.startswith((TECHNIQUES, GROUPS)):
             raise unknown_setting(name, known, path=file)
     return settings

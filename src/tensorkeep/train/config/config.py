@@ -13,6 +13,8 @@ from tensorkeep.train.config import sections
 from tensorkeep.train.config.sections import Section, read_settings
 from tensorkeep.train.model.config import ModelConfig
 
+GROUPS = "optim.groups."
+"""Prefix of the settings of groups of parameters, such as ``"optim.groups.embeddings.lr_factor"``."""
 TECHNIQUES = "techniques."
 """Prefix of the settings of techniques, such as ``"techniques.compile.mode"``."""
 
@@ -72,6 +74,17 @@ class Config(Section, frozen=True):
                     remedy=f"give eval.every 250, for example, or leave {name} out",
                 )
 
+        if self.model.lora.rank and "lora" not in self.techniques:
+            raise UsageError(
+                f"model.lora.rank is {self.model.lora.rank}, and the technique lora is off",
+                remedy=f"give --techniques.lora.rank {self.model.lora.rank} instead",
+            )
+        if self.model.lora.rank and self.optim.name == "muon":
+            raise UsageError(
+                "optim.name is 'muon', which is for full matrices, and lora trains adapters of low rank",
+                remedy="give optim.name adamw",
+            )
+
     def as_dict(self) -> dict[str, Any]:
         """Return it as nested plain values."""
         found: dict[str, Any] = msgspec.to_builtins(self)
@@ -120,12 +133,27 @@ class Config(Section, frozen=True):
             if name.startswith(f"{DEFAULTS}."):
                 remedy = f"give {TECHNIQUES}{name.removeprefix(f'{DEFAULTS}.')}"
                 raise UsageError(f"{name} cannot be set by itself", remedy=remedy)
+            if name.startswith(GROUPS):
+                _set_group(values["optim"]["groups"], name.removeprefix(GROUPS), value)
+                continue
             if name not in known:
                 raise unknown_setting(name, known)
             *path, field = name.split(".")
             reduce(getitem, path, values)[field] = None if value == "none" else value
         # All at once: settings may be valid in combination only.
         return read_settings(values, type(self))
+
+
+def _set_group(groups: dict[str, dict[str, Any]], name: str, value: object) -> None:
+    """Change a setting of a group of parameters, whose pattern may contain dots."""
+    pattern, _, field = name.rpartition(".")
+    known = [each.name for each in msgspec.structs.fields(sections.ParameterGroup)]
+    if not pattern or field not in known:
+        raise UsageError(
+            f"{GROUPS}{name} is not a setting",
+            remedy=f"give {' or '.join(f'{GROUPS}GROUP.{each}' for each in known)}",
+        )
+    groups.setdefault(pattern, {})[field] = None if value == "none" else value
 
 
 def _set_technique(values: dict[str, Any], name: str, value: object) -> None:

@@ -136,6 +136,21 @@ class DataConfig(Section, frozen=True):
     mask_documents: bool = False
 
 
+class ParameterGroup(Section, frozen=True):
+    """Settings of some parameters that differ from those of the others.
+
+    Attributes
+    ----------
+    lr_factor : float, optional
+        The factor of the learning rate that their optimizer has for the others; the schedule multiplies both.
+    weight_decay : float, optional
+        Instead of that of the others.
+    """
+
+    lr_factor: Positive | None = None
+    weight_decay: NonNegative | None = None
+
+
 class OptimConfig(Section, frozen=True):
     """How weights are updated; see `tensorkeep.train.optim.optimizers`.
 
@@ -162,6 +177,10 @@ class OptimConfig(Section, frozen=True):
         The largest norm of the gradient, which is scaled down to it; 0 for no limit.
     implementation : str
         Which of torch's AdamW: ``"default"``, ``"foreach"`` or ``"fused"``.
+    groups : dict of str to ParameterGroup
+        Settings of some parameters: of a kind (``"embeddings"``, ``"head"``, ``"norms"``, ``"biases"``,
+        ``"matrices"``), or of those whose names match a pattern such as ``"blocks.0.*"``. Where several match, the last
+        one that states a setting decides. See `tensorkeep.train.optim.optimizers`.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -178,6 +197,7 @@ class OptimConfig(Section, frozen=True):
     eps: Positive = 1e-8
     clip: NonNegative = 1.0
     implementation: Literal["default", "foreach", "fused"] = "default"
+    groups: dict[str, ParameterGroup] = {}  # msgspec copies it for each instance
 
 
 class ScheduleConfig(Section, frozen=True):

@@ -107,7 +107,7 @@ def predict(config: Config, *, device: str) -> Ledger:
         kept = min(kept, _BLOCKS_ON_GPU * activations.block())
     return Ledger(
         parameters=nbytes,
-        gradients=nbytes,
+        gradients=FLOAT * sum(each.numel() for each in model.parameters() if each.requires_grad),
         optimizer=sum(_states(config, model, device)),
         average=nbytes if config.ema.decay else 0,
         copies=sum(linear.values()) if activations.width < FLOAT else 0,
@@ -124,11 +124,15 @@ def predict(config: Config, *, device: str) -> Ledger:
 def _states(config: Config, model: GPT, device: str) -> Iterator[int]:
     """Yield the bytes on the device of the optimizer state of each parameter."""
     offloaded = device == "cuda" and "optimizer-offload" in config.techniques
-    for name, each in model.named_parameters():
+    for name, each in _trained(model).items():
         if _updated_by_muon(config, name, each):
             yield _MUON * each.numel()
         elif not offloaded:
             yield _adamw(config, each.numel())
+
+
+def _trained(model: GPT) -> dict[str, Tensor]:
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
 def _updated_by_muon(config: Config, name: str, parameter: Tensor) -> bool:
@@ -147,7 +151,7 @@ def _adamw(config: Config, count: int) -> int:
 
 def _update(config: Config, model: GPT, device: str) -> int:
     """Return the temporary memory of the updates by AdamW and, after them, by Muon."""
-    parameters = dict(model.named_parameters())
+    parameters = _trained(model)
     muons: list[Tensor] = []
     for name, each in parameters.items():
         if _updated_by_muon(config, name, each):

@@ -10,6 +10,7 @@ from torch.nn import functional
 from tensorkeep.train.model.cache import LayerCache
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.document_mask import Mask, attend_within
+from tensorkeep.train.model.lora import build_linear
 from tensorkeep.train.model.positions import Rotation, rotate
 from tensorkeep.train.model.shift import CausalConvolution
 
@@ -63,14 +64,14 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.dropout_p = config.dropout
         if config.grouped:
-            self.q = nn.Linear(config.d_model, config.d_model, bias=config.bias)
-            self.kv = nn.Linear(config.d_model, 2 * config.n_kv_heads * config.head_size, bias=config.bias)
+            self.q = build_linear(config, "attention", config.d_model, config.d_model)
+            self.kv = build_linear(config, "attention", config.d_model, 2 * config.n_kv_heads * config.head_size)
         else:
-            self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.bias)
+            self.qkv = build_linear(config, "attention", config.d_model, 3 * config.d_model)
         self.convolution = CausalConvolution(3 * config.d_model, config.convolution) if config.convolution > 1 else None
         self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
-        self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.out = build_linear(config, "attention", config.d_model, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.kernel: Kernel = functional.scaled_dot_product_attention
 

@@ -10,6 +10,7 @@ from tensorkeep.train.model.attention import Attention
 from tensorkeep.train.model.cache import LayerCache
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.document_mask import Mask
+from tensorkeep.train.model.lora import build_linear
 from tensorkeep.train.model.positions import Rotation
 from tensorkeep.train.model.shift import TokenShift
 
@@ -32,9 +33,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.d_model, config.mlp_width, bias=config.bias)
-        self.gate = nn.Linear(config.d_model, config.mlp_width, bias=config.bias) if config.gated else None
-        self.down = nn.Linear(config.mlp_width, config.d_model, bias=config.bias)
+        self.up = build_linear(config, "mlp", config.d_model, config.mlp_width)
+        self.gate = build_linear(config, "mlp", config.d_model, config.mlp_width) if config.gated else None
+        self.down = build_linear(config, "mlp", config.mlp_width, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.activation = _ACTIVATIONS[config.activation]
 

@@ -47,6 +47,28 @@ class RopeScaling(Section, frozen=True):
             )
 
 
+class LoraConfig(Section, frozen=True):
+    """Adapters of low rank beside weights that are not trained; see `tensorkeep.train.model.lora`.
+
+    Attributes
+    ----------
+    rank : int
+        The rank of the adapters; 0 for none.
+    alpha : float
+        The output of the adapters is multiplied by alpha / rank.
+    targets : str
+        The layers that have one: those of ``"attention"``, of the ``"mlp"``, or ``"all"`` of both.
+    """
+
+    rank: Steps = 0
+    alpha: Positive = 16.0
+    targets: Literal["all", "attention", "mlp"] = "all"
+
+    def adapts(self, part: str) -> bool:
+        """Return whether the layers of a part, ``"attention"`` or ``"mlp"``, have adapters."""
+        return self.rank > 0 and self.targets in ("all", part)
+
+
 class ModelConfig(Section, frozen=True):
     """What a `GPT` consists of.
 
@@ -100,6 +122,8 @@ class ModelConfig(Section, frozen=True):
     dropout : float
         Probability that an element is zeroed in training: of the embeddings, of the attention weights, and of the
         outputs of attention and MLPs.
+    lora : LoraConfig
+        Adapters; the other weights are then not trained. The technique ``lora`` sets it.
     init_std : float
         Standard deviation of the initial weights.
 
@@ -135,6 +159,7 @@ class ModelConfig(Section, frozen=True):
     tied: bool = True
     dropout: Decay = 0.0
     init_std: Positive = 0.02
+    lora: LoraConfig = LoraConfig()
     vocab_multiple: Count = 1
     vocab_padding: Steps = 0
 
@@ -234,7 +259,16 @@ class ModelConfig(Section, frozen=True):
         tables = self.vocab_size * d + positions if embeddings else 0
         shifts = d * (1 + 2 * self.n_layers * (self.token_shift == "blocks")) if self.token_shift else 0
         taps = self.n_layers * 3 * d * (self.convolution - 1)
-        return self.n_layers * self._block_matmul_weights() + norms + biases + shifts + taps + head + tables
+        weights = self.n_layers * (self._block_matmul_weights() + self._adapter_weights())
+        return weights + norms + biases + shifts + taps + head + tables
+
+    def _adapter_weights(self) -> int:
+        """Return the number of weights of the adapters of one block."""
+        d, key_width, width = self.d_model, self.n_kv_heads * self.head_size, self.mlp_width
+        attention = (d + d) + (d + d) + (d + 2 * key_width) if self.grouped else (d + 3 * d) + (d + d)
+        found = attention if self.lora.adapts("attention") else 0
+        found += (d + width) * (3 if self.gated else 2) if self.lora.adapts("mlp") else 0
+        return self.lora.rank * found
 
     def _block_matmul_weights(self) -> int:
         """Return the number of weights of one block that take part in matmuls."""
@@ -247,10 +281,12 @@ class ModelConfig(Section, frozen=True):
         Only matmuls count: 6 operations for each weight of a matmul (the head included, embedding look-ups not), and
         12 n_layers d_model T for attention over T tokens, by default the context of the model. By convention attention
         counts in full, although half of it is masked (Chowdhery et al., arXiv 2204.02311, appendix B). Recomputation by
-        activation checkpointing does not count.
+        activation checkpointing does not count. Weights that are not trained, beside adapters, have no gradient: they
+        take 4 operations.
         """
         length = self.context_length if context_length is None else context_length
         if length < 1:
             raise UsageError(f"context_length is {length}", remedy="give 1 or more")
         weights = self.n_layers * self._block_matmul_weights() + self.vocab_size * self.d_model
-        return 6 * weights + 12 * self.n_layers * self.d_model * length
+        trained = 6 * self.n_layers * self._adapter_weights()
+        return (4 if self.lora.rank else 6) * weights + trained + 12 * self.n_layers * self.d_model * length

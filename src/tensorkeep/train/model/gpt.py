@@ -13,6 +13,7 @@ from tensorkeep.train.model.block import Block, build_norm
 from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.document_mask import Mask, dense_mask, document_numbers, tiled_mask
+from tensorkeep.train.model.lora import initial_adapter, is_adapter
 from tensorkeep.train.model.positions import LearnedPositions, RotaryPositions
 from tensorkeep.train.model.shift import TokenShift
 
@@ -43,6 +44,8 @@ class GPT(nn.Module):
         blocks.N.mlp.up.weight           [mlp_width, d_model]
         blocks.N.mlp.gate.weight         [mlp_width, d_model]       gated activations only
         blocks.N.mlp.down.weight         [d_model, mlp_width]
+        blocks.N.LAYER.lora_a            [rank, inputs]             adapters only
+        blocks.N.LAYER.lora_b            [outputs, rank]            adapters only
         norm.weight                      [d_model]
         head.weight                      [vocab_size, d_model]      the same tensor as tokens.weight if tied
 
@@ -105,6 +108,9 @@ class GPT(nn.Module):
             self.norm = build_norm(config)
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self._tie()
+        if config.lora.rank:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(is_adapter(name))
         place = torch.get_default_device() if device is None else torch.device(device)
         if place.type != "meta":
             self.to_empty(device=place)
@@ -135,6 +141,8 @@ class GPT(nn.Module):
         if name in self.values:
             return self.values[name].clone()
         shape = self.get_parameter(name).shape
+        if is_adapter(name):
+            return initial_adapter(name, shape, generator)
         place = generator.device if generator is not None else "cpu"
         if len(shape) == 1:
             return torch.full(shape, 1.0 if name.endswith("weight") else 0.0, device=place)

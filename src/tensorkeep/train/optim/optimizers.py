@@ -1,8 +1,10 @@
 """Optimizers: which parameters each updates, with which learning rate and weight decay."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -14,6 +16,14 @@ Optimizers = dict[str, torch.optim.Optimizer]
 """By name; each training step steps all of them."""
 
 _PEAK = "peak_lr"
+KINDS = {
+    "embeddings": ("tokens.*", "positions.*"),
+    "head": ("head.*",),
+    "norms": ("norm.*", "blocks.*.norm?.*", "*.q_norm.*", "*.k_norm.*"),
+    "biases": ("*.bias",),
+    "matrices": tuple(f"blocks.*.{layer}.weight" for layer in ("qkv", "q", "kv", "out", "up", "gate", "down")),
+}
+"""Patterns of the names of the parameters of each kind."""
 FUSED_PROJECTIONS = {".attention.qkv.weight": 3, ".attention.kv.weight": 2}
 """How many matrices of equal shape are one above the other in a weight whose name ends so."""
 
@@ -23,20 +33,23 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
 
     Matrices decay, vectors (biases and the weights of norms) do not, as in GPT-3 (Brown et al., arXiv 2005.14165).
     ``"muon"`` updates the matrices of the blocks by orthogonalised momentum (Jordan et al., 2024), the other parameters
-    by AdamW (Loshchilov and Hutter, arXiv 1711.05101).
+    by AdamW (Loshchilov and Hutter, arXiv 1711.05101). ``groups`` changes the settings of some parameters.
+
+    Raises UsageError if a group has no parameter.
     """
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    _check_groups(parameters, config)
     hidden = {name: each for name, each in parameters.items() if name.startswith("blocks.") and each.ndim == 2}
     if config.name == "adamw":
-        return {"adamw": _adamw(parameters.values(), config)}
+        return {"adamw": _adamw(parameters, config)}
     muon = Muon(
-        list(_muon_groups(hidden, config)),
+        [part for group in _muon_groups(hidden, config) for part in _parts(group, hidden, config)],
         lr=config.muon_lr,
         weight_decay=config.weight_decay,
         momentum=config.muon_momentum,
         ns_steps=config.muon_steps,
     )
-    rest = (each for name, each in parameters.items() if name not in hidden)
+    rest = {name: each for name, each in parameters.items() if name not in hidden}
     return {"muon": muon, "adamw": _adamw(rest, config)}
 
 
@@ -55,16 +68,50 @@ def fused_projections(name: str) -> int:
     return next((count for end, count in FUSED_PROJECTIONS.items() if name.endswith(end)), 1)
 
 
-def _adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    parameters = list(parameters)
-    matrices = [each for each in parameters if each.ndim >= 2]
-    vectors = [each for each in parameters if each.ndim < 2]
+def _check_groups(names: Collection[str], config: OptimConfig) -> None:
+    for group in config.groups:
+        if not any(_matches(name, group) for name in names):
+            tied = group == "head" and "head.weight" not in names
+            raise UsageError(
+                f"optim.groups has {group!r}, and no trained parameter is in it",
+                remedy="a tied head is the embedding: give 'embeddings'"
+                if tied
+                else f"give one of {', '.join(KINDS)}, or a pattern of names such as 'blocks.0.*'",
+            )
+
+
+def _matches(name: str, group: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in KINDS.get(group, (group,)))
+
+
+def _parts(group: dict[str, Any], named: Mapping[str, nn.Parameter], config: OptimConfig) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a group whose parameters have equal settings; the group itself if no setting is changed."""
+    if not config.groups:
+        yield group
+        return
+    names = {id(each): name for name, each in named.items()}
+    parts: dict[tuple[float, float | None], list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        factor, decay = 1.0, None
+        for pattern, changed in config.groups.items():
+            if _matches(names[id(parameter)], pattern):
+                factor = factor if changed.lr_factor is None else changed.lr_factor
+                decay = decay if changed.weight_decay is None else changed.weight_decay
+        parts.setdefault((factor, decay), []).append(parameter)
+    for (factor, decay), parameters in parts.items():
+        changes = {} if decay is None else {"weight_decay": decay}
+        yield {**group, "params": parameters, _PEAK: group[_PEAK] * factor, **changes}
+
+
+def _adamw(named: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    matrices = [each for each in named.values() if each.ndim >= 2]
+    vectors = [each for each in named.values() if each.ndim < 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay, _PEAK: config.lr},
         {"params": vectors, "weight_decay": 0.0, _PEAK: config.lr},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [part for group in groups if group["params"] for part in _parts(group, named, config)],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -79,7 +126,7 @@ def check_optimizers(config: OptimConfig, device: torch.device) -> None:
     parameter.grad = torch.zeros_like(parameter)
     try:
         # Torch checks the device in the first step only.
-        _adamw([parameter], config).step()
+        _adamw({"": parameter}, msgspec.structs.replace(config, groups={})).step()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise UsageError(

@@ -90,7 +90,9 @@ def prove_schedule(technique: Technique, run: Run) -> Verification:
     rates = stepped or [rate for optimizer in run.optimizers.values() for rate in _rates(optimizer)]
     fraction = learning_rate_factor(run.config.schedule, run.progress.step, run.config.loop.steps) * run.plateau.factor
     optim = run.config.optim
-    expected = sorted({fraction * peak for peak in (optim.lr, *([optim.muon_lr] if optim.name == "muon" else []))})
+    peaks = (optim.lr, *([optim.muon_lr] if optim.name == "muon" else []))
+    factors = {1.0, *(each.lr_factor for each in optim.groups.values() if each.lr_factor is not None)}
+    expected = sorted({fraction * peak * factor for peak in peaks for factor in factors})
     others = [rate for rate in rates if not any(math.isclose(rate, each, rel_tol=_SAME_RATE) for each in expected)]
     if others or not rates:
         raise technique.not_active(

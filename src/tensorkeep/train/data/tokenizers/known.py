@@ -101,7 +101,7 @@ def _checked(vocab_size: int) -> int:
 
 
 def tokenizer_at(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a run or of a Hugging Face model, by its folder; None if there is none.
+    """Return the tokenizer of a run or of a Hugging Face model, by its folder; None if the folder has no tokenizer.
 
     Raises the errors of `tokenizer_from_dict` and `read_tokenizer`.
     """

@@ -69,7 +69,7 @@ class Ddp(Parallel):
 
         with replace_operation(run, "clip", observed_clip):
             yield
-        parameters = sum(each.numel() for each in run.model.parameters())
+        parameters = sum(each.numel() for each in run.model.parameters() if each.requires_grad)
         reduced = self._reduced - before
         if reduced != parameters:
             raise self.not_active(
