@@ -137,15 +137,7 @@ class DataConfig(Section, frozen=True):
 
 
 class ParameterGroup(Section, frozen=True):
-    """Settings of some parameters that differ from those of the others.
-
-    Attributes
-    ----------
-    lr_factor : float, optional
-        The factor of the learning rate that their optimizer has for the others; the schedule multiplies both.
-    weight_decay : float, optional
-        Instead of that of the others.
-    """
+    """A factor of the learning rate, and a weight decay, instead of those of the other parameters."""
 
     lr_factor: Positive | None = None
     weight_decay: NonNegative | None = None
@@ -178,9 +170,8 @@ class OptimConfig(Section, frozen=True):
     implementation : str
         Which of torch's AdamW: ``"default"``, ``"foreach"`` or ``"fused"``.
     groups : dict of str to ParameterGroup
-        Settings of some parameters: of a kind (``"embeddings"``, ``"head"``, ``"norms"``, ``"biases"``,
-        ``"matrices"``), or of those whose names match a pattern such as ``"blocks.0.*"``. Where several match, the last
-        one that states a setting decides. See `tensorkeep.train.optim.optimizers`.
+        Settings of ``"embeddings"``, ``"head"``, ``"norms"``, ``"biases"`` or ``"matrices"``, or of names that match a
+        pattern such as ``"blocks.0.*"``. Where several match, the last one that states a setting decides.
     """
 
     name: Literal["adamw", "muon"] = "adamw"

@@ -1,0 +1,101 @@
+"""LoRA: only adapters of low rank are trained; the weights of the model stay as they are."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Count, Positive, Section
+from tensorkeep.train.model.lora import B, is_adapter
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.observe import count_updates
+
+
+class LoraSettings(Section, frozen=True):
+    """The size of the adapters, and which layers have one.
+
+    Attributes
+    ----------
+    rank : int
+        The rank of the adapters.
+    alpha : float
+        The output of the adapters is multiplied by alpha / rank.
+    targets : str
+        The layers that have one: those of ``"attention"``, of the ``"mlp"``, or ``"all"`` of both.
+    """
+
+    rank: Count = 8
+    alpha: Positive = 16.0
+    targets: Literal["all", "attention", "mlp"] = "all"
+
+
+class Lora(Technique):
+    """Hu et al., arXiv 2106.09685; see `tensorkeep.train.model.lora`. The frozen weights come from ``--init-from``."""
+
+    name: ClassVar = "lora"
+    kind: ClassVar = "algorithmic"
+    changes: ClassVar = "model"
+    summary: ClassVar = "trains adapters of low rank beside the layers of the blocks, and nothing else"
+    effect: ClassVar = (
+        "gradients and optimizer states of a few per cent of the weights; for fine-tuning (--init-from), not for "
+        "training from random weights"
+    )
+    reference: ClassVar = "arXiv 2106.09685"
+    Settings: ClassVar = LoraSettings
+    settings: LoraSettings
+    conflicts: ClassVar = {
+        "quantised-forward": "it replaces the layers of the blocks, which have the adapters",
+        **dict.fromkeys(
+            ("fsdp", "hsdp", "tensor-parallel", "pipeline-parallel"),
+            "it shards the weights of the model, and frozen ones beside trained ones are not supported",
+        ),
+    }
+
+    def configure(self, config: Config) -> Config:
+        """Give the model adapters."""
+        settings = self.settings
+        return config.changed(
+            {
+                "model.lora.rank": settings.rank,
+                "model.lora.alpha": settings.alpha,
+                "model.lora.targets": settings.targets,
+            }
+        )
+
+    def verify(self, run: Run) -> Verification:
+        """Compare the bits of all weights before and after the update, and what the optimizers have."""
+        parameters = dict(run.model.named_parameters())
+        frozen = {name: each for name, each in parameters.items() if not is_adapter(name)}
+        # In the first update only B moves: the gradient of A is a product with B, which is 0.
+        adapters = {name: each for name, each in parameters.items() if name.endswith(B)}
+        with count_updates(run) as updates:
+            before = _fingerprints(parameters)
+            yield
+        if not updates.count:
+            return None
+        after = _fingerprints(parameters)
+        moved = [name for name in frozen if after[name] != before[name]]
+        still = [name for name in adapters if after[name] == before[name]]
+        if moved or still or not adapters:
+            raise self.not_active(
+                f"{len(moved)} of {len(frozen)} frozen weights were changed, and {len(still)} of {len(adapters)} "
+                "adapters were not"
+            )
+        groups = (group for optimizer in run.optimizers.values() for group in optimizer.param_groups)
+        trained = sum(each.numel() for group in groups for each in group["params"])
+        total = sum(each.numel() for each in parameters.values())
+        return Proof(
+            f"{len(adapters)} adapters of rank {self.settings.rank} were trained, {trained / total:.2%} of "
+            f"{total:,} weights; {len(frozen)} frozen tensors kept every bit",
+            adapters=len(adapters),
+            trained=trained,
+            parameters=total,
+        )
+
+
+def _fingerprints(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sum of each tensor's bits, read as integers."""
+    return {name: int(each.detach().view(torch.int32).sum(dtype=torch.int64)) for name, each in parameters.items()}
