@@ -119,7 +119,7 @@ def evaluate(
             # A batch without a target is computed all the same: other ranks wait for this one. Its mean is NaN.
             total += mean.double() * count if count else 0.0
             counted += count
-    sums = torch.stack([total, total.new_tensor(counted)])
+    sums = torch.stack([total, torch.full_like(total, counted)])
     nats, tokens = (sums if world is None else world.mean(sums)).tolist()
     return float(nats / tokens)
 
