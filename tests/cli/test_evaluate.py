@@ -108,6 +108,22 @@ def test_missing_data_of_a_run_names_the_option(run: Path, tmp_path: Path, capsy
     assert "the data of the run is no longer there" in errors and "--data PATH" in errors
 
 
+def test_precision_is_that_of_the_run_unless_given(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record["config"]["techniques"] = {"mixed-precision": {"dtype": "bf16"}, "quantised-forward": {}}
+    record["data"]["path"] = str(run.parent / "prepared")
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    assert main(["eval", str(tmp_path / "run"), "--json"]) == 0
+    out, errors = capsys.readouterr()
+    found, plain = json.loads(out), evaluated(capsys, tmp_path / "run", "--precision", "float32")
+    assert (found["precision"], plain["precision"]) == ("bf16", "float32")
+    assert found["loss"] != plain["loss"] == pytest.approx(found["loss"], rel=0.01)
+    assert errors.startswith("quantised-forward, which the run was trained with, is off")
+
+
 def test_mistakes_are_usage_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "unknown.txt").write_text("the quick Ω")
     (tmp_path / "short.txt").write_text("t")
