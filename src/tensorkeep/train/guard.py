@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tensorkeep.errors import DivergedError, TensorkeepError
+from tensorkeep.train.optim.muon import Muon
 from tensorkeep.train.run.state import Run, UncheckedStep
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ def can_check_later(run: Run) -> bool:
 
 def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer has the attribute ``found_inf``, with which it skips an update on the device."""
+    if isinstance(optimizer, Muon):
+        return True
     return type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults["fused"])
 
 

@@ -18,6 +18,7 @@ from tensorkeep.testing.technique_suite import (
 )
 from tensorkeep.train.generate import generate
 from tensorkeep.train.loop import take_step
+from tensorkeep.train.optim.muon import Muon, orthogonal
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.validation import validation_loss
@@ -217,3 +218,18 @@ def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_modes_of_inductor_are_refused_for_other_backends() -> None:
     with pytest.raises(UsageError, match="inductor"):
         CompileSettings(mode="max-autotune", backend="aot_eager")
+
+
+def test_newton_schulz_steps_of_muon_are_compiled(tmp_path: Path, data: Path) -> None:
+    muon = ONE_BLOCK.changed({"optim.name": "muon"})
+    traced = with_techniques(muon, {"compile": {"backend": "aot_eager"}})
+    with opened(traced, tmp_path / "run", data) as run:
+        optimizer = run.optimizers["muon"]
+        assert isinstance(optimizer, Muon)
+        assert optimizer.orthogonal is not orthogonal
+        first_step(run)
+    for name, config in (("plain", muon), ("traced", traced)):
+        train_run(config, tmp_path / name, data, stop_after=3)
+    assert [each[2] for each in losses(tmp_path / "traced")] == pytest.approx(
+        [each[2] for each in losses(tmp_path / "plain")], rel=1e-3
+    )

@@ -4,11 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tensorkeep.errors import UsageError
-from tensorkeep.testing.technique_suite import TINY
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.techniques.parallel.fsdp import Fsdp
-from tensorkeep.train.techniques.parallel.mesh import FsdpSettings
 from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS, EXACT, Task, task
 
@@ -60,8 +57,3 @@ class TestFsdp(ParallelSuite):
         _, results = together
         for process in results:
             assert set(process["less memory"]["proofs"]) == {"fsdp", "activation-checkpointing", "mixed-precision"}
-
-
-def test_muon_is_refused() -> None:
-    with pytest.raises(UsageError, match="orthogonalises full matrices, and fsdp shards them"):
-        Fsdp(FsdpSettings()).configure(TINY.changed({"optim.name": "muon"}))

@@ -1,14 +1,21 @@
-"""Muon that orthogonalises all matrices of one shape in one batch."""
+"""Muon that orthogonalises all matrices of one shape in one batch, divided among the ranks."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
+
+from tensorkeep.train.run.world import World
 
 Polynomial = tuple[float, float, float]
 """The coefficients a, b, c of a step X -> (a + b X X^T + c (X X^T)^2) X."""
+
+Orthogonal = Callable[[Tensor, Sequence[Polynomial], float, bool], Tensor]
+"""Computes `orthogonal`."""
 
 _MARGIN = 1.01
 """By how much rounding in bfloat16 may enlarge a singular value: beyond their range, these polynomials diverge."""
@@ -40,7 +47,24 @@ class Muon(torch.optim.Muon):
     Two more keys of a parameter group change them: ``projections``, how many matrices of equal shape each
     parameter has one above the other, which are orthogonalised each by itself; and ``polar_express``, true if the steps
     take the polynomials of `POLAR_EXPRESS` in place of ``ns_coefficients``.
+
+    Attributes
+    ----------
+    orthogonal : callable
+        `orthogonal`, which a technique may compile.
+    ranks : World or None
+        The ranks that update the same parameters, whole or sharded (``DTensor``). Each orthogonalises a part of the
+        matrices of a batch, and they exchange the results in bfloat16.
+    found_inf : Tensor or None
+        1.0 to leave parameters and states as they are, else 0.0, as of `torch.optim.AdamW`: decided on the device.
     """
+
+    ranks: World | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.orthogonal: Orthogonal = orthogonal
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -55,26 +79,92 @@ class Muon(torch.optim.Muon):
             momenta: list[Tensor] = []
             self._init_group(group, parameters, gradients, momenta)
             if parameters:
-                _update(group, parameters, gradients, momenta)
+                with self._undone_where_not_finite(parameters + momenta):
+                    self._update(group, parameters, gradients, momenta)
         return loss
 
+    @contextmanager
+    def _undone_where_not_finite(self, tensors: list[Tensor]) -> Iterator[None]:
+        """Restore the tensors afterwards if `found_inf` is 1; the CPU does not read it."""
+        if self.found_inf is None:
+            yield
+            return
+        own = [_local(each) for each in tensors]
+        before = [each.clone() for each in own]
+        yield
+        for each, old in zip(own, before, strict=True):
+            each.copy_(torch.where(self.found_inf > 0, old, each))
 
-def _update(group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]) -> None:
-    torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-    directions = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
-    torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-    if "projections" in group:
-        count = group["projections"]
-        parameters = [part for each in parameters for part in each.chunk(count)]
-        directions = [part for each in directions for part in each.chunk(count)]
-    for chosen in _batches(parameters):
-        wide = [directions[each].mT if _is_tall(directions[each]) else directions[each] for each in chosen]
-        for each, update in zip(chosen, _orthogonal(torch.stack(wide), group), strict=True):
-            parameter = parameters[each]
-            rows, columns = parameter.shape
-            # The factor gives updates of all shapes the same size.
-            rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
-            parameter.add_(update.mT if _is_tall(parameter) else update, alpha=-rate)
+    def _update(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]
+    ) -> None:
+        own, own_gradients, own_momenta = (list(map(_local, each)) for each in (parameters, gradients, momenta))
+        torch._foreach_lerp_(own_momenta, own_gradients, 1 - group["momentum"])
+        nesterov = group["nesterov"]
+        directions = torch._foreach_lerp(own_gradients, own_momenta, group["momentum"]) if nesterov else own_momenta
+        torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+        if _is_sharded(parameters[0]):
+            for chosen in _batches(parameters):
+                self._update_shards(group, [parameters[each] for each in chosen], [directions[each] for each in chosen])
+        else:
+            self._add(group, parameters, list(directions))
+
+    def _add(self, group: dict[str, Any], parameters: list[Tensor], directions: list[Tensor]) -> None:
+        """Subtract the orthogonalised directions, times the learning rate, from the parameters."""
+        if "projections" in group:
+            count = group["projections"]
+            parameters = [part for each in parameters for part in each.chunk(count)]
+            directions = [part for each in directions for part in each.chunk(count)]
+        for chosen in _batches(parameters):
+            wide = [directions[each].mT if _is_tall(directions[each]) else directions[each] for each in chosen]
+            for each, update in zip(chosen, self._orthogonalised(wide, group), strict=True):
+                parameter = parameters[each]
+                rows, columns = parameter.shape
+                # The factor gives updates of all shapes the same size.
+                rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
+                parameter.add_(update.mT if _is_tall(parameter) else update, alpha=-rate)
+
+    def _update_shards(self, group: dict[str, Any], parameters: list[Any], directions: list[Tensor]) -> None:
+        """Gather the directions of sharded parameters, compute their updates, and add the rows of this rank."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        full = [
+            DTensor.from_local(
+                own, each.device_mesh, each.placements, run_check=False, shape=each.shape, stride=each.stride()
+            ).full_tensor()
+            for each, own in zip(parameters, directions, strict=True)
+        ]
+        changes = [torch.zeros_like(each) for each in full]
+        self._add(group, changes, full)
+        for each, change in zip(parameters, changes, strict=True):
+            placed = distribute_tensor(change, each.device_mesh, each.placements, src_data_rank=None)
+            each.to_local().add_(placed.to_local())
+
+    def _orthogonalised(self, wide: list[Tensor], group: dict[str, Any]) -> Tensor:
+        """Return the orthogonal matrices of a batch; with several ranks each computes some of them."""
+        polynomials, express = tuple(_polynomials(group)), bool(group.get("polar_express"))
+        ranks = self.ranks
+        if ranks is None or ranks.size == 1:
+            return self.orthogonal(torch.stack(wide), polynomials, group["eps"], express)
+        count = -(-len(wide) // ranks.size)
+        matrices = wide[0].new_zeros(count, *wide[0].shape)
+        for place, each in enumerate(wide[ranks.rank * count : (ranks.rank + 1) * count]):
+            matrices[place] = each
+        own = self.orthogonal(matrices, polynomials, group["eps"], express).contiguous()
+        found = own.new_empty(ranks.size * count, *own.shape[1:])
+        # As bytes: not every backend exchanges bfloat16.
+        dist.all_gather_into_tensor(found.view(torch.uint8), own.view(torch.uint8), group=ranks.group)
+        return found[: len(wide)]
+
+
+def _is_sharded(tensor: Any) -> bool:
+    # Without the import of DTensor, which a run of one process does not need.
+    return hasattr(tensor, "device_mesh")
+
+
+def _local(tensor: Any) -> Tensor:
+    found: Tensor = tensor.to_local() if _is_sharded(tensor) else tensor
+    return found
 
 
 def _polynomials(group: dict[str, Any]) -> list[Polynomial]:
@@ -110,12 +200,12 @@ def _is_tall(matrix: Tensor) -> bool:
     return matrix.shape[0] > matrix.shape[1]
 
 
-def _orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
+def orthogonal(matrices: Tensor, polynomials: Sequence[Polynomial], eps: float, with_margin: bool) -> Tensor:
     """Return approximately the nearest orthogonal matrices, by Newton-Schulz steps in bfloat16, as in torch."""
     found = matrices.bfloat16()
     norm = found.norm(dim=(1, 2), keepdim=True)
-    found = found / (norm * _MARGIN if group.get("polar_express") else norm).clamp(min=group["eps"])
-    for a, b, c in _polynomials(group):
+    found = found / (norm * _MARGIN if with_margin else norm).clamp(min=eps)
+    for a, b, c in polynomials:
         gram = found @ found.mT
         found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
     return found

@@ -1,19 +1,22 @@
 """Compilation of the loss and its gradient by `torch.compile`, with every fallback to Python an error."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.sections import Section
+from tensorkeep.train.optim.muon import Muon
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.warm_up import Loss, warm_up_loss
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _SEE_LOG = "see what torch logged"
 
@@ -60,7 +63,7 @@ class Compile(Technique):
     kind: ClassVar = "systems"
     changes: ClassVar = "compilation"
     tolerance: ClassVar = 0.01
-    summary: ClassVar = "compiles the loss and its gradient into fused kernels"
+    summary: ClassVar = "compiles the loss and its gradient, and the Newton-Schulz steps of Muon, into fused kernels"
     effect: ClassVar = "often 1.2 to 2 times the speed on a GPU, less on a CPU, after a first step of up to minutes"
     reference: ClassVar = "Ansel et al., ASPLOS 2024, doi 10.1145/3620665.3640366; torch.compile"
     Settings: ClassVar = CompileSettings
@@ -117,6 +120,10 @@ class Compile(Technique):
 
         self._counts_before = _counts()
         run.operations.loss, run.operations.plain_loss = loss, inner
+        for optimizer in run.optimizers.values():
+            if isinstance(optimizer, Muon):
+                # Each shape is compiled by itself, of which a model has few.
+                optimizer.orthogonal = self._compiled(optimizer.orthogonal, dynamic=False)
         if self.settings.evaluation:
             run.operations.evaluate = self._compiled_evaluation(run.operations.evaluate)
 
@@ -132,15 +139,17 @@ class Compile(Technique):
 
         return self._compiled(evaluation, dynamic=False)
 
-    def _compiled(self, function: Loss, *, dynamic: bool | None) -> Loss:
+    def _compiled(self, function: F, *, dynamic: bool | None) -> F:
         settings = self.settings
-        return torch.compile(
+        compiled: Any = torch.compile(
             function,
             backend=settings.backend,
             dynamic=dynamic,
             fullgraph=settings.fullgraph,
             options=self._inductor_options() if settings.backend == "inductor" else None,
         )
+        found: F = compiled
+        return found
 
     def _inductor_options(self) -> dict[str, Any]:
         from torch._inductor import list_mode_options

@@ -7,6 +7,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from tensorkeep.train.optim.muon import Muon
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.world import can_join
 from tensorkeep.train.techniques.base import Technique
@@ -50,6 +51,13 @@ def shard_batches(run: Run, rank: int, count: int) -> None:
     loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // count)
     run.config = msgspec.structs.replace(run.config, loop=loop)
     torch.manual_seed(loop.seed + rank)
+
+
+def share_muon(run: Run) -> None:
+    """Let each rank orthogonalise some of the matrices that Muon updates, instead of all of them."""
+    for optimizer in run.optimizers.values():
+        if isinstance(optimizer, Muon):
+            optimizer.ranks = run.world
 
 
 def before_each_batch(run: Run, announce: Callable[[bool], object]) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
 from tensorkeep.train.techniques.observe import replace_operation
-from tensorkeep.train.techniques.parallel import Parallel, before_each_batch, shard_batches
+from tensorkeep.train.techniques.parallel import Parallel, before_each_batch, shard_batches, share_muon
 from tensorkeep.train.techniques.warm_up import Loss, next_batch
 
 
@@ -31,6 +31,7 @@ class Ddp(Parallel):
     def apply(self, run: Run) -> None:
         """Shard the batches, and wrap the loss so that its gradient is averaged over the processes."""
         shard_batches(run, run.world.rank, run.world.size)
+        share_muon(run)
         operations, inner = run.operations, run.operations.loss
         self.parallel = DistributedDataParallel(_LossModule(run.model, inner), gradient_as_bucket_view=True)
 

@@ -19,7 +19,7 @@ from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.parallel import Parallel
+from tensorkeep.train.techniques.parallel import Parallel, share_muon
 from tensorkeep.train.techniques.parallel.filling import fill_parameters, update_parameters
 from tensorkeep.train.techniques.parallel.mesh import SHARD, TENSOR, mesh_of
 
@@ -38,11 +38,11 @@ class ShardedParallel(Parallel):
     """The dimension of the mesh."""
 
     def configure(self, config: Config) -> Config:
-        """Refuse optimizers that need full matrices."""
-        if config.optim.name == "muon":
+        """Refuse Muon where matrices are sharded by columns, too."""
+        if config.optim.name == "muon" and self.axis == TENSOR:
             raise UsageError(
-                f"optim.name is 'muon', which orthogonalises full matrices, and {self.name} shards them",
-                remedy="give optim.name adamw, or use ddp",
+                f"optim.name is 'muon', which orthogonalises full matrices, and {self.name} shards them by columns",
+                remedy="give optim.name adamw, or use ddp, fsdp or hsdp",
             )
         return config
 
@@ -133,6 +133,7 @@ def copy_boxes(name: str, full: Tensor, shard: DTensor) -> None:
 
 def use_sharded_parameters(run: Run, mesh: DeviceMesh) -> None:
     """Average the sharded parameters, make checkpoints state their rows, and clip by the norm of all shards."""
+    share_muon(run)
     run.average = WeightAverage(run.model, run.config.ema.decay)
     if TENSOR in (mesh.mesh_dim_names or ()):
         run.in_checkpoint["model"] = lambda: _weights_in_order(run.model)
