@@ -43,7 +43,8 @@ class TestIn16Bits(TechniqueSuite):
 
 class TestIn32Bits(TechniqueSuite):
     technique = AttentionKernel
-    variants = ({"kernel": "efficient"}, {"kernel": "math"})
+    # Flash and cudnn round the operands themselves.
+    variants = ({"kernel": "efficient"}, {"kernel": "math"}, {"kernel": "flash"}, {"kernel": "cudnn"})
     config = IN_32
 
     def break_on_purpose(self, run: Run) -> None:

@@ -1,9 +1,12 @@
 """Conformance suite of compilation on a GPU, in all modes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step, with_techniques
+from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.compile import Compile
 
@@ -32,3 +35,16 @@ class TestCompileOfSeveralBatches(TechniqueSuite):
 
     def break_on_purpose(self, run: Run) -> None:
         run.operations.loss = run.model.loss
+
+
+def test_proof_takes_no_more_memory_than_later_steps(tmp_path: Path, data: Path) -> None:
+    """A whole batch in plain Python would need what a run without compilation needs."""
+    wide = {"model.vocab_size": 8192, "model.context_length": 256, "loop.batch_size": 64, "loop.accumulate": 1}
+    config = with_techniques(ONE_BATCH.changed(wide), {"compile": {}, "fused-optimizer": {}})
+    with opened(config, tmp_path / "run", data) as run:
+        peaks = []
+        for step in (verified_step, take_step):
+            torch.cuda.reset_peak_memory_stats()
+            step(run)  # type: ignore[operator]
+            peaks.append(torch.cuda.max_memory_allocated())
+        assert peaks[0] < 1.1 * peaks[1]
