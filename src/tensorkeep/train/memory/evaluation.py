@@ -23,15 +23,13 @@ def evaluation_rows(training: Activations) -> int:
 
 
 def evaluation_bytes(model: ModelConfig, rows: int, *, width: int = FLOAT) -> int:
-    """Return the temporary memory of a forward pass without gradients: an MLP, a convolution or the logits.
+    """Return the temporary memory of a forward pass without gradients: the larger of an MLP and the logits.
 
     In an MLP exist the residual stream before and after the attention, its norm, the input and the output of the
-    activation function, and a factor between them or the result of the MLP; in a convolution, the residual stream, its
-    norm, and of queries, keys and values the input, its copy and two results; at the end, the logits and log-softmax.
+    activation function, and a factor between them or the result of the MLP; at the end, the logits and log-softmax.
     Logits of 16 bits (``width``, in bytes) exist in float32 as well.
     """
     streams, hidden = (3, 3) if model.gated or model.activation == "relu2" else (4, 2)
-    convolved = (2 + 3 * min(4, model.convolution + 1)) * model.d_model if model.convolution > 1 else 0
     logits = 2 * FLOAT + (HALF if width == HALF else 0)
-    floats = max(streams * model.d_model + hidden * model.mlp_width, convolved)
+    floats = streams * model.d_model + hidden * model.mlp_width
     return rows * model.context_length * max(FLOAT * floats, logits * model.vocab_size)
