@@ -10,24 +10,19 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep.bench.analysis.wording import gain, interval
+from tensorkeep.bench.analysis.wording import NOTHING, difference, gain, interval
 from tensorkeep.bench.results import Arm, Results, Statistics
 from tensorkeep.bench.results_file import read_results
 from tensorkeep.report.tables import why_not_run
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Technique
 from tensorkeep.train.techniques.stack import COMBINATIONS
+from tensorkeep.units import counted, format_bytes
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "techniques.md"
 
 _PREFIX = "techniques."
-_MEASURES = {
-    "tokens_per_second": "speed",
-    "peak_memory": "memory",
-    "loss": "loss",
-    "loss_in_time": "loss in equal time",
-}
-_UNSETTLED = ("within noise", "too few runs")
+_LOSSES = {"loss": "loss at equal tokens", "loss_in_time": "loss in equal time"}
 
 _HEAD = """# Techniques
 
@@ -38,8 +33,9 @@ changes the losses by no more than its stated tolerance; an *algorithmic* one ma
 [`tensorkeep bench training`](../how-to/bench-training.md) measures them there. This page is made from the classes and
 from [`benchmarks/results/`](../../benchmarks/results) by `python benchmarks/techniques_page.py`.
 
-Each figure is a ratio to the plain loop with its 95% interval; above 1 is better: more tokens per second, less memory,
-a lower loss. Differences within the noise of the machine are marked.
+Speed and loss are ratios to the plain loop with their 95% intervals; above 1 is better. Memory is that of the tensors
+of a step, as measured and as the memory ledger predicts it from shapes, with the factor to the plain loop. Losses are
+shown of techniques that may change them.
 """
 
 
@@ -47,18 +43,36 @@ def page() -> str:
     """Return the page."""
     measured = [read_results(path) for path in sorted(RESULTS.glob("techniques*.json"))]
     techniques: list[type[Technique]] = [TECHNIQUE_CLASSES.get(name) for name in TECHNIQUE_CLASSES.names()]
-    parts = [_HEAD, *map(_about_results, measured), _overview(techniques, measured)]
     combined = "".join(
         f"* `{name}`: {', '.join(f'`{each}`' for each in parts)}\n" for name, parts in COMBINATIONS.items()
     )
+    parts = [_HEAD, _overview(techniques), *(measured_table(results) for results in measured)]
     parts += ["## Named combinations\n", combined, *(_section(each, techniques) for each in techniques)]
     return "\n".join(parts)
 
 
-def _about_results(results: Results) -> str:
-    subject = results.subject.description if results.subject else ""
-    blocks = len({cell.block for cell in results.cells if cell.status == "ok"})
-    return f"Measured on {_machine(results)}: {subject}; {blocks} blocks; {results.started[:10]}.\n"
+def _overview(techniques: list[type[Technique]]) -> str:
+    rows = [[f"[{each.name}](#{each.name})", each.kind, each.summary, each.effect] for each in techniques]
+    return _table(["technique", "kind", "what it does", "what to expect"], rows)
+
+
+def measured_table(results: Results) -> str:
+    """Return what the arms with one technique did: speed, memory beside its prediction, and loss."""
+    subject = results.subject.description
+    blocks = [sum(cell.status == "ok" for cell in cells) for cells in results.cells_by_arm.values()]
+    blocks = [count for count in blocks if count]
+    runs = f"{counted(min(blocks), 'block')} or more of each" if blocks else "no blocks"
+    about = f"## Measured on {_machine(results)}\n\nRuns of {subject}; {runs}; {results.started[:10]}. "
+    noise = results.summary.noise.get("tokens_per_second")
+    about += f"The plain loop against itself: {interval(noise.low, noise.high)}.\n\n" if noise else "\n\n"
+    arms = [arm for arm in results.arms if arm.role == "arm" and len(_techniques(arm)) == 1]
+    headings = ["technique", "speed", "verdict", "memory", "predicted", *_LOSSES.values()]
+    return about + _table(headings, [_row(results, arm) for arm in sorted(arms, key=_label)])
+
+
+def _table(headings: list[str], rows: list[list[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |\n" for line in lines)
 
 
 def _machine(results: Results) -> str:
@@ -69,48 +83,50 @@ def _machine(results: Results) -> str:
     return str(name or f"{processor.get('usable_cores', '?')} cores of {processor.get('model', 'a processor')}")
 
 
-def _overview(techniques: list[type[Technique]], measured: list[Results]) -> str:
-    headings = ["technique", "kind", "what it does", "what to expect", *map(_machine, measured)]
-    rows = [headings, ["---"] * len(headings)]
-    for each in techniques:
-        own = f"[{each.name}](#{each.name})"
-        found = [_effects(results, each.name) for results in measured]
-        rows.append([own, each.kind, each.summary, each.effect, *found])
-    return "".join("| " + " | ".join(text.replace("|", "\\|") for text in row) + " |\n" for row in rows)
-
-
-def _effects(results: Results, name: str) -> str:
-    """Return the measured effects of the arms that have only this technique."""
-    texts = [_effect(results, arm) for arm in results.arms if arm.role == "arm" and _techniques(arm) == {name}]
-    return "<br>".join(texts) or "not measured"
-
-
 def _techniques(arm: Arm) -> set[str]:
     return {key.removeprefix(_PREFIX).split(".")[0] for key in arm.settings if key.startswith(_PREFIX)}
 
 
-def _effect(results: Results, arm: Arm) -> str:
-    label = _label(arm)
+def _label(arm: Arm) -> str:
+    """Return an arm's technique, with the settings that it has, and the number of ranks."""
+    (technique,) = _techniques(arm)
+    parts = [f"{key.split('.')[-1]} {value}" for key, value in arm.settings.items() if key.count(".") > 1]
+    parts += [f"{arm.settings['ranks']} ranks"] if "ranks" in arm.settings else []
+    return f"[{technique}](#{technique})" + (f": {', '.join(parts)}" if parts else "")
+
+
+def _row(results: Results, arm: Arm) -> list[str]:
     cells = results.cells_by_arm[arm.name]
     if not any(cell.status == "ok" for cell in cells) or any(cell.status == "gate" for cell in cells):
         status, reason = why_not_run([cell for cell in cells if cell.status != "ok"])
         word = "not run here" if status == "not run" else status
-        return f"{label}{word}: {reason}"
-    found = {words: results.statistics(arm.name, measure) for measure, words in _MEASURES.items()}
-    texts = [f"{words} {_figure(one)}" for words, one in found.items() if one is not None and one.gain is not None]
-    return f"{label}{', '.join(texts)}"
+        return [_label(arm), NOTHING, f"{word}: {reason}", NOTHING, NOTHING, *(NOTHING for _ in _LOSSES)]
+    speed = results.statistics(arm.name, "tokens_per_second")
+    (technique,) = _techniques(arm)
+    changes_loss = TECHNIQUE_CLASSES.get(technique).kind == "algorithmic"
+    losses = [_figure(results.statistics(arm.name, name)) if changes_loss else NOTHING for name in _LOSSES]
+    memory = [_bytes(results, arm, name) for name in ("peak_memory", "predicted_memory")]
+    return [_label(arm), _figure(speed), verdict(speed), *memory, *losses]
 
 
-def _label(arm: Arm) -> str:
-    """Return the settings of the technique that an arm has, for those that have several arms."""
-    settings = [f"{key.split('.')[-1]} {value}" for key, value in arm.settings.items() if key.count(".") > 1]
-    return f"{', '.join(settings)}: " if settings else ""
+def verdict(speed: Statistics) -> str:
+    """Return a verdict on speed in words: faster, slower, no difference within so many percent, or undecided."""
+    words = {"helps": "faster", "hurts": "slower"}
+    if speed.verdict in words or speed.gain_low is None or speed.gain_high is None:
+        return words.get(speed.verdict or "", speed.verdict or NOTHING)
+    within = difference(max(speed.gain_high, 1 / speed.gain_low))
+    return f"no difference within {within}" if speed.verdict == "about the same" else f"undecided within {within}"
+
+
+def _bytes(results: Results, arm: Arm, measure: str) -> str:
+    found = results.statistics(arm.name, measure)
+    if found.median is None:
+        return NOTHING
+    return format_bytes(round(found.median)) + (f" ({gain(1 / found.gain)})" if found.gain else "")
 
 
 def _figure(found: Statistics) -> str:
-    if found.verdict in _UNSETTLED:
-        return f"{found.verdict} ({gain(found.gain)}, {interval(found.gain_low, found.gain_high)})"
-    return f"{gain(found.gain)} ({interval(found.gain_low, found.gain_high)})"
+    return NOTHING if found.gain is None else f"{gain(found.gain)} ({interval(found.gain_low, found.gain_high)})"
 
 
 def _section(technique: type[Technique], others: list[type[Technique]]) -> str:

@@ -98,7 +98,9 @@ def _resumes(out: Path) -> None:
 
 def test_list_shows_the_experiments_of_training_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "training", "--list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["experiments"].keys() == {"techniques", "combinations", "best-stack"}
+    assert json.loads(capsys.readouterr().out)["experiments"].keys() == {
+        *("techniques", "combinations", "best-stack", "training-claims", "training-claims-gpt2")
+    }
     assert main(["bench", "checkpoint", "--list", "--json"]) == 0
     assert "techniques" not in json.loads(capsys.readouterr().out)["experiments"]
 

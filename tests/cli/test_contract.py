@@ -40,13 +40,13 @@ FLAGS = {
     "env": {"--path"},
     "bench checkpoint": {
         *("--experiment", "--model", "--from", "--slow-model", "--with-optimizer", "--arms", "--seed", "--list"),
-        *("--time-limit", "--memory-limit"),
+        *("--budget", "--time-limit", "--memory-limit"),
         *RUN,
     },
     "bench claims": {"--model", *RUN},
     "bench training": {
         *("--experiment", "--recipe", "--data", "--steps", "--equal-time", "--arms", "--seed", "--list"),
-        *("--time-limit", "--memory-limit"),
+        *("--budget", "--time-limit", "--memory-limit"),
         *(RUN - {"--dir"}),
     },
     "data prepare": {

@@ -118,6 +118,32 @@ def test_the_page_of_techniques_shows_effects_and_reasons(monkeypatch: pytest.Mo
     results["cells"][-1] |= {"status": "not-run", "reason": "tf32 needs a CUDA device", "figures": {}}
     results["experiment"] |= {"name": "techniques", "baseline": "plain"}
     found = msgspec.convert({**results, "summary": summarise(results)}, Results)
-    assert page._effects(found, "compile") == "mode default: speed 1.50x (1.49 to 1.51)"
-    assert page._effects(found, "tf32") == "not run here: tf32 needs a CUDA device"
-    assert page._effects(found, "ddp") == "not measured"
+    table = page.measured_table(found)
+    assert "| [compile](#compile): mode default | 1.50x (1.49 to 1.51) | faster | - | - | - | - |" in table
+    assert "| [tf32](#tf32) | - | not run here: tf32 needs a CUDA device | - | - | - | - |" in table
+
+
+def test_the_page_of_techniques_shows_memory_beside_its_prediction_and_the_loss_of_algorithmic_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    page = importlib.import_module("techniques_page")
+    results = document({"plain": [100.0, 100.1, 99.9], "on": [101.0, 101.2, 100.8], "ddp": [80.0, 150.0, 110.0]})
+    names = (cell.SPEED, cell.MEMORY, cell.PREDICTED, cell.LOSS)
+    results["measures"] = [msgspec.to_builtins(each) for each in WORKLOAD.measures if each.name in names]
+    results["arms"][1]["settings"] = {"techniques.activation-function.activation": "relu2"}
+    results["arms"][2]["settings"] = {"techniques.ddp": "on", "ranks": 2}
+    results["experiment"] |= {"name": "techniques", "baseline": "plain"}
+    for one in results["cells"]:
+        halved = 0.5 if one["arm"] == "ddp" else 1.0
+        one["figures"] |= {cell.MEMORY: 4e6 * halved, cell.LOSS: 2.0 if one["arm"] == "on" else 2.2}
+        if one["arm"] != "ddp":
+            one["figures"] |= {cell.PREDICTED: 3e6}
+    found = msgspec.convert({**results, "summary": summarise(results)}, Results)
+    table = page.measured_table(found)
+    relu2 = "| no difference within 1.2% | 4.00 MB (1.00x) | 3.00 MB (1.00x) | 1.10x (1.10 to 1.10) | - |"
+    assert relu2 in table
+    assert (
+        "| [ddp](#ddp): 2 ranks | 1.10x (0.503 to 2.39) | undecided within a factor of 2.39 | 2.00 MB (0.500x) |"
+        in table
+    )

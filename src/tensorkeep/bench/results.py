@@ -219,9 +219,12 @@ class Experiment(msgspec.Struct, frozen=True):
     about: str = ""
     design: str = "arms"  # one-at-a-time, leave-one-out, steps, factorial, fractional or combinations
     baseline: str | None = None
-    runs: int | None = None  # number of blocks
+    runs: int | None = None  # the largest number of blocks
     seed: int | None = None  # of the order of the arms in each block
     control: bool = False  # whether the baseline is measured again as an A/A control
+    # An arm is not measured again once the 95% interval of its gain in the first primary measure spans no more.
+    precision: float | None = None
+    budget: int | None = None  # seconds; no block begins that would end later
     limits: Limits = Limits()
     factors: Annotated[dict[str, tuple[str, ...]], Meta(max_length=64)] = {}  # to levels, the base's first
     aliases: tuple[tuple[tuple[str, ...], ...], ...] = ()  # groups of effects that cannot be separated

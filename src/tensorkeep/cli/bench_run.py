@@ -47,6 +47,8 @@ class RunOptions:
         Run only these arms; the baseline is always measured. The option may be repeated.
     seed : int or None
         Seed of the random order.
+    budget : int or None
+        Seconds of the whole experiment: no block begins that would end later. At least one block is measured.
     time_limit : int or None
         A cell that takes longer is ended and reported.
     memory_limit : int or None
@@ -61,6 +63,7 @@ class RunOptions:
     runs: Runs = None
     arms: Annotated[list[str] | None, Parameter(negative="", metavar="ARM")] = None
     seed: int | None = None
+    budget: Seconds = None
     time_limit: Seconds = None
     memory_limit: Annotated[int | None, SIZE] = None
     out: Path | None = None
@@ -91,7 +94,9 @@ def run_experiment(
         output.show({"experiments": experiments}, Table(("experiment", "what it compares"), rows).show)
         return 0
     if options.resume:
-        design = {name: getattr(options, name) for name in ("runs", "arms", "seed", "time_limit", "memory_limit")}
+        design = {
+            name: getattr(options, name) for name in ("runs", "arms", "seed", "budget", "time_limit", "memory_limit")
+        }
         for name, value in {**settings, **design}.items():
             if value is not None:
                 flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
@@ -111,7 +116,7 @@ def run_experiment(
         limits.seconds if options.time_limit is None else options.time_limit,
         limits.memory_bytes if options.memory_limit is None else options.memory_limit,
     )
-    plan = plan.with_design(runs=options.runs, seed=options.seed, limits=limits)
+    plan = plan.with_design(runs=options.runs, seed=options.seed, limits=limits, budget=options.budget)
     if options.arms is not None:
         plan = plan.only(options.arms)
     return _start(plan, options, directory, output)

@@ -11,6 +11,7 @@ import pytest
 from bench.documents import Truth, broken, document, results, summarise, truth
 from tensorkeep.bench.analysis import claims as module
 from tensorkeep.bench.analysis.samples import Samples
+from tensorkeep.bench.experiment.library import read_experiment
 
 # Seconds per GiB and bytes per byte with which every claim that can be reproduced is.
 AS_CLAIMED = {
@@ -177,9 +178,16 @@ def test_the_claim_about_training_names_the_other_command() -> None:
 def test_the_shipped_experiment_has_the_arms_and_isolates_the_causes() -> None:
     shipped = json.loads((resources.files("tensorkeep") / "experiments" / "claims.json").read_text())
     arms = {arm["name"]: arm["settings"] for arm in shipped["arms"]}
-    assert arms.keys() == module.published_claims().arms()
+    assert arms.keys() == module.published_claims().arms("checkpoint")
     made = document(AS_CLAIMED, noise=0.01, control=False, settings=arms)
     assert not [claim for claim in check_claims(made) if "is not isolated" in claim["reason"]]
+
+
+@pytest.mark.parametrize("name", ["training-claims", "training-claims-gpt2"])
+def test_the_shipped_experiments_of_training_have_the_arms_and_a_recipe_of_a_claim(name: str) -> None:
+    plan = read_experiment(name)
+    assert {arm.name for arm in plan.arms if arm.role != "control"} == module.published_claims().arms("training")
+    assert plan.experiment.settings["recipe"] in {claim.recipe for claim in module.published_claims().training}
 
 
 def test_only_experiments_about_claims_have_claims_in_their_summary() -> None:
@@ -187,3 +195,55 @@ def test_only_experiments_about_claims_have_claims_in_their_summary() -> None:
     few = {name: AS_CLAIMED[name] for name in ("pytorch", "t5x")}
     assert summarise(document(few))["claims"] == []
     assert len(summarise(document(few, name="claims"))["claims"]) == len(module.published_claims().claims) + 1
+
+
+def of_training(speed: float, memory: float, recipe: str = "chatgot-small-char") -> dict[str, dict[str, Any]]:
+    """Return the claims about training where both techniques together have this gain in speed and in memory."""
+    arms = {"plain": 1.0, "only low-bit-optimizer": 0.9, "only activation-checkpointing": 0.8, "both": speed}
+    measures = [
+        {"name": "tokens_per_second", "label": "speed", "unit": "tokens/s", "better": "higher", "primary": True},
+        {"name": "peak_memory", "label": "peak memory", "unit": "B", "better": "lower", "primary": True},
+    ]
+    cells = [
+        {
+            "arm": arm,
+            "block": block,
+            "status": "ok",
+            "amount": 1.0,
+            "figures": {
+                "tokens_per_second": 1000 * gain * (1 + block / 1000),
+                "peak_memory": 100.0 / (memory if arm == "both" else 1.0),
+            },
+        }
+        for arm, gain in arms.items()
+        for block in range(3)
+    ]
+    experiment = {"name": "training-claims", "workload": "training", "settings": {"recipe": recipe}}
+    made = {
+        "experiment": experiment,
+        "measures": measures,
+        "cells": cells,
+        "arms": [{"name": name, "role": "arm" if place else "baseline"} for place, name in enumerate(arms)],
+    }
+    return {claim["id"]: claim for claim in summarise(made)["claims"]}
+
+
+def test_claims_about_training_are_judged_where_all_arms_fit() -> None:
+    found = of_training(speed=0.7, memory=2.8)
+    assert {id: claim["verdict"] for id, claim in found.items()} == {
+        "7a": "not reproduced",
+        "7b": "reproduced",
+        "7c": "not run",
+        "7d": "not run",
+    }
+    assert "the documented arms show the opposite" in found["7a"]["reason"]
+    assert "than the 4 GB card had" in found["7a"]["reason"]
+    assert "both against plain, peak memory: 0.357 of the bytes" in found["7b"]["ours"]
+    assert found["7c"]["reason"] == "it is about gpt2-124m, not chatgot-small-char"
+    found = of_training(speed=11.0, memory=4.5, recipe="gpt2-124m")
+    assert {id: claim["verdict"] for id, claim in found.items()} == {
+        "7a": "not run",
+        "7b": "not run",
+        "7c": "reproduced",
+        "7d": "reproduced",
+    }

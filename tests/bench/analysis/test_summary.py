@@ -36,15 +36,15 @@ def test_verdicts_match_the_true_gains() -> None:
         "torch": "baseline",
         "control": "control",
         "fast": "helps",
-        "small": "within noise",
+        "small": "about the same",
         "slow": "hurts",
     }
     assert words(summary, "stored") == {
         "torch": "baseline",
         "control": "control",
-        "fast": "within noise",
+        "fast": "about the same",
         "small": "helps",
-        "slow": "within noise",
+        "slow": "about the same",
     }
 
 
@@ -149,7 +149,7 @@ def test_verdicts_without_any_variance() -> None:
         "torch": "baseline",
         "control": "control",
         "fast": "helps",
-        "small": "within noise",
+        "small": "about the same",
         "slow": "hurts",
     }
     assert summary["noise"]["save"]["floor"] == 1.0
@@ -535,7 +535,7 @@ def test_a_technique_within_noise_is_not_recommended() -> None:
     assert words(summary, "tokens_per_second") == {
         "plain": "baseline",
         "control": "control",
-        "equal": "within noise",
+        "equal": "about the same",
         "little": "about the same",
         "faster": "helps",
         "worse": "helps",

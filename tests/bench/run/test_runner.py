@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tensorkeep.bench.experiment.library import read_experiment
+from tensorkeep.bench.experiment.plan import Plan
 from tensorkeep.bench.experiment.workload import Outcome, Task
 from tensorkeep.bench.results import Cell, Limits, Results, Status
 from tensorkeep.bench.results_file import read_results
@@ -243,3 +244,62 @@ def test_too_little_disk_is_refused_before_anything_runs(planned: Results, tmp_p
     large = with_model(planned, "openllama-3b:scale=16")
     with pytest.raises(StoreError, match="the measurement needs"):
         execute(large, tmp_path, lambda task, limits: pytest.fail("ran"))
+
+
+def fixed(gains: dict[str, list[float]]) -> Measure:
+    """Return a measurement whose saves take 1 / gain seconds, by arm and block, and whose cells take 10 seconds."""
+
+    def run(task: Task, limits: Limits) -> Outcome:
+        found = gains.get(task.arm, [1.0])
+        return Outcome("ok", None, 10.0, {"save": 1.0 / found[task.block % len(found)]})
+
+    return run
+
+
+def sequential(planned: Results, **changes: Any) -> Results:
+    """Return a planned experiment of 8 blocks with a precision or a budget."""
+    plan = Plan(msgspec.structs.replace(planned.experiment, runs=8, **changes), planned.arms)
+    return plan_results(plan, "tensorkeep bench")
+
+
+def counted_runs(results: Results) -> list[int]:
+    return [len(results.cells_by_arm[name]) for name in ARMS]
+
+
+def test_an_arm_is_measured_until_its_gain_is_precise(planned: Results, tmp_path: Path) -> None:
+    results = sequential(planned, precision=1.05)
+    noisy = fixed({"two": [2.0, 2.002, 2.001], "three": [1.0, 3.0]})
+    found = execute(results, tmp_path, noisy)
+    assert counted_runs(found) == [8, 3, 3, 8]
+    assert found.complete
+    assert found.finished is not None
+    # Baseline and control end with the last arm.
+    folder = tmp_path / "again"
+    folder.mkdir()
+    assert counted_runs(execute(results, folder, fixed({"two": [2.0], "three": [1.0]}))) == [3, 3, 3, 3]
+
+
+def test_an_arm_that_failed_keeps_no_other_arm_running(planned: Results, tmp_path: Path) -> None:
+    def run(task: Task, limits: Limits) -> Outcome:
+        return Outcome("failed", "it broke", 1.0) if task.arm == "three" else fixed({})(task, limits)
+
+    assert counted_runs(execute(sequential(planned, precision=1.05), tmp_path, run)) == [3, 3, 3, 3]
+
+
+def test_no_block_begins_that_would_exceed_the_budget(planned: Results, tmp_path: Path) -> None:
+    for budget, blocks in ((1, 1), (79, 1), (80, 2), (130, 3)):
+        folder = tmp_path / str(budget)
+        folder.mkdir()
+        found = execute(sequential(planned, budget=budget), folder, fixed({}))
+        assert counted_runs(found) == [blocks] * 4
+
+
+def test_a_cell_of_an_arm_is_given_the_settings_of_the_baseline(planned: Results, tmp_path: Path) -> None:
+    seen = {}
+
+    def run(task: Task, limits: Limits) -> Outcome:
+        seen[task.arm] = task.baseline
+        return measured(task, limits)
+
+    execute(planned, tmp_path, run)
+    assert seen == {name: None if name == "one" else {"tool": "torch"} for name in ARMS}

@@ -30,7 +30,7 @@ from tensorkeep.bench.results import Claim, ClaimVerdict
 _TOLERANCE = 1.25
 _NO_CHANGE = 1.06
 _WIDEST = 4.0
-_EXPERIMENT = "claims"
+_EXPERIMENTS = ("claims", "training-claims", "training-claims-gpt2")
 _SAME = "what is claimed"
 _NOTHING = "no clear difference"
 _VAGUE = "an interval too wide to judge"
@@ -58,6 +58,7 @@ class PublishedClaim(msgspec.Struct, frozen=True):
     also: tuple[ArmPair, ...] = ()  # shown beside them, without influence on the verdict
     confounders: str = ""  # what else differs, even between the isolating arms
     error: str = ""  # the error in the claim, or in how it was measured
+    recipe: str | None = None  # of training: the model that it is about
 
     @property
     def gain(self) -> tuple[float, float]:
@@ -66,14 +67,19 @@ class PublishedClaim(msgspec.Struct, frozen=True):
 
 
 class PublishedClaims(msgspec.Struct, frozen=True):
-    """All claims: those that checkpoints can answer, and those that only other experiments can."""
+    """All claims: of checkpoints, of training, and those of training as checkpoints answer them."""
 
     claims: tuple[PublishedClaim, ...]
+    training: tuple[PublishedClaim, ...]
     elsewhere: tuple[Claim, ...]
 
-    def arms(self) -> set[str]:
+    def of(self, workload: str) -> tuple[PublishedClaim, ...]:
+        """Return the claims that a workload can answer."""
+        return self.training if workload == "training" else self.claims
+
+    def arms(self, workload: str) -> set[str]:
         """Return the names of the arms that the claims are checked with."""
-        pairs = [pair for claim in self.claims for pair in (claim.documented, *claim.isolating, *claim.also)]
+        pairs = [pair for claim in self.of(workload) for pair in (claim.documented, *claim.isolating, *claim.also)]
         return {name for pair in pairs for name in (pair.baseline, pair.arm)}
 
 
@@ -87,13 +93,14 @@ def published_claims() -> PublishedClaims:
 def check_claims(samples: Samples) -> Iterator[Claim]:
     """Yield the result for each claim, if the experiment checks claims.
 
-    It does if it is called ``claims`` or has all arms that the claims need. Claims that lack an arm are ``not run``.
+    It does if it is named after them, or has all arms that the claims need. Claims that lack an arm are ``not run``.
     """
-    published = published_claims()
-    if samples.experiment.name == _EXPERIMENT or published.arms() <= {arm.name for arm in samples.arms}:
-        for claim in published.claims:
+    published, workload = published_claims(), samples.experiment.workload
+    if samples.experiment.name in _EXPERIMENTS or published.arms(workload) <= {arm.name for arm in samples.arms}:
+        for claim in published.of(workload):
             yield _check(samples, claim)
-        yield from published.elsewhere
+        if workload != "training":
+            yield from published.elsewhere
 
 
 def _check(samples: Samples, claim: PublishedClaim) -> Claim:
@@ -103,6 +110,9 @@ def _check(samples: Samples, claim: PublishedClaim) -> Claim:
         for pair in (*needed, *claim.also)
     }
     ours = "; ".join(_described(samples, pair, comparison) for pair, comparison in found.items() if comparison)
+    recipe = samples.experiment.settings.get("recipe")
+    if claim.recipe is not None and recipe != claim.recipe:
+        return Claim(claim.id, claim.claim, claim.theirs, "", "not run", f"it is about {claim.recipe}, not {recipe}")
     obstacles = [obstacle for pair in needed if (obstacle := _obstacle(samples, pair, found[pair]))]
     documented = found[claim.documented]
     verdict: ClaimVerdict

@@ -2,8 +2,9 @@
 
 A difference counts only if three things agree: the test, adjusted for all arms of the measure; the 95% interval, which
 must lie on one side of 1; and the A/A control, the baseline measured again under another name, whose own difference is
-noise. A difference of less than 5% is shown but does not matter: the arms are about the same. Losses are the exception:
-0.1% of them counts. No arm is judged on a checkpoint below 256 MB: opening files dominates so short a time.
+noise. A difference of less than 5% does not matter: if the whole interval lies within 5% of 1, or a smaller difference
+is shown, the arms are about the same. Losses are the exception: 0.1% of them counts. No arm is judged on a checkpoint
+below 256 MB: opening files dominates so short a time.
 """
 
 import math
@@ -62,6 +63,8 @@ def judge(
     if p_holm is None or low is None or high is None:
         return "too few runs", f"{counted(comparison.n, 'block')} cannot separate a difference from noise"
     p = f"adjusted p {p_holm:.2g}" if p_holm >= 0.0001 else "adjusted p below 0.0001"
+    if (noise is None or noise.floor <= least) and 1 / least < low and high < least:
+        return "about the same", f"any difference is below {difference(max(high, 1 / low))}: {interval_95(low, high)}"
     if p_holm >= LEVEL or low <= 1 <= high:
         return "within noise", f"no difference is shown: {interval_95(low, high)}, {p}"
     size = math.exp(abs(math.log(comparison.gain)))

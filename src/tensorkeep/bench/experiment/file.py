@@ -44,6 +44,8 @@ class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     runs: Annotated[int, Meta(ge=1, le=MOST_RUNS)] = 5
     seed: Annotated[int, Meta(ge=0)] = 0
     control: bool = True
+    precision: Annotated[float, Meta(gt=1, le=10)] | None = None
+    budget: Annotated[int, Meta(ge=1, le=_MOST_SECONDS)] | None = None
     limits: FileLimits = FileLimits()
     settings: Settings = {}
 
@@ -131,6 +133,8 @@ class FactorsFile(ExperimentFile, frozen=True, kw_only=True):
         return (design.factorial if self.design == "factorial" else design.fractional)(self.base, factors)
 
 
+_COPIED = ("workload", "about", "runs", "seed", "control", "precision", "budget")
+"""The fields that the experiment takes from its file as they are."""
 _FILES: dict[str, type[ExperimentFile]] = {
     "arms": ArmsFile,
     "one-at-a-time": ChangesFile,
@@ -164,7 +168,7 @@ def read(value: object, path: Path) -> Plan:
         title=file.title or name,
         design=kind,
         baseline=file.baseline or expansion.arms[0].name,
-        **{field: getattr(file, field) for field in ("workload", "about", "runs", "seed", "control")},
+        **{field: getattr(file, field) for field in _COPIED},
         limits=Limits(file.limits.seconds, file.limits.memory_bytes),
         factors=expansion.factors,
         aliases=expansion.aliases,

@@ -24,14 +24,21 @@ class Plan(msgspec.Struct, frozen=True):
     arms: tuple[Arm, ...]  # the baseline first, then the A/A control if there is one
     notes: tuple[str, ...] = ()  # remarks for the user, to be shown before the run
 
-    def with_design(self, *, runs: int | None = None, seed: int | None = None, limits: Limits | None = None) -> "Plan":
-        """Return the plan with another number of blocks, another order, or other limits of a cell; None keeps each.
+    def with_design(
+        self,
+        *,
+        runs: int | None = None,
+        seed: int | None = None,
+        limits: Limits | None = None,
+        budget: int | None = None,
+    ) -> "Plan":
+        """Return the plan with another number of blocks, order, limits of a cell, or budget; None keeps each.
 
         Raises UsageError if the number of blocks is out of range.
         """
         if runs is not None and not 1 <= runs <= MOST_RUNS:
             raise UsageError(f"an experiment runs 1 to {MOST_RUNS} times, not {runs}", remedy="give, for example, 5")
-        given = {"runs": runs, "seed": seed, "limits": limits}
+        given = {"runs": runs, "seed": seed, "limits": limits, "budget": budget}
         changed = {name: value for name, value in given.items() if value is not None}
         return replace(self, experiment=replace(self.experiment, **changed))
 

@@ -20,14 +20,13 @@ from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, get_wo
 from tensorkeep.bench.results import Arm, Cell, Limits, Results, Settings, Status
 from tensorkeep.bench.results_file import write_results
 from tensorkeep.bench.run.cell import command_of, run_cell
+from tensorkeep.bench.run.enough import FINAL, arms_left_out
 from tensorkeep.bench.run.scratch import scratch_folder
 from tensorkeep.codecs import coder
 from tensorkeep.errors import StoreError, UsageError
 from tensorkeep.version import __version__
 
 _PENDING: tuple[Status, ...] = ("planned", "disk")
-_FINAL: tuple[Status, ...] = ("gate", "failed", "timeout", "memory", "not-run")
-"""Statuses that a second attempt would have again."""
 
 
 class Listener:
@@ -107,7 +106,7 @@ class ExperimentRun:
             # Only from here on, earlier results in the file are replaced.
             self._save(subject=prepared.subject)
             try:
-                for index in self._pending():
+                while (index := self._next()) is not None:
                     self._run(index, arms[self.results.cells[index].arm], prepared, scratch, listener)
             finally:
                 complete = not self._pending()
@@ -166,7 +165,7 @@ class ExperimentRun:
     def _repeated_failure(self, cell: Cell) -> Outcome | None:
         """Return the outcome of a cell whose arm has already failed in a way that repeats."""
         for other in self.results.cells:
-            if other.arm == cell.arm and other.order != cell.order and other.status in _FINAL and other.seconds:
+            if other.arm == cell.arm and other.order != cell.order and other.status in FINAL and other.seconds:
                 verb = "was not run" if other.status == "not-run" else "failed"
                 return Outcome("not-run", f"not repeated: in block {other.block + 1} it {verb} ({other.reason})")
         return None
@@ -174,6 +173,17 @@ class ExperimentRun:
     def _save(self, **changes: Any) -> None:
         self.results = replace(self.results, **changes)
         write_results(self.results, self._file)
+
+    def _next(self) -> int | None:
+        """Return the index of the next cell, or None; before each block, leave out what need not be measured again."""
+        cells = self.results.cells
+        pending = self._pending()
+        if pending and not any(cell.block == cells[pending[0]].block and cell.seconds for cell in cells):
+            left_out = arms_left_out(self.results, cells[pending[0]].block)
+            if left_out:
+                self._save(cells=tuple(cell for cell in cells if cell.status != "planned" or cell.arm not in left_out))
+                pending = self._pending()
+        return pending[0] if pending else None
 
     def _pending(self) -> list[int]:
         """Return the indices of the cells that have to run, in their order."""

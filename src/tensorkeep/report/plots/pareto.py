@@ -132,6 +132,8 @@ def _set_limits(axes: "Axes", values: list[float], which: Literal["x", "y"], mea
         margin = (max(values) / min(values)) ** 0.1
         d.log_axis(axes, min(values) / margin, max(values) * margin ** (2.2 if right else 1.0), which=which)
         return
+    # Losses are close together: each tick is the whole number, not its difference from one of them.
+    axes.ticklabel_format(axis=which, useOffset=False)
     high = max(values, default=1.0) or 1.0
     low = min(values, default=0.0) if measure.unit == "nats" else 0.0
     span = (high - low) or high
