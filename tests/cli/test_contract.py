@@ -51,7 +51,7 @@ FLAGS = {
     },
     "data prepare": {
         *("--out", "--tokenizer", "--vocab-size", "--validation", "--seed", "--encoding", "--field", "--processes"),
-        "--overwrite",
+        *("--overwrite", "--conversations"),
     },
     "data info": {"--verify"},
     "train": {
@@ -66,11 +66,30 @@ FLAGS = {
             "--temperature",
             "--top-k",
             "--top-p",
+            "--min-p",
+            "--repetition-penalty",
+            "--stop",
             "--seed",
             "--which",
             "--device",
         ),
         *("--cache", "--no-cache"),
+    },
+    "chat": {
+        *(
+            "--system",
+            "--tokens",
+            "--max-new-tokens",
+            "--temperature",
+            "--top-k",
+            "--top-p",
+            "--min-p",
+            "--repetition-penalty",
+            "--stop",
+            "--seed",
+            "--which",
+            "--device",
+        ),
     },
     "eval": {
         *(
@@ -116,8 +135,21 @@ def program(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
 def test_the_commands_are_those_documented(capsys: pytest.CaptureFixture[str]) -> None:
     commands = [name for name in build_app() if not name.startswith("-")]
     assert commands == [
-        *("info", "ls", "log", "verify", "diff", "convert", "prune", "env", "bench", "data", "train", "generate"),
-        *("eval", "export", "report", "tune", "demo", "completion", "man"),
+        *(
+            "info",
+            "ls",
+            "log",
+            "verify",
+            "diff",
+            "convert",
+            "prune",
+            "env",
+            "bench",
+            "data",
+            "train",
+            "generate",
+        ),
+        *("eval", "chat", "export", "report", "tune", "demo", "completion", "man"),
     ]
     groups = [f"{group} {name}" for group in ("bench", "data", "tune") for name in build_app()[group] if name[0] != "-"]
     assert groups == [

@@ -14,6 +14,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train.generate import Sampling, generate, generate_stream
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.stop_texts import until
 
 LAYOUTS = [
     pytest.param({"positions": "learned"}, id="learned"),
@@ -109,6 +110,88 @@ def test_top_k_leaves_exactly_k() -> None:
     assert support(Sampling(top_k=3), logits) == [1, 2, 3]
     assert support(Sampling(top_k=99), logits) == [0, 1, 2, 3, 4]
     assert support(Sampling(top_k=2), [0.0] * 5) == [0, 1]
+
+
+def reference(
+    logits: list[float], *, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
+) -> list[float]:
+    """Return the probabilities token by token, as the papers define them."""
+    weights = [math.exp(each / temperature) for each in logits]
+    order = sorted(range(len(logits)), key=lambda each: -weights[each])[:top_k]
+    chances = {each: weights[each] / sum(weights[each] for each in order) for each in order}
+    if top_p is not None:
+        nucleus, total = {}, 0.0
+        for each in order:
+            nucleus[each], total = chances[each], total + chances[each]
+            if total >= top_p:
+                break
+        chances = {each: chance / total for each, chance in nucleus.items()}
+    if min_p is not None:
+        chances = {each: chance for each, chance in chances.items() if chance >= min_p * max(chances.values())}
+    return [chances.get(each, 0.0) / sum(chances.values()) for each in range(len(logits))]
+
+
+@settings(deadline=None)
+@given(
+    logits=st.lists(st.floats(-6, 6), min_size=1, max_size=12, unique=True),
+    temperature=st.floats(0.2, 3),
+    top_k=st.none() | st.integers(1, 14),
+    top_p=st.none() | st.floats(0.05, 0.999),
+    min_p=st.none() | st.floats(0, 1),
+)
+def test_probabilities_are_those_of_the_definitions(
+    logits: list[float], temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
+) -> None:
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    found = sampling.probabilities(torch.tensor([logits], dtype=torch.float64))[0].tolist()
+    expected = reference(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_min_p_is_relative_to_the_likeliest() -> None:
+    logits = [math.log(chance) for chance in (0.5, 0.26, 0.24)]
+    assert support(Sampling(min_p=0.5), logits) == [0, 1]
+    assert support(Sampling(min_p=1), logits) == [0]
+    assert support(Sampling(min_p=0), logits) == [0, 1, 2]
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0, -1.5]])
+    generator = torch.Generator().manual_seed(0)
+    sampling = Sampling(temperature=0, repetition_penalty=2.0)
+    assert sampling.choose(logits, generator).tolist() == [0]
+    assert sampling.choose(logits, generator, torch.tensor([[0, 0, 2]])).tolist() == [1]
+    # Penalised once, however often a token occurs: -2 is below -1.5.
+    negative = torch.tensor([[-1.0, -1.5]])
+    assert sampling.choose(negative, generator, torch.tensor([[0, 0, 0]])).tolist() == [1]
+    assert Sampling(temperature=0, repetition_penalty=1.4).choose(
+        negative, generator, torch.tensor([[0, 0]])
+    ).tolist() == [0]
+
+
+def test_repetition_penalty_applies_to_all_tokens_so_far() -> None:
+    model = build()
+    ids = generate(model, [1, 2], max_new_tokens=9, temperature=0, repetition_penalty=1e6).tolist()
+    # As long as there is another token with a positive logit, or all have the same penalty, none is repeated.
+    assert len(set(ids[:6])) == 6
+    plain = generate(model, [1, 2], max_new_tokens=9, temperature=0).tolist()
+    assert plain == generate(model, [1, 2], max_new_tokens=9, temperature=0, repetition_penalty=1.0).tolist()
+
+
+@given(
+    st.text(alphabet="abc", max_size=20),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=3), max_size=3),
+    st.data(),
+)
+def test_text_ends_before_the_first_stop_however_it_is_cut(text: str, stops: list[str], data: Any) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    # The stop that ends first decides, as it does while the text is generated; the text before it is that of the first
+    # place at which any stop occurs by then.
+    found = "".join(until(pieces, stops))
+    assert text.startswith(found)
+    assert not any(stop in found for stop in stops)
+    assert found == text or any(text[len(found) :].startswith(stop) for stop in stops)
 
 
 def test_top_p_keeps_the_token_that_reaches_it() -> None:

@@ -35,6 +35,7 @@ def prepare(
     seed: int = 0,
     encoding: str = "utf-8",
     field: str = DEFAULT_FIELD,
+    conversations: Annotated[bool, Switch] = False,
     processes: int | None = None,
     overwrite: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
@@ -62,6 +63,9 @@ def prepare(
         The encoding of the text; invalid bytes are an error.
     field
         The field of the lines of .jsonl files, or the column of tables, that holds the text.
+    conversations
+        Each line of the .jsonl file is a conversation, of which only answers are trained; by default the first line
+        decides.
     processes
         How many processes tokenize; by default all processors do for bpe and tiktoken, if the text is large. The result
         is the same.
@@ -78,6 +82,7 @@ def prepare(
             seed=seed,
             encoding=encoding,
             field=field,
+            conversations=conversations or None,
             processes=processes,
             overwrite=overwrite,
             progress=progress,

@@ -11,6 +11,7 @@ from tensorkeep.cli.options import AtLeastOne, Run, Which
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table
 from tensorkeep.errors import NotFoundError, UsageError
+from tensorkeep.train.answers import windows_of
 from tensorkeep.train.data.corpus import DEFAULT_FIELD
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.tokenizers.base import Tokens
@@ -118,7 +119,7 @@ def _windows(
     dataset = _own_data(trained.folder) if data is None else _other_data(trained, data)
     if data is None and most is None:
         return str(dataset.path), validation_windows(config, dataset)
-    return str(dataset.path), EvaluationWindows(dataset.validation, length, most=most)
+    return str(dataset.path), windows_of(dataset, length, most=most)
 
 
 def _own_data(folder: RunFolder) -> Dataset:

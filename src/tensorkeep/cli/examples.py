@@ -80,10 +80,15 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "tensorkeep train shakespeare-char-cpu --data my-text.txt --optim.lr 3e-4",
         "tensorkeep train --out run --resume",
         "tensorkeep train --out run --resume --loop.steps 4000",
+        "tensorkeep train --branch run@2000 --out annealed --schedule.name linear --loop.steps 2500",
     ),
     "generate": (
         "tensorkeep generate run --prompt 'Once upon'",
         "tensorkeep generate run --which best --tokens 500 --temperature 0.7",
+    ),
+    "chat": (
+        "tensorkeep chat run",
+        "tensorkeep chat run --system 'Be brief.' --temperature 0.7 --min-p 0.05",
     ),
     "eval": (
         "tensorkeep eval run",

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -13,6 +14,7 @@ from tensorkeep.cli.text import printable
 from tensorkeep.train.generate import generate_stream, prompt_ids
 from tensorkeep.train.run.trained import load_trained_at
 from tensorkeep.train.spinning import SpinControl
+from tensorkeep.train.stop_texts import until
 from tensorkeep.units import counted
 
 
@@ -27,6 +29,9 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop: Annotated[list[str] | None, Parameter(negative="", metavar="TEXT")] = None,
     seed: int = 0,
     which: Which = "last",
     device: str = "auto",
@@ -47,6 +52,12 @@ def generate(
         Sample from this many of the most probable tokens only.
     top_p
         Sample from the most probable tokens with this total probability only.
+    min_p
+        Sample from the tokens that are at least this many times as probable as the most probable one.
+    repetition_penalty
+        Make tokens that the text has already less probable; 1 changes nothing, 1.1 is usual.
+    stop
+        End before this text; may be repeated.
     seed
         The seed of the sampling.
     device
@@ -63,6 +74,8 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         stop=tokenizer.end_of_document,
         vocab_size=tokenizer.vocab_size,
@@ -76,9 +89,18 @@ def generate(
             count += 1
             yield token
 
+    def text_until_stop() -> Iterator[str]:
+        pieces = tokenizer.decode_stream(prompt_and_new())
+        for piece in pieces:
+            if count:
+                yield from until(chain([piece], pieces), stop or ())
+                return
+            # The prompt may contain a text that ends the new one.
+            yield piece
+
     begin = time.perf_counter()
     with SpinControl():
-        text = _show_stream(tokenizer.decode_stream(prompt_and_new()), output)
+        text = show_stream(text_until_stop(), output)
     seconds = time.perf_counter() - begin
     document: dict[str, Any] = {"step": trained.step.number, "text": text, "tokens": count, "seconds": seconds}
     output.show(document, lambda: None)
@@ -86,7 +108,7 @@ def generate(
         output.note(f"{counted(count, 'token')} after step {trained.step.number}: {count / seconds:,.0f} tokens/s")
 
 
-def _show_stream(pieces: Iterator[str], output: Output) -> str:
+def show_stream(pieces: Iterator[str], output: Output) -> str:
     """Print pieces of text as they come, unless the output is JSON, and a line end; return the text."""
     text = ""
     try:

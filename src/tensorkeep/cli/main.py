@@ -39,6 +39,7 @@ COMMANDS = {
         "evaluate:evaluate",
         "Measure the model of a run on a text, or on multiple-choice questions.",
     ),
+    "chat": ("chat:chat", "Talk with a model that was trained on conversations."),
     "export": ("export:export", "Export the model of a run for Hugging Face transformers."),
     "report": ("report:report", "Print the tables of a results file and write its report."),
     "tune checkpoint": ("tune:checkpoint", "Find the settings that save fastest in a folder."),

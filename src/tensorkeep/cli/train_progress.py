@@ -172,7 +172,10 @@ def print_summary(run: Run, summary: Summary) -> None:
     rows.append(("run", str(run.folder.path)))
     Table(("", ""), rows).show()
     # Not wrapped, so that it can be copied.
-    print(printable(f"next: tensorkeep generate {shlex.quote(str(run.folder.path))} --prompt TEXT"))
+    folder, talks = shlex.quote(str(run.folder.path)), run.dataset.chat_tokenizer is not None
+    print(
+        printable(f"next: tensorkeep chat {folder}" if talks else f"next: tensorkeep generate {folder} --prompt TEXT")
+    )
 
 
 def _evaluates_long(summary: Summary) -> bool:

@@ -63,9 +63,14 @@ class EvaluationWindows:
             inputs = torch.zeros(rows, self._length, dtype=torch.int64)
             targets = torch.full_like(inputs, IGNORED)
             for row, number in enumerate(numbers[first : first + rows]):
-                window = self.window(number)
-                inputs[row, : len(window) - 1], targets[row, : len(window) - 1] = window[:-1], window[1:]
+                known, following = self.pair(number)
+                inputs[row, : len(known)], targets[row, : len(known)] = known, following
             yield inputs, targets
+
+    def pair(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs and the targets of a window; the last one may be shorter."""
+        window = self.window(number)
+        return window[:-1], window[1:]
 
     def window(self, number: int) -> Tensor:
         """Return the tokens of a window and the one after it, int64."""

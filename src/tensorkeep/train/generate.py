@@ -1,4 +1,4 @@
-"""Text generation: token by token, with temperature, top-k, top-p and a key-value cache."""
+"""Text generation: token by token, with a key-value cache, and sampling by temperature, top-k, top-p, min-p."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,6 +30,8 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         finite = math.isfinite(self.temperature) and self.temperature >= 0
@@ -37,9 +39,18 @@ class Sampling:
         _require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "give 1 or more, or leave it out")
         fraction = self.top_p is None or 0 < self.top_p <= 1
         _require(fraction, "top_p", self.top_p, "give a number above 0 and up to 1, or leave it out")
+        fraction = self.min_p is None or 0 <= self.min_p <= 1
+        _require(fraction, "min_p", self.min_p, "give a number from 0 to 1, or leave it out")
+        finite = math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0
+        _require(finite, "repetition_penalty", self.repetition_penalty, "give 1, for none, or a number above it")
 
-    def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """Return one token, int64, for each row of logits, which are on the generator's device."""
+    def choose(self, logits: Tensor, generator: torch.Generator, earlier: Tensor | None = None) -> Tensor:
+        """Return one token, int64, for each row of logits, which are on the generator's device.
+
+        ``earlier`` has the tokens before it, of shape [batch, positions], for the repetition penalty.
+        """
+        if self.repetition_penalty != 1 and earlier is not None:
+            logits = _penalised(logits, earlier, self.repetition_penalty)
         if self.temperature == 0:
             return logits.argmax(dim=-1)
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
@@ -50,7 +61,7 @@ class Sampling:
         # The maximum is 0 before the division, so that no temperature overflows.
         scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / self.temperature
         if self.top_k is None and self.top_p is None:
-            return scaled.softmax(dim=-1)
+            return _likely(scaled.softmax(dim=-1), self.min_p)
         # Stable: of equally likely tokens at the limit, those with lower ids are kept.
         scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
@@ -58,6 +69,7 @@ class Sampling:
         sorted_probabilities = scaled.softmax(dim=-1)
         if self.top_p is not None:
             sorted_probabilities = _nucleus(sorted_probabilities, self.top_p)
+        sorted_probabilities = _likely(sorted_probabilities, self.min_p)
         return torch.zeros_like(sorted_probabilities).scatter(-1, order, sorted_probabilities)
 
 
@@ -69,6 +81,22 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     before[:, 0] = 0
     kept = probabilities.masked_fill(before >= top_p, 0)
     return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _likely(probabilities: Tensor, min_p: float | None) -> Tensor:
+    """Keep the tokens of each row that are at least min_p times as likely as the likeliest."""
+    if not min_p:
+        return probabilities
+    kept = probabilities.masked_fill(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), 0)
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _penalised(logits: Tensor, earlier: Tensor, penalty: float) -> Tensor:
+    """Lower the logits of the tokens that each row has already."""
+    # Tokens beyond these logits are padding of the vocabulary, or reserved.
+    earlier = earlier.clamp(max=logits.shape[-1] - 1)
+    known = logits.gather(-1, earlier)
+    return logits.scatter(-1, earlier, torch.where(known > 0, known / penalty, known * penalty))
 
 
 def _require(valid: bool, name: str, value: object, remedy: str) -> None:
@@ -102,6 +130,8 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     stop: int | Collection[int] | None = None,
     vocab_size: int | None = None,
@@ -127,6 +157,12 @@ def generate(
     top_p : float, optional
         Draw from the smallest set of likeliest tokens whose probabilities, after ``top_k``, sum to at least this
         (nucleus sampling; Holtzman et al., arXiv 1904.09751).
+    min_p : float, optional
+        Draw from the tokens that are at least this many times as likely as the likeliest, after ``top_p`` (Nguyen et
+        al., arXiv 2407.01082).
+    repetition_penalty : float
+        Logits of tokens that the sequence has already are divided by this if they are positive, else multiplied (Keskar
+        et al., arXiv 1909.05858); 1 changes nothing.
     seed : int
         Of the draws, which are made on the CPU. The draws of a prompt depend on the number of prompts.
     stop : int or collection of int, optional
@@ -164,6 +200,8 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         stop=stop,
         vocab_size=vocab_size,
@@ -186,10 +224,13 @@ def generate_stream(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     stop: int | Collection[int] | None = None,
     vocab_size: int | None = None,
     use_cache: bool = True,
+    cache: Cache | None = None,
 ) -> Iterator[list[int]]:
     """Continue one prompt, or several prompts of equal length, token by token.
 
@@ -198,8 +239,12 @@ def generate_stream(
 
     Parameters
     ----------
-    model, prompt_ids, max_new_tokens, temperature, top_k, top_p, seed, stop, vocab_size, use_cache
+    model, prompt_ids, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, vocab_size
         See `generate`.
+    use_cache : bool
+        See `generate`.
+    cache : Cache, optional
+        A cache of one prompt that continues: it may hold the beginning of the prompt, and holds more of it afterwards.
 
     Returns
     -------
@@ -219,19 +264,21 @@ def generate_stream(
     >>> tokens == generate(model, [1, 2, 3], max_new_tokens=4, seed=1)[3:].tolist()
     True
     """
-    sampling = Sampling(temperature, top_k, top_p)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     _check_numbers(max_new_tokens, seed, vocab_size)
     prompt, stops = _checked_ids(prompt_ids, stop, model.config.vocab_size)
     length = prompt.shape[-1]
     ids = functional.pad(prompt.reshape(-1, length), (0, max_new_tokens)).to(model.tokens.weight.device)
-    cache = model.new_cache(len(ids)) if use_cache else None
+    if cache is None and use_cache:
+        cache = model.new_cache(len(ids))
     generator = torch.Generator().manual_seed(seed)
 
     def draw(position: int, ended: Tensor) -> Tensor:
         # Not inference_mode, which does not support sharded weights. Not open while the caller uses the token.
         with torch.no_grad(), evaluating(model):
             logits = _next_logits(model, ids[:, :position], cache)[:, :vocab_size]
-        return torch.where(ended, ids[:, position - 1].cpu(), sampling.choose(logits, generator))
+        drawn = sampling.choose(logits, generator, ids[:, :position].cpu())
+        return torch.where(ended, ids[:, position - 1].cpu(), drawn)
 
     def stream() -> Iterator[list[int]]:
         ended = torch.zeros(len(ids), dtype=torch.bool)

@@ -195,13 +195,14 @@ def make_step(run: Run) -> MadeStep:
     batches = [next(run.batches) for _ in range(settings.accumulate)]
     run.drawn = range(before, run.batches.state_dict()["position"])
     counts = [int(np.count_nonzero(targets.numpy() != IGNORED)) for _, targets in batches]
+    counted = _mean_count(run, sum(counts))
     for (inputs, targets), count in zip(batches, counts, strict=True):
         if count:
             # The mean over all targets of the step: each target has the same weight, whichever batch it is in.
-            loss = operations.loss(*run.move(inputs, targets)) / (sum(counts) / count)
+            loss = operations.loss(*run.move(inputs, targets)) / (counted / count)
             operations.backward(loss)
             total += loss.detach()
-    run.progress.tokens += sum(counts) * run.replicas
+    run.progress.tokens += round(counted * run.replicas)
     total = run.world.mean(total)
     norm = operations.clip()
     if operations.accepts(total, norm):
@@ -210,6 +211,13 @@ def make_step(run: Run) -> MadeStep:
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
     return MadeStep(total, norm, factor * run.config.optim.lr)
+
+
+def _mean_count(run: Run, count: int) -> float:
+    """Return the mean number of targets of a rank, by which each target has the same weight, whichever rank has it."""
+    if run.world.size == 1 or run.dataset.chat_tokenizer is None:
+        return count
+    return run.world.mean(torch.tensor(count, dtype=torch.float64)).item()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from tensorkeep.io.places import read_directory
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.paths import checked_path
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens, token_dtype
+from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
 
 FILE = "data.json"
@@ -34,6 +35,9 @@ VERSION: Final = 1
 TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
+
+CONVERSATIONS = "conversations"
+"""The kind of a source of conversations; see `tensorkeep.train.data.conversations`."""
 
 _VERIFIED_AT_ONCE = 1 << 22
 """Bytes."""
@@ -143,6 +147,12 @@ class Dataset:
     def vocab_size(self) -> int:
         """The number of tokens of the tokenizer; every id is below it."""
         return self.tokenizer.vocab_size
+
+    @property
+    def chat_tokenizer(self) -> ChatTokenizer | None:
+        """The tokenizer of conversations, of which only answers are trained; None if the data is other text."""
+        is_chat = self.description["source"]["kind"] == CONVERSATIONS and isinstance(self.tokenizer, ChatTokenizer)
+        return cast(ChatTokenizer, self.tokenizer) if is_chat else None
 
     @classmethod
     def open(

@@ -16,6 +16,7 @@ from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.paths import checked_path
+from tensorkeep.train.data.conversations import has_conversations, write_conversations
 from tensorkeep.train.data.corpus import DEFAULT_FIELD, Source, open_source
 from tensorkeep.train.data.dataset import (
     FILE,
@@ -57,6 +58,7 @@ def prepare(
     seed: int = 0,
     encoding: str = "utf-8",
     field: str = DEFAULT_FIELD,
+    conversations: bool | None = None,
     processes: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -74,7 +76,8 @@ def prepare(
         The folder to make; it appears when it is complete.
     tokenizer : str
         ``"char"``, ``"byte"``, ``"bpe"``, ``"tiktoken:NAME"``, or ``"from:FOLDER"``: that of a run or of a Hugging
-        Face model.
+        Face model. With ``"+chat"`` after it, and always for conversations, it also has the tokens that
+        begin and end messages.
     vocab_size : int, optional
         For ``"bpe"``: the largest number of tokens, by default 4096.
     validation : float
@@ -85,6 +88,9 @@ def prepare(
         The encoding of the text.
     field : str
         The field of JSON objects, or the column of tables, that holds the text of a document.
+    conversations : bool, optional
+        Whether each line of JSON is a conversation, of which answers are trained; see
+        `tensorkeep.train.data.conversations`. By default the first line decides.
     processes : int, optional
         How many processes encode; the tokens do not depend on it. By default a large corpus is encoded by as many as
         there are processors, if the tokenizer merges characters, and any other by this one.
@@ -130,17 +136,28 @@ def prepare(
         open_source(source, encoding=encoding, field=field) as corpus,
         Commit(destination, directory=True, overwrite=overwrite, replaceable=_is_replaceable) as commit,
     ):
-        surveyed = learn.reads or not corpus.has_documents
-        meter = Meter((1 + surveyed) * corpus.nbytes, progress)
-        if surveyed:
-            first, learned = _survey(corpus, learn, rule, meter)
+        learned: Tokenizer
+        if has_conversations(corpus) if conversations is None else conversations:
+            layout, learned = write_conversations(corpus, commit.path, learn, rule, progress)
         else:
-            first, learned = None, learn(iter(()), True)
-        reading, splits = _encode(first, Reading(corpus, meter), commit.path, learned, rule, processes)
-        layout = _layout(reading, learned, rule, splits)
+            layout, learned = _write_text(corpus, commit.path, learn, rule, processes, progress)
         write_small(commit.path / FILE, sealed.seal(layout))
         commit.publish()
         return Prepared(commit.destination, layout.description(learned))
+
+
+def _write_text(
+    corpus: Source, folder: Path, learn: Learn, rule: SplitRule, processes: int | None, progress: Progress | None
+) -> tuple[Layout, Tokenizer]:
+    """Write the tokens of a text into a folder; return its layout and the tokenizer."""
+    surveyed = learn.reads or not corpus.has_documents
+    meter = Meter((1 + surveyed) * corpus.nbytes, progress)
+    if surveyed:
+        first, learned = _survey(corpus, learn, rule, meter)
+    else:
+        first, learned = None, learn(iter(()), True)
+    reading, splits = _encode(first, Reading(corpus, meter), folder, learned, rule, processes)
+    return _layout(reading, learned, rule, splits), learned
 
 
 def _survey(source: Source, learn: Learn, rule: SplitRule, meter: Meter) -> tuple[Reading, Tokenizer]:

@@ -17,9 +17,10 @@ from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.retention import KeepBest
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.blockfile.data_file import find_codec
+from tensorkeep.train.answers import training_batches
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import CheckpointConfig
-from tensorkeep.train.data.batches import Batches, check_window
+from tensorkeep.train.data.batches import check_window
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import prompt_ids
 from tensorkeep.train.guard import can_check_later, check_finite
@@ -280,13 +281,7 @@ def _build(
         model=model,
         optimizers=optimizers,
         plateau=Plateau(config.schedule),
-        batches=Batches(
-            dataset.train,
-            context_length=config.model.context_length,
-            batch_size=config.loop.batch_size,
-            seed=config.loop.seed,
-            order=config.data.order,
-        ),
+        batches=training_batches(config, dataset),
         average=WeightAverage(model, config.ema.decay),
         operations=default_operations(
             model, optimizers, clip=config.optim.clip, accepts=lambda loss, norm: check_finite(run, loss, norm)

@@ -1,5 +1,6 @@
 """The validation loss of a run: on which tokens, and in which batches on which rank."""
 
+from tensorkeep.train.answers import windows_of
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import read_settings
 from tensorkeep.train.data.dataset import Dataset
@@ -34,7 +35,7 @@ def validation_windows(config: Config, dataset: Dataset) -> EvaluationWindows:
     if config.eval.batches is not None:
         rows = max(1, min(LARGEST_TOKENS, _LARGEST_LOGITS // model.vocab_size) // model.context_length)
         most = config.eval.batches * rows * model.context_length
-    return EvaluationWindows(dataset.validation, model.context_length, most=most)
+    return windows_of(dataset, model.context_length, most=most)
 
 
 def _training(run: Run) -> Activations:

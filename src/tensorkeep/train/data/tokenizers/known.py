@@ -16,6 +16,7 @@ from tensorkeep.io.files import store_errors
 from tensorkeep.train.data.tokenizers.base import Documents, Tokenizer, library
 from tensorkeep.train.data.tokenizers.bpe import DEFAULT_VOCAB_SIZE, SMALLEST_VOCAB_SIZE, BpeTokenizer
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer, CharTokenizer
+from tensorkeep.train.data.tokenizers.chat import SUFFIX, ChatTokenizer
 from tensorkeep.train.data.tokenizers.from_huggingface import FILE, HuggingFaceTokenizer, read_tokenizer
 from tensorkeep.train.data.tokenizers.from_tiktoken import TiktokenTokenizer
 
@@ -28,6 +29,7 @@ _FROM_DICT: dict[object, Callable[[dict[str, Any]], Tokenizer]] = {
     "bpe": BpeTokenizer.from_dict,
     "tiktoken": TiktokenTokenizer.from_dict,
     "huggingface": HuggingFaceTokenizer.from_dict,
+    "chat": lambda stored: _chat_from_dict(stored),
 }
 
 
@@ -48,6 +50,9 @@ def learner(choice: str, vocab_size: int | None = None) -> Learn:
     Raises UsageError if there is no such tokenizer, or the vocabulary size is not possible; MissingExtraError if it
     needs a package that is not installed; UnsupportedError if it needs a vocabulary that is not on this machine.
     """
+    if choice.endswith(SUFFIX):
+        text = learner(choice.removesuffix(SUFFIX), vocab_size)
+        return Learn(lambda corpus, documents: ChatTokenizer(text(corpus, documents)), reads=text.reads)
     kind, colon, name = choice.partition(":")
     if vocab_size is not None and kind != "bpe":
         raise UsageError(
@@ -131,3 +136,11 @@ def tokenizer_from_dict(stored: dict[str, Any]) -> Tokenizer:
         return read(stored)
     except (ValueError, msgspec.ValidationError) as error:
         raise CorruptCheckpointError(f"the {kind} tokenizer is malformed ({error})") from error
+
+
+def _chat_from_dict(stored: dict[str, Any]) -> ChatTokenizer:
+    """Return the tokenizer of conversations that `ChatTokenizer.as_dict` described; ValueError if that is malformed."""
+    text = stored.get("text")
+    if not isinstance(text, dict) or text.get("kind") == "chat":
+        raise ValueError("it has no tokenizer of text")
+    return ChatTokenizer(tokenizer_from_dict(text))

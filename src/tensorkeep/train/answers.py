@@ -1,0 +1,231 @@
+"""Rows of conversations in which only answers count.
+
+A row begins with a conversation, and holds as many whole ones as fit, so that no answer is trained without its
+question. Of a conversation that is longer than the context, the beginning is trained. Each answer that fits counts once
+in an epoch.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tensorkeep.errors import UsageError
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.data.batches import Batch, Batches, Order
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.tokenizers.base import Tokens
+from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
+from tensorkeep.train.evaluate import EvaluationWindows
+from tensorkeep.train.model.gpt import IGNORED
+
+_SCANNED_AT_ONCE = 1 << 24
+
+_NEEDS_WHOLE_TEXT = ("length-curriculum", "pipeline-parallel")
+"""Techniques that draw windows of the text themselves, or weight micro-batches equally."""
+
+Places = npt.NDArray[np.int64]
+
+
+class AnswerRows:
+    """The rows of a text of conversations: inputs and targets, in which all but answers is ignored.
+
+    Parameters
+    ----------
+    tokens : array of uint16 or uint32
+        Conversations as `tensorkeep.train.data.conversations` writes them, 1-D.
+    context_length : int
+        Positions of a row.
+    tokenizer : ChatTokenizer
+
+    Raises
+    ------
+    UsageError
+        If no answer begins within the context.
+
+    Examples
+    --------
+    >>> from tensorkeep.train.data.tokenizers.char import ByteTokenizer
+    >>> tokenizer = ChatTokenizer(ByteTokenizer(documents=True))
+    >>> conversation = [*tokenizer.message("user", "a"), *tokenizer.message("assistant", "b"), 256]
+    >>> rows = AnswerRows(np.array(conversation, np.uint16), 8, tokenizer)
+    >>> inputs, targets = rows.row(0)
+    >>> tokenizer.decode(inputs[:6]), targets.tolist()
+    ('<|user|>a<|end|><|assistant|>b<|end|>', [-1, -1, -1, 98, 260, -1, -1, -1])
+    """
+
+    def __init__(self, tokens: Tokens, context_length: int, tokenizer: ChatTokenizer) -> None:
+        self._tokens = tokens
+        self._length = context_length
+        self._filler = tokenizer.end_of_document or 0
+        found = _find(tokens, tokenizer)
+        begins, stops = _pack(found.ends_of_conversations, context_length)
+        # The first token after the one that begins an answer, to the one that ends it.
+        self._from = found.assistants + 1
+        self._to = found.ends[np.searchsorted(found.ends, found.assistants)] + 1
+        answers = np.searchsorted(self._from, stops) - np.searchsorted(self._from, begins)
+        self._begins, self._stops = begins[answers > 0], stops[answers > 0]
+        if not len(self._begins):
+            raise UsageError(
+                f"no answer begins within a context of {context_length:,} tokens",
+                remedy="use a longer context (--model.context_length)",
+            )
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def row(self, number: int) -> Batch:
+        """Return the inputs and the targets of a row: int64, of shape [context_length]."""
+        begin, stop = int(self._begins[number]), int(self._stops[number])
+        row = torch.from_numpy(self._tokens[begin:stop].astype(np.int64))
+        inputs = torch.full((self._length,), self._filler)
+        targets = torch.full((self._length,), IGNORED)
+        inputs[: len(row) - 1] = row[:-1]
+        first, last = np.searchsorted(self._from, [begin, stop])
+        for start, end in zip(self._from[first:last] - begin, self._to[first:last] - begin, strict=True):
+            targets[start - 1 : end - 1] = row[start:end]
+        return inputs, targets
+
+    def rows(self, numbers: npt.NDArray[np.integer]) -> Batch:
+        """Return the inputs and the targets of some rows, of shape [rows, context_length]."""
+        pairs = [self.row(int(number)) for number in numbers]
+        return torch.stack([each for each, _ in pairs]), torch.stack([each for _, each in pairs])
+
+
+class AnswerBatches(Batches):
+    """An endless iterator of batches of `AnswerRows`; see `Batches`."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        context_length: int,
+        batch_size: int,
+        seed: int,
+        order: Order,
+        tokenizer: ChatTokenizer,
+    ) -> None:
+        super().__init__(tokens, context_length=context_length, batch_size=batch_size, seed=seed, order=order)
+        self._answers = AnswerRows(tokens, context_length, tokenizer)
+        self._numbers = (_RandomRows if order == "random" else _ShuffledRows)(len(self._answers), seed)
+
+    def at(self, position: int) -> Batch:
+        """Return the batch of a number."""
+        return self._answers.rows(self._numbers.take(position * self.batch_size, self.batch_size)[self._rows])
+
+
+class AnswerWindows(EvaluationWindows):
+    """The rows of a text of conversations, each once; see `EvaluationWindows`."""
+
+    def __init__(
+        self, tokens: Tokens, context_length: int, tokenizer: ChatTokenizer, *, most: int | None = None
+    ) -> None:
+        super().__init__(tokens, context_length)
+        self._rows = AnswerRows(tokens, context_length, tokenizer)
+        self._all = len(self._rows)
+        self._chosen = self._all if most is None else min(self._all, -(-most // context_length))
+
+    @property
+    def targets(self) -> int:
+        """The number of tokens that are predicted."""
+        return sum(int((self.pair(number)[1] != IGNORED).sum()) for number in range(self._chosen))
+
+    def pair(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets of a row."""
+        return self._rows.row(number * self._all // self._chosen)
+
+
+def training_batches(config: Config, dataset: Dataset) -> Batches:
+    """Return the batches of a run: of conversations those with answers, of any other data windows of the text."""
+    settings: dict[str, Any] = {
+        "context_length": config.model.context_length,
+        "batch_size": config.loop.batch_size,
+        "seed": config.loop.seed,
+        "order": config.data.order,
+    }
+    tokenizer = dataset.chat_tokenizer
+    if tokenizer is None:
+        return Batches(dataset.train, **settings)
+    refused = next((name for name in _NEEDS_WHOLE_TEXT if name in config.techniques), None)
+    if refused is not None:
+        raise UsageError(f"{refused} trains all tokens, and of conversations only answers count", remedy="leave it out")
+    return AnswerBatches(dataset.train, **settings, tokenizer=tokenizer)
+
+
+def windows_of(dataset: Dataset, context_length: int, *, most: int | None = None) -> EvaluationWindows:
+    """Return the windows of the validation split of a dataset; of conversations only answers count."""
+    if dataset.chat_tokenizer is None:
+        return EvaluationWindows(dataset.validation, context_length, most=most)
+    return AnswerWindows(dataset.validation, context_length, dataset.chat_tokenizer, most=most)
+
+
+class _Found(NamedTuple):
+    """Places of reserved tokens."""
+
+    assistants: Places
+    ends: Places
+    ends_of_conversations: Places
+
+
+def _find(tokens: Tokens, tokenizer: ChatTokenizer) -> _Found:
+    wanted = (tokenizer.begin["assistant"], tokenizer.end, tokenizer.end_of_document)
+    places: list[list[Places]] = [[], [], []]
+    for begin in range(0, len(tokens), _SCANNED_AT_ONCE):
+        piece = tokens[begin : begin + _SCANNED_AT_ONCE]
+        for each, token in zip(places, wanted, strict=True):
+            each.append(np.flatnonzero(piece == token) + begin)
+    return _Found(*(np.concatenate(each) for each in places))
+
+
+def _pack(ends: Places, context_length: int) -> tuple[Places, Places]:
+    """Return where rows begin, and where what they predict stops, given the last tokens of conversations."""
+    starts, stops = np.concatenate([[0], ends[:-1] + 1]), ends + 1
+    begins, limits, first = [], [], 0
+    while first < len(starts):
+        begin = int(starts[first])
+        after = int(np.searchsorted(stops, begin + context_length + 1, side="right"))
+        begins.append(begin)
+        limits.append(int(stops[after - 1]) if after > first else begin + context_length + 1)
+        first = max(after, first + 1)
+    return np.array(begins, np.int64), np.array(limits, np.int64)
+
+
+class _RandomRows:
+    """Independent, uniformly distributed rows."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self._count, self._seed = np.uint64(rows), seed
+
+    def take(self, begin: int, count: int) -> Places:
+        """Return ``count`` rows from place ``begin`` of an endless sequence."""
+        counter, skipped = divmod(begin, 4)
+        words = np.random.Philox(key=self._seed, counter=counter).random_raw(skipped + count)
+        return (words[skipped:] % self._count).astype(np.int64)
+
+
+class _ShuffledRows:
+    """Epochs in which each row comes once, in random order."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self._count, self._seed = rows, seed
+        self._epoch = -1
+
+    def _draw(self, epoch: int) -> None:
+        words = np.random.Philox(key=np.array([self._seed, epoch + 1], np.uint64))
+        self._order = np.arange(self._count)
+        np.random.Generator(words).shuffle(self._order)
+        self._epoch = epoch
+
+    def take(self, begin: int, count: int) -> Places:
+        """Return ``count`` rows from place ``begin`` of an endless sequence."""
+        parts = []
+        while count:
+            epoch, place = divmod(begin, self._count)
+            if epoch != self._epoch:
+                self._draw(epoch)
+            part = self._order[place : place + count]
+            parts.append(part)
+            begin, count = begin + len(part), count - len(part)
+        return np.concatenate(parts)

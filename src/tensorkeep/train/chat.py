@@ -1,0 +1,173 @@
+"""A conversation with a model: turns, their tokens, and the key-value cache that they share."""
+
+from collections.abc import Collection, Generator
+
+from tensorkeep.errors import UsageError
+from tensorkeep.train.data.tokenizers.base import Tokenizer
+from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
+from tensorkeep.train.generate import Sampling, generate_stream
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.stop_texts import until
+
+_RESERVED_FRACTION = 4
+"""One part in this many of the context is kept free for an answer, unless fewer tokens are wanted."""
+
+
+class ChatSession:
+    """Messages of a user and answers of a model, generated token by token.
+
+    The keys and values of all messages stay in the cache, so that a turn computes only its own tokens. When the
+    messages no longer fit into the context, the oldest turns are left out; the system message stays.
+
+    Parameters
+    ----------
+    model : GPT
+    tokenizer : Tokenizer
+        That of the run; it must have the tokens of messages.
+    sampling : Sampling
+        How tokens are drawn.
+    system : str, optional
+        The message that comes first.
+    max_new_tokens : int
+        The largest number of tokens of an answer.
+    stop : collection of str
+        Texts that end an answer, and are left out of it.
+    seed : int
+        Of the draws of the first answer; each later one takes the next seed.
+
+    Attributes
+    ----------
+    messages : list of dict of str to str
+        All messages so far, with ``"role"`` and ``"content"``.
+    left_out : int
+        Turns that are no longer in the context.
+
+    Raises
+    ------
+    UsageError
+        If the model was not trained on conversations, or the system message does not fit.
+
+    Examples
+    --------
+    >>> from tensorkeep.train.data.tokenizers.char import ByteTokenizer
+    >>> from tensorkeep.train.model.config import ModelConfig
+    >>> tokenizer = ChatTokenizer(ByteTokenizer(documents=True))
+    >>> model = GPT(ModelConfig(vocab_size=261, context_length=32, n_layers=1, n_heads=1, d_model=4))
+    >>> session = ChatSession(model, tokenizer, Sampling(), max_new_tokens=5)
+    >>> answer = "".join(session.answer("Hello!"))
+    >>> [message["role"] for message in session.messages], session.messages[1]["content"] == answer
+    (['user', 'assistant'], True)
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        *,
+        system: str | None = None,
+        max_new_tokens: int = 200,
+        stop: Collection[str] = (),
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(tokenizer, ChatTokenizer):
+            raise UsageError(
+                f"the model was not trained on conversations: its tokenizer ({tokenizer.name}) has no message tokens",
+                remedy="train it on conversations (docs/how-to/chat.md), or use tensorkeep generate",
+            )
+        self._model = model
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._system = system
+        self._max_new_tokens = max_new_tokens
+        self._stop = stop
+        self._seed = seed
+        self._cache = model.new_cache(1)
+        self.tokens = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all messages but the system message."""
+        self.messages: list[dict[str, str]] = []
+        self._first: list[int] = []
+        if self._system is not None:
+            self.messages.append({"role": "system", "content": self._system})
+            self._first = self._tokenizer.message("system", self._system).tolist()
+        self._turns: list[list[int]] = []
+        self.left_out = 0
+        self._cache.clear()
+
+    def answer(self, text: str) -> Generator[str]:
+        """Add a message of the user, and yield the answer as it is generated.
+
+        An answer that the caller stops early, or an exception ends, is kept as far as it came.
+
+        Raises UsageError if the message does not fit into the context, or the tokenizer cannot encode it; nothing is
+        then added.
+        """
+        begin = self._tokenizer.begin["assistant"]
+        turn = [*self._tokenizer.message("user", text).tolist(), begin]
+        self._make_space(turn)
+        self._turns.append(turn)
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
+        return self._generated(turn, self.messages[-1])
+
+    def _generated(self, turn: list[int], message: dict[str, str]) -> Generator[str]:
+        prompt = [*self._first, *(token for each in self._turns for token in each)]
+        sampling, tokenizer = self._sampling, self._tokenizer
+        drawn = generate_stream(
+            self._model,
+            prompt,
+            max_new_tokens=min(self._max_new_tokens, self._model.config.context_length - len(prompt)),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=self._seed,
+            stop=tokenizer.stops,
+            vocab_size=tokenizer.vocab_size,
+            cache=self._cache,
+        )
+        self._seed += 1
+
+        def content() -> Generator[int]:
+            for (token,) in drawn:
+                if token in tokenizer.stops:
+                    return
+                turn.append(token)
+                self.tokens += 1
+                yield token
+
+        try:
+            for piece in until(tokenizer.decode_stream(content()), self._stop):
+                message["content"] += piece
+                yield piece
+        except GeneratorExit:
+            raise
+        except BaseException:
+            # It may have ended within the computation of a token.
+            self._cache.clear()
+            raise
+        finally:
+            turn.append(tokenizer.end)
+
+    def _make_space(self, turn: list[int]) -> None:
+        """Leave the oldest turns out until a new one fits, with space for its answer."""
+        length = self._model.config.context_length
+        limit = length - min(self._max_new_tokens, max(1, length // _RESERVED_FRACTION))
+        used = len(self._first) + len(turn)
+        if used > limit:
+            raise UsageError(
+                f"the message needs {used:,} tokens, with the system message, and {limit:,} of the context of "
+                f"{length:,} are for messages",
+                remedy="give a shorter one, or train a model with a longer context",
+            )
+        sizes = [len(each) for each in self._turns]
+        out = 0
+        while used + sum(sizes[out:]) > limit:
+            out += 1
+        if out:
+            del self._turns[:out]
+            self.left_out += out
+            self._cache.clear()

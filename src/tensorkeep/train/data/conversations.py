@@ -1,0 +1,167 @@
+"""Conversations: lines of JSON become tokens by a template.
+
+Each line of a ``.jsonl`` file is one conversation::
+
+    {"messages": [{"role": "system", "content": "Be brief."},
+                  {"role": "user", "content": "Hello!"},
+                  {"role": "assistant", "content": "Hi."}]}
+
+The template is ``<|system|>Be brief.<|end|><|user|>Hello!<|end|><|assistant|>Hi.<|end|><|endoftext|>``, where each
+name in ``<|...|>`` is one token of `ChatTokenizer`, and nothing is added to the text.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from tensorkeep.errors import StoreError, UsageError
+from tensorkeep.io.parallel import Meter, Progress
+from tensorkeep.train.data.corpus import Source, TextFile
+from tensorkeep.train.data.dataset import CONVERSATIONS, FORMAT, SPLITS, VERSION, Layout, Origin, Split, file_name
+from tensorkeep.train.data.documents import Reading, SplitRule
+from tensorkeep.train.data.token_files import TokenFile
+from tensorkeep.train.data.tokenizers.base import Ids, Tokenizer
+from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
+from tensorkeep.train.data.tokenizers.known import Learn
+from tensorkeep.version import __version__
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """The messages of a conversation, in order."""
+
+    messages: list[Message]
+
+    def tokens(self, tokenizer: ChatTokenizer) -> Ids:
+        """Return the tokens of the conversation, and the one that ends a document."""
+        parts = [tokenizer.message(each.role, each.content) for each in self.messages]
+        return np.concatenate([*parts, [tokenizer.end_of_document]])
+
+
+def has_conversations(source: Source) -> bool:
+    """Return whether the first line of a source of lines of JSON has messages."""
+    file = source.files[0]
+    if file.records != "jsonl":
+        return False
+    with source.opened(file) as stream:
+        try:
+            first = msgspec.json.decode(next(filter(bytes.strip, stream), b""))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return False  # reading it reports the error
+    return isinstance(first, dict) and "messages" in first and source.field not in first
+
+
+class ConversationReading(Reading):
+    """One pass over the conversations of a source; see `Reading`."""
+
+    def conversations(self) -> Iterator[tuple[str, Conversation]]:
+        """Yield the name and the messages of each conversation.
+
+        Raises UsageError if a line is not a conversation with an answer; the message names the file and the line.
+        """
+        for document in self.documents():
+            if text := "".join(document.texts):
+                yield document.name, msgspec.json.decode(text, type=Conversation)
+
+    def _record_text(self, line: bytes, begin: int, number: int, file: TextFile) -> str:
+        if not line.strip():
+            return ""
+        remedy = (
+            'each line must be {"messages": [{"role": "user", "content": "..."}, ...]}, role user, system or assistant'
+        )
+        try:
+            found = msgspec.json.decode(line, type=Conversation)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(
+                f"line {number:,} is not a conversation ({error})", path=file.path, remedy=remedy
+            ) from error
+        if not any(message.role == "assistant" and message.content for message in found.messages):
+            raise UsageError(
+                f"line {number:,} is a conversation without an answer of the assistant",
+                path=file.path,
+                remedy="leave it out: only answers are trained",
+            )
+        if any("\0" in message.content for message in found.messages):
+            raise UsageError(f"line {number:,} has a message with NUL", path=file.path, remedy="leave it out")
+        return msgspec.json.encode(found).decode()
+
+
+def write_conversations(
+    source: Source, folder: Path, learn: Learn, rule: SplitRule, progress: Progress | None
+) -> tuple[Layout, Tokenizer]:
+    """Learn a tokenizer from the messages of a source, write their tokens, and return the layout and the tokenizer.
+
+    Raises UsageError if a line is not a conversation, or a split stays empty; StoreError if the source changes.
+    """
+    if any(file.records != "jsonl" for file in source.files):
+        raise UsageError("has no conversations", path=source.spec, remedy="give a .jsonl file with one on each line")
+    meter = Meter((1 + learn.reads) * source.nbytes, progress)
+    first = ConversationReading(source, meter)
+    texts = (iter([message.content for message in found.messages]) for _, found in first.conversations())
+    tokenizer = ChatTokenizer.of(learn(texts, False))
+    second = ConversationReading(source, meter)
+    counts = dict.fromkeys(SPLITS, 0)
+    with ExitStack() as stack:
+        files = {split: TokenFile(folder / file_name(split), tokenizer.dtype, stack) for split in SPLITS}
+        for name, found in second.conversations():
+            split = rule.of_document(name)
+            files[split].add(found.tokens(tokenizer).astype(tokenizer.dtype))
+            counts[split] += 1
+        if learn.reads and second.digest() != first.digest():
+            raise StoreError(
+                "changed while it was read", path=source.spec, remedy="prepare it when it is not written to"
+            )
+        _check_counts(source, counts)
+        splits = {
+            split: Split(tokens=file.tokens, documents=counts[split], xxh3_64=file.finish())
+            for split, file in files.items()
+        }
+    return _layout(second, tokenizer, rule, splits), tokenizer
+
+
+def _check_counts(source: Source, counts: dict[str, int]) -> None:
+    empty = next((split for split, count in counts.items() if not count), None)
+    if empty is not None:
+        raise UsageError(
+            f"none of its {sum(counts.values()):,} conversations is for {empty}: a hash of the line's number and the "
+            "seed decides",
+            path=source.spec,
+            remedy="give another fraction or seed, or more conversations",
+        )
+
+
+def _layout(reading: Reading, tokenizer: ChatTokenizer, rule: SplitRule, splits: dict[str, Split]) -> Layout:
+    source = reading.source
+    origin = Origin(
+        spec=os.fsencode(source.spec).decode(errors="backslashreplace"),
+        kind=CONVERSATIONS,
+        encoding=source.encoding,
+        files=len(source.files),
+        bytes=reading.nbytes,
+        characters=reading.characters,
+        documents=sum(split.documents or 0 for split in splits.values()),
+        xxh3_64=reading.digest(),
+    )
+    return Layout(
+        format=FORMAT,
+        version=VERSION,
+        tensorkeep=__version__,
+        source=origin,
+        tokenizer=tokenizer.as_dict(),
+        vocab_size=tokenizer.vocab_size,
+        dtype=tokenizer.dtype.name,
+        validation=rule.validation,
+        seed=rule.seed,
+        splits=splits,
+    )
