@@ -55,7 +55,7 @@ FLAGS = {
     },
     "data info": {"--verify"},
     "train": {
-        *("--data", "--out", "--resume", "--branch", "--technique", "--profile"),
+        *("--data", "--out", "--resume", "--branch", "--init-from", "--technique", "--profile"),
         *("--list-recipes", "--list-settings", "--list-techniques"),
     },
     "generate": {
