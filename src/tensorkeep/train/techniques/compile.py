@@ -99,7 +99,7 @@ class Compile(Technique):
             raise UsageError(
                 f'compile in the mode "reduce-overhead" cannot be combined with {batches} batches a step: each replay '
                 "of its graph overwrites what the one before returned",
-                remedy='give mode "default", or make each step of one batch (loop.accumulate)',
+                remedy='give mode "default" and add the technique cuda-graphs, whose graphs add gradients up',
             )
 
         def compiled_only(inputs: Tensor, targets: Tensor) -> Tensor:
