@@ -11,7 +11,7 @@ from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.train.data.corpus import DEFAULT_FIELD
 from tensorkeep.train.data.dataset import SPLITS, Dataset
-from tensorkeep.train.data.prepare import prepare as make
+from tensorkeep.train.data.mixture import prepare_mixture
 from tensorkeep.units import counted, format_bytes
 
 _SAMPLE = 200
@@ -47,12 +47,13 @@ def prepare(
     source
         A file, a folder, a pattern in quotes such as 'books/*.txt', a dataset that Hugging Face's datasets saved
         (save_to_disk), - for standard input, or stdlib for the sources of Python's standard library. A .jsonl file has
-        one document on each line, a .parquet file one in each row.
+        one document on each line, a .parquet file one in each row. A mixture is books:0.7,web:0.3 with such sources or
+        prepared folders, and the fraction of the training windows that come from each.
     out
         The folder to create.
     tokenizer
         Characters, bytes, byte-pair encoding trained on this text, a vocabulary of tiktoken that is on this machine, or
-        the tokenizer of a run or of a Hugging Face model.
+        the tokenizer of a run, of a Hugging Face model or of a folder of prepared data.
     vocab_size
         For bpe: the largest size of the vocabulary; 4096 by default.
     validation
@@ -73,7 +74,7 @@ def prepare(
         Replace existing prepared data.
     """
     with output.meter(f"preparing {source}") as progress:
-        made = make(
+        made = prepare_mixture(
             source,
             out,
             tokenizer=tokenizer,
@@ -125,4 +126,8 @@ def _print_about(folder: Path, about: dict[str, Any], *more: str) -> None:
     columns = ["tokens"] if source["documents"] is None else ["tokens", "documents"]
     rows = [(split, *(f"{about['splits'][split][column] or 0:,}" for column in columns)) for split in SPLITS]
     Table(("split", *(f">{column}" for column in columns)), rows).show()
+    if mixture := about.get("mixture"):
+        print_lines("")
+        parts = [(part["source"], f"{part['weight']:.1%}", f"{part['tokens']:,}") for part in mixture]
+        Table(("source", ">weight", ">tokens"), parts).show()
     print_lines(*more)

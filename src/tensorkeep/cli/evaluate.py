@@ -14,9 +14,9 @@ from tensorkeep.errors import NotFoundError, UsageError
 from tensorkeep.train.answers import windows_of
 from tensorkeep.train.data.corpus import DEFAULT_FIELD
 from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import is_prepared
 from tensorkeep.train.data.tokenizers.base import Tokens
 from tensorkeep.train.evaluate import EvaluationWindows
-from tensorkeep.train.run.data import is_prepared
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import current_config
 from tensorkeep.train.run.trained import TrainedModel, load_trained_at

@@ -39,7 +39,7 @@ from tensorkeep.train.run.world import World
 
 def train(
     *recipe: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    data: str | None = None,
+    data: list[str] | None = None,
     out: Path | None = None,
     resume: Annotated[bool, Switch] = False,
     branch: Annotated[str | None, Parameter(metavar="RUN@STEP")] = None,
@@ -63,7 +63,8 @@ def train(
         The recipe (see --list-recipes), and settings of it.
     data
         A folder of tensorkeep data prepare, or a source that this command takes, which is prepared in the run's folder;
-        by default the sources of Python's standard library.
+        by default the sources of Python's standard library. Given several times, as SOURCE:WEIGHT, a mixture, of which
+        each weight is the fraction of the training windows.
     out
         The folder of the run; runs/RECIPE by default.
     resume
@@ -101,7 +102,9 @@ def train(
     initial = None if init_from is None or (resume and folder.exists()) else _initial(init_from, branch)
     if initial is not None:
         base = base.changed(initial.model_settings(base))
-    words = {f"{TECHNIQUES}{each}": "on" for each in names_in(technique)} | _with_source(words, data)
+    words = {f"{TECHNIQUES}{each}": "on" for each in names_in(technique)} | _with_source(
+        words, ",".join(data) if data else None
+    )
     given = given_settings(words, file=Path(output.config) if output.config else None)
     check_names(names_among(given))
     config = base.changed(given)

@@ -147,7 +147,7 @@ def training_batches(config: Config, dataset: Dataset) -> Batches:
     }
     tokenizer = dataset.chat_tokenizer
     if tokenizer is None:
-        return Batches(dataset.train, **settings)
+        return Batches(dataset.train, **settings, mixture=dataset.mixture)
     refused = next((name for name in _NEEDS_WHOLE_TEXT if name in config.techniques), None)
     if refused is not None:
         raise UsageError(f"{refused} trains all tokens, and of conversations only answers count", remedy="leave it out")

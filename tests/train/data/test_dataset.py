@@ -148,8 +148,8 @@ def test_other_folders_are_not_prepared_data(tmp_path: Path) -> None:
 
 
 def test_later_layout_version_is_unsupported_not_corrupt(data: Path) -> None:
-    put(data, {**body_of(data), "version": 2, "new": "thing"})
-    with pytest.raises(UnsupportedError, match="has version 2 of the layout"):
+    put(data, {**body_of(data), "version": 3, "new": "thing"})
+    with pytest.raises(UnsupportedError, match="has version 3 of the layout"):
         Dataset.open(data)
 
 

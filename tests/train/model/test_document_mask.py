@@ -182,6 +182,10 @@ def test_evaluation_is_masked(tmp_path: Path, data: Path) -> None:
     ("changes", "message"),
     [
         ({"techniques.attention-kernel.kernel": "math"}, "attention-kernel is on: masked documents need"),
+        (
+            {"techniques.sparse-attention.block": 8, "techniques.sparse-attention.keep": 2},
+            "sparse-attention is on: its activity check",
+        ),
         ({"model.token_shift": True}, r"model\.token_shift passes features from a document"),
         ({"model.convolution": 3}, r"model\.convolution passes features from a document"),
     ],

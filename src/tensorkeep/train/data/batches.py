@@ -4,7 +4,9 @@ Random numbers are drawn from Philox (Salmon et al., 2011, https://doi.org/10.11
 state is a counter: any batch can be computed from the seed and its number, without the batches before it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -24,6 +26,9 @@ Offsets = npt.NDArray[np.int64]
 """Places in a text at which windows begin."""
 
 _WORDS_PER_COUNT = 4
+
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Between the seeds of the parts of a mixture."""
 
 
 class BatchSource(Protocol):
@@ -64,6 +69,9 @@ class Batches:
         From 0 to 2**64 - 1.
     order : str
         ``"random"``: each window begins anywhere, as in nanoGPT. ``"shuffled"``: each window of an epoch comes once.
+    mixture : sequence of (int, float)
+        The number of tokens and the weight of consecutive parts of the text, which are drawn from in these proportions;
+        no window is in two of them. By default the text is one part.
 
     Attributes
     ----------
@@ -91,6 +99,7 @@ class Batches:
         batch_size: int,
         seed: int,
         order: Order = "random",
+        mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
         check_window(tokens, context_length, batch_size)
         if order not in _ORDERS:
@@ -102,7 +111,11 @@ class Batches:
         self.position = 0
         # A view without a copy: indexing its rows is faster than slicing in a loop.
         self._windows = np.lib.stride_tricks.sliding_window_view(tokens, context_length)
-        self._offsets = _ORDERS[order](len(tokens), context_length, seed)
+        self._offsets: RandomOffsets | ShuffledOffsets | MixedOffsets = (
+            MixedOffsets(mixture, context_length, seed, order)
+            if mixture
+            else _ORDERS[order](len(tokens), context_length, seed)
+        )
         self._rows = slice(None)
 
     def draw_part(self, part: int, parts: int) -> None:
@@ -199,6 +212,49 @@ class ShuffledOffsets:
             parts.append(chosen * self._context_length + self._shift)
             begin, count = begin + len(chosen), count - len(chosen)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class MixedOffsets:
+    """Offsets from several parts of a text in the proportions of their weights; see `Batches`.
+
+    After any number of windows, each part has had its fraction of them, to within one window for each of the parts. So
+    the number of earlier windows of a part is a formula, and any batch is found without the batches before it.
+    """
+
+    def __init__(self, mixture: Sequence[tuple[int, float]], context_length: int, seed: int, order: Order) -> None:
+        # Exact fractions: products with rounded ones would drift. 0.7 is 7/10, not the nearest binary number.
+        self._weights = [Fraction(weight).limit_denominator(1 << 32) for _, weight in mixture]
+        self._begins = [0, *accumulate(tokens for tokens, _ in mixture)]
+        self._parts = []
+        for number, (tokens, _) in enumerate(mixture):
+            if tokens <= context_length:
+                raise UsageError(
+                    f"part {number + 1} of the mixture has {tokens:,} tokens, and a context of {context_length:,} "
+                    f"needs {context_length + 1:,}",
+                    remedy="leave it out, give it more text, or use a shorter context (--model.context_length)",
+                )
+            own_seed = (seed + number * _SEED_STEP) % (1 << 64)
+            self._parts.append(_ORDERS[order](tokens, context_length, own_seed))
+
+    def counts(self, windows: int) -> list[int]:
+        """Return how many of the first windows each part has."""
+        found, rest, weights = [], windows, sum(self._weights)
+        for weight in self._weights:
+            # The last part has all that is left.
+            found.append(int(rest * weight / weights))
+            rest, weights = rest - found[-1], weights - weight
+        return found
+
+    def take(self, begin: int, count: int) -> Offsets:
+        """Return ``count`` offsets from place ``begin`` of an endless sequence."""
+        counts = [self.counts(begin + each) for each in range(count + 1)]
+        steps = np.diff(np.array(counts), axis=0)
+        result = np.empty(count, np.int64)
+        for number, part in enumerate(self._parts):
+            rows = np.flatnonzero(steps[:, number])
+            if len(rows):
+                result[rows] = part.take(counts[0][number], len(rows)) + self._begins[number]
+        return result
 
 
 _ORDERS: dict[str, type[RandomOffsets | ShuffledOffsets]] = {"random": RandomOffsets, "shuffled": ShuffledOffsets}

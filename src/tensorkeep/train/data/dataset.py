@@ -31,6 +31,7 @@ from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
 FILE = "data.json"
 FORMAT: Final = "tensorkeep-data"
 VERSION: Final = 1
+MIXTURE_VERSION: Final = 2  # earlier releases would read a mixture as one text
 
 TRAIN = "train"
 VALIDATION = "validation"
@@ -71,7 +72,16 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     xxh3_64: _Digest
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class MixturePart(msgspec.Struct, frozen=True, kw_only=True):
+    """One source of a mixture: its weight, the sum of which is 1, the number of its training tokens, and its data."""
+
+    source: str
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    tokens: _Positive
+    fingerprint: _Digest
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The body of ``data.json``.
 
     ``tensorkeep`` is the version that wrote it, ``tokenizer`` the result of `Tokenizer.as_dict`, ``validation`` the
@@ -79,7 +89,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     format: Literal["tensorkeep-data"]
-    version: Literal[1]
+    version: Literal[1, 2]
     tensorkeep: str
     source: Origin
     tokenizer: dict[str, Any]
@@ -88,14 +98,16 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     validation: float
     seed: Annotated[int, msgspec.Meta(ge=0)]
     splits: dict[str, Split]
+    mixture: list[MixturePart] | None = None  # in the order in which the training split holds them
 
     def description(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return all fields as plain values, with only the name of the tokenizer, and the fingerprint."""
         return {**msgspec.to_builtins(self), "tokenizer": tokenizer.name, "fingerprint": self.fingerprint(tokenizer)}
 
     def fingerprint(self, tokenizer: Tokenizer) -> str:
-        """Return 16 hexadecimal digits that depend on every token and on the tokenizer, and on nothing else."""
+        """Return 16 hexadecimal digits that depend on every token, the tokenizer and the weights, and nothing else."""
         parts = [tokenizer.digest, self.dtype, *(self.splits[split].xxh3_64 for split in SPLITS)]
+        parts += [f"{part.tokens}:{part.weight!r}" for part in self.mixture or ()]
         return sealed.digest(" ".join(parts).encode())
 
 
@@ -128,7 +140,9 @@ class Dataset:
         1-D and read-only. They are mapped from the files: only what is used is read.
     tokenizer : Tokenizer
     fingerprint : str
-        16 hexadecimal digits that depend on every token and on the tokenizer, and on nothing else.
+        16 hexadecimal digits that depend on every token, the tokenizer and the weights of a mixture, and nothing else.
+    mixture : tuple of (int, float)
+        The number of training tokens and the weight of each source of a mixture, in order; empty without one.
     description : dict
         The contents of ``data.json`` as plain values, with the name of the tokenizer and the fingerprint.
     verified : dict of str to FileStatus
@@ -141,6 +155,7 @@ class Dataset:
     tokenizer: Tokenizer
     fingerprint: str
     description: dict[str, Any]
+    mixture: tuple[tuple[int, float], ...] = ()
     verified: dict[str, FileStatus] = field(default_factory=dict)
 
     @property
@@ -229,6 +244,7 @@ def _read(
             tokenizer=tokenizer,
             fingerprint=layout.fingerprint(tokenizer),
             description=layout.description(tokenizer),
+            mixture=tuple((part.tokens, part.weight) for part in layout.mixture or ()),
         )
         if check is not None:
             check(dataset)
@@ -303,9 +319,9 @@ def _read_layout(directory: Directory) -> tuple[Layout, Tokenizer]:
             remedy="prepare data with `tensorkeep data prepare SOURCE --out DIR`",
         ) from error
     version = body.get("version")
-    if body.get("format") == FORMAT and isinstance(version, int) and version > VERSION:
+    if body.get("format") == FORMAT and isinstance(version, int) and version > MIXTURE_VERSION:
         raise UnsupportedError(
-            f"has version {version} of the layout, and this tensorkeep reads version {VERSION}",
+            f"has version {version} of the layout, and this tensorkeep reads version {MIXTURE_VERSION}",
             path=path,
             remedy="update tensorkeep",
         )
@@ -325,6 +341,8 @@ def _read_layout(directory: Directory) -> tuple[Layout, Tokenizer]:
 def _contradiction(layout: Layout, tokenizer: Tokenizer) -> str | None:
     if set(layout.splits) != set(SPLITS):
         return f"its splits are {', '.join(sorted(layout.splits))}"
+    if layout.mixture and sum(part.tokens for part in layout.mixture) != layout.splits[TRAIN].tokens:
+        return "the sources of its mixture have other tokens than the training split"
     if tokenizer.vocab_size != layout.vocab_size:
         return f"a vocabulary of {layout.vocab_size:,}, and a tokenizer with {tokenizer.vocab_size:,}"
     if token_dtype(layout.vocab_size).name != layout.dtype:

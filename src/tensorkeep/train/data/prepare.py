@@ -24,6 +24,7 @@ from tensorkeep.train.data.dataset import (
     SPLITS,
     VALIDATION,
     VERSION,
+    Dataset,
     Layout,
     Origin,
     Split,
@@ -52,7 +53,7 @@ def prepare(
     source: PathLike,
     out: PathLike,
     *,
-    tokenizer: str = "char",
+    tokenizer: str | Tokenizer = "char",
     vocab_size: int | None = None,
     validation: float = 0.1,
     seed: int = 0,
@@ -74,10 +75,10 @@ def prepare(
         See `tensorkeep.train.data.corpus.open_source`.
     out : path-like
         The folder to make; it appears when it is complete.
-    tokenizer : str
-        ``"char"``, ``"byte"``, ``"bpe"``, ``"tiktoken:NAME"``, or ``"from:FOLDER"``: that of a run or of a Hugging
-        Face model. With ``"+chat"`` after it, and always for conversations, it also has the tokens that
-        begin and end messages.
+    tokenizer : str or Tokenizer
+        ``"char"``, ``"byte"``, ``"bpe"``, ``"tiktoken:NAME"``, or ``"from:FOLDER"``: that of a run, of a Hugging
+        Face model or of prepared data. With ``"+chat"`` after it, and always for conversations, it also has
+        the tokens that begin and end messages.
     vocab_size : int, optional
         For ``"bpe"``: the largest number of tokens, by default 4096.
     validation : float
@@ -128,13 +129,13 @@ def prepare(
     (256, 145)
     """
     rule = SplitRule(validation, seed)
-    learn = learner(tokenizer, vocab_size)
+    learn = learner_of(tokenizer, vocab_size)
     if processes is not None and processes < 1:
         raise UsageError(f"processes is {processes}", remedy="give 1 or more, or leave it out")
     destination = Path(checked_path(out))
     with (
         open_source(source, encoding=encoding, field=field) as corpus,
-        Commit(destination, directory=True, overwrite=overwrite, replaceable=_is_replaceable) as commit,
+        Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable) as commit,
     ):
         learned: Tokenizer
         if has_conversations(corpus) if conversations is None else conversations:
@@ -156,8 +157,28 @@ def _write_text(
         first, learned = _survey(corpus, learn, rule, meter)
     else:
         first, learned = None, learn(iter(()), True)
+    if corpus.has_documents and learned.end_of_document is None:
+        raise UsageError(
+            f"consists of documents, and the tokenizer ({learned.name}) has no token that ends one",
+            path=corpus.spec,
+            remedy="take the tokenizer of data that consists of documents as well",
+        )
     reading, splits = _encode(first, Reading(corpus, meter), folder, learned, rule, processes)
     return _layout(reading, learned, rule, splits), learned
+
+
+def is_prepared(source: PathLike) -> bool:
+    """Return whether a source is a folder of prepared data."""
+    return os.path.exists(os.path.join(source, FILE))
+
+
+def learner_of(choice: str | Tokenizer, vocab_size: int | None) -> Learn:
+    """Return what makes a tokenizer, which may be that of prepared data; see `learner`."""
+    if isinstance(choice, str) and choice.startswith("from:") and is_prepared(choice.removeprefix("from:")):
+        choice = Dataset.open(choice.removeprefix("from:")).tokenizer
+    if isinstance(choice, str):
+        return learner(choice, vocab_size)
+    return Learn(lambda corpus, documents: choice, reads=False)
 
 
 def _survey(source: Source, learn: Learn, rule: SplitRule, meter: Meter) -> tuple[Reading, Tokenizer]:
@@ -257,7 +278,7 @@ def _layout(reading: Reading, tokenizer: Tokenizer, rule: SplitRule, splits: dic
     )
 
 
-def _is_replaceable(path: Path) -> bool:
+def is_replaceable(path: Path) -> bool:
     """Return True if a path is prepared data and nothing else; else raise DestinationExistsError with the reason."""
     ours = {FILE, *map(file_name, SPLITS)}
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()

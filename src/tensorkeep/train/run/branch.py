@@ -16,7 +16,8 @@ from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import store_errors
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.run.data import Meter, is_prepared, open_data
+from tensorkeep.train.data.prepare import is_prepared
+from tensorkeep.train.run.data import Meter, open_data
 from tensorkeep.train.run.folder import RunFolder, RunRecord
 
 

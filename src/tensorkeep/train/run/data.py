@@ -10,11 +10,10 @@ import msgspec
 
 from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, UsageError
 from tensorkeep.io.parallel import Progress
-from tensorkeep.paths import checked_path
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.data.corpus import STDIN, STDLIB
-from tensorkeep.train.data.dataset import FILE, TRAIN, Dataset, FileStatus
-from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.data.dataset import TRAIN, Dataset, FileStatus
+from tensorkeep.train.data.mixture import absolute_mixture, prepare_mixture
+from tensorkeep.train.data.prepare import is_prepared
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.folder import RunFolder
@@ -27,6 +26,7 @@ _PREPARATION = ("data.tokenizer", "data.vocab_size", "data.validation")
 
 
 _NOT_MASKED = {
+    "sparse-attention": "its activity check expects every position to attend to as many blocks as the settings give",
     "attention-kernel": "masked documents need a kernel that takes a mask, which is chosen by the device",
     "pipeline-parallel": "only the first stage of a pipeline has the tokens that the mask comes from",
 }
@@ -34,9 +34,8 @@ _NOT_MASKED = {
 
 
 def absolute_source(source: str) -> str:
-    """Return a source as an absolute path if it is an existing path, so that it is found from any folder."""
-    source = os.fspath(checked_path(source))
-    return os.path.abspath(source) if source not in (STDIN, STDLIB) and os.path.exists(source) else source
+    """Return a source, or those of a mixture, as absolute paths where they exist: to be found from any folder."""
+    return absolute_mixture(source)
 
 
 def open_data(
@@ -91,11 +90,6 @@ def with_data(config: Config, folder: RunFolder, dataset: Dataset, *, resume: bo
     return config.changed({**_preparation(dataset), "data.source": str(place)})
 
 
-def is_prepared(source: PathLike) -> bool:
-    """Return whether a source is a folder of prepared data."""
-    return source not in (STDIN, STDLIB) and os.path.exists(os.path.join(source, FILE))
-
-
 def _verified(
     place: PathLike,
     meter: Meter,
@@ -134,7 +128,7 @@ def _check_given(config: Config, given: Collection[str], actual: dict[str, Any],
 
 def _prepared(config: Config, folder: RunFolder, meter: Meter, *, overwrite: bool) -> Path:
     with meter(f"preparing {config.data.source}") as progress:
-        return prepare(
+        return prepare_mixture(
             config.data.source,
             folder.data,
             tokenizer=config.data.tokenizer,

@@ -111,6 +111,12 @@ class LengthCurriculum(Technique):
 
 def _document_lengths(run: Run) -> npt.NDArray[np.int64]:
     """Return the length in tokens of each document of the training split, with the token that ends it."""
+    if run.dataset.mixture:
+        raise UsageError(
+            "length-curriculum sorts the documents of one text, and the data is a mixture",
+            path=run.dataset.path,
+            remedy="prepare one source, or leave length-curriculum out",
+        )
     documents = run.dataset.description["splits"][TRAIN]["documents"]
     if documents is None or documents < 2:
         raise UsageError(

@@ -1,0 +1,157 @@
+"""Mixtures: what a weight means, equal batches after a resume, the validation split, and refusals."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorkeep.errors import UnsupportedError, UsageError
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run
+from tensorkeep.train.data.batches import Batches, MixedOffsets
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.mixture import absolute_mixture, parse_mixture, prepare_mixture
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.run.data import open_data
+from tensorkeep.train.run.folder import RunFolder
+
+WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5)
+
+
+@given(WEIGHTS, st.integers(0, 10**7), st.integers(1, 60))
+def test_each_part_has_its_fraction_of_the_windows_at_any_time(weights: list[float], begin: int, count: int) -> None:
+    offsets = MixedOffsets([(100, each) for each in weights], 4, 0, "random")
+    before, after = offsets.counts(begin), offsets.counts(begin + count)
+    assert (sum(before), sum(after)) == (begin, begin + count)
+    assert all(new - old >= 0 for old, new in zip(before, after, strict=True))
+    for found, weight in zip(before, weights, strict=True):
+        assert abs(found - begin * weight / sum(weights)) <= len(weights)
+
+
+@given(st.sampled_from(["random", "shuffled"]), st.integers(0, 500), st.integers(1, 40))
+def test_batches_of_a_mixture_do_not_depend_on_earlier_ones(order: str, position: int, batch_size: int) -> None:
+    tokens = np.concatenate([np.zeros(90), np.ones(300), np.full(41, 2)]).astype(np.uint16)
+    mixture = [(90, 0.5), (300, 0.3), (41, 0.2)]
+    made = [
+        Batches(tokens, context_length=8, batch_size=batch_size, seed=3, order=order, mixture=mixture)  # type: ignore[arg-type]
+        for _ in range(2)
+    ]
+    for number in range(max(0, position - 3), position):
+        made[0].at(number)
+    inputs, targets = made[0].at(position)
+    assert (inputs == made[1].at(position)[0]).all()
+    # No window is in two parts.
+    assert ((inputs.amin(1) == inputs.amax(1)) & (inputs == targets).all(1)).all()
+
+
+def test_the_windows_have_the_weights() -> None:
+    tokens = np.concatenate([np.zeros(50), np.ones(5000)]).astype(np.uint16)
+    batches = Batches(tokens, context_length=4, batch_size=10, seed=0, mixture=[(50, 0.7), (5000, 0.3)])
+    assert [int((next(batches)[0][:, 0] == 0).sum()) for _ in range(5)] == [7, 7, 7, 7, 7]
+
+
+def texts(folder: Path) -> None:
+    (folder / "a.txt").write_text("the first text " * 300)
+    (folder / "b.jsonl").write_text("\n".join(f'{{"text": "another line {number}"}}' for number in range(400)))
+
+
+def test_sources_are_prepared_together(tmp_path: Path) -> None:
+    texts(tmp_path)
+    made = prepare_mixture(f"{tmp_path}/a.txt:3,{tmp_path}/b.jsonl:1", tmp_path / "data", tokenizer="char")
+    dataset = Dataset.open(made.path, verify=True)
+    assert sorted(entry.name for entry in made.path.iterdir()) == ["data.json", "train.bin", "validation.bin"]
+    assert [part["weight"] for part in made.description["mixture"]] == [0.75, 0.25]
+    assert [tokens for tokens, _ in dataset.mixture] == [4050, len(dataset.train) - 4050]
+    assert dataset.tokenizer.decode(dataset.train[:15]) == "the first text "
+    assert "another line" in dataset.tokenizer.decode(dataset.train[4050:4100])
+    # The validation split has the same proportions.
+    first = dataset.tokenizer.decode(dataset.validation).index("another")
+    assert first == pytest.approx(0.75 * len(dataset.validation), abs=2)
+
+
+def test_prepared_data_is_taken_with_its_tokenizer(tmp_path: Path) -> None:
+    texts(tmp_path)
+    prepare(tmp_path / "b.jsonl", tmp_path / "a", tokenizer="byte")
+    mixed = prepare_mixture(f"{tmp_path}/a:0.5,{tmp_path}/a.txt:0.5", tmp_path / "mixed", tokenizer="char")
+    assert mixed.description["tokenizer"] == "byte"
+    prepare(tmp_path / "b.jsonl", tmp_path / "b", tokenizer="char")
+    with pytest.raises(UsageError, match=r"b: was prepared with other tokens \(char\) than .*a \(byte\)"):
+        prepare_mixture(f"{tmp_path}/a:0.5,{tmp_path}/b:0.5", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    prepare(tmp_path / "b.jsonl", tmp_path / "c", tokenizer=f"from:{tmp_path}/a")
+    assert Dataset.open(tmp_path / "c").tokenizer.digest == Dataset.open(tmp_path / "a").tokenizer.digest
+
+
+def test_documents_need_a_token_that_ends_them(tmp_path: Path) -> None:
+    texts(tmp_path)
+    prepare(tmp_path / "a.txt", tmp_path / "a", tokenizer="byte")
+    with pytest.raises(UsageError, match=r"b\.jsonl: consists of documents, and the tokenizer \(byte\) has no token"):
+        prepare(tmp_path / "b.jsonl", tmp_path / "b", tokenizer=f"from:{tmp_path}/a")
+
+
+def test_the_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
+    texts(tmp_path)
+    names = [f"{tmp_path}/a.txt", f"{tmp_path}/b.jsonl"]
+    for number, weights in enumerate(((1, 1), (1, 1), (2, 2), (1, 2))):
+        spec = ",".join(f"{name}:{weight}" for name, weight in zip(names, weights, strict=True))
+        prepare_mixture(spec, tmp_path / str(number))
+    found = [Dataset.open(tmp_path / str(number)).fingerprint for number in range(4)]
+    assert found[0] == found[1] == found[2] != found[3]
+
+
+@pytest.mark.parametrize("order", ["random", "shuffled"])
+def test_a_run_on_a_mixture_is_resumed_exactly(tmp_path: Path, order: str) -> None:
+    texts(tmp_path)
+    source = f"{tmp_path}/a.txt:0.6,{tmp_path}/b.jsonl:0.4"
+    config = TINY.changed({"data.source": source, "data.order": order})
+    data = open_data(config, RunFolder(tmp_path / "whole")).path
+    train_run(config, tmp_path / "whole", data)
+    again = open_data(config, RunFolder(tmp_path / "parts")).path
+    train_run(config, tmp_path / "parts", again, stop_after=3)
+    found = open_data(config, RunFolder(tmp_path / "parts"), resume=True)
+    assert found.path == again
+    train_run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", found.path, resume=True)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+
+
+def test_names_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts(tmp_path)
+    assert absolute_mixture("a.txt:0.5,stdlib:2") == f"{tmp_path}/a.txt:0.5,stdlib:2.0"
+    assert absolute_mixture("a.txt") == f"{tmp_path}/a.txt"
+    (tmp_path / "odd:1").write_text("a single file")
+    assert parse_mixture("odd:1") == {}
+    assert parse_mixture(tmp_path / "a.txt") == {}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("a:0.5,b", "'b' has no weight, in a mixture of several sources"),
+        ("a:0.5,b:0", "'b:0' needs a name and a weight above 0"),
+        ("a:0.5,b:nan", "needs a name and a weight above 0"),
+        ("a:0.5,a:0.5", "'a:0.5' is named twice"),
+        (":0.5,a:1", "needs a name"),
+    ],
+)
+def test_malformed_mixtures_are_refused(tmp_path: Path, spec: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        prepare_mixture(spec, tmp_path / "data")
+
+
+def test_a_source_shorter_than_the_context_is_refused(tmp_path: Path) -> None:
+    texts(tmp_path)
+    (tmp_path / "short.txt").write_text("a b c d e " * 3)
+    made = prepare_mixture(f"{tmp_path}/a.txt:1,{tmp_path}/short.txt:1", tmp_path / "data", validation=0.5)
+    with pytest.raises(UsageError, match=r"part 2 of the mixture has 15 tokens"):
+        train_run(TINY, tmp_path / "run", made.path)
+
+
+def test_techniques_that_sort_documents_refuse_a_mixture(tmp_path: Path) -> None:
+    texts(tmp_path)
+    made = prepare_mixture(f"{tmp_path}/b.jsonl:1,{tmp_path}/a.txt:1", tmp_path / "data")
+    with pytest.raises((UsageError, UnsupportedError), match="the data is a mixture"):
+        train_run(TINY.changed({"techniques.length-curriculum": "on"}), tmp_path / "run", made.path)
