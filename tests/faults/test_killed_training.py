@@ -93,10 +93,10 @@ def in_a_sample(run: Run) -> None:
     """After the third token of the sample of step 10."""
     real, drawn = Sampling.choose, itertools.count(1)
 
-    def choose(sampling: Sampling, logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def choose(sampling: Sampling, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
         if run.progress.step == 10 and next(drawn) == 4:
             die(run)
-        return real(sampling, logits, generator)
+        return real(sampling, logits, *rest)
 
     Sampling.choose = choose
 

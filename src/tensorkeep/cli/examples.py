@@ -78,9 +78,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "train": (
         "tensorkeep train shakespeare-char-cpu --data my-text.txt --out run",
         "tensorkeep train shakespeare-char-cpu --data my-text.txt --optim.lr 3e-4",
-        "tensorkeep train --out run --resume",
         "tensorkeep train --out run --resume --loop.steps 4000",
-        "tensorkeep train --branch run@2000 --out annealed --schedule.name linear --loop.steps 2500",
+        "tensorkeep train --branch run@2000 --out annealed --schedule.name linear",
     ),
     "generate": (
         "tensorkeep generate run --prompt 'Once upon'",

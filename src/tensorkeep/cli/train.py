@@ -39,7 +39,7 @@ from tensorkeep.train.run.world import World
 
 def train(
     *recipe: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    data: list[str] | None = None,
+    data: Annotated[list[str] | None, Parameter(negative="", metavar="SOURCE")] = None,
     out: Path | None = None,
     resume: Annotated[bool, Switch] = False,
     branch: Annotated[str | None, Parameter(metavar="RUN@STEP")] = None,

@@ -18,7 +18,7 @@ class Hopper(Machine):
 
 
 GPU = Hopper(torch.device("cuda", 0))
-RUN = cast(Run, SimpleNamespace(device=torch.device("cuda", 0)))
+RUN = cast(Run, SimpleNamespace(device=torch.device("cuda", 0), operations=SimpleNamespace(loss=None, plain_loss=None)))
 
 
 @pytest.fixture(autouse=True)
