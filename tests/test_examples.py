@@ -96,7 +96,7 @@ def needs(package: str) -> pytest.MarkDecorator:
     ("name", "steps"),
     [
         ("plain_loop.py", 400),
-        pytest.param("transformers_trainer.py", 60, marks=needs("transformers")),
+        pytest.param("transformers_trainer.py", 60, marks=[needs("transformers"), pytest.mark.slow]),
     ],
 )
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str, steps: int) -> None:

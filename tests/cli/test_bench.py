@@ -27,6 +27,7 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cells_in_process")
 def test_run_reports_and_its_results_give_the_same_report_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -72,8 +73,9 @@ def test_own_checkpoint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert tensorkeep.verify(own).ok
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cells_in_process", "without_plots")
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_keeps_its_results_and_resumes(number: int, tmp_path: Path) -> None:
     out, output = tmp_path / "out", tmp_path / "output"
     process = start(bench_without_plots, [*RUN, "--runs", "40", "--out", str(out)], output=output)

@@ -46,6 +46,7 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cells_in_process")
 def test_run_reports_resumes_and_its_results_give_the_same_report_again(
     experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

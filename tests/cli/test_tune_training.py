@@ -168,6 +168,7 @@ def test_written_settings_are_read_by_train(
     assert code == 6
 
 
+@pytest.mark.slow
 def test_trial_trains_and_evaluates_and_reports_its_peak(data: Path) -> None:
     tuned = training.tune(config().changed({"loop.threads": 1}), data, 2000 * MB)
     assert tuned.fits

@@ -426,6 +426,7 @@ def read_until(last: int, folder: Path) -> None:
         assert bool((found["model"]["w"] == seen).all()), found
 
 
+@pytest.mark.slow
 def test_many_readers_beside_a_writer(tmp_path: Path) -> None:
     outputs = [tmp_path / f"output-{number}" for number in range(2)]
     readers = [start(read_until, 19, tmp_path / "run", output=output) for output in outputs]

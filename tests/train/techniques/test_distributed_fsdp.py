@@ -10,6 +10,7 @@ from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS, EXACT, Task, task
 
 
+@pytest.mark.slow
 class TestFsdp(ParallelSuite):
     technique = Fsdp
     broken = {  # noqa: RUF012

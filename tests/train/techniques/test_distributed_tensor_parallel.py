@@ -21,6 +21,7 @@ GROUPED = {
 }
 
 
+@pytest.mark.slow
 class TestTensorParallel(ParallelSuite):
     technique = TensorParallel
     models = (*ParallelSuite.models, GROUPED)
