@@ -87,6 +87,25 @@ def test_bits_per_byte_count_bytes_and_not_tokens(tmp_path: Path, capsys: pytest
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / math.log(2) / found["bytes"])
 
 
+def test_bytes_of_conversations_are_those_of_the_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = "fünf Öfen"
+    talk = {"messages": [{"role": "user", "content": "how many?"}, {"role": "assistant", "content": answer}]}
+    (tmp_path / "talk.jsonl").write_text(f"{json.dumps(talk)}\n" * 60)
+    data = prepare(tmp_path / "talk.jsonl", tmp_path / "data", tokenizer="byte").path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+        train_run(CONFIG.changed({"loop.steps": 1, "model.context_length": 64}), tmp_path / "run", data)
+    found = evaluated(capsys, tmp_path / "run")
+    # The token that ends an answer is predicted, and has no bytes.
+    answers, size = found["tokens"] // (len(answer.encode()) + 1), len(answer.encode())
+    assert (found["tokens"], found["bytes"]) == (answers * (size + 1), answers * size)
+    assert answers > 1
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / math.log(2) / found["bytes"])
+    code, errors = refused(capsys, tmp_path / "run", "--data", tmp_path / "talk.jsonl")
+    assert code == 2
+    assert "talk.jsonl: consists of conversations" in errors and "--tokenizer from:RUN" in errors
+
+
 def test_prepared_data_of_another_text(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.txt"
     other.write_text(TEXT + "and again the lazy dog; " * 30)

@@ -169,9 +169,28 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() ->
     ).tolist() == [0]
 
 
+def test_padding_of_the_vocabulary_is_penalised_as_no_other_token() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sampling = Sampling(temperature=0, repetition_penalty=2.0)
+    assert sampling.choose(torch.tensor([[1.5, 2.0]]), generator, torch.tensor([[2, 7]])).tolist() == [1]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-300, 0.009, 101.0, math.inf, math.nan])
+def test_repetition_penalties_out_of_bounds_are_refused(penalty: float) -> None:
+    with pytest.raises(UsageError, match="repetition_penalty is"):
+        Sampling(repetition_penalty=penalty)
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100.0])
+def test_no_repetition_penalty_overflows(penalty: float) -> None:
+    logits = torch.tensor([[3e38, -3e38, 1.0]])
+    sampling = Sampling(repetition_penalty=penalty)
+    assert sampling.choose(logits, torch.Generator().manual_seed(0), torch.tensor([[0, 1]])).tolist() == [0]
+
+
 def test_repetition_penalty_applies_to_all_tokens_so_far() -> None:
     model = build()
-    ids = generate(model, [1, 2], max_new_tokens=9, temperature=0, repetition_penalty=1e6).tolist()
+    ids = generate(model, [1, 2], max_new_tokens=9, temperature=0, repetition_penalty=100).tolist()
     # As long as there is another token with a positive logit, or all have the same penalty, none is repeated.
     assert len(set(ids[:6])) == 6
     plain = generate(model, [1, 2], max_new_tokens=9, temperature=0).tolist()

@@ -41,8 +41,10 @@ class Sampling:
         _require(fraction, "top_p", self.top_p, "give a number above 0 and up to 1, or leave it out")
         fraction = self.min_p is None or 0 <= self.min_p <= 1
         _require(fraction, "min_p", self.min_p, "give a number from 0 to 1, or leave it out")
-        finite = math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0
-        _require(finite, "repetition_penalty", self.repetition_penalty, "give 1, for none, or a number above it")
+        bounded = 0.01 <= self.repetition_penalty <= 100
+        _require(
+            bounded, "repetition_penalty", self.repetition_penalty, "give 1, for none, or a number from 0.01 to 100"
+        )
 
     def choose(self, logits: Tensor, generator: torch.Generator, earlier: Tensor | None = None) -> Tensor:
         """Return one token, int64, for each row of logits, which are on the generator's device.
@@ -92,11 +94,11 @@ def _likely(probabilities: Tensor, min_p: float | None) -> Tensor:
 
 
 def _penalised(logits: Tensor, earlier: Tensor, penalty: float) -> Tensor:
-    """Lower the logits of the tokens that each row has already."""
-    # Tokens beyond these logits are padding of the vocabulary, or reserved.
-    earlier = earlier.clamp(max=logits.shape[-1] - 1)
-    known = logits.gather(-1, earlier)
-    return logits.scatter(-1, earlier, torch.where(known > 0, known / penalty, known * penalty))
+    """Lower the logits of the tokens that each row has already; float64, which no penalty overflows."""
+    # Earlier tokens beyond these logits are padding of the vocabulary: they share a column, which is cut off again.
+    padded, earlier = functional.pad(logits.double(), (0, 1)), earlier.clamp(max=logits.shape[-1])
+    known = padded.gather(-1, earlier)
+    return padded.scatter(-1, earlier, torch.where(known > 0, known / penalty, known * penalty))[:, :-1]
 
 
 def _require(valid: bool, name: str, value: object, remedy: str) -> None:
@@ -162,7 +164,7 @@ def generate(
         al., arXiv 2407.01082).
     repetition_penalty : float
         Logits of tokens that the sequence has already are divided by this if they are positive, else multiplied (Keskar
-        et al., arXiv 1909.05858); 1 changes nothing.
+        et al., arXiv 1909.05858); from 0.01 to 100, 1 changes nothing.
     seed : int
         Of the draws, which are made on the CPU. The draws of a prompt depend on the number of prompts.
     stop : int or collection of int, optional

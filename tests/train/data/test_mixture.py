@@ -84,6 +84,23 @@ def test_prepared_data_is_taken_with_its_tokenizer(tmp_path: Path) -> None:
     assert Dataset.open(tmp_path / "c").tokenizer.digest == Dataset.open(tmp_path / "a").tokenizer.digest
 
 
+def test_a_mixture_of_mixtures_is_refused_with_the_weights_of_the_sources(tmp_path: Path) -> None:
+    texts(tmp_path)
+    a, b = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    prepare_mixture(f"{a}:3,{b}:1", tmp_path / "inner")
+    with pytest.raises(UsageError, match="inner: is a mixture itself") as caught:
+        prepare_mixture(f"{tmp_path}/inner:2,{a}:1", tmp_path / "outer")
+    assert caught.value.remedy == f"mix its sources: {a}:1.5,{b}:0.5"
+    assert not (tmp_path / "outer").exists()
+    assert Dataset.open(prepare_mixture(f"{a}:1.5,{b}:0.5", tmp_path / "flat").path).mixture
+
+
+def test_a_weight_that_is_too_small_to_draw_from_is_refused() -> None:
+    with pytest.raises(UsageError, match="the weight of part 2 is 1e-12"):
+        MixedOffsets([(100, 1.0), (100, 1e-12)], 4, 0, "random")
+    assert MixedOffsets([(100, 1.0), (100, 2e-9)], 4, 0, "random").counts(10**9) == [10**9 - 2, 2]
+
+
 def test_documents_need_a_token_that_ends_them(tmp_path: Path) -> None:
     texts(tmp_path)
     prepare(tmp_path / "a.txt", tmp_path / "a", tokenizer="byte")
@@ -135,6 +152,8 @@ def test_names_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("a:0.5,b:nan", "needs a name and a weight above 0"),
         ("a:0.5,a:0.5", "'a:0.5' is named twice"),
         (":0.5,a:1", "needs a name"),
+        ("a:1,b:1e-12", "the weight of b is 1e-12 of 1 in all, and the smallest is a billionth"),
+        ("a:1e308,b:1e308", "the weight of a is 1e.308 of inf"),
     ],
 )
 def test_malformed_mixtures_are_refused(tmp_path: Path, spec: str, message: str) -> None:

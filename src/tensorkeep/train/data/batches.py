@@ -31,6 +31,10 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 """Between the seeds of the parts of a mixture."""
 
 
+_LEAST_WEIGHT = 1e-9
+"""Of a part of a mixture, as a fraction of all: such a part is drawn from once in a billion windows."""
+
+
 class BatchSource(Protocol):
     """Where a run takes its training batches from: `Batches`, or a technique's wrapper around them."""
 
@@ -222,6 +226,7 @@ class MixedOffsets:
     """
 
     def __init__(self, mixture: Sequence[tuple[int, float]], context_length: int, seed: int, order: Order) -> None:
+        check_weights({f"part {number + 1}": weight for number, (_, weight) in enumerate(mixture)})
         # Exact fractions: products with rounded ones would drift. 0.7 is 7/10, not the nearest binary number.
         self._weights = [Fraction(weight).limit_denominator(1 << 32) for _, weight in mixture]
         self._begins = [0, *accumulate(tokens for tokens, _ in mixture)]
@@ -258,6 +263,17 @@ class MixedOffsets:
 
 
 _ORDERS: dict[str, type[RandomOffsets | ShuffledOffsets]] = {"random": RandomOffsets, "shuffled": ShuffledOffsets}
+
+
+def check_weights(weights: Mapping[str, float]) -> None:
+    """Raise UsageError if a part of a mixture, by its name, has less than a billionth of the weights."""
+    total = sum(weights.values())
+    for name, weight in weights.items():
+        if not weight >= _LEAST_WEIGHT * total:
+            raise UsageError(
+                f"the weight of {name} is {weight:g} of {total:g} in all, and the smallest is a billionth",
+                remedy="give a larger weight, or leave the source out",
+            )
 
 
 def check_window(

@@ -20,6 +20,7 @@ from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.paths import checked_path
+from tensorkeep.train.data.batches import check_weights
 from tensorkeep.train.data.corpus import STDIN, STDLIB, open_source
 from tensorkeep.train.data.dataset import (
     FILE,
@@ -50,7 +51,7 @@ def parse_mixture(source: PathLike) -> dict[str, float]:
 
     A path that exists is a single source. Weights are relative: their sum need not be 1.
 
-    Raises UsageError if a weight is missing or not above 0, or a source is named twice.
+    Raises UsageError if a weight is missing, not above 0 or less than a billionth of all, or a source is named twice.
 
     Examples
     --------
@@ -80,6 +81,7 @@ def parse_mixture(source: PathLike) -> dict[str, float]:
                 f"{each!r} {reason}", remedy="write SOURCE:WEIGHT, such as books:0.7, once for each source"
             )
         found[name] = value
+    check_weights(found)
     return found
 
 
@@ -120,7 +122,8 @@ def prepare_mixture(
     Raises
     ------
     UsageError
-        If the prepared data have different tokenizers; and the other errors of `prepare` and `Dataset.open`.
+        If the prepared data have different tokenizers, or are themselves a mixture; and the other errors of `prepare`
+        and `Dataset.open`.
 
     Examples
     --------
@@ -143,6 +146,8 @@ def prepare_mixture(
             progress=progress,
             **options,
         )
+    for name, weight in weights.items():
+        _refuse_mixture(name, weight)
     destination = Path(checked_path(out))
     with Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable) as commit:
         shared = _shared_tokenizer(list(weights), tokenizer, vocab_size, options)
@@ -165,6 +170,15 @@ def prepare_mixture(
         write_small(commit.path / FILE, sealed.seal(layout))
         commit.publish()
         return Prepared(commit.destination, layout.description(shared))
+
+
+def _refuse_mixture(name: str, weight: float) -> None:
+    """Refuse prepared data that is a mixture; the remedy has its sources, with the weights that they would have."""
+    if is_prepared(name) and (parts := Dataset.open(name).description.get("mixture")):
+        sources = ",".join(f"{part['source']}:{weight * part['weight']:g}" for part in parts)
+        raise UsageError(
+            "is a mixture itself, which cannot be a source of another", path=name, remedy=f"mix its sources: {sources}"
+        )
 
 
 def _shared_tokenizer(names: list[str], choice: str, vocab_size: int | None, options: dict[str, Any]) -> Tokenizer:

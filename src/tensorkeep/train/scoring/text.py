@@ -11,11 +11,13 @@ from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.io.parallel import Meter
 from tensorkeep.io.parallel import Progress as ReadingProgress
 from tensorkeep.train.data.batches import Batch
+from tensorkeep.train.data.conversations import has_conversations
 from tensorkeep.train.data.corpus import DEFAULT_FIELD, open_source
 from tensorkeep.train.data.documents import Reading
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens
+from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.evaluate import EvaluationWindows, evaluate
-from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.model.gpt import GPT, IGNORED
 from tensorkeep.train.scoring.compute import Progress
 
 
@@ -32,7 +34,8 @@ class TextScore(NamedTuple):
         The cross-entropy of the text in bits, by its bytes in UTF-8; it can be compared between tokenizers. NaN for a
         text without bytes.
     tokens, bytes : int
-        What was predicted. The bytes are those of the text of the predicted tokens; the end of a document has none.
+        What was predicted. The bytes are those of the text of the predicted tokens; reserved ones, such as the end of a
+        document or of a message, have none.
     """
 
     loss: float
@@ -79,8 +82,11 @@ def score_text(
     """
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     for number in range(len(windows)):
-        counts += np.bincount(windows.window(number)[1:].numpy(), minlength=tokenizer.vocab_size)
-    size = sum(int(counts[id]) * _size(tokenizer, int(id)) for id in np.flatnonzero(counts))
+        _, targets = windows.pair(number)
+        counts += np.bincount(targets[targets != IGNORED].numpy(), minlength=tokenizer.vocab_size)
+    reserved = tokenizer.stops if isinstance(tokenizer, ChatTokenizer) else {tokenizer.end_of_document}
+    counts[[id for id in reserved if id is not None]] = 0
+    size = sum(int(counts[id]) * len(tokenizer.token_bytes(int(id))) for id in np.flatnonzero(counts))
     mean = evaluate(model, _reported(windows.batches(rows), len(windows), progress), loss=loss)
     bits = mean * windows.targets / math.log(2)
     return TextScore(mean, _exp(mean), bits / size if size else math.nan, windows.targets, size)
@@ -96,10 +102,6 @@ def _reported(batches: Iterator[Batch], total: int, progress: Progress | None) -
             progress(done, total)
 
 
-def _size(tokenizer: Tokenizer, id: int) -> int:
-    return 0 if id == tokenizer.end_of_document else len(tokenizer.token_bytes(id))
-
-
 def _exp(loss: float) -> float:
     return math.exp(loss) if loss < math.log(1e300) else math.inf
 
@@ -112,17 +114,23 @@ def tokens_of(
     field: str = DEFAULT_FIELD,
     progress: ReadingProgress | None = None,
 ) -> Tokens:
-    """Return the tokens of a text: of a file, or of any other source that ``tensorkeep data prepare`` takes.
+    """Return the tokens of a text: of a file, or of another source of text that ``tensorkeep data prepare`` takes.
 
     If the tokenizer has an end-of-document token, the text begins with it, so that its first token is predicted, and
     each document ends with it.
 
-    Raises UsageError if the text has a character that is not in the vocabulary, or has fewer than two tokens; and the
-    errors of `tensorkeep.train.data.corpus.open_source`.
+    Raises UsageError if the text has a character that is not in the vocabulary or fewer than two tokens, or consists of
+    conversations; and the errors of `tensorkeep.train.data.corpus.open_source`.
     """
     ends = [] if tokenizer.end_of_document is None else [np.array([tokenizer.end_of_document], tokenizer.dtype)]
     found = [*ends]
     with open_source(source, encoding=encoding, field=field) as corpus:
+        if has_conversations(corpus):
+            raise UsageError(
+                "consists of conversations, which are prepared before they are measured",
+                path=source,
+                remedy="run tensorkeep data prepare with --tokenizer from:RUN, and give the folder",
+            )
         reading = Reading(corpus, Meter(corpus.nbytes, progress))
         for document in reading.documents():
             try:
