@@ -13,7 +13,7 @@ from tensorkeep.errors import DivergedError
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.guard import can_check_later
-from tensorkeep.train.loop import make_step, take_step
+from tensorkeep.train.loop import make_step, take_step, train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from train.tiny_training import CONFIG, Witness, last_state, lines, poison, prepared, run
@@ -94,6 +94,20 @@ def test_a_run_resumes_exactly(tmp_path: Path, data: Path) -> None:
     run(SKIPPING, tmp_path / "resumed", data, arrange=arrange, stop_at=5)
     run(SKIPPING, tmp_path / "resumed", data, arrange=arrange, resume=True)
     assert difference(last_state(tmp_path / "resumed"), last_state(tmp_path / "whole")) is None
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_first_step_that_diverges_is_no_error_of_a_technique(tmp_path: Path, data: Path) -> None:
+    """Techniques are proved by an update; that of the first step is skipped here."""
+    fused = SKIPPING.changed({"techniques.fused-optimizer": "on", "optim.implementation": "default"})
+    with pytest.raises(DivergedError, match=r"step 1: the loss is inf"):
+        run(fused.changed({"loop.on_divergence": "stop"}), tmp_path / "stop", data, arrange=partial(poison, steps=[1]))
+    with open_run(fused, RunFolder(tmp_path / "skip"), Dataset.open(data)) as opened:
+        poison(opened, steps=[1])
+        train(opened, Witness())
+        assert opened.progress.skipped == 1
+        assert opened.techniques.proofs["fused-optimizer"].figures["calls"] > 0
+        assert opened.checks_later
 
 
 @pytest.mark.parametrize(

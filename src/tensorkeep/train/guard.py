@@ -8,7 +8,8 @@ device, or the weights of a run that stops at the first one are lost: it never s
 import logging
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -63,6 +64,16 @@ def check_finite(run: Run, loss: Tensor, norm: Tensor) -> bool:
         for optimizer in run.optimizers.values():
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     return True
+
+
+@contextmanager
+def checked_at_once(run: Run) -> Iterator[None]:
+    """Check the steps in this context before their updates: a skipped update proves nothing about a technique."""
+    later, run.checks_later = run.checks_later, False
+    try:
+        yield
+    finally:
+        run.checks_later = later
 
 
 def check_steps(run: Run) -> bool:

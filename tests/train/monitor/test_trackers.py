@@ -11,7 +11,7 @@ import pytest
 
 import tensorkeep
 from tensorkeep.testing.equality import difference
-from tensorkeep.train.monitor.trackers import Mlflow, figures_of, run_identity
+from tensorkeep.train.monitor.trackers import Mlflow, figures_of
 from tensorkeep.train.run.folder import RunFolder
 from train.tiny_training import CONFIG, last_state, lines, prepared, run
 
@@ -141,8 +141,30 @@ def test_resumed_run_is_the_same_run_for_wandb(tmp_path: Path, data: Path, wandb
     run(CONFIG.changed(WANDB), tmp_path / "moved", data, resume=True)
     run(CONFIG.changed(WANDB), tmp_path / "other", data)
     first, again, other = (each["id"] for each in wandb.started)
-    assert first == again == run_identity(RunFolder(tmp_path / "moved")) != other
+    assert first == again == RunFolder(tmp_path / "moved").record().identity != other
     assert {each["resume"] for each in wandb.started} == {"allow"}
+
+
+def test_settings_of_a_later_version_leave_a_run_the_same(tmp_path: Path, data: Path, wandb: FakeWandb) -> None:
+    run(CONFIG.changed(WANDB), tmp_path / "run", data, stop_at=5)
+    path = tmp_path / "run" / "run.json"
+    record = json.loads(path.read_text())
+    # This version fills the setting in, which the one that started the run did not know.
+    del record["config"]["log"]["gradient_norms"]
+    record["config"]["log"]["every"] = 2
+    path.write_text(json.dumps(record))
+    run(CONFIG.changed(WANDB), tmp_path / "run", data, resume=True)
+    assert len({each["id"] for each in wandb.started}) == 1
+
+
+def test_record_without_an_identity_gets_one_when_the_run_resumes(tmp_path: Path, data: Path, wandb: FakeWandb) -> None:
+    run(CONFIG, tmp_path / "run", data, stop_at=5)
+    path = tmp_path / "run" / "run.json"
+    record = json.loads(path.read_text())
+    del record["identity"]
+    path.write_text(json.dumps(record))
+    run(CONFIG.changed(WANDB), tmp_path / "run", data, resume=True)
+    assert json.loads(path.read_text())["identity"] == wandb.started[0]["id"]
 
 
 def test_mlflow_receives_the_figures_of_the_log(tmp_path: Path, data: Path, mlflow: FakeMlflow) -> None:

@@ -1,5 +1,6 @@
 """Branching: a new run from a checkpoint of another one, which is not touched and not needed afterwards."""
 
+import json
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -120,6 +121,18 @@ def test_other_data_with_the_same_tokenizer_begins_from_its_first_batch(tmp_path
         prepare(tmp_path / "text.txt", tmp_path / "upper")
         branch(f"{origin}@8", tmp_path / "upper-run", tmp_path / "upper", config)
     assert not (tmp_path / "upper-run").exists()
+
+
+def test_branch_of_an_earlier_version_keeps_its_vocabulary(tmp_path: Path) -> None:
+    """It had rows without a token, and its record does not say which."""
+    data, old = prepared(tmp_path), tmp_path / "old"
+    run(START.changed({"model.vocab_size": 64}), old, data)
+    record = json.loads((old / "run.json").read_text())
+    for name in ("vocab_padding", "vocab_multiple"):
+        del record["config"]["model"][name]
+    (old / "run.json").write_text(json.dumps(record))
+    branch(f"{old}@8", tmp_path / "new", data, branch_point(f"{old}@8").config.changed({"loop.steps": 14}))
+    assert RunFolder(tmp_path / "new").record().config.model.vocab_padding == 0
 
 
 @pytest.mark.parametrize(

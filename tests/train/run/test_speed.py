@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tensorkeep.train.guard import check_steps
 from tensorkeep.train.run.speed import Clock, SlowdownDetector, Speedometer, data_sheet_peak
 from tensorkeep.train.run.state import Run
 from train.tiny_training import CONFIG, lines, prepared, run
@@ -33,6 +34,14 @@ def test_a_few_slow_steps_are_not_reported() -> None:
     detector = SlowdownDetector()
     windows(detector, 1.0, 1.0, 1.0)
     assert [detector.add(100, seconds) for seconds in (9.0, 9.0, *[1.0] * 8)] == [None] * 10
+
+
+def test_time_that_a_gpu_still_took_is_not_a_step() -> None:
+    detector = SlowdownDetector()
+    windows(detector, 1.0, 1.0, 1.0)
+    assert [detector.add(100, 0.0) for _ in range(9)] == [None] * 9
+    assert detector.add(0, 70.0, steps=0) is None
+    assert detector.add(100, 0.0) == pytest.approx(7.0)
 
 
 def test_short_steps_are_compared_over_seconds() -> None:
@@ -64,6 +73,25 @@ def test_a_run_that_slows_down_warns_once(tmp_path: Path, caplog: pytest.LogCapt
     (message,) = caplog.messages
     assert message.startswith("training is 7 times slower than before, at step 41: the load of this machine is ")
     assert "taskset" in message
+
+
+def test_a_run_on_a_gpu_that_slows_down_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps are checked every 11 steps, and take their time then."""
+    elapsed = 0.0
+
+    def check(opened: Run) -> bool:
+        nonlocal elapsed
+        elapsed += sum(1.0 if each.number <= 33 else 7.0 for each in opened.unchecked)
+        return check_steps(opened)
+
+    def with_fake_clock(opened: Run) -> None:
+        opened.clock = Clock(lambda: elapsed)
+
+    monkeypatch.setattr("tensorkeep.train.run.setup.can_check_later", lambda run: True)
+    monkeypatch.setattr("tensorkeep.train.monitor.timing.check_steps", check)
+    config = CONFIG.changed({"loop.steps": 66, "log.every": 11})
+    run(config, tmp_path / "run", prepared(tmp_path), arrange=with_fake_clock)
+    assert [(line["step"], round(line["ratio"])) for line in lines(tmp_path / "run", "slowdown")] == [(44, 7)]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,10 +26,15 @@ def timed_step(run: Run) -> Iterator[None]:
         # Attention over a shorter context, as techniques may draw, takes fewer operations.
         flops = trained * run.config.model.flops_per_token(run.batches.context_length)
         seconds = run.clock.seconds["train"] - before
-        run.speed.add(trained, flops, seconds)
-        slower = run.slowdown.add(flops, seconds)
-        if slower is not None and run.world.is_main:
-            _warn_of_slowdown(run, slower)
+        _count(run, trained, flops, seconds, steps=1)
+
+
+def _count(run: Run, tokens: int, flops: int, seconds: float, *, steps: int) -> None:
+    """Count training for the speed of the run, and warn if it has become slow."""
+    run.speed.add(tokens, flops, seconds)
+    slower = run.slowdown.add(flops, seconds, steps=steps)
+    if slower is not None and run.world.is_main:
+        _warn_of_slowdown(run, slower)
 
 
 def _warn_of_slowdown(run: Run, ratio: float) -> None:
@@ -47,9 +51,7 @@ def _warn_of_slowdown(run: Run, ratio: float) -> None:
 def settle(run: Run) -> None:
     """Check the steps since the last call; the GPU is waited for, which is time of these steps."""
     if run.unchecked:
+        before = run.clock.seconds.get("train", 0.0)
         with run.clock.spent_on("train"):
-            before = time.perf_counter()
             check_steps(run)
-            seconds = time.perf_counter() - before
-        run.speed.add(0, 0, seconds)
-        run.slowdown.add(0, seconds)
+        _count(run, 0, 0, run.clock.seconds["train"] - before, steps=0)

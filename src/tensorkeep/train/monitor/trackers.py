@@ -8,10 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
-import msgspec
-
 from tensorkeep.errors import MissingExtraError, StoreError
-from tensorkeep.formats import sealed
 from tensorkeep.train.config.config import Config, flat
 from tensorkeep.train.config.sections import LogConfig
 from tensorkeep.train.run.folder import RunFolder
@@ -60,13 +57,6 @@ def figures_of(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, floa
             yield from figures_of(f"{kind}/{name}", value)
         elif isinstance(value, int | float):
             yield f"{kind}/{name}", value
-
-
-def run_identity(folder: RunFolder) -> str:
-    """Return 16 hexadecimal digits that a run keeps when it resumes, also in another place."""
-    record = folder.record()
-    start = [record.config.as_dict(), record.data.fingerprint, record.started, record.environment]
-    return sealed.digest(msgspec.json.encode(start, order="sorted"))
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -120,7 +110,7 @@ class Wandb:
         try:
             self._run = self._wandb.init(
                 project=self._project,
-                id=run_identity(self._folder),
+                id=self._folder.record().identity,
                 name=self._folder.path.name,
                 dir=str(self._folder.path),
                 config=_settings(self._folder.record().config),
@@ -180,7 +170,7 @@ class Mlflow:
         experiment = self._client.get_experiment_by_name(self._experiment)
         if experiment is None:
             return None
-        wanted = f"tags.`tensorkeep.run` = '{run_identity(self._folder)}'"
+        wanted = f"tags.`tensorkeep.run` = '{self._folder.record().identity}'"
         runs = self._client.search_runs([experiment.experiment_id], filter_string=wanted, max_results=1)
         if not runs:
             return None
@@ -192,7 +182,7 @@ class Mlflow:
         client, param = self._client, self._mlflow.entities.Param
         experiment = client.get_experiment_by_name(self._experiment)
         place = client.create_experiment(self._experiment) if experiment is None else experiment.experiment_id
-        tags = {"tensorkeep.run": run_identity(self._folder)}
+        tags = {"tensorkeep.run": self._folder.record().identity}
         run_id: str = client.create_run(place, run_name=self._folder.path.name, tags=tags).info.run_id
         settings = [param(name, str(value)) for name, value in _settings(self._folder.record().config).items()]
         for begin in range(0, len(settings), _LARGEST_BATCH):

@@ -69,22 +69,26 @@ def open_data(
     return _verified(_prepared(config, folder, meter, overwrite=True), meter)
 
 
-def with_data(config: Config, folder: RunFolder, dataset: Dataset, *, resume: bool) -> Config:
+def with_data(
+    config: Config, folder: RunFolder, dataset: Dataset, *, resume: bool, origin: Config | None = None
+) -> Config:
     """Return a configuration that describes its data, with a model whose vocabulary is large enough.
 
-    The data of a run that is resumed is described as it was at its start.
+    The data of a run that is resumed is described as it was at its start. ``origin`` is the configuration of the run
+    that a new one branches from.
     """
     model = config.model.with_tokens(dataset.vocab_size)
     place = Path(os.path.abspath(dataset.path))
     in_folder = place == folder.data
+    before = folder.record().config if resume else origin
+    if before is not None:
+        # Earlier versions let rows without a token take part in the loss.
+        model = msgspec.structs.replace(model, vocab_padding=before.model.vocab_padding)
+    config = msgspec.structs.replace(config, model=model)
     if resume:
         started = folder.record().config
-        # Earlier versions let rows without a token take part in the loss.
-        model = msgspec.structs.replace(model, vocab_padding=started.model.vocab_padding)
-        config = msgspec.structs.replace(config, model=model)
         source = started.data.source if in_folder else str(place)
         return config.changed({**{name: started.setting(name) for name in _PREPARATION}, "data.source": source})
-    config = msgspec.structs.replace(config, model=model)
     if in_folder and not is_prepared(config.data.source):
         return config
     return config.changed({**_preparation(dataset), "data.source": str(place)})

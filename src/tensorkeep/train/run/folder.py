@@ -1,6 +1,7 @@
 """The folder of a run: its record, tokenizer, log and checkpoints; refuses data other than the run began with."""
 
 import os
+import secrets
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +37,8 @@ RECORD = "run.json"
 TOKENIZER = "tokenizer.json"
 LOG = "log.jsonl"
 DATA = "data"
+_STARTING = "starting"
+"""The number of the first checkpoint of a run that has no record yet."""
 
 
 class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +121,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     data: DataRecord
     initial: InitialRecord | None = None
     started: str = ""
+    identity: str = ""
+    """16 hexadecimal digits that the run keeps when it resumes, also in another place: its name for trackers."""
     git: GitState | None = None
     environment: dict[str, Any] = {}  # msgspec copies it for each instance
     surroundings: dict[str, Any] = {}
@@ -155,17 +160,36 @@ class RunFolder:
         return (self.path / RECORD).exists()
 
     def check_new(self) -> None:
-        """Raise DestinationExistsError if a run was started here, or its checkpoints are still here."""
+        """Raise DestinationExistsError if a run was started here, or its checkpoints are still here.
+
+        A first checkpoint without the rest of its run is replaced; see `unfinished_start`.
+        """
         if self.exists():
             raise DestinationExistsError(
                 "holds a run already", path=self.path, remedy="resume it with --resume, or choose another --out"
             )
-        if numbers_in(self.checkpoints):
+        if numbers_in(self.checkpoints) and self.unfinished_start() is None:
             raise DestinationExistsError(
                 f"holds the checkpoints of a run without its {RECORD}",
                 path=self.path,
                 remedy="choose another --out, or move them elsewhere",
             )
+
+    def begin_start(self, step: int) -> None:
+        """Note that a new run begins with a checkpoint, which is saved before its record; StoreError as `start`."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        replace_file(self.path / _STARTING, b"%d\n" % step)
+
+    def unfinished_start(self) -> int | None:
+        """Return the step of the only checkpoint here, if a run was killed between that and its record; else None."""
+        if self.exists():
+            return None
+        try:
+            step = int((self.path / _STARTING).read_bytes())
+        except (OSError, ValueError):
+            return None
+        # A run that went further is not replaced, whatever became of its record.
+        return step if numbers_in(self.checkpoints) == [step] else None
 
     def record(self) -> RunRecord:
         """Return the record of the run; the file is read by the first call only.
@@ -191,9 +215,10 @@ class RunFolder:
             values = msgspec.json.decode(content)
             # Runs that were started before the setting existed evaluate all tokens.
             values["config"]["eval"].setdefault("tokens", None)
-            return msgspec.convert(values, RunRecord, strict=False)
+            record = msgspec.convert(values, RunRecord, strict=False)
         except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"is damaged ({error})", path=path) from error
+        return record if record.identity else msgspec.structs.replace(record, identity=_earlier_identity(record))
 
     def start(
         self,
@@ -216,6 +241,7 @@ class RunFolder:
             ),
             initial=initial,
             started=now(),
+            identity=secrets.token_hex(8),
             git=_git(),
             environment=dict(machine.describe(self.path)),
             surroundings=surroundings,
@@ -224,6 +250,7 @@ class RunFolder:
         replace_file(self.path / TOKENIZER, sealed.seal(dataset.tokenizer.as_dict()))
         # Last: the run exists once its record does.
         self._write_record(record)
+        (self.path / _STARTING).unlink(missing_ok=True)
 
     def add_resumption(
         self, step: int, settings: Changes, surroundings: Changes, verified: dict[str, FileStatus], legs: list[Leg]
@@ -264,6 +291,12 @@ class RunFolder:
 def now() -> str:
     """Return the time in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _earlier_identity(record: RunRecord) -> str:
+    """Return the identity of a run whose record has none; it is stored when the run resumes."""
+    start = [record.config.as_dict(), record.data.fingerprint, record.started, record.environment]
+    return sealed.digest(msgspec.json.encode(start, order="sorted"))
 
 
 def _git() -> GitState | None:

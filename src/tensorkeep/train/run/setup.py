@@ -40,7 +40,7 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import RunLog
 from tensorkeep.train.run.resume import check_steps, current_config, leg_settings
 from tensorkeep.train.run.speed import Speedometer, data_sheet_peak, measured_peak
-from tensorkeep.train.run.start import branch_run, resume_run, start_from_weights, start_new
+from tensorkeep.train.run.start import branch_run, discard_unfinished, resume_run, start_from_weights, start_new
 from tensorkeep.train.run.state import METRIC, Run, RunRandomState
 from tensorkeep.train.run.world import World, can_join, join, launched_ranks
 from tensorkeep.train.spinning import SpinControl
@@ -137,7 +137,9 @@ def open_run(
         if record is not None:
             # First: with other data, other messages would be misleading.
             folder.check_data(dataset)
-        techniques, final = _configured(with_data(config, folder, dataset, resume=record is not None), world)
+        origin = None if branch is None else branch.config
+        described = with_data(config, folder, dataset, resume=record is not None, origin=origin)
+        techniques, final = _configured(described, world)
         if record is not None:
             leg_settings(current_config(record), final, folder)  # refuses settings that must not change
         elif branch is not None:
@@ -165,6 +167,8 @@ def open_run(
         # Not `run.config`, in which techniques shard the batch.
         # Until here, every rank has only read. The lock first: another process may be working on this run.
         run.manager.claim()
+        if record is None:
+            discard_unfinished(run)
         if record is not None:
             resume_run(run, final, record, run.state)
         elif branch is not None:

@@ -185,9 +185,12 @@ class SlowdownDetector:
         self._seconds = 0.0
         self._reported = False
 
-    def add(self, flops: int, seconds: float) -> float | None:
-        """Add a step; return how many times slower training has become, once, at the end of the first slow window."""
-        self._steps, self._flops, self._seconds = self._steps + 1, self._flops + flops, self._seconds + seconds
+    def add(self, flops: int, seconds: float, *, steps: int = 1) -> float | None:
+        """Add a step, or with 0 steps the time that a GPU still took for earlier ones.
+
+        Returns how many times slower training has become, once, at the end of the first slow window.
+        """
+        self._steps, self._flops, self._seconds = self._steps + steps, self._flops + flops, self._seconds + seconds
         if self._reported or self._steps < self.STEPS or self._seconds < self.SECONDS:
             return None
         rate = self._flops / self._seconds

@@ -6,7 +6,7 @@ repeats that until a checkpoint of the leg exists, so that a kill at any moment 
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tensorkeep.errors import RanksDisagreeError, StateMismatchError
@@ -45,10 +45,8 @@ def start_new(run: Run, config: Config, origin: Origin | None = None, initial: I
 
 def start_from_weights(run: Run, config: Config, initial: InitialRecord, state: State) -> None:
     """Save the initial weights of a new run as its step 0, and write its record."""
-    run.folder.check_new()
-    run.world.barrier()
-    # The record last, as in a branch: a resumed run must not need the source of the weights.
-    run.manager.save(0, state()).wait()
+    # A resumed run must not need the source of the weights.
+    _save_first(run, 0, state)
     start_new(run, config, initial=initial)
     step = "" if initial.step is None else f", step {initial.step}"
     run.notes += (f"initial weights: {initial.path}{step}",)
@@ -96,10 +94,7 @@ def branch_run(run: Run, config: Config, point: BranchPoint, state: State) -> No
     if not same_data:
         run.batches.load_state_dict({"position": 0})
         run.progress.best = run.progress.loss = math.inf
-    run.folder.check_new()
-    run.world.barrier()
-    # The record last: a run exists once it has its record, and it must not begin without this checkpoint.
-    run.manager.save(point.step, state(), point.metrics if same_data else {}).wait()
+    _save_first(run, point.step, state, point.metrics if same_data else {})
     origin = Origin(
         run=str(point.folder.path),
         step=point.step,
@@ -109,6 +104,25 @@ def branch_run(run: Run, config: Config, point: BranchPoint, state: State) -> No
     start_new(run, config, origin)
     changed = f"branches from {point.folder.path} after step {point.step}: {describe(origin.settings) or 'no changes'}"
     run.notes += (f"{changed}; {note_on_rates(point.config, config, point.step)}",)
+
+
+def discard_unfinished(run: Run) -> None:
+    """Delete the checkpoint of a run that was killed before it had its record; the new run takes its place."""
+    step = run.world.broadcast(run.folder.unfinished_start())
+    if step is not None:
+        run.manager.delete(step)
+
+
+def _save_first(run: Run, step: int, state: State, metrics: Mapping[str, float] | None = None) -> None:
+    """Save the checkpoint that a new run begins with.
+
+    The record is written after it: a run exists once it has its record, and it must not begin without this checkpoint.
+    """
+    run.folder.check_new()
+    run.world.barrier()
+    if run.world.is_main:
+        run.folder.begin_start(step)
+    run.manager.save(step, state(), metrics).wait()
 
 
 def _restore(run: Run, restore: Callable[[Any], object], state: State, *, changed: bool) -> None:

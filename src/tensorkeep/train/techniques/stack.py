@@ -10,6 +10,7 @@ import msgspec
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import read_settings
+from tensorkeep.train.guard import checked_at_once
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Proof, Technique
 from tensorkeep.train.techniques.requirements import Machine
@@ -93,6 +94,7 @@ class Stack:
         self._observed += 1
         found: dict[str, Proof] = {}
         with ExitStack() as contexts:
+            contexts.enter_context(checked_at_once(run))
             contexts.enter_context(plain_rows_computed(run))
             for each in unproved:
                 contexts.enter_context(_observed(each, run, found))
