@@ -150,7 +150,7 @@ def _of_hugging_face(folder: Path) -> InitialWeights:
         content = (folder / CONFIG).read_bytes()
     try:
         document: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(f"is not a JSON object ({error})", path=folder / CONFIG) from error
     file = next((folder / name for name in _WEIGHTS if (folder / name).exists()), None)
     if file is None:

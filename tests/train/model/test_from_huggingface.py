@@ -157,6 +157,52 @@ def test_settings_that_change_the_model_are_refused_by_name(document: dict[str, 
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (llama(num_attention_heads=0), "num_attention_heads 0: expected `int` >= 1"),
+        (llama(num_attention_heads="4"), "num_attention_heads '4': expected `int`, got `str`"),
+        (llama(num_attention_heads=None), "num_attention_heads None: expected `int`, got `null`"),
+        (llama(num_attention_heads=5), "hidden_size 24, which is not a multiple of num_attention_heads 5"),
+        (llama(num_key_value_heads=3), "num_attention_heads 4, which is not a multiple of num_key_value_heads 3"),
+        (llama(num_hidden_layers="2"), "num_hidden_layers '2': expected `int`, got `str`"),
+        (llama(num_hidden_layers=2.0), "num_hidden_layers 2.0: expected `int`, got `float`"),
+        (llama(num_hidden_layers=None), "num_hidden_layers None"),
+        (llama(num_hidden_layers=10**9), "num_hidden_layers 1000000000: expected `int` <= 16384"),
+        (llama(hidden_size=10**30), "hidden_size 10+: expected `int` <= 16777216"),
+        (llama(rope_parameters="default"), r"rope_parameters 'default': expected `object \| null`, got `str`"),
+        (llama(rope_scaling=[2.0]), r"rope_scaling \[2.0\]: expected `object \| null`, got `array`"),
+        (llama(rope_parameters={"rope_theta": "x"}), "rope_parameters.rope_theta 'x': expected `float \\| null`"),
+        (llama(rope_scaling={"type": "linear"}), "has no 'rope_scaling.factor'"),
+        (llama(rope_scaling={**LLAMA3, "high_freq_factor": 0.5}), "config.json: rope_scaling.high_frequency_factor is"),
+        (
+            {"model_type": "gpt2", "vocab_size": 9, **GPT2, "n_head": 5},
+            "n_embd 12, which is not a multiple of n_head 5",
+        ),
+        ({"model_type": "gpt2", "vocab_size": 9, **GPT2, "n_positions": None}, "has no 'n_positions'"),
+        ({"model_type": "gpt2", "vocab_size": 9, "n_layer": 1, "n_head": 1}, "has no 'n_embd'"),
+    ],
+)
+def test_malformed_settings_are_named(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=message):
+        model_config(document)
+
+
+def test_rotary_positions_that_differ_between_layers_are_refused() -> None:
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    with pytest.raises(UnsupportedError, match="rope_parameters of several kinds of layers"):
+        model_config(llama(rope_parameters=rope))
+
+
+@pytest.mark.parametrize("shape", [[24, 20], [24], []])
+def test_projections_that_cannot_be_joined_are_named(shape: list[int]) -> None:
+    tensors = {f"model.layers.0.self_attn.{each}_proj.weight": torch.zeros(24, 24) for each in "qkv"}
+    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(shape)
+    with pytest.raises(StateMismatchError) as caught:
+        weights_of(tensors, model_config(llama()))
+    assert f"layers.0.self_attn.k_proj.weight {shape}" in caught.value.different
+
+
 def test_rope_of_earlier_versions_is_read() -> None:
     scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
     config = model_config(llama(rope_theta=500.0, rope_scaling=scaling))
@@ -171,6 +217,10 @@ def test_folders_without_a_usable_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(CorruptCheckpointError, match="not a JSON object"):
         read_initial(tmp_path)
+    for content in (b'{"model_type": "\xff"}', b'{"a":' * 100_000):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(CorruptCheckpointError, match="not a JSON object"):
+            read_initial(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(NotACheckpointError, match=r"has none of model\.safetensors") as caught:
         read_initial(tmp_path)

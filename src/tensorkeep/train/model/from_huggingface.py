@@ -5,13 +5,14 @@ A setting that changes what the model computes is either supported or refused by
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
-from tensorkeep.errors import CorruptCheckpointError, StateMismatchError, UnsupportedError
-from tensorkeep.train.config.sections import read_settings
+from tensorkeep.errors import CorruptCheckpointError, StateMismatchError, UnsupportedError, UsageError
+from tensorkeep.train.config.sections import Positive, read_settings
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.huggingface import GPT2_BLOCK, LLAMA_BLOCK
@@ -22,6 +23,66 @@ _MOST_NAMED = 5
 _GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")
 """Masks, which old files have beside the weights."""
+
+# Far above every model, so that a damaged number is refused before anything of its size is made.
+_Layers = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+
+
+class _GPT2(msgspec.Struct, frozen=True):
+    """The settings of a GPT-2 in ``config.json``."""
+
+    vocab_size: _Size
+    n_layer: _Layers
+    n_head: _Size
+    n_embd: _Size
+    n_positions: _Size | None = None
+    n_ctx: _Size | None = None  # the name in old files
+    n_inner: _Size | None = None
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: Positive = 1e-5
+    tie_word_embeddings: bool = True
+    initializer_range: Positive = 0.02
+
+
+class _Llama(msgspec.Struct, frozen=True):
+    """The settings of a LLaMA, or of a model with its blocks, in ``config.json``."""
+
+    vocab_size: _Size
+    max_position_embeddings: _Size
+    num_hidden_layers: _Layers
+    num_attention_heads: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_key_value_heads: _Size | None = None
+    attention_bias: bool = False
+    use_sliding_window: bool = True
+    rope_theta: Positive = 10000.0
+    rope_parameters: dict[str, Any] | None = None  # of transformers 5
+    rope_scaling: dict[str, Any] | None = None  # of earlier versions
+    rms_norm_eps: Positive = 1e-6
+    tie_word_embeddings: bool = False
+    initializer_range: Positive = 0.02
+
+
+class _Rope(msgspec.Struct, frozen=True):
+    """The settings of rotary positions."""
+
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: _Size | None = None
+
+
+_ROPE = {
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_context_length",
+}
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def model_config(document: Document) -> ModelConfig:
@@ -38,8 +99,24 @@ def model_config(document: Document) -> ModelConfig:
         )
     try:
         return read_settings(read(document), ModelConfig)
-    except KeyError as error:
-        raise CorruptCheckpointError(f"config.json has no {error.args[0]!r}") from error
+    except UsageError as error:
+        raise CorruptCheckpointError(f"config.json: {error.message}", remedy=error.remedy) from error
+
+
+def _settings(document: Document, kind: type[S], prefix: str = "") -> S:
+    """Return the settings of a class; CorruptCheckpointError if one is missing or of another type, by its name."""
+    for field in msgspec.structs.fields(kind):
+        if field.required and field.name not in document:
+            raise CorruptCheckpointError(f"config.json has no {prefix + field.name!r}")
+    try:
+        return msgspec.convert(document, kind)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$.")
+        name = place.rstrip("`")
+        raise CorruptCheckpointError(
+            f"config.json has {prefix}{name} {document.get(name)!r}: {reason[:1].lower()}{reason[1:]}",
+            remedy="check the file, or download the model again",
+        ) from error
 
 
 def weights_of(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -54,24 +131,34 @@ def weights_of(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
     found = {name: each for name, each in found.items() if not (learned and name.endswith(_GPT2_BUFFERS))}
     read: dict[str, Tensor] = {}
     missing: list[str] = []
+    unequal: list[str] = []
     for ours, theirs, transposed in _names(config):
         absent = [name for name in theirs if name not in found]
         if absent:
             missing += absent
             continue
         parts = [found[name] for name in theirs]
+        if len({part.shape[1:] for part in parts}) > 1 or not all(part.ndim for part in parts):
+            unequal += [f"{name} {[*found[name].shape]}" for name in theirs]
+            continue
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
         read[ours] = (joined.T if transposed and joined.ndim == 2 else joined).float().contiguous()
     used = {name for _, theirs, _ in _names(config) for name in theirs}
     # A tied head may be stored, too.
     extra = found.keys() - used - ({"lm_head.weight"} if config.tied else set())
-    _check(config, read, tuple(missing), tuple(sorted(extra)))
+    _check(config, read, tuple(missing), tuple(sorted(extra)), tuple(unequal))
     return read
 
 
-def _check(config: ModelConfig, read: Mapping[str, Tensor], missing: tuple[str, ...], extra: tuple[str, ...]) -> None:
+def _check(
+    config: ModelConfig,
+    read: Mapping[str, Tensor],
+    missing: tuple[str, ...],
+    extra: tuple[str, ...],
+    unequal: tuple[str, ...],
+) -> None:
     shapes = {name: parameter.shape for name, parameter in GPT(config, device="meta").named_parameters()}
-    different = tuple(f"{name} {[*read[name].shape]}" for name in read if read[name].shape != shapes[name])
+    different = tuple(f"{name} {[*read[name].shape]}" for name in read if read[name].shape != shapes[name]) + unequal
     if not (missing or extra or different):
         return
     parts = {"missing": missing, "not of the model": extra, "of another shape": different}
@@ -141,59 +228,80 @@ def _gpt2(document: Document) -> dict[str, Any]:
             "activation_function": ("gelu_new", *_GPT2_ACTIVATIONS),
         },
     )
+    found = _settings(document, _GPT2)
+    context = found.n_positions or found.n_ctx
+    if context is None:
+        raise CorruptCheckpointError("config.json has no 'n_positions'")
+    _check_multiple(document, "n_embd", "n_head")
     return {
-        "vocab_size": document["vocab_size"],
-        "context_length": document.get("n_positions") or document["n_ctx"],
-        "n_layers": document["n_layer"],
-        "n_heads": document["n_head"],
-        "d_model": document["n_embd"],
-        "d_ff": document.get("n_inner"),
-        "norm_eps": document.get("layer_norm_epsilon", 1e-5),
-        "activation": _GPT2_ACTIVATIONS[document.get("activation_function", "gelu_new")],
+        "vocab_size": found.vocab_size,
+        "context_length": context,
+        "n_layers": found.n_layer,
+        "n_heads": found.n_head,
+        "d_model": found.n_embd,
+        "d_ff": found.n_inner,
+        "norm_eps": found.layer_norm_epsilon,
+        "activation": _GPT2_ACTIVATIONS[found.activation_function],
         "bias": True,
-        "tied": document.get("tie_word_embeddings", True),
-        "init_std": document.get("initializer_range", 0.02),
+        "tied": found.tie_word_embeddings,
+        "init_std": found.initializer_range,
     }
 
 
 def _llama(document: Document) -> dict[str, Any]:
-    heads, width = document["num_attention_heads"], document["hidden_size"]
-    biases = bool(document.get("attention_bias", False))
-    unused_window = not document.get("use_sliding_window", True)
+    found = _settings(document, _Llama)
+    heads, width = found.num_attention_heads, found.hidden_size
     _refuse(
         document,
         {
             "hidden_act": ("silu",),
-            "mlp_bias": (biases,),
+            "mlp_bias": (found.attention_bias,),
             "head_dim": (width // heads, None),
-            "sliding_window": (document.get("sliding_window") if unused_window else None,),
-            "layer_types": (None, ["full_attention"] * document["num_hidden_layers"]),
+            "sliding_window": (None if found.use_sliding_window else document.get("sliding_window"),),
+            "layer_types": (None, ["full_attention"] * found.num_hidden_layers),
         },
     )
-    key_heads = document.get("num_key_value_heads") or heads
+    _check_multiple(document, "hidden_size", "num_attention_heads")
+    key_heads = found.num_key_value_heads or heads
+    if key_heads != heads:
+        _check_multiple(document, "num_attention_heads", "num_key_value_heads")
     return {
-        "vocab_size": document["vocab_size"],
-        "context_length": document["max_position_embeddings"],
-        "n_layers": document["num_hidden_layers"],
+        "vocab_size": found.vocab_size,
+        "context_length": found.max_position_embeddings,
+        "n_layers": found.num_hidden_layers,
         "n_heads": heads,
         "d_model": width,
         "kv_heads": None if key_heads == heads else key_heads,
-        "d_ff": document["intermediate_size"],
+        "d_ff": found.intermediate_size,
         "positions": "rotary",
-        **_rope(document),
+        **_rope(found),
         "norm": "rmsnorm",
-        "norm_eps": document.get("rms_norm_eps", 1e-6),
+        "norm_eps": found.rms_norm_eps,
         "activation": "swiglu",
-        "bias": biases,
-        "tied": document.get("tie_word_embeddings", False),
-        "init_std": document.get("initializer_range", 0.02),
+        "bias": found.attention_bias,
+        "tied": found.tie_word_embeddings,
+        "init_std": found.initializer_range,
     }
 
 
-def _rope(document: Document) -> dict[str, Any]:
+def _check_multiple(document: Document, name: str, divisor: str) -> None:
+    if document[name] % document[divisor]:
+        raise CorruptCheckpointError(
+            f"config.json has {name} {document[name]}, which is not a multiple of {divisor} {document[divisor]}"
+        )
+
+
+def _rope(model: _Llama) -> dict[str, Any]:
     """Return the settings of rotary positions: transformers 5 states them together, earlier versions in two entries."""
-    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    base = rope.get("rope_theta", document.get("rope_theta", 10000.0))
+    name = "rope_parameters" if model.rope_parameters else "rope_scaling"
+    rope = model.rope_parameters or model.rope_scaling or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UnsupportedError(
+            f"config.json has {name} of several kinds of layers, which are not supported",
+            remedy="give a model whose layers all have the same positions",
+        )
+    found = _settings(rope, _Rope, f"{name}.")
+    base = found.rope_theta or model.rope_theta
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {"rope_base": base}
@@ -202,13 +310,11 @@ def _rope(document: Document) -> dict[str, Any]:
             f"config.json has rope_type {kind!r}, which is not supported",
             remedy="give a model with 'default', 'linear' or 'llama3'",
         )
-    scaling = {"kind": kind, "factor": rope["factor"]}
-    if kind == "llama3":
-        scaling |= {
-            "low_frequency_factor": rope["low_freq_factor"],
-            "high_frequency_factor": rope["high_freq_factor"],
-            "original_context_length": rope["original_max_position_embeddings"],
-        }
+    names = _ROPE if kind == "llama3" else {"factor": "factor"}
+    for theirs in names:
+        if getattr(found, theirs) is None:
+            raise CorruptCheckpointError(f"config.json has no '{name}.{theirs}'")
+    scaling = {"kind": kind, **{ours: getattr(found, theirs) for theirs, ours in names.items()}}
     return {"rope_base": base, "rope_scaling": scaling}
 
 
