@@ -109,7 +109,7 @@ def write_conversations(
     meter = Meter((1 + learn.reads) * source.nbytes, progress)
     first = ConversationReading(source, meter)
     texts = (iter([message.content for message in found.messages]) for _, found in first.conversations())
-    tokenizer = ChatTokenizer.of(learn(texts, False))
+    tokenizer = ChatTokenizer.of(learn(texts if learn.reads else iter(()), False))
     second = ConversationReading(source, meter)
     counts = dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:

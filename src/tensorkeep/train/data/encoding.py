@@ -20,7 +20,7 @@ from typing import NamedTuple, Self
 import msgspec
 import numpy as np
 
-from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError
+from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError
 from tensorkeep.io.files import store_errors
 from tensorkeep.machine import usable_processors
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens
@@ -145,13 +145,17 @@ class _Worker:
         self._send(description)
 
     def encode(self, texts: list[str]) -> list[Tokens]:
-        """Return the tokens of texts."""
+        """Return the tokens of texts; UsageError if one cannot be encoded."""
         self._send(msgspec.msgpack.encode(texts))
         try:
             counts = np.frombuffer(self._connection.recv_bytes(), np.int64)
-            tokens = np.frombuffer(self._connection.recv_bytes(), self._dtype)
+            answer = self._connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise self._ended() from error
+        if not len(counts):
+            message, remedy = msgspec.json.decode(answer)
+            raise UsageError(message, remedy=remedy)
+        tokens = np.frombuffer(answer, self._dtype)
         return np.split(tokens, np.cumsum(counts)[:-1])
 
     def _send(self, content: bytes) -> None:

@@ -33,7 +33,7 @@ from tensorkeep.train.data.dataset import (
 from tensorkeep.train.data.documents import Reading, SplitRule
 from tensorkeep.train.data.token_files import write_tokens
 from tensorkeep.train.data.tokenizers.base import Tokenizer
-from tensorkeep.train.data.tokenizers.known import Learn, learner
+from tensorkeep.train.data.tokenizers.known import Learn, adopted, learner, tokenizer_at
 from tensorkeep.version import __version__
 
 
@@ -138,10 +138,14 @@ def prepare(
         Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable) as commit,
     ):
         learned: Tokenizer
-        if has_conversations(corpus) if conversations is None else conversations:
-            layout, learned = write_conversations(corpus, commit.path, learn, rule, progress)
-        else:
-            layout, learned = _write_text(corpus, commit.path, learn, rule, processes, progress)
+        try:
+            if has_conversations(corpus) if conversations is None else conversations:
+                layout, learned = write_conversations(corpus, commit.path, learn, rule, progress)
+            else:
+                layout, learned = _write_text(corpus, commit.path, learn, rule, processes, progress)
+        except UsageError as error:  # of the tokenizer, which does not know the source
+            error.path = error.path or corpus.spec
+            raise
         write_small(commit.path / FILE, sealed.seal(layout))
         commit.publish()
         return Prepared(commit.destination, layout.description(learned))
@@ -174,11 +178,16 @@ def is_prepared(source: PathLike) -> bool:
 
 def learner_of(choice: str | Tokenizer, vocab_size: int | None) -> Learn:
     """Return what makes a tokenizer, which may be that of prepared data; see `learner`."""
-    if isinstance(choice, str) and choice.startswith("from:") and is_prepared(choice.removeprefix("from:")):
-        choice = Dataset.open(choice.removeprefix("from:")).tokenizer
     if isinstance(choice, str):
-        return learner(choice, vocab_size)
-    return Learn(lambda corpus, documents: choice, reads=False)
+        return learner(choice, vocab_size, _tokenizer_of)
+    if vocab_size is not None:
+        raise UsageError(f"the tokenizer {choice.name!r} has a fixed vocabulary size", remedy="leave the size out")
+    return adopted(choice)
+
+
+def _tokenizer_of(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of prepared data, or of another folder; see `tokenizer_at`."""
+    return Dataset.open(folder).tokenizer if is_prepared(folder) else tokenizer_at(folder)
 
 
 def _survey(source: Source, learn: Learn, rule: SplitRule, meter: Meter) -> tuple[Reading, Tokenizer]:

@@ -42,6 +42,8 @@ class Tokenizer(ABC):
     """The token that follows each document, if there is one. No text is encoded as it."""
     merges: bool = False
     """Whether a token may stand for several characters, so that the tokens of a text depend on where it is cut."""
+    encodes_any_text: bool = True
+    """Whether every character is in the vocabulary, or is encoded as several tokens."""
 
     @cached_property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:

@@ -20,6 +20,7 @@ class CharTokenizer(Tokenizer):
     """
 
     name = "char"
+    encodes_any_text = False
 
     def __init__(self, characters: str, *, documents: bool) -> None:
         codes = _codes(characters)

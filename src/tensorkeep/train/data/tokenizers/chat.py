@@ -44,6 +44,7 @@ class ChatTokenizer(Tokenizer):
         self.text = text
         self.name = f"{text.name}{SUFFIX}"
         self.merges = text.merges
+        self.encodes_any_text = text.encodes_any_text
         first = text.vocab_size
         self.begin = {role: first + number for number, role in enumerate(ROLES)}
         self.end = first + len(ROLES)

@@ -1,6 +1,7 @@
 """Tokenizers of Hugging Face models: ``tokenizer.json``, or GPT-2's ``vocab.json`` and ``merges.txt``.
 
-Only byte-level byte pairs, as GPT-2's and LLaMA 3's, encode every text and give it back. Others are refused.
+Only byte-level byte pairs, as GPT-2's and LLaMA 3's, encode every text and give it back; a normalization to NFC, as
+Qwen's, only composes characters. Others are refused.
 """
 
 import json
@@ -19,28 +20,29 @@ FILE = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
 _OLD_FILES = ("vocab.json", "merges.txt")
 
+_PROBE = "A b\tÜ\n  漢字 12!"
+"""Text of several scripts and kinds of white space, in NFC."""
+
 
 class HuggingFaceTokenizer(Tokenizer):
     """A byte-level tokenizer of the package ``tokenizers``, from the text of its ``tokenizer.json``.
 
-    Raises ValueError if that is malformed, is not byte-level, or has no such token as ``end_of_document``.
+    Truncation and padding, which it may ask for, are left out: a text has all of its tokens, and no others.
+
+    Raises ValueError if that is malformed, is not byte-level, changes the text that it encodes other than to NFC, or
+    has no such token as ``end_of_document``.
     """
 
     name = "huggingface"
     merges = True
 
     def __init__(self, text: str, end_of_document: int) -> None:
-        try:
-            self._pipeline = library("tokenizers").Tokenizer.from_str(text)
-        except MissingExtraError:
-            raise
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(str(error)) from error
+        self._pipeline = _pipeline(text, end_of_document)
         stored = json.loads(text)
         if stored["model"].get("type") != "BPE" or "ByteLevel" not in json.dumps(stored.get("pre_tokenizer")):
             raise ValueError("it is not byte-level")
-        # Special tokens in a corpus are ordinary text.
-        self._pipeline.encode_special_tokens = True
+        if changing := _changing_normalizer(stored.get("normalizer")):
+            raise ValueError(f"its normalizer {changing} changes the text")
         vocabulary = self._pipeline.get_vocab(with_added_tokens=True)
         self._tokens: dict[int, str] = {id: token for token, id in vocabulary.items()}
         self._added = {each["id"] for each in stored.get("added_tokens", ())}
@@ -49,6 +51,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self._text = text
         self.vocab_size = max(self._tokens) + 1
         self.end_of_document = end_of_document
+        if self.decode(self.encode(_PROBE)) != _PROBE:
+            raise ValueError("it does not give back the text that it encodes")
+        if end_of_document in self.encode(self._tokens[end_of_document]):
+            raise ValueError(f"it encodes text as {self._tokens[end_of_document]!r}, which ends a document")
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
@@ -81,9 +87,45 @@ class HuggingFaceTokenizer(Tokenizer):
         return bytes(notation[each] for each in token)
 
 
+def _pipeline(text: str, end_of_document: int) -> Any:
+    """Return the library's tokenizer, which encodes all of a text, and none of it as the token that ends a document."""
+    try:
+        stored = json.loads(text)
+        for token in stored.get("added_tokens", ()):
+            # One that is not special would be found in text.
+            token["special"] |= token["id"] == end_of_document
+        pipeline = library("tokenizers").Tokenizer.from_str(json.dumps(stored))
+    except MissingExtraError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(str(error)) from error
+    pipeline.no_truncation()
+    pipeline.no_padding()
+    # Special tokens in a corpus are ordinary text.
+    pipeline.encode_special_tokens = True
+    return pipeline
+
+
+def _changing_normalizer(normalizer: dict[str, Any] | None) -> str | None:
+    """Return the type of the first normalizer, within a sequence too, other than NFC, if one exists."""
+    if normalizer is None or normalizer["type"] == "NFC":
+        return None
+    if normalizer["type"] == "Sequence":
+        return next(filter(None, map(_changing_normalizer, normalizer["normalizers"])), None)
+    return str(normalizer["type"])
+
+
 class _Stored(msgspec.Struct):
     tokenizer: str
     end_of_document: int
+
+
+class _Token(msgspec.Struct):
+    content: str
+
+
+class _Settings(msgspec.Struct):
+    eos_token: str | _Token | None = None
 
 
 def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
@@ -95,15 +137,14 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
     path = folder / FILE
     with store_errors(path, "read the tokenizer"):
         if path.exists():
-            text = path.read_text()
+            content = path.read_bytes()
         elif all((folder / name).exists() for name in _OLD_FILES):
-            text = _from_old_files(folder)
+            content = _from_old_files(folder).encode()
         else:
             return None
-        settings = folder / _SETTINGS
-        stated = json.loads(settings.read_text()).get("eos_token") if settings.exists() else None
-    end = stated.get("content") if isinstance(stated, dict) else stated or END_OF_DOCUMENT
+        end = _stated_end(folder / _SETTINGS) or END_OF_DOCUMENT
     try:
+        text = content.decode()
         token = library("tokenizers").Tokenizer.from_str(text).token_to_id(end)
     except MissingExtraError:
         raise
@@ -121,6 +162,17 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
             path=path,
             remedy="only byte-level byte pairs are supported, as GPT-2's and LLaMA 3's",
         ) from error
+
+
+def _stated_end(path: Path) -> str | None:
+    """Return the ``eos_token`` of the settings of a tokenizer, if they exist and state one."""
+    if not path.exists():
+        return None
+    try:
+        stated = msgspec.json.decode(path.read_bytes(), type=_Settings).eos_token
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"is not the settings of a tokenizer ({error})", path=path) from error
+    return stated.content if isinstance(stated, _Token) else stated
 
 
 def _from_old_files(folder: Path) -> str:

@@ -33,9 +33,12 @@ _FROM_DICT: dict[object, Callable[[dict[str, Any]], Tokenizer]] = {
 }
 
 
+Find = Callable[[Path], Tokenizer | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Learn:
-    """Makes a tokenizer for a corpus, given whether that consists of documents; it ``reads`` the corpus or does not."""
+    """Makes a tokenizer for a corpus, given whether that consists of documents, and whether it must be read before."""
 
     make: Callable[[Documents, bool], Tokenizer]
     reads: bool
@@ -44,15 +47,17 @@ class Learn:
         return self.make(corpus, documents)
 
 
-def learner(choice: str, vocab_size: int | None = None) -> Learn:
+def learner(choice: str, vocab_size: int | None = None, find: Find | None = None) -> Learn:
     """Return the function that makes a tokenizer; arguments, as of `prepare`, are checked before a corpus is read.
+
+    ``find`` returns the tokenizer of a folder, as `tokenizer_at` does.
 
     Raises UsageError if there is no such tokenizer, or the vocabulary size is not possible; MissingExtraError if it
     needs a package that is not installed; UnsupportedError if it needs a vocabulary that is not on this machine.
     """
     if choice.endswith(SUFFIX):
-        text = learner(choice.removesuffix(SUFFIX), vocab_size)
-        return Learn(lambda corpus, documents: ChatTokenizer(text(corpus, documents)), reads=text.reads)
+        text = learner(choice.removesuffix(SUFFIX), vocab_size, find)
+        return Learn(lambda corpus, documents: ChatTokenizer.of(text(corpus, documents)), reads=text.reads)
     kind, colon, name = choice.partition(":")
     if vocab_size is not None and kind != "bpe":
         raise UsageError(
@@ -62,12 +67,14 @@ def learner(choice: str, vocab_size: int | None = None) -> Learn:
         found = TiktokenTokenizer.named(name)
         return Learn(lambda corpus, documents: found, reads=False)
     if kind == FROM and name:
-        given = tokenizer_at(Path(name))
+        given = (find or tokenizer_at)(Path(name))
         if given is None:
             raise NotACheckpointError(
-                "has no tokenizer", path=name, remedy="give the folder of a run or of a Hugging Face model"
+                "has no tokenizer",
+                path=name,
+                remedy="give the folder of a run, of a Hugging Face model or of prepared data",
             )
-        return Learn(partial(_adopted, given, name), reads=True)
+        return adopted(given)
     if choice == "char":
         return Learn(CharTokenizer.learn, reads=True)
     if choice == "byte":
@@ -81,19 +88,20 @@ def learner(choice: str, vocab_size: int | None = None) -> Learn:
     raise UsageError(f"there is no tokenizer {choice!r}", remedy=f"{hint}give one of {', '.join(CHOICES)}")
 
 
-def _adopted(tokenizer: Tokenizer, place: str, corpus: Documents, documents: bool) -> Tokenizer:
-    """Return a tokenizer of another corpus, after a check that it can encode this one."""
-    if documents and tokenizer.end_of_document is None:
-        raise UsageError(
-            "the tokenizer has no token to end a document, and the source consists of documents",
-            path=place,
-            remedy="give one file of text, or another tokenizer",
-        )
-    if isinstance(tokenizer, CharTokenizer):
-        for texts in corpus:
-            for text in texts:
-                tokenizer.encode(text)
-    return tokenizer
+def adopted(tokenizer: Tokenizer) -> Learn:
+    """Return the function that makes a tokenizer which exists, after a check that it encodes the corpus it is given.
+
+    Without a first pass over the corpus, a character that is not in the vocabulary is found as the corpus is encoded.
+    """
+
+    def check(corpus: Documents, documents: bool) -> Tokenizer:
+        if not tokenizer.encodes_any_text:
+            for texts in corpus:
+                for text in texts:
+                    tokenizer.encode(text)
+        return tokenizer
+
+    return Learn(check, reads=False)
 
 
 def _checked(vocab_size: int) -> int:

@@ -1,0 +1,166 @@
+"""Tokenizers of runs, prepared data and Hugging Face folders: tokens of the whole text, and refusals by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError, UsageError
+from tensorkeep.testing.technique_suite import TINY, train_run
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.data.tokenizers.bpe import BpeTokenizer
+from tensorkeep.train.data.tokenizers.char import CharTokenizer
+from tensorkeep.train.data.tokenizers.from_huggingface import HuggingFaceTokenizer, read_tokenizer
+
+END = "<|endoftext|>"
+LETTERS = CharTokenizer(" abehortu", documents=True)
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, Any]:
+    """Return the ``tokenizer.json`` of byte pairs, as an object."""
+    pytest.importorskip("tokenizers")
+    pairs = BpeTokenizer.learn(iter([iter(["to be or not to be " * 9])]), True, vocab_size=280)
+    return json.loads(pairs.hugging_face_json())  # type: ignore[no-any-return]
+
+
+def model_folder(folder: Path, stored: dict[str, Any]) -> Path:
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    return folder
+
+
+def read(folder: Path) -> HuggingFaceTokenizer:
+    tokenizer = read_tokenizer(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def test_truncation_and_padding_of_the_file_are_left_out(tmp_path: Path, stored: dict[str, Any]) -> None:
+    limits = {
+        "truncation": {"max_length": 4, "stride": 0, "strategy": "LongestFirst", "direction": "Right"},
+        "padding": {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+        | {"pad_type_id": 0, "pad_token": "x"},
+    }
+    tokenizer = read(model_folder(tmp_path, stored | limits))
+    for text in ("t", "to be or not to be, more than four tokens"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+SEQUENCE = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "its normalizer Lowercase changes the text"),
+        ({"normalizer": SEQUENCE}, "its normalizer Lowercase changes the text"),
+        (
+            {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+            "it does not give back the text that it encodes",
+        ),
+    ],
+)
+def test_a_tokenizer_that_changes_text_is_refused(
+    tmp_path: Path, stored: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        read(model_folder(tmp_path, stored | change))
+
+
+@pytest.mark.parametrize("normalizer", [{"type": "NFC"}, {"type": "Sequence", "normalizers": []}])
+def test_composed_characters_are_the_only_normalization(
+    tmp_path: Path, stored: dict[str, Any], normalizer: dict[str, Any]
+) -> None:
+    tokenizer = read(model_folder(tmp_path, stored | {"normalizer": normalizer}))
+    assert tokenizer.decode(tokenizer.encode("Ünï Ab")) == "Ünï Ab"
+    assert tokenizer.decode(tokenizer.encode("U\u0308")) == ("Ü" if "NFC" in str(normalizer) else "U\u0308")
+
+
+def test_text_is_not_encoded_as_an_end_that_the_file_does_not_call_special(
+    tmp_path: Path, stored: dict[str, Any]
+) -> None:
+    added = [each | {"special": False} for each in stored["added_tokens"]]
+    assert [each["content"] for each in added] == [END]
+    tokenizer = read(model_folder(tmp_path, stored | {"added_tokens": added}))
+    text = f"to be {END} or"
+    assert tokenizer.end_of_document not in tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_an_end_that_is_a_word_of_text_is_refused(tmp_path: Path, stored: dict[str, Any]) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "t"}')
+    with pytest.raises(UnsupportedError, match="it encodes text as 't', which ends a document"):
+        read(model_folder(tmp_path, stored))
+
+
+@pytest.mark.parametrize("content", [b"{bad", b"[1]", b'{"eos_token": 3}', b'{"eos_token": "\xff"}'])
+def test_malformed_settings_are_named(tmp_path: Path, stored: dict[str, Any], content: bytes) -> None:
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match="is not the settings of a tokenizer") as caught:
+        read(model_folder(tmp_path, stored))
+    assert caught.value.path == str(tmp_path / "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"{bad", b"[1]"])
+def test_a_malformed_tokenizer_file_is_named(tmp_path: Path, content: bytes) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match="is not a tokenizer") as caught:
+        read(tmp_path)
+    assert caught.value.path == str(tmp_path / "tokenizer.json")
+
+
+def talk(folder: Path, name: str = "talk.jsonl", answer: str = "to be") -> Path:
+    """Write conversations."""
+    messages = [{"role": "user", "content": "or"}, {"role": "assistant", "content": answer}]
+    (folder / name).write_text(f"{json.dumps({'messages': messages})}\n" * 40)
+    return folder / name
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_conversations_take_the_tokenizer_of_a_run_or_of_prepared_data(tmp_path: Path, tokenizer: str) -> None:
+    data = prepare(talk(tmp_path), tmp_path / "data", tokenizer=tokenizer).path
+    train_run(TINY.changed({"loop.steps": 1, "model.context_length": 16}), tmp_path / "run", data)
+    for number, source in enumerate(("run", "data", "run+chat", "data+chat")):
+        made = Dataset.open(
+            prepare(talk(tmp_path), tmp_path / str(number), tokenizer=f"from:{tmp_path}/{source}").path, verify=True
+        )
+        assert made.tokenizer.digest == Dataset.open(data).tokenizer.digest
+        assert (np.array(made.train) == np.array(Dataset.open(data).train)).all()
+
+
+def test_tokens_of_messages_are_added_to_those_of_prepared_data(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be " * 20)
+    prepare(tmp_path / "a.txt", tmp_path / "a", tokenizer="byte")
+    made = prepare(tmp_path / "a.txt", tmp_path / "b", tokenizer=f"from:{tmp_path}/a+chat")
+    assert made.description["tokenizer"] == "byte+chat"
+    assert Dataset.open(made.path).vocab_size == 261
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("kind", ["text", "documents", "conversations"])
+def test_a_character_outside_the_vocabulary_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, processes: int
+) -> None:
+    source = tmp_path / ("a.txt" if kind == "text" else "a.jsonl")
+    source.write_text("the\u00e9 other " * 40 if kind == "text" else '{"text": "the\u00e9 other"}\n' * 40)
+    if kind == "conversations":
+        talk(tmp_path, "a.jsonl", "th\u00e9")
+    (tmp_path / "base.jsonl").write_text('{"text": "the author be"}\n' * 40)
+    prepare(tmp_path / "base.jsonl", tmp_path / "base", tokenizer="char")
+    for tokenizer in (LETTERS, f"from:{tmp_path}/base", f"from:{tmp_path}/base+chat"):
+        with pytest.raises(UsageError, match=r"the character 'é' \(U\+00E9\) is not in the vocabulary") as caught:
+            prepare(source, tmp_path / "data", tokenizer=tokenizer, processes=processes)
+        assert caught.value.path == str(source)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_size_of_a_vocabulary_that_exists_cannot_be_set(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be " * 20)
+    prepare(tmp_path / "a.txt", tmp_path / "a", tokenizer="byte")
+    for tokenizer in (LETTERS, f"from:{tmp_path}/a", f"from:{tmp_path}/a+chat"):
+        with pytest.raises(UsageError, match="has a fixed vocabulary size"):
+            prepare(tmp_path / "a.txt", tmp_path / "b", tokenizer=tokenizer, vocab_size=300)
