@@ -21,6 +21,8 @@ from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.errors import TechniqueNotActiveError
@@ -192,7 +194,7 @@ class TechniqueSuite(ABC):
         if self.technique.kind != "systems":
             return
         with opened(self.config, tmp_path / "plain", data) as run:
-            start = {name: each.clone() for name, each in run.model.state_dict().items()}
+            start = {name: _whole(each) for name, each in run.model.state_dict().items()}
         plain = _distance(start, trained(self.config, data))
         for variant in self.variants:
             found = _distance(start, trained(self.config_with(variant), data))
@@ -238,6 +240,11 @@ class TechniqueSuite(ABC):
             before = _process_settings()
             train_run(self.config_with(variant), tmp_path / str(number), data, stop_after=1)
             assert _process_settings() == before
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, of all its shards if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def _distance(start: Mapping[str, torch.Tensor], folder: Path) -> float:

@@ -67,6 +67,7 @@ class SparseAttention(Technique):
     settings: SparseAttentionSettings
     conflicts: ClassVar = {
         "attention-kernel": "each replaces the attention kernel of the model",
+        "compile": "the blocks that the queries choose decide on the shapes of tensors, which compiled code has fixed",
         "progressive-length": "short windows have no blocks to leave out, so it could not be verified",
     }
 
