@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 # One stamp for each extra that is installed: `make demo` takes half of what `make test` needs, which adds the rest.
 DEMO := $(VENV)/.installed-demo
 DEV := $(VENV)/.installed-dev
-# Three workers for two cores, as some tests wait; one thread of torch each, as more would compete for the cores. The
+# Four workers for two cores, as some tests wait; one thread of torch each, as more would compete for the cores. The
 # tests of a class or module share fixtures, so that one worker runs them; the files run in their order, so that long
 # ones at the end do not leave a worker idle. Compiled Python is cached even where the environment forbids it: the tests
 # start hundreds of processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadscope --no-loadscope-reorder
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_MINUTES ?= 10
@@ -32,7 +32,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard src/cod
 demo: $(DEMO)  ## saves, loads, a flipped bit, kills and a resumed training run, beside other tools (two minutes)
 	@$(BIN)/tensorkeep demo $(DEMO_ARGS)
 
-test: $(DEV)  ## all tests but the exhaustive ones (about five minutes on 2 cores)
+test: $(DEV)  ## all tests but the exhaustive ones (about eight minutes on 2 cores)
 	$(PYTEST) -m "not slow"
 
 check: $(DEV)  ## formatting, lint, types

@@ -18,7 +18,12 @@ class Hopper(Machine):
 
 
 GPU = Hopper(torch.device("cuda", 0))
-RUN = cast(Run, SimpleNamespace(device=torch.device("cuda", 0), operations=SimpleNamespace(loss=None, plain_loss=None)))
+RUN = cast(
+    Run,
+    SimpleNamespace(
+        device=torch.device("cuda", 0), checks_later=False, operations=SimpleNamespace(loss=None, plain_loss=None)
+    ),
+)
 
 
 @pytest.fixture(autouse=True)

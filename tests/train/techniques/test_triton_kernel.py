@@ -100,7 +100,9 @@ def test_activation_that_is_one_kernel_in_torch_is_refused(activation: str) -> N
 
 def test_step_without_launches_is_an_error() -> None:
     operations = SimpleNamespace(loss=None, plain_loss=None)
-    run: Any = SimpleNamespace(config=TINY, model=SimpleNamespace(blocks=[object(), object()]), operations=operations)
+    run: Any = SimpleNamespace(
+        config=TINY, model=SimpleNamespace(blocks=[object(), object()]), operations=operations, checks_later=False
+    )
     missed = "forward of block 0, the backward of block 0, the forward of block 1, the backward of block 1"
     with pytest.raises(TechniqueNotActiveError, match=missed), Stack([TritonKernel(NoSettings())]).verified(run):
         pass
