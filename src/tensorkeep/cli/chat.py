@@ -4,13 +4,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import Annotated
-
-from cyclopts import Parameter
-from cyclopts.validators import Number
 
 from tensorkeep.cli.generate import show_stream
-from tensorkeep.cli.options import Run, Which
+from tensorkeep.cli.options import NewTokens, Run, StopTexts, Which
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.errors import UsageError
 from tensorkeep.train.chat import ChatSession
@@ -28,15 +24,13 @@ def chat(
     /,
     *,
     system: str | None = None,
-    tokens: Annotated[
-        int, Parameter(name=["--tokens", "--max-new-tokens"], validator=Number(gte=1, lte=1_000_000))
-    ] = 200,
+    tokens: NewTokens = 200,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
-    stop: Annotated[list[str] | None, Parameter(negative="", metavar="TEXT")] = None,
+    stop: StopTexts = None,
     seed: int = 0,
     which: Which = "last",
     device: str = "auto",

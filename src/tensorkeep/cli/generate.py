@@ -3,12 +3,9 @@
 import time
 from collections.abc import Iterator
 from itertools import chain
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
-
-from tensorkeep.cli.options import Run, Which
+from tensorkeep.cli.options import NewTokens, Run, StopTexts, Which
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import printable
 from tensorkeep.train.generate import generate_stream, prompt_ids
@@ -23,15 +20,13 @@ def generate(
     /,
     *,
     prompt: str | None = None,
-    tokens: Annotated[
-        int, Parameter(name=["--tokens", "--max-new-tokens"], validator=Number(gte=1, lte=1_000_000))
-    ] = 200,
+    tokens: NewTokens = 200,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
-    stop: Annotated[list[str] | None, Parameter(negative="", metavar="TEXT")] = None,
+    stop: StopTexts = None,
     seed: int = 0,
     which: Which = "last",
     device: str = "auto",

@@ -71,6 +71,10 @@ Run = Annotated[Path, Parameter(help="The folder of the run, or a step of it: RU
 
 Which = Annotated[Literal["last", "best"], Parameter(help="The last checkpoint, or the best one by validation loss.")]
 
+NewTokens = Annotated[int, Parameter(name=["--tokens", "--max-new-tokens"], validator=Number(gte=1, lte=1_000_000))]
+
+StopTexts = Annotated[list[str] | None, Parameter(negative="", metavar="TEXT")]
+
 Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
 """Patterns of tensor names; the option may be repeated."""
 
