@@ -1,10 +1,16 @@
 """Checks of arguments that several calls have."""
 
+from pathlib import Path
+
 from tensorkeep.errors import UsageError
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import default_threads
+from tensorkeep.paths import StorePath
 from tensorkeep.state.strided import Device
 from tensorkeep.units import parse_bytes
+
+STORE_THREADS = 8
+"""They wait for the network, however few the processors are; a small memory budget allows fewer."""
 
 MemorySize = int | str
 """Bytes, as a number or as a text such as ``"256MiB"``."""
@@ -15,10 +21,13 @@ def budget_pool(memory_budget: MemorySize) -> BufferPool:
     return BufferPool(parse_bytes(memory_budget))
 
 
-def thread_count(threads: int | None) -> int:
-    """Return how many threads to use, by default `default_threads`; UsageError below 1."""
+def thread_count(threads: int | None, source: Path | None = None) -> int:
+    """Return how many threads to use; UsageError below 1.
+
+    The default is `default_threads`, or `STORE_THREADS` if they read a ``source`` in an object store.
+    """
     if threads is None:
-        return default_threads()
+        return STORE_THREADS if isinstance(source, StorePath) else default_threads()
     if threads < 1:
         raise UsageError(f"threads is {threads}", remedy="give 1 or more")
     return threads

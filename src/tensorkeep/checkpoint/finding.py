@@ -12,9 +12,11 @@ from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, Tens
 from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Reader
 from tensorkeep.formats.native import FORMAT as NATIVE
 from tensorkeep.formats.probe import exists, file_mode, names_in
-from tensorkeep.paths import as_path
+from tensorkeep.io.store_commit import is_tombstone
+from tensorkeep.paths import StorePath, as_path
 
 _MOST_LOOKED_AT = 1000
+_MOST_IN_STORE = 16  # each takes several requests
 _MOST_NAMED = 3
 
 
@@ -24,11 +26,19 @@ def find_format(path: PathLike) -> Format:
     Raises NotFoundError if nothing is there; NotACheckpointError, naming checkpoints inside of a folder, if no format
     recognises it; StoreError if the path cannot be read.
     """
-    place = _existing(path)
+    place = _place(path)
+    # Most checkpoints are native; the other formats are then neither looked up nor imported. In a store, this takes the
+    # fewest requests.
+    if NATIVE.recognises(place):
+        return NATIVE
+    _check_existence(place)
     found = _recognised(place)
     if found is not None:
         return found
-    listed = names_in(place)[:_MOST_LOOKED_AT] if stat.S_ISDIR(file_mode(place)) else []
+    most = _MOST_IN_STORE if isinstance(place, StorePath) else _MOST_LOOKED_AT
+    listed = names_in(place)[:most] if stat.S_ISDIR(file_mode(place)) else []
+    if isinstance(place, StorePath) and any(map(is_tombstone, listed)):
+        raise NotFoundError("this step was deleted", path=path, remedy="`tensorkeep log` lists the steps of a run")
     inside = [name for name in listed if is_checkpoint(place / name)]
     if inside:
         raise _folder_error(inside, path)
@@ -38,22 +48,26 @@ def find_format(path: PathLike) -> Format:
 
 def open_reader(path: PathLike, settings: OpenSettings, format: str | None = None) -> Reader:
     """Return a reader of the checkpoint at a path, of the format found there unless one is given."""
-    chosen = find_format(path) if format is None else FORMATS.get(format)
-    return chosen.open(_existing(path), settings)
+    place = _place(path)
+    if format is None:
+        return find_format(place).open(place, settings)
+    _check_existence(place)
+    return FORMATS.get(format).open(place, settings)
 
 
-def _existing(path: PathLike) -> Path:
+def _place(path: PathLike) -> Path:
     # `Path` takes the empty string for the current folder.
     if not os.fspath(path):
         raise UsageError("the path is empty", remedy="give the path of a checkpoint")
-    place = as_path(path)
+    return as_path(path)
+
+
+def _check_existence(place: Path) -> None:
     if not exists(place):
-        raise NotFoundError("does not exist", path=path, remedy="check the path")
-    return place
+        raise NotFoundError("does not exist", path=place, remedy="check the path")
 
 
 def _recognised(place: Path) -> Format | None:
-    # Most checkpoints are native; the other formats are then neither looked up nor imported.
     if NATIVE.recognises(place):
         return NATIVE
     return next((found for found in FORMATS if found.recognises(place)), None)

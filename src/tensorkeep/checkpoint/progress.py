@@ -15,17 +15,18 @@ _FULL_WIDTH = 72
 
 
 @contextmanager
-def progress_bar(doing: str) -> Iterator[Progress]:
-    """Draw a bar on stderr while the block runs; yield a callback that takes (bytes done, bytes in all)."""
+def progress_bar(doing: str, *, of_bytes: bool = True) -> Iterator[Progress]:
+    """Draw a bar on stderr while the block runs; yield a callback that takes (bytes or others done, in all)."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
     from rich.progress import TransferSpeedColumn as Speed
 
     console = Console(stderr=True)
-    columns = [TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn()]
+    done = DownloadColumn() if of_bytes else MofNCompleteColumn()
+    columns = [TextColumn("{task.description}", markup=False), BarColumn(), done]
     if console.width >= _FULL_WIDTH:
-        columns += [Speed(), TimeRemainingColumn()]
+        columns += [*([Speed()] if of_bytes else []), TimeRemainingColumn()]
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -9,6 +9,7 @@ conformance suite. ``formats/write.py`` is the writing half of the contract: set
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import prod
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from tensorkeep.closing import Closing
 from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.box_copies import read_box
 from tensorkeep.formats.structure import check_structure
@@ -31,8 +33,8 @@ from tensorkeep.formats.write import (
     parse_options,
 )
 from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.closing import Closing
 from tensorkeep.io.files import Bytes
+from tensorkeep.paths import StorePath
 from tensorkeep.plugins import Registry
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Leaf, Source
@@ -140,6 +142,10 @@ class Reader(Closing, ABC):
         """
         read_box(partial(self.read, name), self.flat.leaves[name].shape, offsets, out, pool)
 
+    def ahead(self, ranges: Sequence[tuple[str, int, int]]) -> AbstractContextManager[object]:
+        """Return a context in which this thread reads ranges of tensors; neighbours may then be read by one request."""
+        return nullcontext()
+
     def mapped(self, name: str) -> Bytes | None:
         """Return a stored tensor's bytes as memory mapped over the file, unverified; None if they cannot be mapped.
 
@@ -160,7 +166,7 @@ class Reader(Closing, ABC):
 
     def identity(self) -> str:
         """Return what the ranks of a load compare: the path, or where the format has one a checksum of all content."""
-        return os.path.abspath(self.path)
+        return str(self.path) if isinstance(self.path, StorePath) else os.path.abspath(self.path)
 
     def audit(self) -> Iterator[Problem]:
         """Yield problems outside the tensors' bytes: in other files, sizes, containers."""
@@ -258,10 +264,13 @@ class Format(ABC):
         The name for ``format=`` and ``--to``.
     options : type of FormatOptions
         The options that `write` takes.
+    writes_to_stores : bool
+        Whether `write` takes the URL of an object store, a `tensorkeep.paths.StorePath`.
     """
 
     name: ClassVar[str]
     options: ClassVar[type[FormatOptions]] = FormatOptions
+    writes_to_stores: ClassVar[bool] = False
 
     @abstractmethod
     def recognises(self, path: Path) -> bool:

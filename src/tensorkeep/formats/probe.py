@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from tensorkeep.io.files import store_error
-from tensorkeep.io.places import store_first_bytes, store_mode, store_names
+from tensorkeep.io.places import store_first_bytes, store_folders, store_mode, store_names
 from tensorkeep.paths import StorePath
 
 _ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO))
@@ -47,6 +47,13 @@ def names_in(directory: Path) -> list[str]:
     except OSError as error:
         _raise_unless_absent(error, directory)
         return []
+
+
+def folders_in(directory: Path) -> list[str]:
+    """Return the names of the directories in a directory, sorted."""
+    if isinstance(directory, StorePath):
+        return store_folders(directory)
+    return [name for name in names_in(directory) if stat.S_ISDIR(file_mode(directory / name))]
 
 
 def first_bytes(path: Path, count: int) -> bytes | None:

@@ -5,7 +5,7 @@ their closing quote to the end.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,10 +13,11 @@ import xxhash
 
 from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.decoding import decoding
+from tensorkeep.io import places
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.source_file import SourceFile
 
-MANIFEST_NAME = "manifest.json"
+MANIFEST_NAME = places.MANIFEST_NAME
 """The manifest of a native checkpoint: a directory with one is never taken for plain safetensors files."""
 
 OPENING = b'{"xxh3_64":"'
@@ -56,6 +57,15 @@ def digest_of(file: SourceFile, count: int) -> str:
 def is_wide(expected: str) -> bool:
     """Return whether a checksum has 128 bits."""
     return len(expected) > _DIGITS
+
+
+Body = TypeVar("Body")
+
+
+class Content(msgspec.Struct, Generic[Body]):
+    """The content of a file, for decoders of one type of body."""
+
+    body: Body
 
 
 def seal(body: object) -> bytes:

@@ -10,7 +10,7 @@ There is one schema, `Sidecar`. A format that stores more of itself there subcla
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,8 +21,12 @@ from tensorkeep.formats import sealed
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.probe import first_bytes
 from tensorkeep.formats.structure import SourceT, Structure, check_structure
+from tensorkeep.io import parallel
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import write_small
+from tensorkeep.io.places import open_directory
+from tensorkeep.io.stores import SMALL_REQUESTS
+from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.skeleton_reader import LeafSpec
@@ -152,8 +156,8 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
         sidecar = msgspec.convert(body, kind)
         _check_tensors(sidecar)
         _ = sidecar.leaf_specs
-    for name, note in sidecar.files.items():
-        _check_file(directory, name, note)
+    checks = [partial(_check_file, directory, name, note) for name, note in sidecar.files.items()]
+    parallel.run(checks, SMALL_REQUESTS if isinstance(directory.path, StorePath) else 1)
     return sidecar
 
 
@@ -174,7 +178,7 @@ def _check_file(directory: Directory, name: str, note: FileNote) -> None:
     try:
         with ExitStack() as stack:
             # By the open descriptor: the directory's name may stand for another one by now.
-            inner = stack.enter_context(Directory(Path(directory.fd_path) / folder)) if folder else directory
+            inner = stack.enter_context(open_directory(directory.stable_path / folder)) if folder else directory
             file = stack.enter_context(inner.open(last, follow_links=False))
             if file.size != note.bytes:
                 message = f"has {file.size:,} bytes, not {note.bytes:,}"

@@ -13,8 +13,8 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
+from tensorkeep.closing import Closing
 from tensorkeep.errors import UsageError
-from tensorkeep.io.closing import Closing
 from tensorkeep.io.parallel import POLL_SECONDS, Cancellation
 from tensorkeep.state.cuda import CudaPageLock
 from tensorkeep.units import format_bytes, format_least_bytes
@@ -49,7 +49,7 @@ class Buffer:
     """A buffer of a pool, until `release` (in any thread) or the end of a ``with`` returns it.
 
     ``array`` is page-aligned and of type uint8; its contents are undefined. It may have more bytes than ``size``, those
-    that were requested.
+    that were requested. While it is lent, it returns to the pool only when it was given back as often.
     """
 
     def __init__(self, pool: "BufferPool", memory: mmap.mmap, size: int) -> None:
@@ -57,12 +57,28 @@ class Buffer:
         self._pool = pool
         self.size = size
         self._memory: mmap.mmap | None = memory
+        self._released = False
+        self._lent = 0
 
     def release(self) -> None:
         """Return the buffer to its pool; a second call does nothing."""
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            self._pool._put(memory, self.size)
+        self._change(released=True)
+
+    def lend(self) -> None:
+        """Keep the buffer from its pool, also after `release`, until `give_back`."""
+        self._change(lent=1)
+
+    def give_back(self) -> None:
+        """End a `lend`."""
+        self._change(lent=-1)
+
+    def _change(self, *, released: bool = False, lent: int = 0) -> None:
+        with self._pool._changed:
+            self._released |= released
+            self._lent += lent
+            if self._released and not self._lent and self._memory is not None:
+                memory, self._memory = self._memory, None
+                self._pool._put(memory, self.size)
 
     def __enter__(self) -> npt.NDArray[np.uint8]:
         return self.array

@@ -58,6 +58,9 @@ class Commit:
     b'hello'
     """
 
+    save_id = ""
+    """The names of the files have no id: the directory is one of this save."""
+
     def __init__(
         self,
         destination: Path,

@@ -7,8 +7,8 @@ different checkpoints: the manifest of the old one and data of the new one. File
 import os
 from pathlib import Path
 
+from tensorkeep.closing import Closing
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, StoreError
-from tensorkeep.io.closing import Closing
 from tensorkeep.io.files import Bytes, store_error
 from tensorkeep.io.source_file import SourceFile
 
@@ -35,6 +35,15 @@ class Directory(Closing):
     def fd_path(self) -> str:
         """A path of this very directory, whatever its name becomes; for libraries that open by path."""
         return f"/proc/self/fd/{self._fd}"
+
+    @property
+    def stable_path(self) -> Path:
+        """The same as a `Path`, for functions that take paths."""
+        return Path(self.fd_path)
+
+    def path_of(self, name: str) -> Path:
+        """Return the path of a file of the directory."""
+        return self.path / name
 
     def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
         """Open a file of the directory; for the parameters and errors see `SourceFile`."""

@@ -1,20 +1,31 @@
-"""Where checkpoints are read from: the directories of a file system, or the prefixes of an object store."""
+"""Where checkpoints are read from and written to: directories of a file system, or prefixes of an object store."""
 
+import itertools
 import logging
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from tensorkeep.errors import NotFoundError, TensorkeepError
+from tensorkeep.errors import NotFoundError, TensorkeepError, UnsupportedError
 from tensorkeep.io.directory import Directory
+from tensorkeep.io.files import write_small
+from tensorkeep.io.source_file import SourceFile
 from tensorkeep.paths import StorePath
 
 logger = logging.getLogger(__name__)
 
+_MOST_ATTEMPTS = 5
+
 T = TypeVar("T")
 
-_WELL_KNOWN = ("manifest.json", "model.safetensors.index.json", "model.safetensors")
+MANIFEST_NAME = "manifest.json"
+"""The file that makes a directory or a prefix a native checkpoint."""
+
+_WELL_KNOWN = (
+    *(MANIFEST_NAME, "model.safetensors.index.json", "model.safetensors", "tensorkeep.json", ".metadata"),
+    *("checkpoint", ".zarray", "zarr.json", "manifest.ocdbt"),
+)
 """Names that are tried on a web server, which lists none."""
 
 
@@ -27,21 +38,43 @@ def open_directory(path: Path) -> Directory:
     return StoreDirectory(path)
 
 
+def open_file(path: Path) -> SourceFile:
+    """Open a file; raises as `SourceFile`."""
+    if not isinstance(path, StorePath):
+        return SourceFile(path)
+    from tensorkeep.io.store_directory import StoreFile
+
+    return StoreFile(path)
+
+
 def read_directory(path: Path, read: Callable[[Directory], T]) -> T:
     """Call a function with an open directory, again if it failed because the directory was replaced meanwhile.
 
     The directory remains open unless the function raises; what the function returns must close it.
     """
-    while True:
+    for attempt in itertools.count(1):
         directory = open_directory(path)
         try:
             return read(directory)
         except BaseException as error:
-            retry = isinstance(error, TensorkeepError) and directory.was_replaced()
+            # Behind one name of the web there may be servers whose tags of a file differ for ever.
+            left = attempt < _MOST_ATTEMPTS or not isinstance(path, StorePath)
+            retry = left and isinstance(error, TensorkeepError) and directory.was_replaced()
             directory.close()
             if not retry:
                 raise
             logger.info("%s was replaced while it was opened; reading the new one", path)
+    raise AssertionError
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Create a small file with this content and make it durable; in a store, an object."""
+    if not isinstance(path, StorePath):
+        write_small(path, content)
+        return
+    from tensorkeep.io import stores
+
+    stores.put(path, content)
 
 
 def store_mode(path: StorePath) -> int:
@@ -61,16 +94,31 @@ def store_names(path: StorePath) -> list[str]:
     """Return the names below a prefix, one level deep, sorted; without those that a web server cannot list."""
     from tensorkeep.io import stores
 
-    if stores.lists(path):
+    if path.has_listing:
         return sorted({name for name, _ in stores.children(path)})
     return [name for name in _WELL_KNOWN if store_first_bytes(path / name, 1) is not None]
 
 
-def store_first_bytes(path: StorePath, count: int) -> bytes | None:
-    """Return the first bytes of an object; None if it does not exist."""
+def store_folders(path: StorePath) -> list[str]:
+    """Return the names of the prefixes below a prefix, one level deep, sorted; none of a web server's."""
     from tensorkeep.io import stores
 
+    return sorted(name for name, status in stores.children(path) if status is None) if path.has_listing else []
+
+
+def store_first_bytes(path: StorePath, count: int) -> bytes | None:
+    """Return the first bytes of an object; None if it does not exist, or is a page that a web server makes."""
+    from tensorkeep.io import stores
+    from tensorkeep.io.store_directory import first_bytes
+
+    # A bucket itself is not an object.
+    if not path.key:
+        return None
     try:
-        return bytes(stores.get(path, 0, count))
+        return first_bytes(path, count)
     except NotFoundError:
         return None
+    except UnsupportedError:
+        if stores.begins_as(path, b"<"):
+            return None
+        raise

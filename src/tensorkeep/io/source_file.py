@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tensorkeep.closing import Closing
 from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError
 from tensorkeep.io.buffers import ALIGNMENT, round_down, round_up
-from tensorkeep.io.closing import Closing
 from tensorkeep.io.files import Bytes, store_error, transfers
 from tensorkeep.machine import libc
 

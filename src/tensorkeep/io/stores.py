@@ -5,16 +5,19 @@ variables of the stores' own tools, such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOIN
 ``GOOGLE_APPLICATION_CREDENTIALS`` and ``AZURE_STORAGE_ACCOUNT_NAME``.
 """
 
+import errno
 import os
+import re
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from tensorkeep.errors import NotFoundError, StoreError, TensorkeepError, UnsupportedError, UsageError
-from tensorkeep.paths import StorePath
+from tensorkeep.errors import NotFoundError, StoreError, TensorkeepError, UnsupportedError, UsageError, import_extra
+from tensorkeep.paths import StorePath, check_url, endpoint
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -22,25 +25,42 @@ if TYPE_CHECKING:
 GIVE_UP_SECONDS = 60.0
 """A request is repeated for so long; ``TENSORKEEP_STORE_TIMEOUT`` replaces it."""
 
-_MOST_RETRIES = 10
+MOST_RETRIES = 10
+"""A request is repeated at most so often."""
+
+SMALL_REQUESTS = 32
+"""Requests for a few bytes each that are made at once: they wait for answers, not for the network."""
+
+_CUT_SHORT = "the answer was cut short"
+
+_BROKEN_ANSWERS = ("error sending request", "request or response body error", "Got invalid list response", _CUT_SHORT)
+_AGAIN_SECONDS = 0.1
+
+T = TypeVar("T")
 
 _used_in: set[int] = set()
 """The process in which obstore has started its threads, which a forked child does not have."""
 
 
 class ObjectStatus(NamedTuple):
-    """An object of a store: its bytes, when it was written, and the tag that changes with its content, if any."""
+    """An object of a store: its bytes, when it was written, and the tag that changes with its content, if any.
+
+    ``version`` is what some stores compare instead of the tag; ``links`` is how many checkpoints name it, as far as
+    that is known.
+    """
 
     key: str
     size: int
     modified: datetime
     tag: str | None
+    version: str | None = None
+    links: int = 1
 
     def as_stat(self) -> os.stat_result:
-        """Return it as the status of a regular file that nothing else links to."""
+        """Return it as the status of a regular file with so many links."""
         when = int(self.modified.timestamp())
-        number = hash(self.key) & 0xFFFFFFFF
-        fields = (stat.S_IFREG | 0o600, number, 0, 1, 0, 0, self.size, when, when, when)
+        number = hash(self.key) & (2**63 - 1)
+        fields = (stat.S_IFREG | 0o600, number, 0, self.links, 0, 0, self.size, when, when, when)
         return os.stat_result(fields, {"st_blocks": -(-self.size // 512)})
 
 
@@ -56,18 +76,112 @@ def head(path: StorePath) -> ObjectStatus:
 def get(path: StorePath, start: int = 0, stop: int | None = None, *, tag: str | None = None) -> memoryview:
     """Return bytes ``start:stop`` of an object, or those up to its end; as many as it has.
 
-    Raises NotFoundError if it does not exist; StoreError if its tag is another one, because it was replaced.
+    Raises NotFoundError if it does not exist; StoreError if its tag is another one, because it was replaced, or if the
+    store keeps sending less than it announces.
+    """
+    return _get(path, start, stop, tag)[0]
+
+
+def read(path: StorePath, stop: int | None = None) -> tuple[bytes, ObjectStatus]:
+    """Return all or the first bytes of an object, and its status then; raise as `get`."""
+    content, status = _get(path, 0, stop, None)
+    return bytes(content), status
+
+
+def _get(path: StorePath, start: int, stop: int | None, tag: str | None) -> tuple[memoryview, ObjectStatus]:
+    store = _store_of(path)
+    import obstore
+
+    # Always a range: the answer then states the size of the object beside the length of what it sends.
+    options: dict[str, Any] = {"range": {"offset": start} if stop is None else (start, stop)}
+    if tag is not None:
+        options["if_match"] = tag
+    with store_request(path, "read it"):
+        try:
+            return _repeated(lambda: _whole(obstore.get(store, path.key, options=options)))  # type: ignore[arg-type]
+        except Exception as error:
+            if start or "InvalidRange" not in str(error):
+                raise
+    return memoryview(b""), head(path)  # it is empty, and has no range
+
+
+def _whole(answer: Any) -> tuple[memoryview, ObjectStatus]:
+    """Return the content of an answer, all of it: obstore accepts less than what was announced."""
+    content = memoryview(answer.bytes())
+    start, stop = answer.range
+    if len(content) != stop - start:
+        raise OSError(f"{_CUT_SHORT}: {len(content):,} of {stop - start:,} bytes came")
+    return content, _status(answer.meta)
+
+
+def put(path: StorePath, content: bytes) -> None:
+    """Write an object by one request, in place of an older one of this name."""
+    store = _store_of(path)
+    import obstore
+
+    with store_request(path, "write it"):
+        obstore.put(store, path.key, content, use_multipart=False)
+
+
+def put_unless_changed(path: StorePath, content: bytes, seen: ObjectStatus | None) -> bool:
+    """Write an object by one request, if the store still has the object that was seen, or none; return whether it did.
+
+    False may also mean that it was written, and that the store's answer was lost.
+    """
+    store = _store_of(path)
+    import obstore
+    from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+    mode: Any = "create"
+    if seen is not None:
+        known = {"e_tag": seen.tag, "version": seen.version}
+        mode = {name: value for name, value in known.items() if value is not None}
+    with store_request(path, "write it"):
+        try:
+            _repeated(lambda: obstore.put(store, path.key, content, mode=mode))
+        except (AlreadyExistsError, PreconditionError):
+            return False
+    return True
+
+
+def put_pieces(path: StorePath, pieces: Iterator[Any], *, part_bytes: int | None, at_once: int) -> None:
+    """Write an object from pieces of memory, in parts of so many bytes or by one request; it appears complete.
+
+    The memory of a piece is not copied: it must not change while there is a reference to the piece.
     """
     store = _store_of(path)
     import obstore
 
-    options: dict[str, Any] = {} if tag is None else {"if_match": tag}
-    if stop is not None:
-        options["range"] = (start, stop)
-    elif start:
-        options["range"] = {"offset": start}
+    several: dict[str, Any] = {} if part_bytes is None else {"chunk_size": part_bytes, "max_concurrency": at_once}
+    with store_request(path, "write it"):
+        obstore.put(store, path.key, pieces, use_multipart=part_bytes is not None, **several)
+
+
+def delete(paths: Sequence[StorePath]) -> None:
+    """Delete objects of one bucket; those that do not exist are no error."""
+    if not paths:
+        return
+    store = _store_of(paths[0])
+    import obstore
+
+    keys = [path.key for path in paths]
+    with store_request(paths[0].parent, "delete its objects"):
+        try:
+            _repeated(lambda: obstore.delete(store, keys))
+        except FileNotFoundError:
+            # Some stores stop at the first that is missing.
+            for key in keys:
+                with suppress(FileNotFoundError):
+                    _repeated(lambda key=key: obstore.delete(store, key))  # type: ignore[misc]
+
+
+def begins_as(path: StorePath, start: bytes) -> bool:
+    """Return whether an object begins with these bytes, by a request for all of it that is broken off."""
+    store = _store_of(path)
+    import obstore
+
     with store_request(path, "read it"):
-        return memoryview(obstore.get(store, path.key, options=options).bytes())  # type: ignore[arg-type]
+        return bytes(next(iter(obstore.get(store, path.key).stream()), b""))[: len(start)] == start
 
 
 def children(path: StorePath) -> Iterator[tuple[str, ObjectStatus | None]]:
@@ -76,20 +190,36 @@ def children(path: StorePath) -> Iterator[tuple[str, ObjectStatus | None]]:
     import obstore
 
     with store_request(path, "list it"):
-        found = obstore.list_with_delimiter(store, path.key or None)
+        found = _repeated(lambda: obstore.list_with_delimiter(store, path.key or None))
     for prefix in found["common_prefixes"]:
         yield prefix.rstrip("/").rpartition("/")[2], None
     for each in found["objects"]:
         yield each["path"].rpartition("/")[2], _status(each)
 
 
-def lists(path: StorePath) -> bool:
-    """Return whether the store of a path can list names; a plain web server cannot."""
-    return not path.bucket.startswith("http")
+def objects(path: StorePath) -> list[ObjectStatus]:
+    """Return the status of every object below a prefix, at any depth; one request for each thousand."""
+    store = _store_of(path)
+    import obstore
+
+    with store_request(path, "list it"):
+        return [_status(each) for each in _repeated(lambda: obstore.list(store, path.key or None).collect())]
+
+
+def _repeated(request: Callable[[], T]) -> T:
+    """Make a request again if its answer was lost or cut short, which obstore does not do for every request."""
+    end = time.monotonic() + give_up_seconds()
+    while True:
+        try:
+            return request()
+        except Exception as error:
+            if not any(text in str(error) for text in _BROKEN_ANSWERS) or time.monotonic() > end:
+                raise
+        time.sleep(_AGAIN_SECONDS)
 
 
 def _status(meta: Any) -> ObjectStatus:
-    return ObjectStatus(meta["path"], meta["size"], meta["last_modified"], meta["e_tag"])
+    return ObjectStatus(meta["path"], meta["size"], meta["last_modified"], meta["e_tag"], meta["version"])
 
 
 def _store_of(path: StorePath) -> "ObjectStore":
@@ -99,40 +229,37 @@ def _store_of(path: StorePath) -> "ObjectStore":
             path=path,
             remedy='start processes with "spawn" or "forkserver", or use the store in the child first',
         )
-    if any(mark in str(path) for mark in "?#") or "@" in path.bucket:
-        raise UsageError(
-            "the URL has a query, a fragment or a user", remedy="give credentials in the store's environment variables"
-        )
-    if not path.bucket.partition("://")[2]:
-        raise UsageError("the URL has no bucket", path=path, remedy="write s3://BUCKET/PATH")
-    store = _connect(path.bucket, os.environ.get("AWS_ENDPOINT_URL", ""), _give_up_seconds())
+    check_url(path)
+    store = _connect(path.bucket, endpoint(), give_up_seconds())
     _used_in.add(os.getpid())
     return store
 
 
 @cache
 def _connect(bucket: str, endpoint: str, seconds: float) -> "ObjectStore":
-    try:
-        from obstore.store import from_url
-    except ImportError as error:
-        raise UnsupportedError(
-            "object stores need the package obstore", path=bucket, remedy="pip install 'tensorkeep[cloud]'"
-        ) from error
+    from_url = import_extra("obstore.store", "cloud", f"{bucket} needs the package obstore").from_url
     limit = timedelta(seconds=seconds)
     with store_request(bucket, "use the store"):
-        return from_url(
+        store: ObjectStore = from_url(
             bucket,
             # A plain endpoint is one that the user has named.
             client_options={"timeout": limit, "allow_http": f"{endpoint} {bucket}".count("http://") > 0},
             retry_config={
-                "max_retries": _MOST_RETRIES,
+                "max_retries": MOST_RETRIES,
                 "retry_timeout": limit,
-                "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": limit / 8, "base": 2},
+                # The first pause must be the shorter one: obstore panics otherwise.
+                "backoff": {
+                    "init_backoff": min(timedelta(milliseconds=100), limit / 16),
+                    "max_backoff": limit / 8,
+                    "base": 2,
+                },
             },
         )
+    return store
 
 
-def _give_up_seconds() -> float:
+def give_up_seconds() -> float:
+    """Return for how long a request is repeated."""
     given = os.environ.get("TENSORKEEP_STORE_TIMEOUT", "")
     try:
         seconds = float(given or GIVE_UP_SECONDS)
@@ -150,23 +277,56 @@ def store_request(path: "StorePath | str", action: str) -> Iterator[None]:
         yield
     except TensorkeepError:
         raise
-    except FileNotFoundError as error:
-        raise NotFoundError(_missing(str(error)), path=path, remedy="check the URL") from None
     except Exception as error:
+        if isinstance(error, FileNotFoundError) or "NoSuchBucket" in str(error):
+            raise NotFoundError(_missing(str(error)), path=path, remedy="check the URL") from None
         kind = type(error).__name__
         if type(error).__module__.partition(".")[0] != "obstore" and not isinstance(error, OSError):
             raise
+        if re.search("ETag (Header missing|required)", str(error)):
+            raise unsafe_server(path, "gives objects no ETag") from None
         if kind == "PreconditionError":
             raise StoreError("was replaced while it was read", path=path, remedy="read it again") from None
+        if kind == "NotSupportedError":
+            raise UnsupportedError(
+                "the server does not answer requests for a part of a file",
+                path=path,
+                remedy="use a web server that does, such as nginx; or copy it to a disk",
+            ) from None
         refused = kind in ("PermissionDeniedError", "UnauthenticatedError")
         # Without credentials, the metadata service of a cloud machine is asked for some.
-        remedy = _CREDENTIALS if refused or _METADATA_SERVICE in str(error) else _NETWORK
-        raise StoreError(f"cannot {action}: {_reason(str(error))}", path=path, remedy=remedy) from None
+        lacking = refused or any(mark in str(error) for mark in (_METADATA_SERVICE, "must be specified"))
+        remedy = _remedy(str(path).partition(":")[0], credentials=lacking)
+        number = errno.EACCES if refused else None
+        raise StoreError(f"cannot {action}: {_reason(str(error))}", path=path, remedy=remedy, errno=number) from None
+
+
+def unsafe_server(path: "StorePath | str", problem: str) -> UnsupportedError:
+    """Return the error for a server that cannot write to an object on a condition."""
+    return UnsupportedError(
+        f"the server {problem}, so that a save could overwrite another one unnoticed",
+        path=path,
+        remedy="use a server with conditional requests, such as a current MinIO, or save to a disk",
+    )
 
 
 _METADATA_SERVICE = "//169.254.169.254/"
-_CREDENTIALS = "check the credentials and the region (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, ...)"
-_NETWORK = "check the network and the endpoint (AWS_ENDPOINT_URL); TENSORKEEP_STORE_TIMEOUT sets how long is tried"
+
+_CREDENTIALS = {
+    "s3": "and the region (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, ...)",
+    "gs": "(GOOGLE_APPLICATION_CREDENTIALS)",
+    "az": "and the account (AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY, ...)",
+}
+
+
+def _remedy(scheme: str, *, credentials: bool) -> str:
+    if credentials:
+        return f"check the credentials {_CREDENTIALS[scheme]}" if scheme in _CREDENTIALS else "check the URL"
+    endpoint = " and the endpoint (AWS_ENDPOINT_URL)" if scheme == "s3" else ""
+    return f"check the network{endpoint}; TENSORKEEP_STORE_TIMEOUT sets how long is tried"
+
+
+_TRIED = re.compile(r" in (\d\S*), after (\d+) retries")
 
 
 def _missing(text: str) -> str:
@@ -175,10 +335,12 @@ def _missing(text: str) -> str:
 
 def _reason(text: str) -> str:
     """Return the part of an error's text that a user can use, without the request, which may have signatures."""
-    text = text.partition("\n\nDebug source")[0]
+    text = re.sub(r"\b(\d+\.\d)\d+(?=m?s\b)", r"\1", text.partition("\n\nDebug source")[0])
     code = text.partition("<Code>")[2].partition("</Code>")[0]
     message = text.partition("<Message>")[2].partition("</Message>")[0]
     if code:
-        return f"{code}: {message}" if message else code
+        tried = _TRIED.search(text)
+        times = f" (repeated {tried[2]} times in {tried[1]})" if tried else ""
+        return (f"{code}: {message}" if message else code) + times
     words = [word.partition("?")[0] if "://" in word else word for word in text.split()]
     return " ".join(words)

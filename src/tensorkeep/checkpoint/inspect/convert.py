@@ -19,7 +19,7 @@ from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
-from tensorkeep.paths import checked_path
+from tensorkeep.paths import StorePath, as_path, checked_path
 from tensorkeep.state import names
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat, prune
@@ -57,7 +57,7 @@ def convert(
     src : path-like
         A checkpoint of any format, or a step of a run such as ``"run"`` or ``"run@1200"``; see `tensorkeep.load`.
     dst : path-like
-        The path of the new checkpoint; missing parent folders are created.
+        The path of the new checkpoint, or its URL in an object store; missing parent folders are created.
     to : str, optional
         The format to write: ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"``, ``"tensorstore"``, ``"t5x"``, or a
         plug-in's. By default the suffix of ``dst`` decides: ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` and ``.ckpt``
@@ -100,7 +100,7 @@ def convert(
     'safetensors'
     >>> folder.cleanup()
     """
-    src, dst = checkpoint_path(src), checked_path(dst)
+    src, dst = checkpoint_path(src), checked_path(dst, stores=True)
     to = to or format_for(dst)
     request = check_request(dst, compression, to, overwrite, None, None, threads, memory_budget, settings, options)
     with (
@@ -127,12 +127,17 @@ def format_for(dst: PathLike) -> str:
 
 
 def _check_outside(src: PathLike, dst: PathLike) -> None:
-    if Path(os.path.realpath(src)) in Path(os.path.realpath(dst)).parents:
+    if _resolved(src) in _resolved(dst).parents:
         raise UsageError(
             "the destination is inside the source, which is never changed",
             path=dst,
             remedy="choose a path outside of the source",
         )
+
+
+def _resolved(path: PathLike) -> Path:
+    place = as_path(path)
+    return place if isinstance(place, StorePath) else Path(os.path.realpath(place))
 
 
 def _selected(reader: Reader, select: str | Iterable[str] | None) -> Flat[Source]:

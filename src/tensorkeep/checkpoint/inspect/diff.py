@@ -1,5 +1,6 @@
 """`tensorkeep.diff`: compare two checkpoints of any formats, tensor by tensor."""
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -28,6 +29,20 @@ class Mismatch:
     a: Any
     b: Any
 
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Both values as texts, ``absent`` for one that a checkpoint does not have."""
+        return _text(self.a), _text(self.b)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "absent"
+    if isinstance(value, dict) and len(value) == 1:
+        # A value that JSON does not have is stored under its type: {"float": "0.1"}.
+        (value,) = value.values()
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
@@ -52,6 +67,17 @@ class DiffReport:
         kinds. An OrderedDict counts as a dict, a parameter as a tensor.
     converted : list of TensorDiff
         The values of the tensors in ``retyped``, compared as numbers.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> for name, value in (("a", 0.0), ("b", 0.5)):
+    ...     _ = tensorkeep.save({"model": {"w": torch.full((4,), value)}}, f"{folder.name}/{name}")
+    >>> report = tensorkeep.diff(f"{folder.name}/a", f"{folder.name}/b")
+    >>> bool(report), report.total.different, [layer.name for layer in report.by_layer()]
+    (False, 4, ['model'])
+    >>> folder.cleanup()
     """
 
     a: str
@@ -84,6 +110,19 @@ class DiffReport:
         """How the changed tensors differ together; distances are those of floating point tensors, if there are any."""
         return together("", self.changed)
 
+    @property
+    def summary(self) -> str:
+        """How many tensors are changed, reshaped, of another dtype, added, removed and identical, as text."""
+        counts = (
+            (len(self.changed), "changed"),
+            (len(self.reshaped), "reshaped"),
+            (len(self.retyped), "of another dtype"),
+            (len(self.added), "added"),
+            (len(self.removed), "removed"),
+            (self.identical, "identical"),
+        )
+        return ", ".join(f"{count:,} {what}" for count, what in counts if count) or "no tensors"
+
     def by_layer(self, depth: int | None = None) -> list[TensorDiff]:
         """Return how the changed tensors of each layer differ together, in the order of ``changed``; see `total`.
 
@@ -92,7 +131,7 @@ class DiffReport:
         """
         layers: dict[str, list[TensorDiff]] = {}
         for found in self.changed:
-            layers.setdefault(_layer(found.name, depth), []).append(found)
+            layers.setdefault(layer_of(found.name, depth), []).append(found)
         return sorted((together(name, found) for name, found in layers.items()), key=_most_changed_first)
 
 
@@ -192,7 +231,7 @@ def _most_changed_first(found: TensorDiff) -> tuple[bool, float, float, str]:
     return not found.floating, -found.relative_l2, -found.share, found.name
 
 
-def _layer(name: str, depth: int | None) -> str:
+def layer_of(name: str, depth: int | None = None) -> str:
     """Return the layer that a tensor belongs to; see `DiffReport.by_layer`."""
     parts = name.split(".")
     if depth is None:

@@ -11,7 +11,7 @@ from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.codecs import coder
 from tensorkeep.errors import PathLike
-from tensorkeep.formats.base import Entry, OpenSettings
+from tensorkeep.formats.base import Entry, OpenSettings, Reader
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 
 
@@ -44,6 +44,16 @@ class InfoReport:
         the ``layouts`` of sharded tensors.
     coder : str or None
         What decodes it on this machine, such as ``"compiled (avx2)"``; None if no tensor is stored as byte planes.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> saved = tensorkeep.save({"model": {"w": torch.zeros(10, 10)}}, f"{folder.name}/c")
+    >>> report = tensorkeep.info(saved.path)
+    >>> report.largest(1)[0].name, {dtype: total.nbytes for dtype, total in report.by_dtype.items()}
+    ('model.w', {'float32': 400})
+    >>> folder.cleanup()
     """
 
     path: str
@@ -107,19 +117,24 @@ def info(path: PathLike, *, format: str | None = None, allow: Allow | None = Non
     """
     path = checkpoint_path(path)
     with open_reader(path, OpenSettings(allow=allowed_names(allow)), format) as reader:
-        entries = list(reader.entries.values())
-        return InfoReport(
-            path=os.fspath(path),
-            format=reader.format,
-            total=_total(entries),
-            by_dtype=_totals(entries, lambda entry: entry.dtype.name),
-            by_part=_totals(entries, lambda entry: entry.part),
-            by_codec=_totals(entries, lambda entry: entry.codec),
-            entries=entries,
-            metadata=reader.metadata,
-            details=reader.details,
-            coder=coder.describe() if any("planes" in entry.codec.split("+") for entry in entries) else None,
-        )
+        return report_of(path, reader)
+
+
+def report_of(path: PathLike, reader: Reader) -> InfoReport:
+    """Return what an open checkpoint contains."""
+    entries = list(reader.entries.values())
+    return InfoReport(
+        path=os.fspath(path),
+        format=reader.format,
+        total=_total(entries),
+        by_dtype=_totals(entries, lambda entry: entry.dtype.name),
+        by_part=_totals(entries, lambda entry: entry.part),
+        by_codec=_totals(entries, lambda entry: entry.codec),
+        entries=entries,
+        metadata=reader.metadata,
+        details=reader.details,
+        coder=coder.describe() if any("planes" in entry.codec.split("+") for entry in entries) else None,
+    )
 
 
 def _totals(entries: Iterable[Entry], key: Callable[[Entry], str]) -> dict[str, Total]:

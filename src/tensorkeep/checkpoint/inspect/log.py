@@ -10,12 +10,11 @@ from typing import Any
 from tensorkeep.checkpoint.load.verify import verify as verify_step
 from tensorkeep.checkpoint.manager.address import run_root
 from tensorkeep.checkpoint.manager.metrics import checked_mode, metric_names, mode_of, usual_metric
+from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.checkpoint.manager.retention import best_step
-from tensorkeep.checkpoint.manager.steps import Step, numbers_in, step_of, step_path
+from tensorkeep.checkpoint.manager.steps import Step, step_of
 from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError, UsageError
-from tensorkeep.formats.native.directory import summarise
 from tensorkeep.formats.native.open_files import occupied_bytes
-from tensorkeep.formats.probe import exists
 from tensorkeep.io.parallel import Progress
 from tensorkeep.paths import as_path
 
@@ -69,6 +68,18 @@ class RunLog:
     metric, mode : str or None
         The metric that the best step is found by, and whether its ``"min"`` or ``"max"`` is best; None if the steps
         have no metrics, or it is not clear which one counts.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with tensorkeep.CheckpointManager(folder.name) as manager:
+    ...     for step, loss in ((10, 2.0), (20, 1.5)):
+    ...         pending = manager.save(step, {"w": torch.ones(9)}, metrics={"loss": loss})
+    >>> log = tensorkeep.log(folder.name)
+    >>> log.metric, log.best.number, log.summary()["steps"]
+    ('loss', 20, 2)
+    >>> folder.cleanup()
     """
 
     path: str
@@ -157,17 +168,14 @@ def log(
     seen: set[tuple[int, int]] = set()
     entries: list[LoggedStep] = []
     complete: list[Step] = []
-    for number in numbers_in(root):
-        path = step_path(root, number)
-        try:
-            summary = summarise(path)
-            step = step_of(path, number, summary)
-        except TensorkeepError as error:
-            # A step that its writer has deleted meanwhile is not damaged.
-            if exists(path):
-                entry = LoggedStep(number, os.fspath(path), problem=_problem(error, path))
-                entries.append(_with_space(entry, _files_in(path), seen))
+    place = place_of(root)
+    for number, summary in place.summaries():
+        path = place.path_of(number)
+        if isinstance(summary, TensorkeepError):
+            entry = LoggedStep(number, os.fspath(path), problem=_problem(summary, path))
+            entries.append(_with_space(entry, place.files_of(path), seen))
             continue
+        step = step_of(path, number, summary)
         entry = LoggedStep(
             number,
             step.path,
@@ -198,15 +206,6 @@ def _with_space(entry: LoggedStep, files: list[os.stat_result], seen: set[tuple[
         new_bytes=sum(status.st_size for status in new),
         occupied_bytes=sum(map(occupied_bytes, new)),
     )
-
-
-def _files_in(path: Path) -> list[os.stat_result]:
-    """Return the status of the files of a damaged step; none if they cannot be listed."""
-    try:
-        with os.scandir(path) as found:
-            return [file.stat(follow_symlinks=False) for file in found if not file.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
 
 
 def _metric(steps: list[Step], metric: str | None, mode: str | None) -> str | None:

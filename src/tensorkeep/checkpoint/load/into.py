@@ -75,7 +75,7 @@ def load_open(reader: Reader, pool: BufferPool, request: LoadRequest) -> Any:
     """
     _check_request(request)
     with drawn(request.progress, "loading") as progress:
-        threads = thread_count(request.threads)
+        threads = thread_count(request.threads, reader.path)
         if request.into is not None:
             return _IntoState(reader, request).load(threads, pool, progress)
         return _load_new(reader, request, threads, pool, progress)

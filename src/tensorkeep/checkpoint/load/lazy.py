@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.into import LoadRequest, load_open
+from tensorkeep.checkpoint.load.pages import NewPages
 from tensorkeep.checkpoint.load.ranges import contiguous_in, fill, strided_view
 from tensorkeep.checkpoint.load.verify import VerifyReport, verify_open
 from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
+from tensorkeep.closing import Closing
 from tensorkeep.errors import PathLike, TensorNotFoundError, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
-from tensorkeep.io.closing import Closing
-from tensorkeep.io.pages import NewPages
 from tensorkeep.state.cast import DTypeLike
 from tensorkeep.state.leaf import Leaf, LeafKind, allocate
 from tensorkeep.state.names import nearest
@@ -79,6 +79,16 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
     """An open checkpoint: a mapping from name to lazy tensor, in the state's order; returned by `tensorkeep.open`.
 
     It has a ``path``, a ``format``, and ``metadata``, which was given when it was saved.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> _ = tensorkeep.save({"w": torch.zeros(3, 2), "b": torch.ones(2)}, f"{folder.name}/c", metadata={"lr": 0.1})
+    >>> with tensorkeep.open(f"{folder.name}/c") as checkpoint:
+    ...     list(checkpoint), checkpoint.nbytes, checkpoint.format, checkpoint.metadata
+    (['w', 'b'], 32, 'native', {'lr': 0.1})
+    >>> folder.cleanup()
     """
 
     def __init__(self, reader: Reader, settings: OpenSettings) -> None:
@@ -163,6 +173,17 @@ class LazyTensor:
     """A tensor of an open checkpoint; indexing it reads the blocks that hold the selected rows.
 
     It has a ``name``, a ``shape``, and ``nbytes``, its raw bytes.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> _ = tensorkeep.save({"w": torch.zeros(3, 2)}, f"{folder.name}/c")
+    >>> with tensorkeep.open(f"{folder.name}/c") as checkpoint:
+    ...     lazy = checkpoint["w"]
+    ...     lazy.shape, lazy.dtype, lazy.nbytes, lazy[1]
+    ((3, 2), torch.float32, 24, tensor([0., 0.]))
+    >>> folder.cleanup()
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:

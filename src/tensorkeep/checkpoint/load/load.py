@@ -98,7 +98,7 @@ def load(
         True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
         the reading threads, one call at a time.
     threads : int, optional
-        Reading threads; twice the cores, between 2 and 8, by default.
+        Reading threads; by default twice the cores, between 2 and 8, or 8 from an object store.
     memory_budget : int or str
         Limit in bytes for all buffers together, besides the tensors themselves, also as ``"256MiB"``.
 
@@ -163,7 +163,7 @@ def _found(path: PathLike, ranks: Ranks | None) -> PathLike:
     """Return the path of the checkpoint that an address names: for all ranks that give it, the one rank 0 finds."""
     if ranks is None:
         return checkpoint_path(path)
-    given = os.fsencode(checked_path(path))
+    given = os.fsencode(checked_path(path, stores=True))
     own = os.fsencode(checkpoint_path(path)) if ranks.is_coordinator else None
     address, found = ranks.caller.exchange([given, own], "loading")[0]
     return os.fsdecode(found) if address == given else checkpoint_path(path)

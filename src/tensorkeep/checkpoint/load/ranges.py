@@ -1,16 +1,17 @@
 """Reading tensors in ranges: many in parallel, or one, stored itself or a view of a stored tensor."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from math import prod
 
+from tensorkeep.checkpoint.load.pages import NewPages
 from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.base import Reader
+from tensorkeep.formats.boxes import box_of
 from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.pages import NewPages
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.leaf import Leaf, LeafKind, allocate
@@ -47,14 +48,15 @@ def read_all(
     pages = NewPages()
 
     def task(ranges: list[Range]) -> None:
-        for name, start, stop in ranges:
-            try:
-                _read(reader, name, start, stop, destinations[name], pool, pages if name in untouched else None)
-            except Exception as error:
-                if on_error is None:
-                    raise
-                on_error(error)
-            meter.add(stop - start)
+        with reader.ahead(ranges):
+            for name, start, stop in ranges:
+                try:
+                    _read(reader, name, start, stop, destinations[name], pool, pages if name in untouched else None)
+                except Exception as error:
+                    if on_error is None:
+                        raise
+                    on_error(error)
+                meter.add(stop - start)
 
     def read_part(read: Callable[[], None], nbytes: int) -> None:
         read()
@@ -69,7 +71,8 @@ def read_all(
     # A block's stored bytes, and its raw bytes if they cannot be decoded in place.
     block_bytes = max(map(reader.block_bytes, destinations), default=BLOCK_BYTES)
     usable = pool.threads(threads, thread_bytes(block_bytes, buffers=reader.buffers))
-    parallel.run(chain((partial(task, group) for group in _grouped(reader, sizes)), pieces), usable)
+    whole = ((name, *each) for name, nbytes in sizes.items() for each in grid(0, nbytes, reader.block_bytes(name)))
+    parallel.run(chain((partial(task, group) for group in grouped(whole)), pieces), usable)
 
 
 def reads_of(reader: Reader, name: str, piece: Piece, pool: BufferPool) -> Iterator[tuple[Callable[[], None], int]]:
@@ -121,17 +124,16 @@ def grid(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _grouped(reader: Reader, sizes: Mapping[str, int]) -> Iterator[list[Range]]:
-    """Cut tensors into ranges, and group small ones: a thread should not be woken for a few bytes."""
+def grouped(ranges: Iterable[Range]) -> Iterator[list[Range]]:
+    """Group small ranges: a thread should not be woken for a few bytes."""
     group: list[Range] = []
     size = 0
-    for name, nbytes in sizes.items():
-        for start, stop in grid(0, nbytes, reader.block_bytes(name)):
-            if group and size + stop - start > BLOCK_BYTES:
-                yield group
-                group, size = [], 0
-            group.append((name, start, stop))
-            size += stop - start
+    for name, start, stop in ranges:
+        if group and size + stop - start > BLOCK_BYTES:
+            yield group
+            group, size = [], 0
+        group.append((name, start, stop))
+        size += stop - start
     if group:
         yield group
 
@@ -184,8 +186,8 @@ def fill_from_view(reader: Reader, leaf: ShardedLeaf, pool: BufferPool) -> None:
     full = Leaf(leaf.name, kind, leaf.dtype, allocate(kind, leaf.dtype, leaf.shape))
     fill(reader, leaf.name, full, pool, NewPages())
     for piece in leaf.pieces():
-        box = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.shape, strict=True))
-        copy_range(Leaf(leaf.name, kind, leaf.dtype, full.array[box]), 0, piece, pool)
+        own = full.array[box_of(piece.offsets, piece.shape)]
+        copy_range(Leaf(leaf.name, kind, leaf.dtype, own), 0, piece, pool)
 
 
 def strided_view(reader: Reader, name: str, kind: LeafKind, pool: BufferPool) -> Leaf:

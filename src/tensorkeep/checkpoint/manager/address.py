@@ -14,19 +14,21 @@ from typing import NamedTuple
 
 from tensorkeep.checkpoint.finding import is_checkpoint
 from tensorkeep.checkpoint.manager.metrics import metric_names, usual_metric
+from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.checkpoint.manager.retention import best_step
-from tensorkeep.checkpoint.manager.steps import existing_step, list_steps, numbers_in, read_step, step_path
+from tensorkeep.checkpoint.manager.steps import step_numbers
 from tensorkeep.errors import (
     NotACheckpointError,
     NotFoundError,
     PathLike,
+    StoreError,
     TensorkeepError,
     UsageError,
     stack_level_of_caller,
 )
 from tensorkeep.formats.native import FORMAT as NATIVE
-from tensorkeep.formats.probe import exists
-from tensorkeep.paths import as_path, checked_path
+from tensorkeep.formats.probe import exists, names_in
+from tensorkeep.paths import StorePath, as_path, checked_path
 
 CHECKPOINTS = "checkpoints"
 
@@ -81,7 +83,7 @@ def find_checkpoint(path: PathLike) -> Address:
     if wanted == "latest":
         return _latest(root)
     if wanted.isdecimal():
-        return Address(existing_step(root, int(wanted)), int(wanted))
+        return Address(place_of(root).existing(int(wanted)), int(wanted))
     best, colon, metric = wanted.partition(":")
     if best != "best" or (colon and not metric):
         raise UsageError(f"{wanted!r} is not a step", path=path, remedy=_FORMS)
@@ -102,7 +104,10 @@ def steps_of_run(path: PathLike) -> list[Path]:
     """Return the paths of all steps of a run, damaged ones included; an empty list if the path is not a run."""
     place, wanted = split_address(path)
     root = find_run(place) if wanted is None else None
-    return [] if root is None else [step_path(root, number) for number in numbers_in(root)]
+    if root is None:
+        return []
+    steps = place_of(root)
+    return [steps.path_of(number) for number in steps.numbers()]
 
 
 def find_run(path: PathLike) -> Path | None:
@@ -130,23 +135,27 @@ def run_root(path: PathLike) -> Path:
 
 
 def _root_of(folder: Path) -> Path | None:
-    return next((place for place in (folder, folder / CHECKPOINTS) if numbers_in(place)), None)
+    return next((place for place in (folder, folder / CHECKPOINTS) if step_numbers(names_in(place))), None)
 
 
 def _latest(root: Path) -> Address:
     skipped: dict[int, TensorkeepError] = {}
-    for number in reversed(numbers_in(root)):
+    steps = place_of(root)
+    for number in reversed(steps.numbers()):
         try:
-            return Address(read_step(root, number).path, number, "the latest", skipped)
+            return Address(steps.read(number).path, number, "the latest", skipped)
         except TensorkeepError as error:
+            # A step that the store does not give may be whole: an earlier one is not the latest.
+            if isinstance(error, StoreError) and isinstance(root, StorePath):
+                raise
             # Unless its writer has deleted it meanwhile.
-            if exists(step_path(root, number)):
+            if steps.exists(steps.path_of(number)):
                 skipped[number] = error
     raise next(iter(skipped.values()), NotACheckpointError("contains no steps", path=root))
 
 
 def _best(root: Path, metric: str | None) -> Address:
-    steps = list_steps(root).steps
+    steps = place_of(root).listing().steps
     metric = metric or usual_metric(metric_names(steps))
     step = best_step(steps, metric)
     if step is None:

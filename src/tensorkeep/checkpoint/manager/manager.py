@@ -1,6 +1,5 @@
 """`tensorkeep.CheckpointManager`: saves the steps of a training run, deletes old ones, restores the last good one."""
 
-import os
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -9,10 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
 from tensorkeep.checkpoint.load.into import LoadRequest, load_path
+from tensorkeep.checkpoint.local_tier.place import local_tier
 from tensorkeep.checkpoint.manager.folder import StepFolder
 from tensorkeep.checkpoint.manager.newest import restore_newest
-from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, best_rule, best_step, keep_rule, unwanted
-from tensorkeep.checkpoint.manager.steps import Step, StepListing, is_damaged, list_steps, step_number
+from tensorkeep.checkpoint.manager.place import place_of
+from tensorkeep.checkpoint.manager.queries import StepQueries
+from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, best_rule, keep_rule, unwanted
+from tensorkeep.checkpoint.manager.steps import Step, step_number
 from tensorkeep.checkpoint.manager.triggers import SaveWhen
 from tensorkeep.checkpoint.progress import ProgressOption, callback_only
 from tensorkeep.checkpoint.ranks.collective import PREPARING
@@ -25,23 +27,33 @@ from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.paths import checked_path
+from tensorkeep.paths import as_path
 from tensorkeep.state.strided import Device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class CheckpointManager:
+class CheckpointManager(StepQueries):
     """The checkpoints of one training run, in one folder: ``step-000100``, ``step-000200``, ... A context manager.
 
     Many processes may read the folder, one may write: the first call that changes something locks it until `close`, or
-    until the process ends, however it ends. Threads may share a manager.
+    until the process ends, however it ends. A prefix of an object store has no lock: of two that save one step, one
+    gets an error. Threads may share a manager.
 
     Parameters
     ----------
     root : path-like
-        The folder, which need not exist.
+        The folder, or the URL of a prefix in an object store; it need not exist.
+    local : path-like, optional
+        A folder of a disk, if ``root`` is in an object store. A step is saved there, and uploaded in the background
+        once it is durable. It is restored from there, or from the store if the disk does not have it whole. `wait` and
+        `close` wait for the uploads. What a killed process has left there is uploaded by the next one.
+    keep_local : int or None
+        How many of the last steps stay in ``local``, besides those that are not uploaded yet. None: those that the
+        rules below keep, which otherwise apply to the store.
+    upload_bytes_per_second : int or str, optional
+        Limit of the uploads, also as ``"100MB"``.
     keep_last, keep_every : int, optional
         Keep the last N steps; keep the steps whose number is a multiple of N.
     keep_best : int or KeepBest, optional
@@ -56,7 +68,7 @@ class CheckpointManager:
     save_when : SaveWhen, optional
         The rule that `due` asks.
     incremental : bool or "delta"
-        Write only the blocks that have changed since the previous step and hard-link the files of the others; with
+        Write only the blocks that have changed since the previous step and share the files of the others with it; with
         ``"delta"`` also store changed blocks as differences where that is smaller (``compression="lossless"``).
     asynchronous : bool
         Block the caller only while the state is copied.
@@ -92,6 +104,9 @@ class CheckpointManager:
         self,
         root: PathLike,
         *,
+        local: PathLike | None = None,
+        keep_local: int | None = 2,
+        upload_bytes_per_second: int | str | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: int | KeepBest | None = None,
@@ -117,11 +132,13 @@ class CheckpointManager:
             raise UsageError(
                 f'incremental="delta" needs compression="lossless", not {compression!r}', remedy="leave one of them out"
             )
-        self.root = Path(os.path.abspath(checked_path(root)))
-        self._ranks = ranks_of(group, timeout)
-        self._folder = StepFolder(self.root, self._ranks)
         self._best_rule = best_rule(keep_best, metric, mode)
         self.keep = keep_rule(keep_last, keep_every, self._best_rule if keep_best is not None else None, keep)
+        self._ranks = ranks_of(group, timeout)
+        tier = None if local is None else local_tier(root, self.keep, keep_local, upload_bytes_per_second, self._ranks)
+        self._folder = StepFolder(root if local is None else local, self._ranks, make_place=tier or place_of)
+        self.root = self._folder.root if tier is None else as_path(root)
+        self.restored_from: Path | None = None
         self.save_when = save_when
         self._asynchronous = asynchronous
         copies = copies_of(when_busy, ranks=group is not None)
@@ -138,7 +155,7 @@ class CheckpointManager:
             copy=True,
         )
         self._base: Path | None = None  # the step that the next incremental save builds on
-        self._damaged: set[Path] = set()
+        self._damaged: dict[Path, str | None] = {}
 
     def due(self, step: int) -> bool:
         """Return whether to save after this step, by ``save_when``; UsageError if the manager has no such rule."""
@@ -186,8 +203,7 @@ class CheckpointManager:
                 self._queue.wait_for_place()
                 self._queue.raise_failure()
                 self._folder.warn_of_undeleted(stacklevel=2)
-                overwrite = overwrite or (os.path.lexists(path) and (path in self._damaged or is_damaged(path)))
-                self._folder.check_free(step, overwrite=overwrite, stacklevel=2)
+                overwrite = self._folder.check_free(step, overwrite=overwrite, damaged=self._damaged, stacklevel=2)
                 request = self._request(path, overwrite=overwrite, step=record, started=started)
                 flat = flat_state(state, self._ranks)
             then = partial(self._note_saved, path, step)
@@ -202,45 +218,25 @@ class CheckpointManager:
 
     def _find_base(self) -> Path | None:
         """Return the step to build on: one that was saved or restored here, since others may be damaged."""
-        return self._base if self._base is not None and self._base.exists() else None
+        return self._base if self._base is not None and self._folder.place.exists(self._base) else None
 
     def _note_saved(self, path: Path, step: int) -> None:
         """Finish a save, in the thread that wrote it, once the step is durable."""
         self._base = path
-        self._damaged.discard(path)
+        self._damaged.pop(path, None)
         self._folder.delete_after_save(self.keep, step)
 
     def wait(self) -> None:
-        """Wait until everything that was saved is durable; raise the error of a save that was not waited for."""
-        self._queue.drain()
-        self._folder.warn_of_undeleted(stacklevel=2)
-        self._queue.raise_failure()
+        """Wait until everything that was saved is durable; raise the error of a save that was not waited for.
 
-    def listing(self) -> StepListing:
-        """Return the complete steps, and what is wrong with the others."""
-        return list_steps(self.root)
-
-    def steps(self) -> list[Step]:
-        """Return the complete steps, by number; a step that is being saved is not among them yet."""
-        return self.listing().steps
-
-    def latest(self) -> Step | None:
-        """Return the last complete step, or None; a warning names later ones that are incomplete."""
-        return next(iter(self._folder.newest_first(stacklevel=2)), None)
-
-    def best(self, metric: str | None = None, mode: str | None = None) -> Step | None:
-        """Return the best complete step by a metric, or None if no step has metrics or all values are NaN.
-
-        The metric is by default that of the manager or of ``keep_best``, else the only one that the steps have, or
-        their validation loss, or their loss; the mode is that of the manager, or known from the name.
-
-        Raises UsageError if no step has the metric although some have others, if several may be meant, or if the mode
-        is not known.
+        With ``local``, wait until it is in the store as well. StoreError names the steps that could not be uploaded.
         """
-        rule = self._best_rule
-        if metric in (None, rule.metric):
-            mode = mode or rule.mode
-        return best_step(self.steps(), metric or rule.metric, mode)
+        self._queue.drain()
+        try:
+            self._folder.place.settle()
+        finally:
+            self._folder.warn_of_undeleted(stacklevel=2)
+            self._queue.raise_failure()
 
     def restore(
         self,
@@ -285,15 +281,18 @@ class CheckpointManager:
         if step is not None:
             with reported_to_others(self._ranks, "loading"):
                 return self._restore(self._folder.path_of(step, exists=True), request)
-        return restore_newest(
-            self._folder, lambda path: self._restore(path, request), self._damaged, self._ranks, stacklevel=2
-        )
+        restore = partial(self._restore, request=request)
+        return restore_newest(self._folder, restore, self._damaged, self._ranks, stacklevel=2)
 
     def _restore(self, path: Path, request: LoadRequest) -> Any:
+        return self._folder.place.read_nearest(path, partial(self._load, request=request))
+
+    def _load(self, path: Path, request: LoadRequest) -> Any:
         settings = OpenSettings(pool=budget_pool(self._budget or DEFAULT_BUDGET), page_cache=self._ranks is not None)
         state = load_path(path, settings, request, "native")
+        self.restored_from = path
         if request.select is None:
-            self._base = path
+            self._base = path if path.parent == self._folder.root else None
         return state
 
     def delete(self, step: int | Step) -> None:
@@ -310,11 +309,14 @@ class CheckpointManager:
     def prune(self, *, dry_run: bool = False) -> list[Step]:
         """Delete the steps that no rule keeps, and return them; with ``dry_run``, only return them.
 
-        Damaged steps are neither counted nor deleted. A warning names a step that cannot be deleted.
+        Damaged steps are neither counted nor deleted. A warning names a step that cannot be deleted. In a store, what
+        deleted steps and failed saves have left is deleted as well, when it is old enough. With ``local``, what is on
+        the disk is uploaded first.
         """
         if dry_run:
             return unwanted(self.keep, self.steps())
         self.claim()
+        self._folder.place.settle()
         with together(self._ranks, "deleting steps"):
             deleted = self._folder.delete_unwanted(self.keep)
         self._folder.warn_of_undeleted(stacklevel=2)
@@ -345,4 +347,4 @@ class CheckpointManager:
             # The error that ended the block comes first.
             if error is None:
                 raise
-            error.add_note(f"a checkpoint was not saved: {failure}")
+            error.add_note(f"a checkpoint was not saved, or not uploaded: {failure}")

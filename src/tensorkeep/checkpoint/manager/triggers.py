@@ -11,8 +11,8 @@ from typing import Any
 
 from tensorkeep.checkpoint.arguments import check_count
 from tensorkeep.checkpoint.forking import reset_in_child
+from tensorkeep.closing import Closing
 from tensorkeep.errors import UsageError
-from tensorkeep.io.closing import Closing
 from tensorkeep.units import parse_seconds
 
 

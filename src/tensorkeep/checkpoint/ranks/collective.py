@@ -24,14 +24,17 @@ from tensorkeep.checkpoint.ranks.outline import (
 )
 from tensorkeep.checkpoint.ranks.samples import sample_digests, warn_of_differing
 from tensorkeep.errors import RanksDisagreeError
-from tensorkeep.formats.native.directory import is_replaceable
+from tensorkeep.formats.native.directory import commit_to
+from tensorkeep.formats.native.manifest import FILE_NAME
 from tensorkeep.formats.native.pieces.records import FragmentReport, Root
 from tensorkeep.formats.native.pieces.recovery import finish_saves
-from tensorkeep.formats.native.pieces.root import plan_root, write_plan, write_root
+from tensorkeep.formats.native.pieces.root import check_plan, plan_root, root_content, write_plan, write_root
 from tensorkeep.formats.native.pieces.writer import PiecesWrite
 from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.parallel import Cancelled
+from tensorkeep.io.store_commit import StoreCommit
+from tensorkeep.paths import StorePath, as_path
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.sharded import Piece
 from tensorkeep.state.tree import Flat
@@ -112,7 +115,8 @@ class Coordination:
     """How the ranks of one save act together; a `tensorkeep.formats.native.pieces.writer.Together`.
 
     The coordinator makes the staging folder, and makes the checkpoint visible when all fragments are durable. It
-    believes what the ranks report: on a network file system it may not see their files yet.
+    believes what the ranks report: on a network file system it may not see their files yet. In an object store, each
+    rank uploads its own objects, whose names have the coordinator's id of the save.
     """
 
     def __init__(self, ranks: Ranks, shared: SharedState, destination: Path, settings: WriteSettings) -> None:
@@ -121,7 +125,7 @@ class Coordination:
         self._shared = shared
         self._destination = destination
         self._settings = settings
-        self._commit: Commit | None = None
+        self._commit: Commit | StoreCommit | None = None
         self._plan: Root | None = None
         self._ended = False
         self.turn = ranks.turn()
@@ -133,28 +137,35 @@ class Coordination:
         self.turn.wait()
         place = self._stage() if self.rank == 0 else None
         folder, save = self._channel.exchange(place, f"beginning to save {self._destination}")[0]
-        return Path(folder), save
+        return as_path(folder), save
 
     def _stage(self) -> tuple[str, str]:
-        """Make the staging folder and write the plan of the save into it."""
+        """Make the staging folder and write the plan of the save into it; in a store, only look for what is there."""
+        destination = self._destination
+        if not isinstance(destination, StorePath):
+            finish_saves(destination.absolute().parent)
+        commit = self._commit = commit_to(destination, overwrite=self._settings.overwrite).__enter__()
         # The restart of an elastic run, which must not meet what an earlier one has left.
-        save = f"{secrets.token_hex(8)}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        finish_saves(self._destination.absolute().parent)
-        self._commit = Commit(
-            self._destination, directory=True, overwrite=self._settings.overwrite, replaceable=is_replaceable
-        ).__enter__()
+        save = f"{commit.save_id or secrets.token_hex(8)}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         shared = self._shared
         self._plan = plan_root(shared.flat, self._settings, save=save, ranks=self.size, layouts=shared.layouts)
-        write_plan(self._commit, self._plan)
-        return str(self._commit.path), save
+        if isinstance(commit, StoreCommit):
+            check_plan(self._plan, destination)
+        else:
+            write_plan(commit, self._plan)
+        return str(commit.path), save
 
     def finish(self, report: FragmentReport) -> None:
         """Make the checkpoint visible, once the parts of all ranks are durable; collective."""
         reports = self._channel.exchange(report, "writing its part", of=FragmentReport, to_coordinator=True)
         totals = sum(each.stored_bytes for each in reports), sum(each.new_bytes for each in reports)
-        if self._commit is not None and self._plan is not None:
-            write_root(self._commit.path, self._plan, reports)
-            self._commit.publish()
+        commit, plan = self._commit, self._plan
+        if commit is not None and plan is not None:
+            if isinstance(commit, StoreCommit):
+                commit.publish(root_content(self._destination / FILE_NAME, plan, reports))
+            else:
+                write_root(commit.path, plan, reports)
+                commit.publish()
             self._leave()
         self._end(totals)
 
@@ -166,10 +177,12 @@ class Coordination:
             if error is not self._channel.lost:
                 raise
             self._ended = True
+            in_store = isinstance(self._destination, StorePath)
+            otherwise = "save again" if in_store else "the next save there finishes it first"
             raise RanksDisagreeError(
                 f"{error.message}, when all ranks had written their parts",
                 path=self._destination,
-                remedy="load it to see whether it is the new checkpoint; if not, the next save there finishes it first",
+                remedy=f"load it to see whether it is the new checkpoint; if not, {otherwise}",
             ) from error
         self._ended = True
 

@@ -30,6 +30,7 @@ from tensorkeep.io.buffers import BufferPool, round_up
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import Bytes, DirectFile
 from tensorkeep.io.parallel import Cancellation, Pace
+from tensorkeep.paths import StorePath
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.units import format_bytes
@@ -103,11 +104,14 @@ def decide(
 ) -> Decision:
     """Decide between ``"none"`` and ``"lossless"``; a temporary file beside the destination is written and removed.
 
+    Nothing is measured for an object store.
     The result is ``"none"`` for small states, and if the destination cannot be written: the save then raises the error.
     If something is there already, DestinationExistsError is raised as by the save.
     """
     if isinstance(settings.options, NativeOptions) and settings.options.delta:
         return Decision("lossless", "differences are stored compressed")
+    if isinstance(destination, StorePath):
+        return Decision("lossless", "most networks are slower than coding, and the bytes in a store cost money")
     nbytes = sum(leaf.nbytes for leaf in flat.leaves.values())
     if nbytes < SMALLEST:
         return Decision("none", f"nothing is measured below {format_bytes(SMALLEST)}")

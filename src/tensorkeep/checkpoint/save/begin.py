@@ -19,12 +19,14 @@ from tensorkeep.checkpoint.save.job import SaveJob, SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.checkpoint.stateful import expand, for_rank
-from tensorkeep.errors import DestinationExistsError, PathLike, UsageError
+from tensorkeep.errors import DestinationExistsError, PathLike, UnsupportedError, UsageError
 from tensorkeep.formats.base import FORMATS
 from tensorkeep.formats.native.options import NativeOptions
+from tensorkeep.formats.probe import first_bytes
+from tensorkeep.formats.sealed import MANIFEST_NAME
 from tensorkeep.formats.write import StagedWrite, StepRecord, WriteSettings
 from tensorkeep.io.parallel import Progress
-from tensorkeep.paths import checked_path
+from tensorkeep.paths import StorePath, as_path, check_url, checked_path
 from tensorkeep.state import cuda
 from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.tree import Flat, flatten
@@ -71,9 +73,9 @@ def check_request(
     buffers of a save without a copy.
     """
     started = time.perf_counter() if started is None else started
-    path = checked_path(path)
+    path = checked_path(path, stores=True)
     if isinstance(base := options.get("base"), str | os.PathLike):
-        options = {**options, "base": checked_path(base)}
+        options = {**options, "base": checked_path(base, stores=True)}
     format = format or format_by_suffix(path)
     given = {**options, "compression": compression, "threads": threads, "memory_budget": memory_budget}
     table = read_settings(settings)
@@ -91,9 +93,28 @@ def check_request(
         options=FORMATS.get(format).parse_options(options),
         step=step,
     )
-    FORMATS.get(format).check(Path(path), write)
+    check_store(path, format)
+    FORMATS.get(format).check(as_path(path), write)
     budget = None if taken["memory_budget"] is None else parse_bytes(taken["memory_budget"])
     return SaveRequest(path, format, write, budget, table.path if used else None, started)
+
+
+def check_store(path: PathLike, format: str) -> None:
+    """Raise if the path is the URL of a store that cannot be written to, or not in this format."""
+    place = as_path(path)
+    if not isinstance(place, StorePath):
+        return
+    check_url(place)
+    if place.scheme in ("http", "https"):
+        raise UnsupportedError(
+            f"{place.scheme}:// is only read from", path=path, remedy="save to s3://, gs://, az:// or a disk"
+        )
+    if not FORMATS.get(format).writes_to_stores:
+        raise UnsupportedError(
+            f"format {format!r} is not written to object stores",
+            path=path,
+            remedy="save in the native format (leave out the suffix and `format`), or to a disk, and upload it",
+        )
 
 
 def format_by_suffix(path: PathLike) -> str:
@@ -147,13 +168,13 @@ def _begin(
     on_durable: Callable[[], None] | None,
     ranks: Ranks | None,
 ) -> SaveJob:
-    path, settings = Path(request.path), request.write
+    path, settings = as_path(request.path), request.write
     shared = None
     if ranks is not None:
         shared = agree(ranks, flat, _arguments_of_all(request))  # type: ignore[arg-type]  # of a state in memory
         flat = as_flat(shared.pieces)
     whole: Flat[Source] = flat if shared is None else shared.flat
-    if (ranks is None or ranks.is_coordinator) and not settings.overwrite and os.path.lexists(path):
+    if (ranks is None or ranks.is_coordinator) and not settings.overwrite and _is_taken(path):
         raise DestinationExistsError(
             "exists already", path=path, remedy="choose another path, or replace it (overwrite=True)"
         )
@@ -169,7 +190,9 @@ def _begin(
         settings = replace(settings, compression=decision["compression"])
     if copy:
         delta = isinstance(settings.options, NativeOptions) and settings.options.delta
-        settings = replace(settings, pool=memory.working(settings.threads, delta=delta))
+        settings = replace(
+            settings, pool=memory.working(settings.threads, delta=delta, in_store=isinstance(path, StorePath))
+        )
     write: StagedWrite
     if ranks is None or shared is None:
         write = FORMATS.get(request.format).begin(flat, path, settings)
@@ -195,6 +218,14 @@ def _begin(
     if not copy:
         job.copied.set()
     return job
+
+
+def _is_taken(path: Path) -> bool:
+    """Return whether something is at a path; in a store, a checkpoint. The commit looks more closely."""
+    if not isinstance(path, StorePath):
+        return os.path.lexists(path)
+    # A bucket itself is not an object.
+    return any(first_bytes(place, 1) is not None for place in (path / MANIFEST_NAME, path) if path.key)
 
 
 def _arguments_of_all(request: SaveRequest) -> dict[str, Any]:

@@ -47,6 +47,15 @@ class SaveReport(WriteResult):
         The settings file, if at least one of its values was used.
     base, base_refused : str or None
         The earlier checkpoint that unchanged blocks were taken from, and why some or all of its blocks were not.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> report = tensorkeep.save({"w": torch.zeros(1000)}, f"{folder.name}/c")
+    >>> report.tensors, report.state_bytes, report.new_bytes == report.stored_bytes
+    (1, 4000, True)
+    >>> folder.cleanup()
     """
 
     path: str

@@ -5,6 +5,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.formats.blockfile.data_file import buffers_per_thread
 from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
+from tensorkeep.io.uploads import part_bytes
 from tensorkeep.machine import available_bytes
 from tensorkeep.state.cuda import CudaPageLock
 from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
@@ -25,9 +26,10 @@ class SaveMemory:
         self._working: BufferPool | None = None
         self._page_lock = CudaPageLock()
 
-    def working(self, threads: int, *, delta: bool) -> BufferPool:
-        """Return the pool for that many writing threads, which may have to compute differences."""
+    def working(self, threads: int, *, delta: bool, in_store: bool = False) -> BufferPool:
+        """Return the pool for that many writing threads, which may have to compute differences, or to upload."""
         each = thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=True, delta=delta))
+        each += part_bytes(0) if in_store else 0
         limit = threads * each if self._budget is None else self._budget // 4
         self._working = _with_budget(self._working, max(MINIMUM_BUDGET, each, min(threads * each, limit)))
         return self._working

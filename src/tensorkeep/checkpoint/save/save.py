@@ -43,11 +43,12 @@ def save(
         ``state_dict()`` are replaced by what it returns. Tensors of any shape, strides and device; sparse, nested,
         quantised and sub-byte ones are refused, with a remedy.
     path : path-like
-        The path of the new checkpoint; missing parent folders are created.
+        The path of the new checkpoint; missing parent folders are created. Or its URL in an object store, such as
+        ``"s3://bucket/run/step-100"``; native format, and single safetensors files without compression.
     compression : str, optional
         ``"none"``, the default; ``"lossless"``, about a third smaller for bf16 weights, bit-exact; ``"auto"``, which
-        measures for a moment and takes the faster of the two (``report.auto["reason"]`` gives the reason); or the name
-        of a codec.
+        measures for a moment and takes the faster of the two (``report.auto["reason"]`` gives the reason; for object
+        stores it is ``"lossless"``); or the name of a codec.
     format : str, optional
         ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"`` (torch's distributed checkpoints), ``"tensorstore"``
         (Zarr arrays), ``"t5x"``, or a plug-in's. By default the path's suffix decides: ``.safetensors`` and
@@ -93,7 +94,8 @@ def save(
     DestinationExistsError
         If something is at ``path`` and ``overwrite`` is not set, or it is not a checkpoint of this format.
     BusyError, StoreError
-        If another process is writing to ``path``, or the disk failed or is full. What was there before is intact.
+        If another process is writing to ``path``, or the disk failed or is full, or the network. What was there
+        before is intact.
     RanksDisagreeError
         If another rank has failed, has ended, does not answer in time, or has other arguments or values; it is named.
 
@@ -154,7 +156,7 @@ def save_async(
     ----------
     state : nested dict, list, tuple of tensors, arrays, plain values and objects
     path : path-like
-        The path of the new checkpoint; missing parent folders are created.
+        The path of the new checkpoint, or its URL in an object store; missing parent folders are created.
     memory_budget : int or str, optional
         Limit in bytes for the copy and all other buffers together, at least 128 MiB. For a larger state the caller
         waits until the last of it is copied; formats other than ``"native"`` refuse it. By default what the state

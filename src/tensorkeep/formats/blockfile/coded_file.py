@@ -1,11 +1,11 @@
 """Data files of coded tensors: the size of a block is known only after coding.
 
 Each task takes its offset when the task before it has taken its own. Space for the header is reserved at the front, and
-the header is written last.
+the header is written last. An object of a store is written from front to back, and so has no header.
 """
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +26,10 @@ class CodedDataFile(DataFile):
     """A data file whose tensors are coded block by block.
 
     A task's bytes are padded to whole pages at the end of its last block, so that they are written from the buffer
-    that they were encoded into.
+    that they were encoded into; not in a store.
     """
+
+    header_comes_first = False
 
     def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, *, prefix: str = "") -> None:
         super().__init__(directory, plan, context, prefix=prefix)
@@ -44,22 +46,27 @@ class CodedDataFile(DataFile):
         coded_bytes = round_up(bytes_of(blocks) + max(_slack(block.nbytes, self._context.codec) for block in blocks))
         # Raw bytes that are not staged are gathered, or copied before they are read a second time: they may change.
         aside_bytes = 0 if staged else round_up(max(block.nbytes for block in blocks))
-        sizes = coded_bytes, aside_bytes, self._scratch_bytes(blocks)
-        with staged or nullcontext(), self._context.pool.acquire(sum(sizes)) as buffer:
-            out, aside, scratch = np.split(buffer[: sum(sizes)], np.cumsum(sizes[:-1]))
+        other_bytes = aside_bytes + self._scratch_bytes(blocks)
+        # One buffer, or two for an upload, which needs the first one for longer.
+        apart = self.in_store and other_bytes > 0
+        memory = self._context.pool.acquire(coded_bytes + (0 if apart else other_bytes))
+        with staged or nullcontext(), memory as buffer, ExitStack() as stack:
+            rest = buffer[coded_bytes:]
+            if apart:
+                rest = stack.enter_context(self._context.pool.acquire(other_bytes))
+            out, aside, scratch = buffer[:coded_bytes], rest[:aside_bytes], rest[aside_bytes:other_bytes]
             raw: Iterable[tuple[Bytes, Bytes | None]]
             if staged:
                 raw = ((staged.array[place], None) for _, place in slices_of(blocks))
             else:
                 raw = (readable(block, aside) for block in blocks)
-            used = self._code(blocks, raw, out, scratch, last=is_last)
+            used = self._code(blocks, raw, out, scratch, padded=not (is_last or self.in_store))
             with self._order.turn(number):
                 offset = self._end
                 self._end += used
-            self._file.write(offset, buffer[: round_up(used)])
             if is_last:
                 self.size = self._end
-        self._context.meter.add(bytes_of(blocks))
+            self._put(offset, buffer[: used if self.in_store else round_up(used)], memory, bytes_of(blocks))
 
     def _scratch_bytes(self, blocks: list[Block]) -> int:
         """Return the memory that `_store` needs for any of these blocks, besides its output."""
@@ -72,9 +79,9 @@ class CodedDataFile(DataFile):
         out: Bytes,
         scratch: Bytes,
         *,
-        last: bool,
+        padded: bool,
     ) -> int:
-        """Code a task's blocks to the front of ``out``; return the bytes used: whole pages, except in the last task."""
+        """Code a task's blocks to the front of ``out``; return the bytes used: whole pages if they are padded."""
         coded: list[tuple[Block, str, str, int]] = []
         used = 0
         for block, (raw, aside) in zip(blocks, raw_of, strict=True):
@@ -84,7 +91,7 @@ class CodedDataFile(DataFile):
                 raw_digest, codec, length = stored
                 coded.append((block, raw_digest, codec, used))
                 used += length
-        end = used if last else round_up(used)
+        end = round_up(used) if padded else used
         out[used : round_up(used)] = 0
         stops = [start for *_, start in coded[1:]] + [end]
         for (block, raw_digest, codec, start), stop in zip(coded, stops, strict=False):

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
@@ -21,8 +22,11 @@ from tensorkeep.formats.sealed import digest
 from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import Buffer, BufferPool, aligned_copy
-from tensorkeep.io.files import DirectFile
+from tensorkeep.io.files import Bytes, DirectFile
 from tensorkeep.io.parallel import Cancellation, Meter, Pace
+from tensorkeep.io.store_commit import object_name
+from tensorkeep.io.uploads import Upload, part_bytes
+from tensorkeep.paths import StorePath
 
 StagedTask = Callable[[], Buffer]
 """Returns the copy of a task's bytes that was staged, as `tensorkeep.formats.blockfile.gather.stage` lays it out."""
@@ -33,7 +37,8 @@ class WriteContext:
     """What the data files of one save share.
 
     ``direct`` bypasses the page cache where the file system allows it. The checksums of raw bytes have 128 bits if
-    ``wide``. A probe chooses the codec of each block if ``codec`` is None.
+    ``wide``. A probe chooses the codec of each block if ``codec`` is None. ``save_id`` is in the names of the files, if
+    it is not empty.
     """
 
     pool: BufferPool
@@ -43,34 +48,40 @@ class WriteContext:
     direct: bool = True
     wide: bool = False
     codec: Codec | None = None
+    save_id: str = ""
 
 
 class DataFile(ABC):
-    """One data file that is being written.
+    """One data file, or object of a store, that is being written.
 
     It is open only from its first task to its last: a state may have a thousand parts.
 
     Attributes
     ----------
     name : str
-        The plan's file name after the prefix.
+        The plan's file name after the prefix, with the id of the save.
     tasks : list of list of Block
         The blocks of each task.
     records : dict of (str, int) to BlockRecord
         The blocks written so far.
     header_size : int
-        Bytes of the header, a multiple of 4096.
+        Bytes of the header, a multiple of 4096; 0 if it has none.
     size, header_digest, offsets, direct
         Once the file is finished: its bytes, the header's xxh3-64, the first byte of each tensor by key, and whether
         the page cache was bypassed.
     """
 
+    header_comes_first: ClassVar[bool]
+    """Whether the header is known before the data. An object of a store has a header only then."""
+
     def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, *, prefix: str = "") -> None:
         self.plan = plan
-        self.name = prefix + plan.name
+        self.name = object_name(prefix + plan.name, context.save_id)
+        self.in_store = isinstance(directory, StorePath)
         self.tasks = tasks_of(plan)
         self.records: dict[BlockKey, BlockRecord] = {}
-        self.header_size = len(self._header(self._longest_description(), None))
+        has_header = self.header_comes_first or not self.in_store
+        self.header_size = len(self._header(self._longest_description(), None)) if has_header else 0
         self.header_digest = ""
         self.size = self.header_size + plan.raw_bytes
         self.offsets: dict[str, int] = {}
@@ -79,7 +90,7 @@ class DataFile(ABC):
         self._context = context
         self._tasks_left = len(self.tasks)
         self._lock = threading.Lock()
-        self._open_file: DirectFile | None = None
+        self._open_file: DirectFile | Upload | None = None
 
     @abstractmethod
     def _longest_description(self) -> Description:
@@ -92,8 +103,22 @@ class DataFile(ABC):
     def _description(self) -> Description:
         return describe(self.plan, self.records)
 
-    def _create(self) -> DirectFile:
-        return DirectFile(self._path, direct=self._context.direct)
+    def _create(self) -> DirectFile | Upload:
+        if not isinstance(self._path, StorePath):
+            return DirectFile(self._path, direct=self._context.direct)
+        context = self._context
+        return Upload(
+            self._path, context.pool, context.cancellation, most_bytes=self._most_bytes, progress=context.meter.add
+        )
+
+    @property
+    def _most_bytes(self) -> int:
+        return self.header_size + self.plan.raw_bytes
+
+    @property
+    def upload_bytes(self) -> int:
+        """The memory that an upload takes besides the buffers of the threads."""
+        return part_bytes(self._most_bytes) if self.in_store else 0
 
     def write_task(self, number: int, take: StagedTask | None = None) -> None:
         """Write the blocks of a task; tasks start in order and each runs once. The last one makes the file durable.
@@ -112,13 +137,23 @@ class DataFile(ABC):
         if last:
             self.finish()
 
+    def _put(self, offset: int, data: Bytes, memory: Buffer, raw_bytes: int) -> None:
+        """Write the bytes of a task, which are in a buffer, and report its raw bytes as done, when they are."""
+        file = self._file
+        if isinstance(file, Upload):
+            file.write(offset, data, memory, counts=raw_bytes)
+        else:
+            file.write(offset, data)
+            self._context.meter.add(raw_bytes)
+
     def finish(self) -> None:
         """Write the header, cut the file to size and make it durable; a second call does nothing."""
         if self.header_digest:
             return
         description = self._description()
-        content = self._header(description, self.header_size)
-        self._file.write(0, aligned_copy(content))
+        content = self._header(description, self.header_size) if self.header_size else b""
+        if not self.in_store:
+            self._file.write(0, aligned_copy(content))
         self.direct = self._file.direct
         self._file.finish(self.size)
         self.offsets = {record.name: self.header_size + record.start for record in description[0]}
@@ -130,7 +165,7 @@ class DataFile(ABC):
             self._open_file.close()
 
     @property
-    def _file(self) -> DirectFile:
+    def _file(self) -> DirectFile | Upload:
         with self._lock:
             if self._open_file is None:
                 self._open_file = self._create()
@@ -167,6 +202,7 @@ def write_files(
                 staged = functools.partial(take, len(tasks)) if take else None
                 tasks.append(functools.partial(file.write_task, number, staged))
         each = thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=take is not None, delta=delta))
+        each += max((file.upload_bytes for file in files), default=0)
         parallel.run(tasks, context.pool.threads(threads, each), context.cancellation)
         context.cancellation.check()
         for file in files:

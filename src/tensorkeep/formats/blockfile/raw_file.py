@@ -12,10 +12,13 @@ from tensorkeep.formats.blockfile.plan import BlockRecord, FilePlan
 from tensorkeep.formats.sealed import digest
 from tensorkeep.io.buffers import ALIGNMENT, Buffer, round_down, round_up
 from tensorkeep.io.files import Bytes, DirectFile
+from tensorkeep.io.uploads import Upload
 
 
 class RawDataFile(DataFile):
     """A data file whose tensors are stored as they are."""
+
+    header_comes_first = True
 
     def __init__(self, directory: Path, plan: FilePlan, context: WriteContext) -> None:
         super().__init__(directory, plan, context)
@@ -25,9 +28,12 @@ class RawDataFile(DataFile):
         blocks = [block for task in self.tasks for block in task]
         return describe(self.plan, {block.key: BlockRecord("raw", block.nbytes) for block in blocks})
 
-    def _create(self) -> DirectFile:
+    def _create(self) -> DirectFile | Upload:
         file = super()._create()
-        file.preallocate(self.size)
+        if isinstance(file, DirectFile):
+            file.preallocate(self.size)
+        else:
+            file.write(0, np.frombuffer(self._header(self._longest_description(), self.header_size), np.uint8))
         return file
 
     def _write(self, number: int, staged: Buffer | None) -> None:
@@ -36,16 +42,16 @@ class RawDataFile(DataFile):
         begin = self.header_size + blocks[0].leaf.start + blocks[0].start
         end = begin + bytes_of(blocks)
         first = round_down(begin)
-        with staged or self._context.pool.acquire(staging_bytes(blocks)) as buffer:
+        memory = staged or self._context.pool.acquire(staging_bytes(blocks))
+        with memory as buffer:
             for block, place in slices_of(blocks):
                 if staged:
                     checksum = digest(buffer[place], wide=self._context.wide)
                 else:
                     checksum = copy_and_hash(block, buffer[place], wide=self._context.wide)
                 self.records[block.key] = BlockRecord("raw", block.nbytes, checksum)
-            low, high = self._edges.settle(begin, end, buffer)
-            self._file.write(low, buffer[low - first : high - first])
-        self._context.meter.add(end - begin)
+            low, high = (begin, end) if self.in_store else self._edges.settle(begin, end, buffer)
+            self._put(low, buffer[low - first : high - first], memory, end - begin)
 
 
 class _SharedPages:

@@ -1,8 +1,8 @@
 """Reading tensors stored as blocks, raw or coded, with or without checksums."""
 
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate
 
 import msgspec
@@ -17,6 +17,7 @@ from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.buffers import ALIGNMENT, BufferPool, round_up
 from tensorkeep.io.files import Bytes
 from tensorkeep.io.source_file import SourceFile
+from tensorkeep.io.store_directory import StoreFile
 from tensorkeep.state.dtypes import DType
 
 _HASH_BYTES = 1024**2
@@ -27,6 +28,9 @@ _SMALL_BYTES = 1024**2
 
 _MOST_IN_RUN = 128
 """Blocks that are read in one go, at most."""
+
+_GAP_BYTES = 64 * 1024
+"""Blocks of an object that are not further apart are read by one request, with what is between them."""
 
 _NO_BYTES = np.empty(0, np.uint8)
 
@@ -88,6 +92,32 @@ def lay_out(file: SourceFile, offset: int, blocks: list[tuple[str, int]]) -> tup
     return tuple(
         StoredBlock(file, codec, start, length) for start, (codec, length) in zip(starts, blocks, strict=False)
     )
+
+
+def read_ahead(ranges: Sequence[tuple[StoredTensor, int, int]]) -> AbstractContextManager[object]:
+    """Return a context in which this thread reads ranges of tensors; of an object, neighbours by one request."""
+    if not ranges or not isinstance(ranges[0][0].file, StoreFile):
+        return nullcontext()
+    places: dict[StoreFile, list[tuple[int, int]]] = {}
+    for tensor, start, stop in ranges:
+        for block in tensor.blocks[bisect(tensor.starts, start) - 1 : bisect_left(tensor.starts, stop)]:
+            if isinstance(block.file, StoreFile):
+                places.setdefault(block.file, []).append((block.offset, block.offset + block.length))
+    with ExitStack() as stack:
+        for file, found in places.items():
+            stack.enter_context(file.ahead(_joined(found)))
+        return stack.pop_all()
+
+
+def _joined(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the places that remain when neighbours are joined."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(places):
+        if joined and start - joined[-1][1] <= _GAP_BYTES:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 class BlockReader:
@@ -164,7 +194,10 @@ class BlockReader:
                 self.decode(block, tensor.dtype, out, scratch, hasher and hasher.update)
                 self._check(block, hasher.hexdigest() if hasher else "")
             else:
-                self._check(block, self._read_raw(block, out, None))
+                # Of an object by one request, not one for each piece.
+                apart = isinstance(block.file, StoreFile)
+                data = block.file.fetch(block.offset, block.length, scratch) if apart else None
+                self._check(block, self._read_raw(block, out, data))
 
     def _check(self, block: StoredBlock, found: str) -> None:
         if self._verify and block.raw and found != block.raw:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats.boxes import Box, box_shape
+from tensorkeep.formats.boxes import Box, box_of, box_shape
 from tensorkeep.formats.dcp.inert_pickle import Call, Global, decode
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.state.dtypes import BY_NAME, DType
@@ -226,7 +226,7 @@ def _tensor(name: str, fields: Mapping[str, Any], listed: list[Any], locations: 
         offsets, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
         if len(offsets) != len(sizes):
             raise ValueError("the offsets and the sizes of a chunk differ in length")
-        boxes.append(tuple(slice(start, start + length) for start, length in zip(offsets, sizes, strict=True)))
+        boxes.append(box_of(offsets, sizes))
     with decoding(name=name, what="its chunks do not make up the tensor"):
         check_tiling(shape, boxes)
     stored = [box for box in boxes if 0 not in box_shape(box) or 0 in shape]

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.dcp.metadata import Contents
-from tensorkeep.formats.dcp.pieces import MappedFile, load_value
+from tensorkeep.formats.dcp.pieces import load_value
 from tensorkeep.formats.decoding import decoding
+from tensorkeep.formats.mapped_file import MappedFile
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values
 from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.state.tree import Flat, flatten, state_leaves
@@ -40,6 +41,8 @@ def rebuild(
     stand_ins = {name: allocate("tensor", tensor.dtype, (0,)) for name, tensor in contents.tensors.items()}
     values: dict[str, Any] = dict(stand_ins)
     limit = SHARED_VALUES
+    for file, places in _places(contents).items():
+        files[file].prefetch(places)
     for name, location in contents.values.items():
         values[name], pickle_bytes = load_value(name, location, files[location.file], allow)
         limit += 4 * pickle_bytes
@@ -51,6 +54,14 @@ def rebuild(
     names = {id(tensor): name for name, tensor in stand_ins.items()}
     keys = {name: names[id(given.value)] for name, given in state_leaves(state).items() if id(given.value) in names}
     return NestedState(flat, keys)
+
+
+def _places(contents: Contents) -> dict[str, list[tuple[int, int]]]:
+    """Return where in each file the plain values are."""
+    places: dict[str, list[tuple[int, int]]] = {}
+    for location in contents.values.values():
+        places.setdefault(location.file, []).append((location.offset, location.offset + location.length))
+    return places
 
 
 class _Conflict(Exception):

@@ -1,4 +1,4 @@
-"""Pieces of a distributed checkpoint: ``torch.save`` files inside a memory-mapped file.
+"""Pieces of a distributed checkpoint: ``torch.save`` files inside a file that is memory.
 
 A piece that is a tensor is never unpickled: its small pickle is decoded without executing it, and the tensor becomes a
 numpy array over the mapped memory, in the layout that was saved. Torch writes the CRC-32 of that memory and does not
@@ -6,13 +6,13 @@ check it; here it is checked before the first byte is returned.
 """
 
 import io
-import os
 import threading
 import zlib
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,30 +22,14 @@ from tensorkeep.formats.boxes import box_shape
 from tensorkeep.formats.dcp.inert_pickle import Call, Global, PersistentId, decode
 from tensorkeep.formats.dcp.metadata import Chunk, Location, TensorEntry
 from tensorkeep.formats.decoding import decoding
+from tensorkeep.formats.mapped_file import MappedFile
 from tensorkeep.formats.torch_file.unpickle import load_untrusted
 from tensorkeep.formats.torch_file.zip_file import PICKLE, TorchZip
-from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME
 
 _DAMAGED = "the stored bytes have changed since the save: take another checkpoint or copy"
 _LOCAL_HEADER_BYTES = 30
-
-
-class MappedFile:
-    """A memory-mapped file."""
-
-    def __init__(self, directory: Directory, name: str) -> None:
-        import torch
-
-        self.path = directory.path / name
-        with directory.open(name, follow_links=False) as file:
-            self.size = file.size
-            self.content: Bytes = np.empty(0, np.uint8)
-            if file.size:
-                # Unlike mmap, torch keeps no descriptor open: checkpoints of many ranks have thousands of files.
-                storage = torch.UntypedStorage.from_file(file.fd_path, False, file.size)
-                self.content = torch.empty(0, dtype=torch.uint8).set_(cast(Any, storage)).numpy()
 
 
 class PieceZip:
@@ -55,13 +39,14 @@ class PieceZip:
     """
 
     def __init__(self, file: MappedFile, location: Location) -> None:
-        self._path = file.path
-        self.content = file.content[location.offset : location.offset + location.length]
-        with io.BufferedReader(_MemoryFile(self.content)) as stream:
+        self._file = file
+        stop = location.offset + location.length
+        self.content = file.content[location.offset : stop]
+        with file.stream(location.offset, stop) as stream:
             self.archive = TorchZip(stream, location.length, file.path)
 
     def record(self, name: str) -> Bytes:
-        """Return the bytes of a record, not copied.
+        """Return the bytes of a record, not copied; they are used as `MappedFile` says.
 
         Raises ValueError if it is missing, or reaches beyond the piece.
         """
@@ -71,7 +56,8 @@ class PieceZip:
         header = self.content[max(0, info.header_offset) : info.header_offset + _LOCAL_HEADER_BYTES]
         if len(header) < _LOCAL_HEADER_BYTES:
             raise ValueError(f"the record {name!r} reaches beyond its end")
-        name_length, extra_length = header[26:30].view("<u2")
+        with self._file.needed_by(header):
+            name_length, extra_length = header[26:30].view("<u2")
         start = info.header_offset + _LOCAL_HEADER_BYTES + int(name_length) + int(extra_length)
         content = self.content[start : start + info.file_size]
         if content.size != info.file_size:
@@ -85,11 +71,13 @@ class PieceZip:
     def check(self) -> None:
         """Check every record; raises CorruptCheckpointError if one is damaged."""
         for name in self.archive.records:
-            with decoding(self._path, what="a piece is malformed"):
+            with decoding(self._file.path, what="a piece is malformed"):
                 content = self.record(name)
-            if self.crc(name) not in (None, zlib.crc32(content)):
+            with self._file.needed_by(content):
+                found = zlib.crc32(content)
+            if self.crc(name) not in (None, found):
                 raise CorruptCheckpointError(
-                    f"the CRC-32 of the record {name!r} is wrong", path=self._path, remedy=_DAMAGED
+                    f"the CRC-32 of the record {name!r} is wrong", path=self._file.path, remedy=_DAMAGED
                 )
 
 
@@ -102,35 +90,10 @@ def load_value(name: str, location: Location, file: MappedFile, allow: Collectio
     piece = PieceZip(file, location)
     with decoding(file.path, name):
         piece.check()
-        value = load_untrusted(io.BytesIO(piece.content.tobytes()), piece.archive, file.path, allow)
+        with file.needed_by(piece.content):
+            content = io.BytesIO(piece.content.tobytes())
+        value = load_untrusted(content, piece.archive, file.path, allow)
     return value, piece.archive.pickle_bytes
-
-
-class _MemoryFile(io.RawIOBase):
-    """Memory as a file, without the copy that `io.BytesIO` makes."""
-
-    def __init__(self, content: Bytes) -> None:
-        self._content = memoryview(content)
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}[whence]
-        if origin + offset < 0:
-            raise ValueError("a seek before the beginning")
-        self._position = origin + offset
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        content = self._content[self._position : self._position + len(buffer)]
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
 
 
 class TensorPiece:
@@ -161,18 +124,32 @@ class TensorPiece:
                 what = "a piece of it is not a tensor as torch saves it"
                 with decoding(self._file.path, self._tensor.name, what=what):
                     self._storage = self._open()
-            if verify and self._is_intact is None:
-                self._is_intact = self.crc in (None, zlib.crc32(self._storage))
+            storage = self._storage
+        if verify and self._is_intact is None:
+            # Outside the lock: threads that wait for it share the requests of a piece in a store.
+            with self._file.needed_by(storage):
+                self._check(storage)
         if verify and not self._is_intact:
             raise CorruptCheckpointError(
                 "the CRC-32 of its storage is wrong", path=self._file.path, name=self._tensor.name, remedy=_DAMAGED
             )
         return self.array
 
+    def needed(self, elements: npt.NDArray[Any]) -> AbstractContextManager[None]:
+        """Use a view of the array in a block."""
+        return self._file.needed_by(elements)
+
+    def _check(self, storage: Bytes) -> None:
+        with self._lock:
+            if self._is_intact is None:
+                self._is_intact = self.crc in (None, zlib.crc32(storage))
+
     def _open(self) -> Bytes:
         """Set ``array`` and ``crc``; return all memory of the storage."""
         archive = PieceZip(self._file, self.chunk.location)
-        found = _decode_tensor(decode(archive.record(PICKLE).tobytes(), _ALLOWED, "one of its pieces"))
+        content = archive.record(PICKLE)
+        with self._file.needed_by(content):
+            found = _decode_tensor(decode(content.tobytes(), _ALLOWED, "one of its pieces"))
         dtype, shape = self._tensor.dtype, box_shape(self.chunk.box)
         if found.dtype != dtype.name or found.shape != shape:
             raise ValueError(

@@ -1,9 +1,10 @@
-"""Reader of distributed checkpoints: untrusted, memory-mapped, without a process group."""
+"""Reader of distributed checkpoints: untrusted, memory-mapped or fetched, without a process group."""
 
 import re
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError
 from tensorkeep.formats import sidecar
@@ -11,7 +12,8 @@ from tensorkeep.formats.base import OpenSettings, Problem, Reader, StoredLeaf
 from tensorkeep.formats.boxes import box_shape, intersection, range_to_boxes, relative
 from tensorkeep.formats.dcp.metadata import FILE_NAME, Contents, parse
 from tensorkeep.formats.dcp.nesting import NestedState, rebuild
-from tensorkeep.formats.dcp.pieces import MappedFile, PieceZip, TensorPiece
+from tensorkeep.formats.dcp.pieces import PieceZip, TensorPiece
+from tensorkeep.formats.mapped_file import FetchedParts, MappedFile, map_file
 from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.io.directory import Directory
@@ -33,6 +35,7 @@ class DcpReader(Reader):
         self.path = path
         self._verify = settings.verify
         self._allow = settings.allow
+        self._budget = settings.pool.budget
         read_directory(path, self._open)
 
     def _open(self, directory: Directory) -> None:
@@ -44,7 +47,7 @@ class DcpReader(Reader):
                 path=directory.path,
                 remedy="restore the missing file, or take another copy",
             )
-        self._files = _map_files(directory, contents)
+        self._files = _map_files(directory, contents, FetchedParts(self._budget))
         self._contents = contents
         self._pieces = {
             name: [TensorPiece(tensor, chunk, self._files[chunk.location.file]) for chunk in tensor.chunks]
@@ -114,14 +117,19 @@ class DcpReader(Reader):
             for piece in self._pieces[key]:
                 common = intersection(box, piece.chunk.box)
                 if common is not None:
-                    source = piece.open(verify=self._verify)
+                    # The dots make it a view, not a number, if there are no dimensions.
+                    place: tuple[Any, ...] = (*relative(common, piece.chunk.box), ...)
+                    source = piece.open(verify=self._verify)[place]
                     target = out[at : at + prod(shape) * size].view(source.dtype).reshape(shape)
-                    target[relative(common, box)] = source[relative(common, piece.chunk.box)]
+                    with piece.needed(source):
+                        target[relative(common, box)] = source
             at += prod(shape) * size
 
     def audit(self) -> Iterator[Problem]:
         """Check the chunks that no tensor of the state uses: plain values, and tensors stored twice."""
         used = set(self._keys.values())
+        for name, places in _ends(self._contents).items():
+            self._files[name].prefetch(places)
         locations = list(self._contents.values.items())
         for key, pieces in self._pieces.items():
             locations += [(key, piece.chunk.location) for piece in pieces if key not in used or _lacks_checksum(piece)]
@@ -147,6 +155,15 @@ def stored_form(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int,
     return (dtype, tuple(shape)) if dtype.has_torch else (BY_NAME["uint8"], (prod(shape) * dtype.itemsize,))
 
 
+def _ends(contents: Contents) -> dict[str, list[tuple[int, int]]]:
+    """Return where in each file the first and the last byte of each piece are, beside its headers."""
+    places: dict[str, list[tuple[int, int]]] = {}
+    for _, location, _ in contents.locations():
+        stop = location.offset + location.length
+        places.setdefault(location.file, []).extend([(location.offset, location.offset + 1), (stop - 1, stop)])
+    return places
+
+
 def _lacks_checksum(piece: TensorPiece) -> bool:
     try:
         piece.open(verify=False)
@@ -170,13 +187,13 @@ def _metadata_bytes(directory: Directory) -> bytes:
         return file.read(0, file.size)
 
 
-def _map_files(directory: Directory, contents: Contents) -> dict[str, MappedFile]:
+def _map_files(directory: Directory, contents: Contents, parts: FetchedParts) -> dict[str, MappedFile]:
     """Map all files, and check their sizes against the metadata before memory is allocated."""
     files: dict[str, MappedFile] = {}
     claimed = 0
     for name, location, nbytes in contents.locations():
         if location.file not in files:
-            files[location.file] = _map(directory, name, location.file)
+            files[location.file] = _map(directory, name, location.file, parts)
         file = files[location.file]
         if location.length <= 0 or location.offset + location.length > file.size:
             raise CorruptCheckpointError(
@@ -196,7 +213,7 @@ def _map_files(directory: Directory, contents: Contents) -> dict[str, MappedFile
     return files
 
 
-def _map(directory: Directory, name: str, file: str) -> MappedFile:
+def _map(directory: Directory, name: str, file: str, parts: FetchedParts) -> MappedFile:
     # One plain name beside the metadata: no separator, no parent, no drive.
     if not re.fullmatch(r"(?!\.\.?$)[^/\\\0:]{1,255}", file):
         raise CorruptCheckpointError(
@@ -205,7 +222,8 @@ def _map(directory: Directory, name: str, file: str) -> MappedFile:
             name=name,
         )
     try:
-        return MappedFile(directory, file)
+        with directory.open(file, follow_links=False) as opened:
+            return map_file(opened, parts)
     except NotACheckpointError as error:
         raise CorruptCheckpointError(
             "a chunk of it is in this file, which is missing",

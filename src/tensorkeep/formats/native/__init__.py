@@ -5,7 +5,7 @@ Specified in ``docs/reference/native-format.md``.
 
 from pathlib import Path
 
-from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.errors import CorruptCheckpointError, UsageError
 from tensorkeep.formats.base import Format, OpenSettings, Reader
 from tensorkeep.formats.native.directory import is_native
 from tensorkeep.formats.native.manifest import FILE_NAME
@@ -16,6 +16,7 @@ from tensorkeep.formats.native.pieces.records import Root
 from tensorkeep.formats.native.reader import NativeReader
 from tensorkeep.formats.native.writer import NativeWrite
 from tensorkeep.formats.write import StagedWrite, WriteResult, WriteSettings
+from tensorkeep.paths import StorePath, as_path
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
@@ -25,6 +26,7 @@ class NativeFormat(Format):
 
     name = "native"
     options = NativeOptions
+    writes_to_stores = True
 
     def recognises(self, path: Path) -> bool:
         return is_native(path)
@@ -43,6 +45,17 @@ class NativeFormat(Format):
             if isinstance(error, RecursionError):
                 raise CorruptCheckpointError("is nested too deeply", path=path / FILE_NAME) from error
             raise
+
+    def check(self, destination: Path, settings: WriteSettings) -> None:
+        base = settings.options_as(NativeOptions).base
+        if base is None or callable(base):
+            return
+        if isinstance(as_path(base), StorePath) != isinstance(destination, StorePath):
+            raise UsageError(
+                "the base and the new checkpoint share no files: one is on a disk, the other in an object store",
+                path=base,
+                remedy="leave out base=, or give a base beside the new checkpoint",
+            )
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         return self.begin(flat, destination, settings).run()

@@ -2,7 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +32,20 @@ from tensorkeep.formats.blockfile.raw_file import RawDataFile
 from tensorkeep.formats.native.incremental import ChangesFile
 from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.native.previous import PreviousCheckpoint, open_base
-from tensorkeep.formats.native.records import BaseRecord, FileRecord, PlaceRecord
+from tensorkeep.formats.native.records import (
+    PLACES,
+    REFERENCES,
+    WIDE_DIGESTS,
+    BaseRecord,
+    FileRecord,
+    PlaceRecord,
+    StoredRecord,
+)
 from tensorkeep.formats.native.staging import Staging
 from tensorkeep.formats.write import BLOCK_BYTES, StagedWrite, WriteResult, WriteSettings, thread_bytes
 from tensorkeep.io.buffers import BufferPool, buffer_bytes
 from tensorkeep.io.parallel import Meter
+from tensorkeep.paths import as_path
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +74,7 @@ class WrittenFiles:
             new_bytes=new_bytes,
             peak_buffer_bytes=settings.pool.peak_bytes,
             direct_io=bool(self.files) and all(file.direct for file in self.files),
-            base=str(Path(self.base)) if self.reused and self.base is not None else None,
+            base=os.fspath(as_path(self.base)) if self.reused and self.base is not None else None,
             base_refused=self.refused,
         )
 
@@ -112,19 +122,24 @@ class BlockFilesWrite(StagedWrite):
             self._settings.pool.threads(1, thread_bytes(BLOCK_BYTES, buffers=buffers))
 
     def _write_over_base(
-        self, directory: Path, kind: Callable[..., PreviousCheckpoint] = PreviousCheckpoint, *, ranks: int = 1
+        self,
+        directory: Path,
+        kind: Callable[..., PreviousCheckpoint] = PreviousCheckpoint,
+        *,
+        ranks: int = 1,
+        save_id: str = "",
     ) -> WrittenFiles:
         """Write what the base of the save does not have, and link the rest; everything if it has no base.
 
-        ``kind`` opens the base, and ``ranks`` is how many save together.
+        ``kind`` opens the base, and ``ranks`` is how many save together. ``save_id`` is in the names of the files.
         """
         options = self._options
         base: PathLike | None = options.base() if callable(options.base) else options.base
         pool = OpenSettings(pool=self._settings.pool)
         previous, refused = open_base(base, pool, delta=options.delta, optional=callable(options.base), kind=kind)
         with previous or nullcontext():
-            used = previous if previous and previous.link_into(directory, len(self._plans), ranks=ranks) else None
-            files = self._write_files(directory, used)
+            used = previous if previous and previous.share_with(directory, len(self._plans), ranks=ranks) else None
+            files = self._write_files(directory, used, save_id)
             records = _file_records(files)
             linked, numbers = used.finish(len(records)) if used else ([], {})
         if previous:
@@ -133,7 +148,7 @@ class BlockFilesWrite(StagedWrite):
             logger.info("not all unchanged blocks were taken from the base %s: %s", base, refused)
         return WrittenFiles(files, records, linked, numbers, used is not None, base, refused)
 
-    def _write_files(self, directory: Path, previous: PreviousCheckpoint | None) -> list[DataFile]:
+    def _write_files(self, directory: Path, previous: PreviousCheckpoint | None, save_id: str) -> list[DataFile]:
         settings, options = self._settings, self._options
         context = WriteContext(
             settings.pool,
@@ -143,6 +158,7 @@ class BlockFilesWrite(StagedWrite):
             direct=options.direct_io,
             wide=options.wide_digests,
             codec=self._codec,
+            save_id=save_id,
         )
         files: list[DataFile]
         if previous is not None:
@@ -158,6 +174,16 @@ class BlockFilesWrite(StagedWrite):
 def _file_records(files: Sequence[DataFile]) -> list[FileRecord]:
     """Return the records of finished data files."""
     return [FileRecord(file.name, file.size, file.header_size, file.header_digest) for file in files]
+
+
+def features_of(files: Iterable[FileRecord], stored: Iterable[StoredRecord], *, wide: bool) -> list[str]:
+    """Return the features that a reader of these files and blocks needs; ``wide`` is whether the checksums are."""
+    needed = {
+        WIDE_DIGESTS: wide,
+        PLACES: any(each.places for each in stored),
+        REFERENCES: any("/" in file.name for file in files),
+    }
+    return [name for name, is_needed in needed.items() if is_needed]
 
 
 class StoredBlocks(NamedTuple):

@@ -1,4 +1,4 @@
-"""The directory of a native checkpoint: detection, summary, foreign files, and the disk space that a removal frees."""
+"""The directory of a native checkpoint: detection, commit, summary, foreign files, and what a removal frees."""
 
 import os
 import re
@@ -14,12 +14,15 @@ from tensorkeep.formats.native.open_files import missing_file, occupied_bytes, w
 from tensorkeep.formats.native.pieces.fragments import read_files
 from tensorkeep.formats.native.records import PIECES
 from tensorkeep.formats.probe import first_bytes, names_in
+from tensorkeep.io.commit import Commit
 from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import store_error, store_errors
-from tensorkeep.io.places import open_directory, read_directory
+from tensorkeep.io.files import store_error, store_errors, write_small
+from tensorkeep.io.places import read_directory
+from tensorkeep.io.store_commit import TOMBSTONE_NAME, StoreCommit, save_of
+from tensorkeep.paths import StorePath
 
 _SUFFIXES = "|".join(map(re.escape, (manifests.FILE_NAME, SUFFIX, CODED_SUFFIX, INDEX_SUFFIX)))
-_OUR_NAMES = re.compile(rf".*({_SUFFIXES})|rank-\d{{5,}}\.json", re.DOTALL)
+_OUR_NAMES = re.compile(rf".*({_SUFFIXES})|rank-\d{{5,}}(-[0-9a-f]{{16}})?\.json", re.DOTALL)
 
 
 def is_native(path: Path) -> bool:
@@ -28,29 +31,60 @@ def is_native(path: Path) -> bool:
     return start.startswith(sealed.OPENING) or b'"format":"tensorkeep"' in start
 
 
+def is_ours(name: str) -> bool:
+    """Return whether a file of a native checkpoint may have this name."""
+    return _OUR_NAMES.fullmatch(name) is not None
+
+
 def foreign_names(path: Path) -> list[str]:
     """Return the names in the directory of a native checkpoint that do not belong to it.
 
+    In a store, what other saves and deleted steps have left there belongs to it.
+
     Raises NotACheckpointError, StoreError if the manifest is missing or cannot be read.
     """
+    names = names_in(path)
+    if isinstance(path, StorePath):
+        names = [name for name in names if name != TOMBSTONE_NAME and save_of(name) is None]
     try:
-        with open_directory(path) as directory:
-            _, sizes = _read_sizes(directory)
+        contents = read_directory(path, _contents)
     except (CorruptCheckpointError, UnsupportedError):
         # A damaged manifest lists nothing that can be relied on.
-        return [name for name in names_in(path) if not _OUR_NAMES.fullmatch(name)]
-    return [name for name in names_in(path) if name not in sizes]
+        return [name for name in names if not is_ours(name)]
+    return [name for name in names if name not in contents.sizes]
 
 
-def _read_sizes(directory: Directory) -> tuple[manifests.Outline, dict[str, int | None]]:
-    """Return the outline of a checkpoint, and the names of its files with their sizes; None is that of the manifest."""
-    outline = manifests.read_outline(directory)
-    sizes: dict[str, int | None] = {manifests.FILE_NAME: None, **{file.name: file.bytes for file in outline.files}}
+def listed_names(path: Path) -> list[str]:
+    """Return the names of the files that the manifest of a checkpoint lists, without its own; none if it is damaged."""
+    try:
+        contents = read_directory(path, _contents)
+    except (CorruptCheckpointError, UnsupportedError):
+        return []
+    return [name for name in contents.sizes if name != manifests.FILE_NAME]
+
+
+class Contents(NamedTuple):
+    """The outline of a checkpoint, and the names of its files with their sizes; None is that of the manifest."""
+
+    outline: manifests.Outline
+    sizes: dict[str, int | None]
+
+
+def read_contents(directory: Directory, manifest: str = manifests.FILE_NAME) -> Contents:
+    """Read what a manifest and its fragments list; ``manifest`` is its name. Raises as `manifests.read`."""
+    outline = manifests.read_outline(directory, manifest)
+    sizes: dict[str, int | None] = {manifest: None, **{file.name: file.bytes for file in outline.files}}
     if PIECES in outline.features:
-        root = manifests.read_root(directory)
+        root = manifests.read_root(directory, manifest)
         sizes |= {record.name: record.bytes for record in root.fragments}
         sizes |= {file.name: file.bytes for file in read_files(directory, root)}
-    return outline, sizes
+    return Contents(outline, sizes)
+
+
+def _contents(directory: Directory) -> Contents:
+    contents = read_contents(directory)
+    directory.close()
+    return contents
 
 
 def is_replaceable(path: Path) -> bool:
@@ -68,6 +102,22 @@ def is_replaceable(path: Path) -> bool:
             remedy="move that elsewhere, or save under another name",
         )
     return True
+
+
+def commit_to(destination: Path, *, overwrite: bool) -> Commit | StoreCommit:
+    """Return the commit of a native checkpoint, to a disk or to a store; see `Commit`."""
+    if isinstance(destination, StorePath):
+        return StoreCommit(destination, overwrite=overwrite, replaceable=is_replaceable, listed=listed_names)
+    return Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable)
+
+
+def publish(commit: Commit | StoreCommit, manifest: bytes) -> None:
+    """Write the manifest of a checkpoint whose files are durable, and make the checkpoint visible."""
+    if isinstance(commit, StoreCommit):
+        commit.publish(manifest)
+    else:
+        write_small(commit.path / manifests.FILE_NAME, manifest)
+        commit.publish()
 
 
 class Summary(NamedTuple):
@@ -96,10 +146,16 @@ def summarise(path: Path) -> Summary:
 
 
 def _summarise(directory: Directory) -> Summary:
-    outline, sizes = _read_sizes(directory)
+    found = summarise_contents(directory, read_contents(directory))
+    directory.close()
+    return found
+
+
+def summarise_contents(directory: Directory, contents: Contents) -> Summary:
+    """Sum up a checkpoint whose manifest was read; raises as `summarise`."""
     files: list[os.stat_result] = []
-    for name, size in sizes.items():
-        path = directory.path / name
+    for name, size in contents.sizes.items():
+        path = directory.path_of(name)
         try:
             status = directory.status(name)
         except FileNotFoundError as error:
@@ -109,8 +165,7 @@ def _summarise(directory: Directory) -> Summary:
         if size not in (None, status.st_size):
             raise wrong_size(path, status.st_size, size or 0)
         files.append(status)
-    directory.close()
-    return Summary(outline, files)
+    return Summary(contents.outline, files)
 
 
 def freed_bytes(checkpoints: Iterable[os.PathLike[str]]) -> int:

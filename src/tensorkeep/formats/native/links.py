@@ -1,43 +1,124 @@
-"""Hard links from a new checkpoint to the files of an earlier one.
+"""The files of an earlier checkpoint in a new one: hard links on a disk, references in an object store.
 
 A link is made by name. The name may stand for another file than the one that was opened, if that was replaced
-meanwhile, and the file may not be durable yet, if it was copied there a moment ago: both are checked.
+meanwhile, and the file may not be durable yet, if it was copied there a moment ago: both are checked. A reference is
+only a name in the new manifest: the object remains with the earlier step until no step names it.
 """
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Container
 from pathlib import Path
 
-from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.errors import CorruptCheckpointError, StoreError
 from tensorkeep.formats.blockfile.plan import coded_name
 from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.records import FILE_NAME_PATTERN, FileRecord
+from tensorkeep.formats.sealed import MANIFEST_NAME
 from tensorkeep.io.files import store_errors
+from tensorkeep.io.store_directory import StoreDirectory
+from tensorkeep.paths import StorePath
 
 _PREFIX = "from-"
 _LONGEST_ORIGIN = 100
 
 
-class Links:
-    """Links in a new checkpoint's directory to the files of an open earlier one.
+class SharedFiles(ABC):
+    """Files of an open earlier checkpoint that a new one has as well.
 
-    ``names`` are their names there, by their numbers in the earlier manifest. If it is ``shared``, other ranks link
-    files into the directory at the same time, by the same names; links that are not used then remain.
+    ``names`` are their names there, by their numbers in the earlier manifest.
+    """
+
+    def __init__(self, opened: OpenFiles) -> None:
+        self.names: dict[int, str] = {}
+        self._opened = opened
+        self._origin = _origin(opened.path)
+
+    @abstractmethod
+    def add(self, number: int) -> str | None:
+        """Share a file; return None, or the reason why it cannot be shared."""
+
+    def finish(self, used: Container[int], first: int) -> tuple[list[FileRecord], dict[int, int]]:
+        """Forget the files that are not used, and make sure that the others remain.
+
+        Return the records of these files, and their new numbers, from ``first`` on, by those in the earlier manifest.
+
+        Raises CorruptCheckpointError or StoreError if a file was changed or removed meanwhile; StoreError if the
+        operating system or the store refuses access.
+        """
+        self._settle(used)
+        records: list[FileRecord] = []
+        numbers: dict[int, int] = {}
+        for number, name in self.names.items():
+            if number in used:
+                old = self._opened.records[number]
+                numbers[number] = first + len(records)
+                records.append(FileRecord(name, old.bytes, old.head_bytes, old.head, old.origin or self._origin))
+        return records, numbers
+
+    @abstractmethod
+    def _settle(self, used: Container[int]) -> None:
+        """Remove what is not used, and check the rest."""
+
+
+def share_files(opened: OpenFiles, directory: Path, *, shared: bool) -> SharedFiles:
+    """Return how the files of an open checkpoint are shared with a new one, which is written to a directory."""
+    if isinstance(directory, StorePath) or isinstance(opened.path, StorePath):
+        return References(opened, directory)
+    return Links(opened, directory, shared=shared)
+
+
+class References(SharedFiles):
+    """Names of objects of an earlier step, for the manifest of a new step in the same object store.
+
+    Only steps of one run share objects: before an object of one is deleted, the manifests of all others are looked at.
+    """
+
+    def __init__(self, opened: OpenFiles, directory: Path) -> None:
+        super().__init__(opened)
+        self._directory = directory
+
+    def add(self, number: int) -> str | None:
+        name = self._opened.records[number].name
+        here, there = self._directory, self._opened.path
+        steps = [path for path in (here, there) if isinstance(path, StorePath) and path.is_step]
+        if len(steps) < 2 or here.parent != there.parent:
+            return f"{name} cannot be shared: in an object store, only steps of one run share objects"
+        self.names[number] = name if "/" in name or here == there else f"../{there.name}/{name}"
+        return None
+
+    def _settle(self, used: Container[int]) -> None:
+        # While the earlier manifest is there, no other process deletes what it names; afterwards, not before the grace
+        # period is over.
+        names = [MANIFEST_NAME, *(self._opened.records[number].name for number in self.names if number in used)]
+        directory = self._opened.directory
+        assert isinstance(directory, StoreDirectory)
+        changed = directory.changed(names)
+        if changed is not None:
+            raise StoreError(
+                "was deleted or replaced during a save that shares it",
+                path=directory.path_of(changed),
+                remedy="save again; a step that is the base of a save must remain until that is over",
+            )
+
+
+class Links(SharedFiles):
+    """Hard links in a new checkpoint's directory to the files of an open earlier one.
+
+    If the directory is ``shared``, other ranks link files into it at the same time, by the same names; links that are
+    not used then remain.
     """
 
     def __init__(self, opened: OpenFiles, directory: Path, *, shared: bool = False) -> None:
-        self.names: dict[int, str] = {}
-        self._opened = opened
+        super().__init__(opened)
         self._directory = directory
-        self._origin = _origin(opened.path)
         self._shared = shared
         self._taken: set[str] = set()
         # Of all files, so that every rank finds the same names.
         self._names = [self._name(record) for record in opened.records]
 
     def add(self, number: int) -> str | None:
-        """Link a file; return None, or the reason why it cannot be linked."""
         record = self._opened.records[number]
         name = self._names[number]
         if not re.search(FILE_NAME_PATTERN, name):
@@ -73,25 +154,12 @@ class Links:
         self._taken.add(tried.casefold())
         return tried
 
-    def finish(self, used: Container[int], first: int) -> tuple[list[FileRecord], dict[int, int]]:
-        """Remove the links that are not used, and make the other files durable.
-
-        Return the records of these files, and their new numbers, from ``first`` on, by those in the earlier manifest.
-
-        Raises CorruptCheckpointError if a file has changed its size; StoreError if the operating system refuses access.
-        """
-        records: list[FileRecord] = []
-        numbers: dict[int, int] = {}
+    def _settle(self, used: Container[int]) -> None:
         for number, name in self.names.items():
-            if number not in used:
-                if not self._shared:
-                    _remove(self._directory / name)
-                continue
-            old = self._opened.records[number]
-            _make_durable(self._directory / name, old.bytes)
-            numbers[number] = first + len(records)
-            records.append(FileRecord(name, old.bytes, old.head_bytes, old.head, old.origin or self._origin))
-        return records, numbers
+            if number in used:
+                _make_durable(self._directory / name, self._opened.records[number].bytes)
+            elif not self._shared:
+                _remove(self._directory / name)
 
 
 def _origin(path: Path) -> str:

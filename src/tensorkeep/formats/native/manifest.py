@@ -6,22 +6,22 @@ only if it has a valid manifest. The format is specified in ``docs/reference/nat
 
 from math import prod
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.native.pieces.records import FragmentRecord, Root, fragment_name
+from tensorkeep.formats.native.pieces.records import FragmentRecord, Root, fragment_name, save_id
 from tensorkeep.formats.native.records import FEATURES, PIECES, VERSION, Count, FileRecord, Manifest
-from tensorkeep.formats.native.rules import StoredRules, check_dtype
+from tensorkeep.formats.native.rules import StoredRules, check_dtype, check_references
+from tensorkeep.formats.sealed import Body, Content
 from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.directory import Directory
+from tensorkeep.io.store_commit import object_name
 from tensorkeep.state.dtypes import BY_NAME
 
 FILE_NAME = sealed.MANIFEST_NAME
-
-Body = TypeVar("Body")
 
 
 class TensorOutline(msgspec.Struct, frozen=True):
@@ -53,15 +53,11 @@ class _Features(msgspec.Struct):
     features: list[str] = []
 
 
-class _Content(msgspec.Struct, Generic[Body]):
-    body: Body
-
-
 # Made once: the first use of a type by msgspec costs as much as checking a small manifest.
-_MANIFEST_DECODER = msgspec.json.Decoder(_Content[Manifest])
-_ROOT_DECODER = msgspec.json.Decoder(_Content[Root])
-_FEATURES_DECODER = msgspec.json.Decoder(_Content[_Features])
-_OUTLINE_DECODER = msgspec.json.Decoder(_Content[Outline])
+_MANIFEST_DECODER = msgspec.json.Decoder(Content[Manifest])
+_ROOT_DECODER = msgspec.json.Decoder(Content[Root])
+_FEATURES_DECODER = msgspec.json.Decoder(Content[_Features])
+_OUTLINE_DECODER = msgspec.json.Decoder(Content[Outline])
 
 
 def read(directory: Directory) -> Manifest | Root:
@@ -73,13 +69,14 @@ def read(directory: Directory) -> Manifest | Root:
     return parse(_content(directory), directory.path / FILE_NAME)
 
 
-def read_outline(directory: Directory) -> Outline:
+def read_outline(directory: Directory, name: str = FILE_NAME) -> Outline:
     """Read the outline of a manifest: its checksum is checked, its blocks are not decoded, which takes the most time.
 
     Raises the errors of `read`.
     """
-    path = directory.path / FILE_NAME
-    outline = _decoded(_OUTLINE_DECODER, _content(directory), path)
+    path = directory.path / name
+    outline = _decoded(_OUTLINE_DECODER, _content(directory, name), path)
+    check_references(outline.files, outline.features, path)
     for leaf in outline.leaves:
         check_dtype(leaf.dtype, path)
     return outline
@@ -110,9 +107,9 @@ def _is_root(content: bytes) -> bool:
         return False
 
 
-def read_root(directory: Directory) -> Root:
+def read_root(directory: Directory, name: str = FILE_NAME) -> Root:
     """Read the manifest of a checkpoint of many ranks; raises the errors of `read`."""
-    return parse_root(_content(directory), directory.path / FILE_NAME)
+    return parse_root(_content(directory, name), directory.path / name)
 
 
 def parse_root(content: bytes, path: Path, *, with_fragments: bool = True) -> Root:
@@ -125,7 +122,7 @@ def parse_root(content: bytes, path: Path, *, with_fragments: bool = True) -> Ro
     return root
 
 
-def _decoded(decoder: msgspec.json.Decoder[_Content[Body]], content: bytes, path: Path) -> Body:
+def _decoded(decoder: msgspec.json.Decoder[Content[Body]], content: bytes, path: Path) -> Body:
     """Return the records of a manifest, whose types and ranges are checked, and whose version this release reads."""
     try:
         body = decoder.decode(content).body
@@ -137,9 +134,9 @@ def _decoded(decoder: msgspec.json.Decoder[_Content[Body]], content: bytes, path
     return body
 
 
-def _content(directory: Directory) -> bytes:
+def _content(directory: Directory, name: str = FILE_NAME) -> bytes:
     try:
-        return sealed.read_content(directory, FILE_NAME)
+        return sealed.read_content(directory, name)
     except NotACheckpointError as error:
         raise NotACheckpointError("holds no manifest, so it is not a checkpoint", path=directory.path) from error
 
@@ -171,7 +168,7 @@ def _check_root(root: Root, path: Path, *, with_fragments: bool = True) -> None:
     if len(root.fragments) != len(expected):
         raise rules.corrupt(f"lists {len(root.fragments)} fragments for {len(expected)} ranks")
     for fragment, name in zip(root.fragments, expected, strict=True):
-        if fragment.name != name:
+        if fragment.name not in (name, object_name(name, save_id(root.save))):
             raise rules.corrupt(f"lists the fragment {fragment.name!r} where {name} belongs")
 
 

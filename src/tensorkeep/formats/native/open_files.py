@@ -74,7 +74,7 @@ class OpenFiles:
         try:
             file = self.directory.open_one_of(count, record.name, follow_links=False, page_cache=page_cache)
         except NotACheckpointError as error:
-            raise missing_file(self.path / record.name) from error
+            raise missing_file(self.directory.path_of(record.name)) from error
         if file.size != record.bytes:
             file.close()
             raise wrong_size(file.path, file.size, record.bytes)

@@ -1,33 +1,35 @@
 """The base of an incremental save: which blocks are reused, and which are stored as differences.
 
 The files that hold such blocks are hard-linked into the new checkpoint's directory, so that each checkpoint is complete
-in itself: the file system counts the links, and removing one checkpoint never breaks another. A block that has changed
-may be stored as the difference from the earlier one.
+in itself: the file system counts the links, and removing one checkpoint never breaks another. In an object store, the
+new manifest names the objects of the earlier step instead. A block that has changed may be stored as the difference
+from the earlier one.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
+from tensorkeep.closing import Closing
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, StoreError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.notes import SMALLEST_DIFFERENCE
 from tensorkeep.formats.blockfile.plan import Block, BlockRecord
 from tensorkeep.formats.blockfile.read import StoredBlock, digest_as
-from tensorkeep.formats.native.links import Links
+from tensorkeep.formats.native.links import SharedFiles, share_files
 from tensorkeep.formats.native.open_files import OpenFiles, located
 from tensorkeep.formats.native.pieces.records import Root
 from tensorkeep.formats.native.records import WIDE_DIGESTS, BaseRecord, FileRecord, LeafRecord, PlaceRecord
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.files import Bytes
+from tensorkeep.paths import as_path
 
 LEAST_LIVE = 0.5
-"""The fraction of a file's bytes that must still be in use for it to be linked again.
+"""The fraction of a file's bytes that must still be in use for it to be shared again.
 
 Below that, its blocks are written again: otherwise a file might be kept for ever for the sake of one block.
 """
@@ -57,7 +59,7 @@ class DifferenceBase:
     age: int
 
 
-class PreviousCheckpoint:
+class PreviousCheckpoint(Closing):
     """An open earlier checkpoint that a save takes unchanged blocks from; a context manager.
 
     It must be native, and saved with ``incremental=True`` or itself with a base. With ``delta``, blocks that have
@@ -69,7 +71,7 @@ class PreviousCheckpoint:
     def __init__(self, path: Path, settings: OpenSettings, *, delta: bool) -> None:
         self._opened = OpenFiles(path, settings)
         self._delta = delta
-        self._links: Links | None = None
+        self._sharing: SharedFiles | None = None
         self._usable_files: set[int] = set()
         self._used_files: set[int] = set()
         self._leaves: dict[str, tuple[LeafRecord, list[Located]]] = {}
@@ -88,23 +90,23 @@ class PreviousCheckpoint:
         self._leaves = {leaf.name: (leaf, leaf.located()) for leaf in manifest.leaves}
         return None
 
-    def link_into(self, directory: Path, own_files: int, *, ranks: int = 1) -> bool:
-        """Hard-link the files whose blocks are worth keeping into a new checkpoint's directory.
+    def share_with(self, directory: Path, own_files: int, *, ranks: int = 1) -> bool:
+        """Share the files whose blocks are worth keeping with the new checkpoint that is written to a directory.
 
         ``own_files`` is how many data files the new checkpoint writes itself, or one of many ranks does. Return whether
-        any file was linked.
+        any file is shared.
         """
         if self.obstacle is not None:
             return False
-        links = self._links = Links(self._opened, directory, shared=ranks > 1)
+        sharing = self._sharing = share_files(self._opened, directory, shared=ranks > 1)
         records, live = self._opened.records, self._live_bytes()
         candidates = self._candidates()
         worthy = [number for number in _worth_keeping(records, live) if number in candidates]
         kept = worthy[: max(MOST_FILES // ranks, 2 * own_files)]
         for number in sorted(kept):
-            # If a link is refused (another file system, too many links, a missing file), its blocks are written again.
-            self._note(links.add(number))
-        self._usable_files = set(links.names)
+            # If that is refused (another file system, too many links, a missing file), its blocks are written again.
+            self._note(sharing.add(number))
+        self._usable_files = set(sharing.names)
         if len(kept) < len(worthy):
             self._note(f"{len(worthy) - len(kept)} of its files would be too many, and are written again")
         for codec in sorted(self._missing_codecs):
@@ -207,13 +209,11 @@ class PreviousCheckpoint:
         return found
 
     def finish(self, first: int) -> tuple[list[FileRecord], dict[int, int]]:
-        """Remove the links that are not needed; return records and new numbers of the others, as `Links.finish`."""
-        return self._links.finish(self._used_files, first) if self._links else ([], {})
+        """Share only the files that are used; return their records and new numbers, as `SharedFiles.finish`."""
+        return self._sharing.finish(self._used_files, first) if self._sharing else ([], {})
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Close its files."""
         self._opened.close()
 
 
@@ -243,7 +243,7 @@ def open_base(
     if base is None:
         return None, None
     try:
-        return kind(Path(base), settings, delta=delta), None
+        return kind(as_path(base), settings, delta=delta), None
     except NotACheckpointError as error:
         if not optional:
             raise NotACheckpointError(

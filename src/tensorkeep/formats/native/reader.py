@@ -1,13 +1,14 @@
 """Reading a native checkpoint, without trusting anything in it."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
 
 from tensorkeep.formats import sealed
 from tensorkeep.formats.base import Problem, Reader
-from tensorkeep.formats.blockfile.read import StoredTensor
+from tensorkeep.formats.blockfile.read import StoredTensor, read_ahead
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.open_files import OpenFiles, occupied_bytes
 from tensorkeep.formats.native.records import WIDE_DIGESTS, LeafRecord, Manifest, PlaceRecord
@@ -16,15 +17,35 @@ from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME
 
 
-class NativeReader(Reader):
-    """An open native checkpoint of one process; see `OpenFiles`."""
+class OpenFilesReader(Reader):
+    """The base of the readers of native checkpoints, whose files are open; see `OpenFiles`."""
 
     format = "native"
     verifiable = "xxh3-64 of every block"
 
-    def __init__(self, opened: OpenFiles, manifest: Manifest) -> None:
+    def __init__(self, opened: OpenFiles) -> None:
         self.path = opened.path
         self._opened = opened
+
+    def identity(self) -> str:
+        return self._opened.identity()
+
+    def audit(self) -> Iterator[Problem]:
+        """Yield the files whose header, or content, is damaged."""
+        for record, file in zip(self._opened.records, self._opened.files, strict=True):
+            if sealed.digest_of(file, record.head_bytes) != record.head:
+                whole = record.head_bytes == record.bytes
+                yield Problem(f"the checksum of its {'content' if whole else 'header'} is wrong", file=record.name)
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+class NativeReader(OpenFilesReader):
+    """An open native checkpoint of one process."""
+
+    def __init__(self, opened: OpenFiles, manifest: Manifest) -> None:
+        super().__init__(opened)
         self._manifest = manifest
         self.tensors = {leaf.name: self._stored_tensor(leaf) for leaf in manifest.leaves}
         leaves = {name: tensor.leaf(self) for name, tensor in self.tensors.items()}
@@ -48,28 +69,14 @@ class NativeReader(Reader):
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         self._opened.blocks.read(self.tensors[name], start, stop, out)
 
+    def ahead(self, ranges: Sequence[tuple[str, int, int]]) -> AbstractContextManager[object]:
+        return read_ahead([(self.tensors[name], start, stop) for name, start, stop in ranges])
+
     def mapped(self, name: str) -> Bytes | None:
         return self.tensors[name].mapped()
 
     def block_bytes(self, name: str) -> int:
         return self._manifest.block_bytes
-
-    def identity(self) -> str:
-        return self._opened.identity()
-
-    def audit(self) -> Iterator[Problem]:
-        return check_heads(self._opened)
-
-    def close(self) -> None:
-        self._opened.close()
-
-
-def check_heads(opened: OpenFiles) -> Iterator[Problem]:
-    """Yield the files whose header, or content, is damaged."""
-    for record, file in zip(opened.records, opened.files, strict=True):
-        if sealed.digest_of(file, record.head_bytes) != record.head:
-            whole = record.head_bytes == record.bytes
-            yield Problem(f"the checksum of its {'content' if whole else 'header'} is wrong", file=record.name)
 
 
 def describe(opened: OpenFiles, places: Sequence[PlaceRecord], block_bytes: int) -> dict[str, Any]:

@@ -27,17 +27,22 @@ WIDE_DIGESTS = "wide-digests"
 PLACES = "places"
 """Blocks may be in files of earlier saves, or be differences from blocks there."""
 
+REFERENCES = "references"
+"""Files may be objects of other checkpoints of the same run, in an object store."""
+
 PIECES = "pieces"
 """Many ranks wrote the checkpoint together: their fragments list boxes of tensors (``pieces/records.py``)."""
 
-FEATURES = (WIDE_DIGESTS, PLACES)
+FEATURES = (WIDE_DIGESTS, PLACES, REFERENCES)
 """The features that the records of stored blocks may use."""
 
 MAX_BASES = 8
 """Maximum number of base blocks of a difference."""
 
-FILE_NAME_PATTERN = rf"^(?!{MANIFEST_NAME}\Z)[A-Za-z0-9_%-][A-Za-z0-9_%.-]{{0,250}}\Z"
-"""Names of data files: one plain name, without separators, not hidden, not that of the manifest."""
+_PLAIN_NAME = "[A-Za-z0-9_%-][A-Za-z0-9_%.-]{0,250}"
+
+FILE_NAME_PATTERN = rf"^(\.\./{_PLAIN_NAME}/)?(?!{MANIFEST_NAME}\Z){_PLAIN_NAME}\Z"
+"""Names of data files: one plain name, not hidden, not that of the manifest; or `REFERENCES`, ``../NAME/FILE``."""
 
 Count = Annotated[int, Meta(ge=0)]
 
@@ -137,7 +142,8 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A file: its size, and the checksum of its first ``head_bytes`` bytes, which are all of it for an index.
 
     The blocks of tensors follow the head without gaps or overlaps. In a file of an earlier save, which ``origin``
-    names, there may be other blocks between them.
+    names, there may be other blocks between them. The name of an object of another checkpoint is
+    ``../NAME/FILE``.
     """
 
     name: Annotated[str, Meta(pattern=FILE_NAME_PATTERN)]

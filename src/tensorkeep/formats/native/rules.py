@@ -10,10 +10,33 @@ from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats import sealed
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES
 from tensorkeep.formats.blockfile.plan import BlockRecord
-from tensorkeep.formats.native.records import PLACES, BaseRecord, FileRecord, StoredRecord
+from tensorkeep.formats.native.records import PLACES, REFERENCES, BaseRecord, FileRecord, StoredRecord
+from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME
 
 _DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
+
+
+def check_references(files: Sequence[FileRecord], features: Sequence[str], path: Path) -> None:
+    """Check that only a checkpoint in an object store, with the feature for it, names objects of other checkpoints."""
+    if REFERENCES in features and not isinstance(path, StorePath):
+        raise UnsupportedError(
+            "shares objects with other checkpoints, which is read from an object store only",
+            path=path,
+            remedy="copy it to the disk with `tensorkeep convert`, which makes it complete",
+        )
+    for file in files:
+        if "/" not in file.name:
+            continue
+        problem = None
+        if REFERENCES not in features:
+            problem = f"which needs the feature {REFERENCES!r}"
+        elif not file.origin:
+            problem = "and does not name that as its origin"
+        elif not isinstance(path, StorePath) or "/" not in path.key:
+            problem = "outside of the bucket"
+        if problem:
+            raise CorruptCheckpointError(f"file {file.name} is of another checkpoint, {problem}", path=path)
 
 
 def check_dtype(dtype: str, path: Path, name: str | None = None) -> None:
@@ -28,6 +51,7 @@ class StoredRules:
     def __init__(self, path: Path, files: Sequence[FileRecord], features: Sequence[str]) -> None:
         self.path = path
         self._files = files
+        self._features = features
         self._has_places = PLACES in features
 
     def corrupt(self, message: str, name: str | None = None, block: int | None = None) -> CorruptCheckpointError:
@@ -41,6 +65,7 @@ class StoredRules:
 
     def check_files(self) -> None:
         """Check names and heads of the files."""
+        check_references(self._files, self._features, self.path)
         self.check_unique("file", [file.name.casefold() for file in self._files])
         for file in self._files:
             if file.origin and not self._has_places:

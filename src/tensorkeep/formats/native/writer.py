@@ -1,4 +1,4 @@
-"""Writer of native checkpoints: data files, indexes, manifest, then one rename."""
+"""Writer of native checkpoints: data files, indexes, manifest, then the commit."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,14 +8,14 @@ from tensorkeep.formats import sealed
 from tensorkeep.formats.blockfile.data_file import DataFile, index_content
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, INDEX_SUFFIX, SUFFIX, plan_files
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.block_write import BlockFilesWrite, stored_blocks
-from tensorkeep.formats.native.directory import is_replaceable
+from tensorkeep.formats.native.block_write import BlockFilesWrite, features_of, stored_blocks
+from tensorkeep.formats.native.directory import commit_to, publish
 from tensorkeep.formats.native.options import NativeOptions
-from tensorkeep.formats.native.records import PLACES, VERSION, WIDE_DIGESTS, FileRecord, LeafRecord, Manifest
+from tensorkeep.formats.native.records import VERSION, FileRecord, LeafRecord, Manifest
 from tensorkeep.formats.structure import AliasRecord
 from tensorkeep.formats.write import BLOCK_BYTES, WriteResult, WriteSettings
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.files import write_small
+from tensorkeep.io.places import write_file
+from tensorkeep.io.store_commit import object_name
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.version import __version__
@@ -33,19 +33,16 @@ class NativeWrite(BlockFilesWrite):
     def _write(self) -> WriteResult:
         settings = self._settings
         self._check_budget()
-        with Commit(
-            self._destination, directory=True, overwrite=settings.overwrite, replaceable=is_replaceable
-        ) as commit:
-            written = self._write_over_base(commit.path)
+        with commit_to(self._destination, overwrite=settings.overwrite) as commit:
+            written = self._write_over_base(commit.path, save_id=commit.save_id)
             records = list(written.records)
             if not written.reused and settings.compression == "none":
-                records += _write_indexes(commit.path, written.files)
+                records += _write_indexes(commit.path, written.files, commit.save_id)
             content = sealed.seal(self._manifest(written.files, records + written.linked, written.numbers))
             # A checkpoint that no reader would accept must not be reported as saved.
             manifests.parse(content, self._destination / manifests.FILE_NAME)
-            write_small(commit.path / manifests.FILE_NAME, content)
             self._cancellation.check()
-            commit.publish()
+            publish(commit, content)
         return replace(written, records=records).result(settings, len(content))
 
     def _manifest(self, files: Sequence[DataFile], records: list[FileRecord], numbers: dict[int, int]) -> Manifest:
@@ -63,14 +60,11 @@ class NativeWrite(BlockFilesWrite):
                     source.name, leaf.part, leaf.key, source.dtype.name, source.shape, *stored
                 )
         leaves = [by_name[name] for name in flat.leaves]
-        features = [WIDE_DIGESTS] if self._options.wide_digests else []
-        if any(leaf.places for leaf in leaves):
-            features.append(PLACES)
         return Manifest(
             format="tensorkeep",
             version=VERSION,
             writer=f"tensorkeep {__version__}",
-            features=features,
+            features=features_of(records, leaves, wide=self._options.wide_digests),
             block_bytes=BLOCK_BYTES,
             compression=settings.compression,
             files=records,
@@ -82,14 +76,14 @@ class NativeWrite(BlockFilesWrite):
         )
 
 
-def _write_indexes(directory: Path, files: Sequence[DataFile]) -> Iterator[FileRecord]:
+def _write_indexes(directory: Path, files: Sequence[DataFile], save_id: str) -> Iterator[FileRecord]:
     """Write the index that Hugging Face tools read, for each part that has several files."""
     parts: dict[str, list[DataFile]] = {}
     for file in files:
         parts.setdefault(file.plan.part, []).append(file)
     for shards in parts.values():
         if len(shards) > 1:
-            name = shards[0].name.rsplit("-00001-of-", 1)[0] + INDEX_SUFFIX
+            name = object_name(shards[0].name.rsplit("-00001-of-", 1)[0] + INDEX_SUFFIX, save_id)
             content = index_content(shards)
-            write_small(directory / name, content)
+            write_file(directory / name, content)
             yield FileRecord(name, len(content), len(content), sealed.digest(content))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tensorkeep.formats.base import Format, OpenSettings, Reader
 from tensorkeep.formats.safetensors.reader import SafetensorsReader, locate
-from tensorkeep.formats.safetensors.writer import SafetensorsOptions, check_compression, write
+from tensorkeep.formats.safetensors.writer import SafetensorsOptions, check_compression, check_store, write
 from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
@@ -20,11 +20,13 @@ class SafetensorsFormat(Format):
     """One safetensors file, or a directory of shards with an index; see `tensorkeep.formats.base.Format`.
 
     A destination that ends in ``.safetensors`` or ``.tensorkeep`` becomes one file, any other a directory of shards.
-    Compressed tensors need the suffix ``.tensorkeep``, or ``force``. Metadata maps strings to strings.
+    Compressed tensors need the suffix ``.tensorkeep``, or ``force``. Metadata maps strings to strings. In an object
+    store, one file of uncompressed tensors is written.
     """
 
     name = "safetensors"
     options = SafetensorsOptions
+    writes_to_stores = True
 
     def recognises(self, path: Path) -> bool:
         return locate(path) is not None
@@ -34,6 +36,7 @@ class SafetensorsFormat(Format):
 
     def check(self, destination: Path, settings: WriteSettings) -> None:
         check_compression(destination, settings)
+        check_store(destination, settings)
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         return write(flat, destination, settings)

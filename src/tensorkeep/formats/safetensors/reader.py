@@ -3,7 +3,7 @@
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -16,7 +16,7 @@ from tensorkeep.formats.blockfile import header
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, SUB_BYTE, Header, TensorRecord
 from tensorkeep.formats.blockfile.notes import METADATA_KEY, Notes, parse
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, FRAMEWORK_KEY, INDEX_SUFFIX, SUFFIX
-from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out
+from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out, read_ahead
 from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.sealed import MANIFEST_NAME
 from tensorkeep.formats.structure import Structure
@@ -25,6 +25,8 @@ from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.io.places import read_directory
 from tensorkeep.io.source_file import SourceFile
+from tensorkeep.io.store_commit import save_of
+from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from tensorkeep.state.names import DEFAULT_PART, assign_names
 
@@ -51,6 +53,9 @@ def _locate_in(directory: Path) -> Path | None:
     if file_mode(directory / MANIFEST_NAME):
         return None
     names = names_in(directory)
+    if isinstance(directory, StorePath):
+        # Without a manifest, the objects of a native save are those of one that did not end.
+        names = [name for name in names if save_of(name) is None]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     found = indexes or [name for name in names if name.endswith((SUFFIX, CODED_SUFFIX))]
     return directory / found[0] if len(found) == 1 else None
@@ -148,6 +153,9 @@ class SafetensorsReader(Reader):
     def offset_order(self) -> list[str]:
         """Return the names of the stored tensors in the order of their bytes, file by file."""
         return sorted(self._places, key=self._places.__getitem__)
+
+    def ahead(self, ranges: Sequence[tuple[str, int, int]]) -> AbstractContextManager[object]:
+        return read_ahead([(self._tensors[name], start, stop) for name, start, stop in ranges])
 
     def mapped(self, name: str) -> Bytes | None:
         return self._tensors[name].mapped()

@@ -1,5 +1,6 @@
 """Writing safetensors: one file, or a directory of shards with an index."""
 
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from tensorkeep.formats.blockfile.plan import (
     plan_files,
 )
 from tensorkeep.formats.blockfile.raw_file import RawDataFile
+from tensorkeep.formats.probe import file_mode
 from tensorkeep.formats.safetensors.reader import begins_like_safetensors, locate
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
 from tensorkeep.io.parallel import Cancellation, Meter, Pace
+from tensorkeep.io.uploads import ObjectCommit
+from tensorkeep.paths import StorePath
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.tree import Flat
@@ -58,6 +62,25 @@ def check_compression(destination: Path, settings: WriteSettings) -> None:
         )
 
 
+def check_store(destination: Path, settings: WriteSettings) -> None:
+    """Refuse what is not written to an object store."""
+    if not isinstance(destination, StorePath):
+        return
+    remedy = "save in the native format (leave out the suffix and `format`), or to a disk, and upload it"
+    if destination.suffix not in (SUFFIX, CODED_SUFFIX):
+        raise UnsupportedError(
+            "several safetensors files do not become visible at once in an object store",
+            path=destination,
+            remedy=f"name one file, such as {destination}{SUFFIX}; or {remedy}",
+        )
+    if settings.compression != "none":
+        raise UnsupportedError(
+            "compressed safetensors files are not written to object stores: their header is known last",
+            path=destination,
+            remedy=remedy,
+        )
+
+
 def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
     """Write a state as safetensors; see `tensorkeep.formats.base.Format.write`."""
     single = destination.suffix in (SUFFIX, CODED_SUFFIX)
@@ -76,12 +99,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         plans = [replace(plan, name=destination.name) for plan in _plans(flat, size, metadata)]
     else:
         plans = _plans(flat, options.shard_bytes, metadata)
-    with Commit(
-        destination,
-        directory=not single,
-        overwrite=settings.overwrite,
-        replaceable=_is_replaceable_file if single else _is_replaceable_directory,
-    ) as commit:
+    with _commit_to(destination, single=single, overwrite=settings.overwrite) as commit:
         directory = commit.path.parent if single else commit.path
         cancellation = Cancellation()
         context = WriteContext(
@@ -109,8 +127,15 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
     )
 
 
+def _commit_to(destination: Path, *, single: bool, overwrite: bool) -> Commit | ObjectCommit:
+    if isinstance(destination, StorePath):
+        return ObjectCommit(destination, overwrite=overwrite, replaceable=_is_replaceable_file)
+    replaceable = _is_replaceable_file if single else _is_replaceable_directory
+    return Commit(destination, directory=not single, overwrite=overwrite, replaceable=replaceable)
+
+
 def _is_replaceable_file(path: Path) -> bool:
-    return path.is_file() and begins_like_safetensors(path)
+    return stat.S_ISREG(file_mode(path)) and begins_like_safetensors(path)
 
 
 def _is_replaceable_directory(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """The format ``t5x``: one msgpack file and a zarr v2 array for each parameter.
 
-Arrays are written and read by TensorStore, which comes with ``pip install 'tensorkeep[tensorstore]'``.
+Arrays are written and read by TensorStore, which comes with the extra ``tensorstore``.
 """
 
 import stat

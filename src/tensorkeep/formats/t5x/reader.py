@@ -115,7 +115,7 @@ def read_contents(directory: Directory) -> Contents:
             path=directory.path,
             remedy="restore the missing file, or take another copy",
         )
-    contents = Contents(ArrayDirectory(directory.path, f"{directory.fd_path}/"), tree, notes)
+    contents = Contents(ArrayDirectory.of(directory), tree, notes)
     if notes is None:
         _read_foreign(contents)
     else:

@@ -1,7 +1,7 @@
 """The format ``tensorstore``: Zarr v2 or v3 arrays in a directory or an OCDBT database.
 
 One array per tensor, and beside them ``tensorkeep.json``, which describes the nested state. Arrays of other programs
-are read, too. The package ``tensorstore`` is imported on first use: ``pip install 'tensorkeep[tensorstore]'``.
+are read, too. The package ``tensorstore`` is imported on first use: the extra ``tensorstore``.
 """
 
 from pathlib import Path

@@ -55,6 +55,7 @@ class OpenArray:
     shape: Shape
     chunk: Shape
     metadata: dict[str, Any]
+    directory: ArrayDirectory
 
     def read_box(self, box: Box, out: Bytes) -> None:
         """Fill ``out`` with the bytes of a box, in C order and in the state's dtype."""
@@ -66,7 +67,7 @@ class OpenArray:
         if lengths != self.shape:
             # The indices of a box start at those of the array, the indices of the target at zero.
             store = store[box][ts.d[:].translate_to[0]]
-        ts.array(target).write(store).result()
+        self.directory.wait(ts.array(target).write(store))
         if target is not view:
             out[:] = self.types.from_stored(target)
 
@@ -124,11 +125,13 @@ class ArraysReader(Reader):
         """
         self._open_directory = open_directory
         self._directory = directory
-        self._arrays = _open_all(directory, known, context(), fill_missing=fill_missing)
+        in_store = directory.in_store
+        self._arrays = _open_all(directory, known, context(in_store=in_store), fill_missing=fill_missing)
         large = {name: known[name] for name, array in self._arrays.items() if array.row_bytes > self._max_row}
         if large:
             cache = min(max(self._arrays[name].cache_bytes for name in large), memory_limit() // 4)
-            self._arrays |= _open_all(directory, large, context(cache_bytes=cache), fill_missing=fill_missing)
+            cached = context(cache_bytes=cache, in_store=in_store)
+            self._arrays |= _open_all(directory, large, cached, fill_missing=fill_missing)
         checksums = {checksum_of(array.metadata) for array in self._arrays.values()}
         self.verifiable = checksums.pop() if len(checksums) == 1 else None
         return {
@@ -178,7 +181,7 @@ def _open_all(
             futures[name] = start_open(directory, array, context, fill_missing=fill_missing)
     for name, future in futures.items():
         with directory.reading(name):
-            arrays[name] = check_array(name, known[name], future.result(), directory)
+            arrays[name] = check_array(name, known[name], directory.wait(future), directory)
     return arrays
 
 
@@ -216,4 +219,4 @@ def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirect
             name=name,
             remedy="store it in smaller chunks",
         )
-    return OpenArray(store, types, shape, chunk, store.spec().to_json()["metadata"])
+    return OpenArray(store, types, shape, chunk, store.spec().to_json()["metadata"], directory)

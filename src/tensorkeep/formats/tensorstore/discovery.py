@@ -11,7 +11,7 @@ from typing import Any
 
 from tensorkeep.errors import NotACheckpointError, UnsupportedError
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.probe import file_mode, first_bytes, names_in
+from tensorkeep.formats.probe import file_mode, first_bytes, folders_in, names_in
 from tensorkeep.formats.tensorstore.arrays import KnownArray
 from tensorkeep.formats.tensorstore.library import ArrayDirectory
 from tensorkeep.formats.tensorstore.listing import (
@@ -43,7 +43,7 @@ def recognises(path: Path) -> bool:
     names = names_in(path)
     if not _OTHER_FORMATS.isdisjoint(names):
         return False
-    return is_database(path) or _is_node(path) or _holds_only_nodes(path, names)
+    return is_database(path) or _is_node(path) or _holds_only_nodes(path)
 
 
 def is_database(path: Path) -> bool:
@@ -55,10 +55,11 @@ def has_mark(directory: ArrayDirectory) -> bool:
     """Return whether the attributes of the group mention a sidecar of Tensorkeep."""
     names, mark = (".zattrs", _ZARR3), MARK.encode()
     if directory.kvstore == "file":
-        return any(mark in (first_bytes(Path(directory.root, name), 4096) or b"") for name in names)
+        root = directory.path if directory.in_store else Path(directory.root)
+        return any(mark in (first_bytes(root / name, 4096) or b"") for name in names)
     with directory.reading():
         store = directory.open_store()
-        return any(mark in store.read(name).result().value for name in names)
+        return any(mark in directory.wait(store.read(name)).value for name in names)
 
 
 def find_arrays(directory: ArrayDirectory) -> list[KnownArray]:
@@ -68,7 +69,10 @@ def find_arrays(directory: ArrayDirectory) -> list[KnownArray]:
     UnsupportedError if there are more than 200,000 arrays, they are nested more than 64 deep, or have too much
     metadata; StoreError if a folder cannot be listed.
     """
-    arrays = list(_find_in_folders(directory)) if directory.kvstore == "file" else _find_in_database(directory)
+    if directory.kvstore == "file" and not directory.in_store:
+        arrays = list(_find_in_folders(directory))
+    else:
+        arrays = _find_by_keys(directory)
     if not arrays:
         raise NotACheckpointError("holds no array of TensorStore", path=directory.path)
     return arrays
@@ -116,8 +120,8 @@ def _version_at(folder: Path, files: set[str], shown: Path) -> int | None:
     return None if _node_type(content) == "group" else 3
 
 
-def _holds_only_nodes(path: Path, names: list[str]) -> bool:
-    folders = [path / name for name in names if not name.startswith(".") and stat.S_ISDIR(file_mode(path / name))]
+def _holds_only_nodes(path: Path) -> bool:
+    folders = [path / name for name in folders_in(path) if not name.startswith(".")]
     return bool(folders) and all(not sidecar.lies_in(folder, "tensorstore") and _is_node(folder) for folder in folders)
 
 
@@ -149,14 +153,17 @@ def _check_count(count: int, directory: ArrayDirectory) -> None:
         raise UnsupportedError(f"holds more than {_MAX_ARRAYS:,} arrays", path=directory.path)
 
 
-def _find_in_database(directory: ArrayDirectory) -> list[KnownArray]:
-    list_array(directory, "")
+def _find_by_keys(directory: ArrayDirectory) -> list[KnownArray]:
+    """Return the arrays in a database, or below a prefix of an object store."""
+    files = list_array(directory, "")
     with directory.reading():
         store = directory.open_store()
-        listed = sorted(store.list().result())
+        if directory.kvstore == "file":
+            listed = list(files) or _listed_by_web_server(directory)
+        else:
+            listed = [key.decode(errors="surrogateescape") for key in sorted(directory.wait(store.list()))]
     found: dict[str, int] = {}
-    for key in listed:
-        text = key.decode(errors="surrogateescape")
+    for text in listed:
         folder, _, name = text.rpartition("/")
         version = next((version for version, file in METADATA_FILE.items() if file == name), None)
         if version is not None:
@@ -165,7 +172,18 @@ def _find_in_database(directory: ArrayDirectory) -> list[KnownArray]:
             if folder.count("/") >= _MAX_DEPTH:
                 raise UnsupportedError(f"its keys are nested more than {_MAX_DEPTH} deep", path=directory.path)
     groups = _groups(directory, store, [key for key, version in found.items() if version == 3])
-    return [KnownArray(key, version, 0) for key, version in found.items() if key not in groups]
+    sizes = {key: sum(list_array(directory, key).values()) if directory.kvstore == "file" else 0 for key in found}
+    return [KnownArray(key, version, sizes[key]) for key, version in found.items() if key not in groups]
+
+
+def _listed_by_web_server(directory: ArrayDirectory) -> list[str]:
+    """Return the metadata files of an array at the URL itself: a web server does not list the arrays of a group."""
+    names = [name for name in METADATA_FILE.values() if first_bytes(directory.path / name, 1) is not None]
+    if names == [_ZARR3] and _node_type(_zarr3_content(directory.path) or b"") == "group":
+        raise UnsupportedError(
+            "is a group of arrays, which a web server does not list", path=directory.path, remedy="give one array's URL"
+        )
+    return names
 
 
 def _groups(directory: ArrayDirectory, store: Any, keys: list[str]) -> set[str]:
@@ -175,7 +193,7 @@ def _groups(directory: ArrayDirectory, store: Any, keys: list[str]) -> set[str]:
         batch = keys[start : start + _BATCH]
         with directory.reading():
             futures = {key: store.read(f"{key}/{_ZARR3}".lstrip("/")) for key in batch}
-            contents = {key: future.result().value for key, future in futures.items()}
+            contents = {key: directory.wait(future).value for key, future in futures.items()}
         for key, content in contents.items():
             check_metadata_size(len(content), directory.path / key / _ZARR3)
             if _node_type(content) == "group":

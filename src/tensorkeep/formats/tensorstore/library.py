@@ -6,49 +6,58 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from tensorkeep.errors import (
     CorruptCheckpointError,
-    MissingExtraError,
     OutOfMemoryError,
     StoreError,
     TensorkeepError,
     UnsupportedError,
+    import_extra,
 )
+from tensorkeep.formats.tensorstore.in_store import Listing, kvstore_spec, patience, retries
+from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_error
+from tensorkeep.paths import StorePath
 
 KvStore = Literal["file", "ocdbt"]
 
-_NOISE = re.compile(r"\s*\[(?:source locations|tensorstore_spec|os_error_code)='(?:[^'\\]|\\.)*'\]")
+_NOISE = re.compile(r"\s*\[(?:source locations|\w+)='(?:[^'\\]|\\.)*'\]")
 _FROM_TENSORSTORE = re.compile(r"[A-Z_]+: |Error parsing ")
 _STATUS = re.compile(r"^(?:[A-Z_]+): ")
 _FILE = re.compile(r'local file "([^"]*)"')
-_REFUSALS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNAUTHENTICATED", "DEADLINE_EXCEEDED")
+_REFUSALS = (
+    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNAUTHENTICATED", "DEADLINE_EXCEEDED"),
+    *("ABORTED", "UNKNOWN", "INTERNAL"),
+)
+_STORE_REMEDY = "check the network, the endpoint and the credentials; TENSORKEEP_STORE_TIMEOUT sets how long is tried"
 _MAX_MESSAGE = 300
 
 
 def tensorstore() -> Any:
     """Return the module, which has no type annotations; MissingExtraError if it is not installed."""
-    try:
-        import tensorstore as module
-    except ImportError as error:
-        raise MissingExtraError(
-            "reading and writing TensorStore arrays needs the package tensorstore, which is not installed",
-            remedy="pip install 'tensorkeep[tensorstore]'",
-        ) from error
-    return module
+    return import_extra(
+        "tensorstore", "tensorstore", "reading and writing TensorStore arrays needs the package tensorstore"
+    )
 
 
 def context(
-    *, concurrency: int | None = None, copy_concurrency: int | None = None, sync: bool = True, cache_bytes: int = 0
+    *,
+    concurrency: int | None = None,
+    copy_concurrency: int | None = None,
+    sync: bool = True,
+    cache_bytes: int = 0,
+    in_store: bool = False,
 ) -> Any:
     """Return a new context, which shares no cache with other contexts.
 
     The limits are on concurrent file operations, on concurrent encoding and decoding, and on the cache of decoded
-    chunks; ``sync`` makes written files durable.
+    chunks; ``sync`` makes written files durable; ``in_store`` limits the repetitions of requests.
     """
     limits: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}, "file_io_sync": sync}
+    if in_store:
+        limits |= retries()
     if concurrency is not None:
         limits["file_io_concurrency"] = {"limit": concurrency}
     if copy_concurrency is not None:
@@ -61,23 +70,45 @@ class ArrayDirectory:
     """A directory or an OCDBT database of arrays, each under a key.
 
     ``path`` is the one that the user knows, for errors. ``root`` is the one that TensorStore opens, with a slash at its
-    end: that of a descriptor, which stays the same directory.
+    end: that of a descriptor, which stays the same directory. In an object store there is a ``listing`` instead.
     """
 
     path: Path
     root: str
     kvstore: KvStore = "file"
+    listing: Listing | None = None
+
+    @classmethod
+    def of(cls, directory: Directory, kvstore: KvStore = "file") -> Self:
+        """Return the arrays in an open directory."""
+        if isinstance(directory.path, StorePath):
+            return cls(directory.path, "", kvstore, Listing(directory.path))
+        return cls(directory.path, f"{directory.fd_path}/", kvstore)
 
     def spec(self, key: str = "") -> dict[str, Any]:
         """Return the spec of the key-value store of the array at a key; of all arrays for an empty key."""
         prefix = f"{key}/" if key else ""
         if self.kvstore == "ocdbt":
-            return {"driver": "ocdbt", "base": {"driver": "file", "path": self.root}, "path": prefix}
+            return {"driver": "ocdbt", "base": self._base(""), "path": prefix}
+        return self._base(prefix)
+
+    def _base(self, prefix: str) -> dict[str, Any]:
+        if isinstance(self.path, StorePath):
+            return kvstore_spec(self.path, prefix)
         return {"driver": "file", "path": self.root + prefix}
+
+    @property
+    def in_store(self) -> bool:
+        """Whether it is in an object store."""
+        return self.listing is not None
 
     def open_store(self, *, sync: bool = True) -> Any:
         """Return the open key-value store of all arrays."""
-        return tensorstore().KvStore.open(self.spec(), context=context(sync=sync)).result()
+        return self.wait(tensorstore().KvStore.open(self.spec(), context=context(sync=sync, in_store=self.in_store)))
+
+    def wait(self, future: Any) -> Any:
+        """Return the result of a future; TimeoutError if a store does not answer."""
+        return future.result(timeout=patience() if self.in_store else None)
 
     @contextmanager
     def reading(self, name: str | None = None) -> Iterator[None]:
@@ -93,11 +124,15 @@ class ArrayDirectory:
             raise self._read_error(error, name) from error
 
     def _read_error(self, error: Exception, name: str | None) -> TensorkeepError:
+        if isinstance(error, TimeoutError):
+            text = f"cannot read it: there was no answer for {patience():g} s"
+            return StoreError(text, path=self.path, name=name, remedy=_STORE_REMEDY)
         text = str(error)
         message, path = self._message(text)
         number = _error_number(text)
         if text.startswith(_REFUSALS) or (number and not text.startswith("NOT_FOUND")):
-            return StoreError(f"cannot read it: {message}", path=path, name=name)
+            remedy = _STORE_REMEDY if self.in_store else None
+            return StoreError(f"cannot read it: {message}", path=path, name=name, remedy=remedy)
         if text.startswith("UNIMPLEMENTED") or "is not registered" in text or "not one of the supported" in text:
             remedy = "a later TensorStore may: pip install --upgrade tensorstore"
             return UnsupportedError(f"TensorStore cannot read it: {message}", path=path, name=name, remedy=remedy)
@@ -121,7 +156,7 @@ class ArrayDirectory:
     def _message(self, text: str) -> tuple[str, Path]:
         """Return a message of TensorStore in one short line, and the file that it names."""
         message = _STATUS.sub("", _NOISE.sub("", text)).splitlines()[0] if text else "no reason given"
-        message = message.replace(self.root, "")
+        message = message.replace(self.root, "") if self.root else message
         found = _FILE.search(message)
         path = self.path / found[1] if found and not found[1].startswith("/") else self.path
         return message[:_MAX_MESSAGE], path

@@ -55,6 +55,12 @@ def list_array(directory: ArrayDirectory, key: str) -> dict[str, int]:
 
     The directory itself (an empty key) may be reached through a link, the array may not.
     """
+    if directory.listing is not None:
+        found = directory.listing.below(key)
+        for name, size in found.items():
+            if name.rpartition("/")[2] in _METADATA_FILES:
+                check_metadata_size(size, directory.path / name)
+        return found
     top = directory.root + key
     if key and os.path.islink(top):
         raise link_error(directory.path / key)

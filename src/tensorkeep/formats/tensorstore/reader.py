@@ -1,7 +1,6 @@
 """Reader of directories of TensorStore arrays, written by Tensorkeep or not; untrusted."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
@@ -38,7 +37,7 @@ class TensorStoreReader(ArraysReader):
     format = "tensorstore"
 
     def _open(self, directory: Directory) -> None:
-        if sidecar.lies_in(Path(directory.fd_path), self.format):
+        if sidecar.lies_in(directory.stable_path, self.format):
             notes, arrays, known = read_own(directory)
             leaves = self._open_arrays(directory, arrays, known, fill_missing=False)
             self._set_state(notes.flat(leaves), self.path / sidecar.FILE_NAME, notes.leaf_specs)
@@ -62,7 +61,7 @@ def read_own(directory: Directory) -> tuple[TensorStoreSidecar, ArrayDirectory, 
     files contain a link.
     """
     notes = sidecar.read(directory, "tensorstore", TensorStoreSidecar)
-    arrays = ArrayDirectory(directory.path, f"{directory.fd_path}/", notes.kvstore)
+    arrays = ArrayDirectory.of(directory, notes.kvstore)
     source = directory.path / sidecar.FILE_NAME
     keys = {name: "".join(note.place) for name, note in notes.tensors.items()}
     if len({key.casefold() for key in keys.values()}) != len(keys):
@@ -91,7 +90,7 @@ def _check_metadata(notes: TensorStoreSidecar, directory: ArrayDirectory, keys: 
         futures = {name: store.read(f"{key}/{file}") for name, key in keys.items()}
     for name, future in futures.items():
         with directory.reading(name):
-            result = future.result()
+            result = directory.wait(future)
         path = directory.path / keys[name] / file
         if result.state == "missing":
             raise CorruptCheckpointError("the array's metadata is missing", path=path, name=name)
@@ -105,8 +104,7 @@ def read_foreign(directory: Directory) -> tuple[ArrayDirectory, dict[str, KnownA
     Raises the errors of `find_arrays`; CorruptCheckpointError if Tensorkeep wrote it, so that the sidecar is missing;
     UnsupportedError if two arrays would have the same name.
     """
-    root = Path(directory.fd_path)
-    arrays = ArrayDirectory(directory.path, f"{root}/", "ocdbt" if is_database(root) else "file")
+    arrays = ArrayDirectory.of(directory, "ocdbt" if is_database(directory.stable_path) else "file")
     if has_mark(arrays):
         raise CorruptCheckpointError(
             "is missing or damaged; without it the state of the arrays is unknown",

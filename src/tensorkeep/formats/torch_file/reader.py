@@ -2,22 +2,26 @@
 
 Nothing is ever unpickled without ``weights_only=True``. Tensors are mapped, and read when they are asked for. Torch
 writes a CRC-32 of every storage and never checks it; here it is checked before the first byte of a storage is returned.
+Of an object in a store, the pickle and the zip directory are fetched at once, a storage when it is first read.
 """
 
 import stat
 import threading
 import zlib
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
+from typing import BinaryIO, cast
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.decoding import decoding
+from tensorkeep.formats.mapped_file import FetchedFile, FetchedParts
 from tensorkeep.formats.probe import file_mode
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values, load_untrusted
 from tensorkeep.formats.torch_file.zip_file import TorchZip, begins_like_old_pickle
 from tensorkeep.io.files import Bytes
-from tensorkeep.io.source_file import SourceFile
-from tensorkeep.paths import StorePath
+from tensorkeep.io.places import open_file
+from tensorkeep.io.store_directory import StoreFile
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.tree import Flat, flatten
 
@@ -34,14 +38,20 @@ class TorchReader(Reader):
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         self.path = path
         self.metadata = {}
-        if isinstance(path, StorePath):
-            raise UnsupportedError(
-                "files of torch.save are not read from object stores yet", path=path, remedy="copy it to a disk first"
-            )
         mode = file_mode(path)
         if mode and not stat.S_ISREG(mode):
             raise NotACheckpointError("is not a regular file, as torch.save writes", path=path)
-        with SourceFile(path) as source, open(source.fd_path, "rb") as file:
+        self._fetched: FetchedFile | None = None
+        with ExitStack() as stack:
+            source = stack.enter_context(open_file(path))
+            if isinstance(source, StoreFile):
+                self._fetched = stack.enter_context(FetchedFile(source, FetchedParts(settings.pool.budget)))
+                place = self._fetched.fd_path
+                file = cast(BinaryIO, stack.enter_context(self._fetched.stream()))
+            else:
+                # By its descriptor: its path may be that of another file by now.
+                place = source.fd_path
+                file = stack.enter_context(open(place, "rb"))
             if begins_like_old_pickle(file.read(2)):
                 raise UnsupportedError(
                     "is a bare Python pickle, as torch.save wrote before version 1.6; loading it could run any code",
@@ -49,14 +59,20 @@ class TorchReader(Reader):
                     remedy="if you trust it, load it and save it again with torch 1.6 or later",
                 )
             archive = TorchZip(file, source.size, path)
-            # By its descriptor: its path may be that of another file by now.
-            state = load_untrusted(source.fd_path, archive, path, settings.allow)
+            if self._fetched is not None:
+                # Torch reads the local header of each record, to find its data.
+                self._fetched.prefetch(archive.local_headers())
+            state = load_untrusted(place, archive, path, settings.allow)
+            address = None if self._fetched is None else self._fetched.mapped_at()
         with decoding(path):
             count_values(state, SHARED_VALUES + 4 * archive.pickle_bytes)
             flat = flatten(state)
         self._leaves = dict(flat.leaves)
         self._checks = settings.verify and archive.checksummed
         self._storages = _storages(self._leaves, archive, source.size, path)
+        if self._fetched is not None:
+            for storage in set(self._storages.values()):
+                storage.fetch_from(self._fetched, address)
         leaves = {
             name: StoredLeaf(self, name, leaf.dtype, leaf.shape, stored_bytes=self._own_bytes(name), file=path.name)
             for name, leaf in self._leaves.items()
@@ -71,11 +87,18 @@ class TorchReader(Reader):
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         leaf = self._leaves[name]
-        if self._checks and leaf.nbytes and name in self._storages:
-            self._storages[name].check()
-        leaf.read(start, stop, out)
+        storage = self._storages.get(name) if leaf.nbytes else None
+        if storage is None:
+            leaf.read(start, stop, out)
+            return
+        if self._checks:
+            storage.check()
+        with storage.needed(leaf, start, stop):
+            leaf.read(start, stop, out)
 
     def mapped(self, name: str) -> Bytes | None:
+        if self._fetched is not None:
+            self._fetched.source.map_private()  # raises
         # The restricted unpickler maps the file privately.
         return self._leaves[name].host_bytes()
 
@@ -94,6 +117,7 @@ class TorchReader(Reader):
     def close(self) -> None:
         self._leaves = {}
         self._storages = {}
+        self._fetched = None
 
 
 def _storages(leaves: dict[str, Leaf], archive: TorchZip, size: int, path: Path) -> "dict[str, _Storage]":
@@ -125,15 +149,34 @@ class _Storage:
         self._path = path
         self._sound: bool | None = None
         self._lock = threading.Lock()
+        self._file: FetchedFile | None = None
+
+    def fetch_from(self, file: FetchedFile, address: int | None) -> None:
+        """Fetch the storage, which is memory of a file at an address, when it is needed."""
+        if self.nbytes:
+            if address is None:
+                raise StoreError("cannot be found in memory", path=file.path, remedy="copy it to a disk first")
+            self._file = file
+            self._address = address
+            self._start = int(self._leaf.array.untyped_storage().data_ptr()) - address
+
+    def needed(self, leaf: Leaf, start: int, stop: int) -> AbstractContextManager[None]:
+        """Use a range of a leaf's bytes in a block; of the full storage if the bytes are not in their order there."""
+        host = None if self._file is None else leaf.host_bytes()
+        if self._file is None or host is None:
+            return self._all_needed()
+        first = host.ctypes.data - self._address
+        return self._file.needed(first + start, first + stop)
+
+    def _all_needed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._file is None else self._file.needed(self._start, self._start + self.nbytes)
 
     def check(self) -> None:
-        import torch
-
-        with self._lock:
-            if self._sound is None:
-                # The mapped memory itself is checked, not the record that the zip directory lists.
-                content = torch.empty(0, dtype=torch.uint8).set_(self._leaf.array.untyped_storage()).numpy()
-                self._sound = (len(content), zlib.crc32(content)) in self._known
+        """Check the CRC-32 once; CorruptCheckpointError if it is wrong."""
+        if self._sound is None:
+            # Outside the lock: threads that wait for it share the requests of a storage.
+            with self._all_needed():
+                self._compute()
         if not self._sound:
             raise CorruptCheckpointError(
                 "the CRC-32 of its storage is wrong",
@@ -141,3 +184,12 @@ class _Storage:
                 name=self._leaf.name,
                 remedy="the stored bytes have changed since the save: take another checkpoint or copy",
             )
+
+    def _compute(self) -> None:
+        import torch
+
+        with self._lock:
+            if self._sound is None:
+                # The mapped memory itself is checked, not the record that the zip directory lists.
+                content = torch.empty(0, dtype=torch.uint8).set_(self._leaf.array.untyped_storage()).numpy()
+                self._sound = (len(content), zlib.crc32(content)) in self._known

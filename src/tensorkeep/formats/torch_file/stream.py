@@ -13,10 +13,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any, Self, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from tensorkeep.closing import Closing
 from tensorkeep.errors import UnsupportedError
 from tensorkeep.io.files import Bytes, DirectFile
 from tensorkeep.io.parallel import Cancellation, Meter
@@ -33,7 +34,7 @@ _ENTRY, _ENTRY_CRC, _ENTRY_LENGTHS, _ENTRY_NAME = b"PK\x01\x02", 16, 28, 46
 _STORAGES = b"/data/"
 
 
-class TorchStream:
+class TorchStream(Closing):
     """A new file for one or several calls of `save`; a context manager that closes it.
 
     The meter counts the bytes written, up to its total: the bytes of the zip container come on top of those of the
@@ -117,10 +118,8 @@ class TorchStream:
         self._file.finish(self._offset)
         return self._offset
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import PickleError
 
-from tensorkeep.errors import UnsupportedError, UnsupportedLeafError
+from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, first_line
 from tensorkeep.formats.torch_file.stream import TorchStream
 from tensorkeep.formats.torch_file.unpickle import restricted_load
 from tensorkeep.formats.write import BLOCK_BYTES, WriteResult, WriteSettings
@@ -71,9 +71,8 @@ def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
         restricted_load(file)
     except RuntimeError as error:
         # Torch cannot create tensors of some dtypes, such as float8, with gradients.
-        reason = str(error).splitlines()[0]
         raise UnsupportedError(
-            f"torch.load would fail on the file that torch.save makes of this state ({reason})",
+            f"torch.load would fail on the file that torch.save makes of this state ({first_line(error)})",
             remedy='detach its tensors from their gradients, or use format="native"',
         ) from error
     # AttributeError and TypeError: classes that cannot be imported.

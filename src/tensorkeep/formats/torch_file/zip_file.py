@@ -2,13 +2,15 @@
 
 import errno
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
+from tensorkeep.formats.mapped_file import stream_of
 from tensorkeep.formats.probe import first_bytes
 from tensorkeep.io.files import store_error
+from tensorkeep.io.places import open_file
 
 PICKLE = "data.pkl"
 
@@ -38,6 +40,8 @@ class TorchZip:
         except Exception as error:
             # `zipfile` takes a failing read for damage; a seek to where damaged bytes point is EINVAL.
             for cause in (error, error.__context__):
+                if isinstance(cause, TensorkeepError):
+                    raise cause from None
                 if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
                     raise store_error(cause, path, "read") from error
             raise CorruptCheckpointError(
@@ -45,6 +49,11 @@ class TorchZip:
                 path=path,
                 remedy="the file was cut short or written over: take another copy",
             ) from error
+
+    def local_headers(self) -> Iterator[tuple[int, int]]:
+        """Yield where in the file the header before each record is."""
+        for info in self.records.values():
+            yield info.header_offset, info.header_offset + _LOCAL_HEADER_BYTES
 
     def _read(self, file: zipfile.ZipFile, size: int) -> None:
         infos = file.infolist()
@@ -112,7 +121,7 @@ def is_torch_zip(path: Path) -> bool:
 
 def _lists_pickle(path: Path) -> bool:
     try:
-        with zipfile.ZipFile(path) as file:
+        with open_file(path) as source, stream_of(source) as stream, zipfile.ZipFile(stream) as file:
             return any(name.endswith("/data.pkl") for name in file.namelist())
     # A damaged zip directory can make `zipfile` raise almost anything.
     except Exception:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,16 +20,13 @@ from tensorkeep.formats.native.pieces.records import (
     TensorRecord,
 )
 from tensorkeep.formats.native.records import FEATURES, FileRecord
-from tensorkeep.formats.native.rules import StoredRules
+from tensorkeep.formats.native.rules import StoredRules, check_references
+from tensorkeep.formats.sealed import Content
 from tensorkeep.formats.tiling import find_flaw
 from tensorkeep.io.directory import Directory
 from tensorkeep.state.dtypes import BY_NAME
 
 Body = TypeVar("Body", Fragment, FragmentFiles)
-
-
-class _Content(msgspec.Struct, Generic[Body]):
-    body: Body
 
 
 class _Kind(msgspec.Struct):
@@ -40,13 +37,9 @@ class _Kind(msgspec.Struct):
     features: list[str] = []
 
 
-class _KindContent(msgspec.Struct):
-    body: _Kind
-
-
-_DECODER = msgspec.json.Decoder(_Content[Fragment])
-_FILES_DECODER = msgspec.json.Decoder(_Content[FragmentFiles])
-_KIND_DECODER = msgspec.json.Decoder(_KindContent)
+_DECODER = msgspec.json.Decoder(Content[Fragment])
+_FILES_DECODER = msgspec.json.Decoder(Content[FragmentFiles])
+_KIND_DECODER = msgspec.json.Decoder(Content[_Kind])
 
 PlacedBox = tuple[int, BoxRecord]
 """The rank that stored a box, and its record."""
@@ -73,12 +66,14 @@ def read_files(directory: Directory, root: Root) -> list[FileRecord]:
     """Return the data files that the fragments list, without decoding their boxes; raises the errors of the above."""
     found: dict[str, FileRecord] = {}
     for rank in range(root.ranks):
-        for file in _read(directory, root, rank, _FILES_DECODER).files:
+        fragment = _read(directory, root, rank, _FILES_DECODER)
+        check_references(fragment.files, fragment.features, directory.path / root.fragments[rank].name)
+        for file in fragment.files:
             found.setdefault(file.name, file)
     return list(found.values())
 
 
-def _read(directory: Directory, root: Root, rank: int, decoder: msgspec.json.Decoder[_Content[Body]]) -> Body:
+def _read(directory: Directory, root: Root, rank: int, decoder: msgspec.json.Decoder[Content[Body]]) -> Body:
     record = root.fragments[rank]
     path = directory.path / record.name
     content = read_content(directory, record.name)
@@ -107,7 +102,7 @@ def parse(
     save: str,
     ranks: int,
     rank: int,
-    decoder: msgspec.json.Decoder[_Content[Body]],
+    decoder: msgspec.json.Decoder[Content[Body]],
 ) -> Body:
     """Return the fragment of one rank of a save; the tensors of its boxes are still to be checked."""
     try:

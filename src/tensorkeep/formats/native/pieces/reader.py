@@ -1,10 +1,10 @@
 """Reading a checkpoint that many ranks wrote together: ranges and boxes, gathered from the boxes on disk."""
 
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 
-from tensorkeep.formats.base import OpenSettings, Problem, Reader, StoredLeaf
+from tensorkeep.formats.base import OpenSettings, StoredLeaf
 from tensorkeep.formats.blockfile.cuts import block_starts, bytes_between_cuts, rows_per_block
 from tensorkeep.formats.blockfile.read import StoredTensor
 from tensorkeep.formats.box_copies import BoxTarget, words
@@ -21,7 +21,7 @@ from tensorkeep.formats.boxes import (
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.pieces.records import Root, TensorRecord
-from tensorkeep.formats.native.reader import check_heads, describe
+from tensorkeep.formats.native.reader import OpenFilesReader, describe
 from tensorkeep.formats.native.records import WIDE_DIGESTS
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import BLOCK_BYTES
@@ -31,17 +31,13 @@ from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Leaf
 
 
-class PiecesReader(Reader):
-    """An open native checkpoint that many ranks wrote; see `OpenFiles`."""
-
-    format = "native"
-    verifiable = "xxh3-64 of every block"
+class PiecesReader(OpenFilesReader):
+    """An open native checkpoint that many ranks wrote."""
 
     def __init__(self, opened: OpenFiles, root: Root, settings: OpenSettings) -> None:
-        self.path = opened.path
         self.metadata = root.metadata
         self.step = root.step
-        self._opened = opened
+        super().__init__(opened)
         self._pool = settings.pool
         self._records = {leaf.name: leaf for leaf in root.leaves}
         self._boxes: dict[tuple[str, int], StoredTensor] = {}
@@ -131,15 +127,6 @@ class PiecesReader(Reader):
             return max(BLOCK_BYTES, most)
         cut = rows_per_block(record.shape, itemsize, self._grid) * row
         return max(1, BLOCK_BYTES // cut) * cut if cut else BLOCK_BYTES
-
-    def identity(self) -> str:
-        return self._opened.identity()
-
-    def audit(self) -> Iterator[Problem]:
-        return check_heads(self._opened)
-
-    def close(self) -> None:
-        self._opened.close()
 
     def _fill(self, name: str, wanted: Box, target: BoxTarget, pool: BufferPool) -> None:
         """Read a box of a tensor from all stored boxes that have elements of it."""

@@ -28,6 +28,15 @@ def fragment_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
+def save_id(save: str) -> str:
+    """Return the part of a save's name that is in the names of its objects in a store.
+
+    >>> save_id("0123456789abcdef-0")
+    '0123456789abcdef'
+    """
+    return save.partition("-")[0]
+
+
 class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A tensor of the state; ``layout`` is a hint for people: how it was divided among the ranks."""
 

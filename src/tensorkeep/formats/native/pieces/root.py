@@ -1,4 +1,8 @@
-"""The root manifest of a checkpoint that many ranks write: planned before the data is written, completed at the end."""
+"""The root manifest of a checkpoint that many ranks write: planned before the data is written, completed at the end.
+
+On a disk, the plan is in the folder of the save, so that one whose coordinator died is finished by the next. In an
+object store there is no such folder: what is not finished is left, and removed later.
+"""
 
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -32,11 +36,7 @@ class Plan(msgspec.Struct, frozen=True):
     root: Root
 
 
-class _PlanContent(msgspec.Struct):
-    body: Plan
-
-
-_PLAN_DECODER = msgspec.json.Decoder(_PlanContent)
+_PLAN_DECODER = msgspec.json.Decoder(sealed.Content[Plan])
 
 
 def plan_root(
@@ -76,10 +76,15 @@ def write_plan(commit: Commit, root: Root) -> None:
     Raises StoreError if the operating system refuses.
     """
     path = commit.path / PLAN_NAME
-    manifests.parse_root(sealed.seal(root), path, with_fragments=False)
+    check_plan(root, path)
     write_small(path, sealed.seal(Plan(commit.destination.name, commit.overwrite, root)))
     with store_errors(commit.path, "make the plan durable"):
         sync_directory(commit.path)
+
+
+def check_plan(root: Root, path: Path) -> None:
+    """Check a root without fragments as a reader will; raises as `manifests.parse_root`."""
+    manifests.parse_root(sealed.seal(root), path, with_fragments=False)
 
 
 def read_plan(directory: Directory) -> Plan | None:
@@ -87,7 +92,7 @@ def read_plan(directory: Directory) -> Plan | None:
     path = directory.path / PLAN_NAME
     try:
         plan = _PLAN_DECODER.decode(sealed.read_content(directory, PLAN_NAME)).body
-        manifests.parse_root(sealed.seal(plan.root), path, with_fragments=False)
+        check_plan(plan.root, path)
     except (CorruptCheckpointError, NotACheckpointError, UnsupportedError, msgspec.DecodeError, RecursionError):
         return None
     return plan
@@ -96,12 +101,23 @@ def read_plan(directory: Directory) -> Plan | None:
 def write_root(directory: Path, plan: Root, fragments: Sequence[FragmentReport]) -> int:
     """Write the manifest of a save whose fragments are durable, and remove all other files; return its bytes.
 
+    Raises the errors of `root_content`; StoreError if the operating system refuses.
+    """
+    path = directory / manifests.FILE_NAME
+    content = root_content(path, plan, fragments)
+    write_small(path, content)
+    remove_strays(directory, {path.name, *(r.record.name for r in fragments), *(n for r in fragments for n in r.files)})
+    return len(content)
+
+
+def root_content(path: Path, plan: Root, fragments: Sequence[FragmentReport]) -> bytes:
+    """Return the manifest of a save whose fragments are durable.
+
     The reports are believed: on a network file system, this host may not see the files of others yet. They must be of
     all ranks, and their boxes must tile every tensor.
 
-    Raises CorruptCheckpointError if they do not; StoreError if the operating system refuses.
+    Raises CorruptCheckpointError if they do not.
     """
-    path = directory / manifests.FILE_NAME
     ordered = sorted(fragments, key=lambda report: report.rank)
     if [report.rank for report in ordered] != list(range(plan.ranks)):
         found = [report.rank for report in ordered]
@@ -109,9 +125,7 @@ def write_root(directory: Path, plan: Root, fragments: Sequence[FragmentReport])
     _check_reports(plan, ordered, path)
     content = sealed.seal(msgspec.structs.replace(plan, fragments=[report.record for report in ordered]))
     manifests.parse(content, path)
-    write_small(path, content)
-    remove_strays(directory, {path.name, *(r.record.name for r in ordered), *(n for r in ordered for n in r.files)})
-    return len(content)
+    return content
 
 
 def _check_reports(plan: Root, reports: Sequence[FragmentReport], path: Path) -> None:

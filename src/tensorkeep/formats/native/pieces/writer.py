@@ -9,7 +9,7 @@ from tensorkeep.formats import sealed
 from tensorkeep.formats.blockfile.cuts import CODED_GRID, RAW_GRID, Grid, block_starts
 from tensorkeep.formats.blockfile.data_file import DataFile
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, SUFFIX, CutSource, FilePlan, plan_part, shard_limit
-from tensorkeep.formats.native.block_write import BlockFilesWrite, stored_blocks
+from tensorkeep.formats.native.block_write import BlockFilesWrite, features_of, stored_blocks
 from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.native.pieces.fragments import check_fragment, parse_fragment
 from tensorkeep.formats.native.pieces.previous import PreviousPieces
@@ -22,11 +22,14 @@ from tensorkeep.formats.native.pieces.records import (
     FragmentReport,
     TensorRecord,
     fragment_name,
+    save_id,
 )
-from tensorkeep.formats.native.records import PLACES, WIDE_DIGESTS, FileRecord
+from tensorkeep.formats.native.records import FileRecord
 from tensorkeep.formats.structure import PartKey
 from tensorkeep.formats.write import WriteResult, WriteSettings
-from tensorkeep.io.files import write_small
+from tensorkeep.io.places import write_file
+from tensorkeep.io.store_commit import object_name
+from tensorkeep.paths import StorePath
 from tensorkeep.state.names import part_file_stems
 from tensorkeep.state.sharded import Piece
 
@@ -43,7 +46,10 @@ class Together(Protocol):
         """The number of ranks."""
 
     def begin(self) -> tuple[Path, str]:
-        """Wait until the coordinator has made the staging folder; return it and the name of the save."""
+        """Wait until the coordinator has made the staging folder; return it and the name of the save.
+
+        In an object store, it is the prefix of the checkpoint itself.
+        """
 
     def finish(self, report: FragmentReport) -> None:
         """Report that this rank's part is durable, and wait until the coordinator has published the checkpoint.
@@ -80,15 +86,16 @@ class PiecesWrite(BlockFilesWrite):
     def _write(self) -> WriteResult:
         self._check_budget()
         directory, save = self._together.begin()
+        of_save = save_id(save) if isinstance(directory, StorePath) else ""
         kind = partial(PreviousPieces, pieces=self._pieces, grid=self._grid)
-        written = self._write_over_base(directory, kind, ranks=self._together.size)
+        written = self._write_over_base(directory, kind, ranks=self._together.size, save_id=of_save)
         records = written.records + written.linked
         fragment = self._fragment(written.files, records, written.numbers, save)
         content = sealed.seal(fragment)
-        path = directory / fragment_name(self._together.rank)
+        path = directory / object_name(fragment_name(self._together.rank), of_save)
         self._check(content, path, save)
         self._cancellation.check()
-        write_small(path, content)
+        write_file(path, content)
         result = written.result(self._settings, len(content))
         self._together.finish(
             FragmentReport(
@@ -116,13 +123,10 @@ class PiecesWrite(BlockFilesWrite):
                 index = leaves.setdefault(piece.name, len(leaves))
                 stored = stored_blocks(leaf, number, file, numbers)
                 boxes.append(BoxRecord(index, piece.offsets, piece.shape, *stored))
-        features = [WIDE_DIGESTS] if self._options.wide_digests else []
-        if any(box.places for box in boxes):
-            features.append(PLACES)
         return Fragment(
             format=FRAGMENT_FORMAT,
             version=FRAGMENT_VERSION,
-            features=features,
+            features=features_of(records, boxes, wide=self._options.wide_digests),
             save=save,
             rank=self._together.rank,
             ranks=self._together.size,

@@ -1,0 +1,307 @@
+"""Files of checkpoints as memory: mapped from a disk, or fetched from an object store part by part, when it is used."""
+
+import ctypes
+import io
+import itertools
+import mmap
+import os
+import threading
+import weakref
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorkeep.closing import Closing
+from tensorkeep.errors import StoreError
+from tensorkeep.io import parallel
+from tensorkeep.io.files import Bytes, store_errors
+from tensorkeep.io.source_file import SourceFile
+from tensorkeep.io.store_directory import StoreFile
+from tensorkeep.io.stores import SMALL_REQUESTS
+from tensorkeep.machine import libc, memory_file
+
+_PIECE = 16 * 1024
+"""The unit of what is fetched and given back, a multiple of the page size."""
+
+_MOST_PIECES = 8 * 1024**2 // _PIECE
+"""Pieces of one request."""
+
+_MISSING, _COMING, _HERE = range(3)
+
+
+class MappedFile(Closing):
+    """A file as memory, for code that parses it in place.
+
+    The bytes of ``content`` are used within ``with file.needed(start, stop)``, or ``needed_by`` a view of them. The
+    memory outlives `close`.
+    """
+
+    def __init__(self, file: SourceFile) -> None:
+        self.path = file.path
+        self.size = file.size
+        self.content: Bytes = file.map_private() if file.size else np.empty(0, np.uint8)
+
+    @contextmanager
+    def needed(self, start: int, stop: int) -> Iterator[None]:
+        """Use a range of the file in a block; from any thread."""
+        yield
+
+    def needed_by(self, view: npt.NDArray[Any]) -> AbstractContextManager[None]:
+        """Use a view of ``content``, with strides of any lengths from 0 on, in a block; from any thread."""
+        steps = zip(view.shape, view.strides, strict=True)
+        start = view.ctypes.data - self.content.ctypes.data
+        end = start + sum((length - 1) * stride for length, stride in steps) + view.itemsize
+        return self.needed(start, end) if view.size else self.needed(0, 0)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Get ranges that are needed soon, many at once where each one takes a request."""
+
+    def stream(self, start: int = 0, stop: int | None = None) -> io.BufferedReader:
+        """Return a range of the file as a file."""
+        return io.BufferedReader(_Part(self, start, self.size if stop is None else stop))
+
+    def close(self) -> None:
+        """Do nothing: a mapping keeps no descriptor."""
+
+
+class FetchedParts:
+    """What has been fetched of the objects of a checkpoint: about ``budget`` bytes, and all that is in use.
+
+    Of the rest, what was used last is kept, and what is used again is fetched again. The budget grows to the largest
+    range that was in use, which is then read in smaller ones.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.changed = threading.Condition()
+        self._budget = budget
+        self._bytes = 0
+        self._pieces: Counter[int] = Counter()  # that are there, by file
+        self._collected: deque[int] = deque()
+        self._time = 0
+        self._numbers = itertools.count()
+        self._files: weakref.WeakValueDictionary[int, FetchedFile] = weakref.WeakValueDictionary()
+        self._idle: OrderedDict[tuple[int, int, int], int] = OrderedDict()
+
+    def add(self, file: "FetchedFile") -> int:
+        """Return the number of a new file."""
+        number = next(self._numbers)
+        self._files[number] = file
+        # The memory goes with the file. Collecting happens at any moment, so it is counted later.
+        weakref.finalize(file, self._collected.append, number).atexit = False
+        return number
+
+    def came(self, number: int, count: int) -> None:
+        """Count pieces of a file that were fetched; the lock is held."""
+        self._count(number, count)
+        self.changed.notify_all()
+
+    def _count(self, number: int, pieces: int) -> None:
+        self._pieces[number] += pieces
+        self._bytes += pieces * _PIECE
+
+    def used(self, number: int, first: int, last: int) -> int:
+        """Note that pieces of a file were used until now, and return the time; the lock is held."""
+        self._budget = max(self._budget, (last - first) * _PIECE)
+        self._time += 1
+        self._idle[number, first, last] = self._time
+        self._idle.move_to_end((number, first, last))
+        return self._time
+
+    def give_back(self) -> None:
+        """Give back the pieces that were not used for the longest time, down to the budget; the lock is held."""
+        while self._collected:
+            self._bytes -= self._pieces.pop(self._collected.popleft(), 0) * _PIECE
+        while self._bytes > self._budget and self._idle:
+            (number, first, last), time = self._idle.popitem(last=False)
+            file = self._files.get(number)
+            if file is not None:
+                self._count(number, -file.give_back(first, last, time))
+
+
+class FetchedFile(MappedFile):
+    """An object of a store as memory, whose parts are fetched when they are needed.
+
+    The memory is that of an unnamed file, as long as the object and empty where nothing was fetched. Until `close`,
+    ``fd_path`` is its path, for libraries that map it themselves: they see what is fetched later, too.
+    """
+
+    def __init__(self, file: StoreFile, parts: FetchedParts) -> None:
+        import torch
+
+        self.path = file.path
+        self.size = file.size
+        self.source = file
+        self._parts = parts
+        self._number = parts.add(self)
+        count = -(-file.size // _PIECE)
+        self._states = np.zeros(count, np.uint8)
+        self._users = np.zeros(count, np.int32)
+        self._times = np.zeros(count, np.int64)
+        self._failure: BaseException | None = None
+        with store_errors(self.path, "reserve memory for it"):
+            self._fd = memory_file()
+            os.ftruncate(self._fd, file.size)
+        self.content = np.empty(0, np.uint8)
+        try:
+            if file.size:
+                self.content = torch.from_file(self.fd_path, shared=True, size=file.size, dtype=torch.uint8).numpy()
+        except RuntimeError as error:
+            self.close()
+            raise StoreError(f"cannot reserve memory for it ({error})", path=self.path) from error
+
+    @property
+    def fd_path(self) -> str:
+        """A path of the memory, until `close`."""
+        return f"/proc/self/fd/{self._fd}"
+
+    @contextmanager
+    def needed(self, start: int, stop: int) -> Iterator[None]:
+        """Use a range of the object in a block, having fetched what is missing; raises as `StoreFile.read_into`.
+
+        Threads that need the same range share its requests.
+        """
+        start, stop = max(start, 0), min(stop, self.size)
+        first, last = start // _PIECE, -(-stop // _PIECE)
+        if start >= stop:
+            yield
+            return
+        with self._parts.changed:
+            self._users[first:last] += 1
+            known = self._failure
+        try:
+            self._fetch(first, last, known)
+            yield
+        finally:
+            with self._parts.changed:
+                self._users[first:last] -= 1
+                self._times[first:last] = self._parts.used(self._number, first, last)
+                self._parts.give_back()
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        parallel.run((partial(self._touch, start, stop) for start, stop in ranges), SMALL_REQUESTS)
+
+    def _touch(self, start: int, stop: int) -> None:
+        with self.needed(start, stop):
+            pass
+
+    def _fetch(self, first: int, last: int, known: BaseException | None) -> None:
+        """Fetch the pieces that are missing, and wait for those that other threads fetch."""
+        taken: list[tuple[int, int]] = []  # what this thread fetches: also Ctrl-C must not leave it to be waited for
+        try:
+            while self._take(first, last, known, taken):
+                begin, end = taken[0]
+                start, stop = begin * _PIECE, min(end * _PIECE, self.size)
+                self.source.read_into(start, self.content[start:stop])
+                with self._parts.changed:
+                    self._states[begin:end] = _HERE
+                    taken.clear()
+                    self._parts.came(self._number, end - begin)
+        except BaseException as error:
+            with self._parts.changed:
+                if taken and isinstance(error, Exception):
+                    self._failure = error
+                for begin, end in taken:
+                    self._states[begin:end] = _MISSING
+                self._parts.changed.notify_all()
+            raise
+
+    def _take(self, first: int, last: int, known: BaseException | None, taken: list[tuple[int, int]]) -> bool:
+        """Take a run of missing pieces, which the caller is to fetch; return False once all are there."""
+        with self._parts.changed:
+            while True:
+                # What has failed for long in another thread would fail here for as long again.
+                if self._failure is not None and self._failure is not known:
+                    raise self._failure
+                states = self._states[first:last]
+                missing = np.flatnonzero(states == _MISSING)
+                if missing.size:
+                    run = states[missing[0] :][:_MOST_PIECES]
+                    begin = first + int(missing[0])
+                    end = begin + (int(np.argmax(run != _MISSING)) or run.size)
+                    taken.append((begin, end))
+                    self._states[begin:end] = _COMING
+                    return True
+                if not (states == _COMING).any():
+                    return False
+                self._parts.changed.wait()
+
+    def give_back(self, first: int, last: int, time: int) -> int:
+        """Free the pieces that were last used at a time and are not in use; return how many. The lock is held."""
+        part = slice(first, last)
+        idle = (self._states[part] == _HERE) & (self._users[part] == 0) & (self._times[part] == time)
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], idle.view(np.int8), [0]))))
+        count = 0
+        for begin, end in (edges.reshape(-1, 2) + first).tolist():
+            address = ctypes.c_void_p(self.content.ctypes.data + begin * _PIECE)
+            if libc().madvise(address, ctypes.c_size_t((end - begin) * _PIECE), mmap.MADV_REMOVE) == 0:
+                self._states[begin:end] = _MISSING
+                count += end - begin
+        return count
+
+    def mapped_at(self) -> int | None:
+        """Return the address at which a library has mapped the file privately; None if it has not."""
+        status = os.fstat(self._fd)
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+        with store_errors(self.path, "find it in memory"), open("/proc/self/maps", encoding="utf-8") as maps:
+            for line in maps:
+                addresses, flags, offset, *place = line.split(maxsplit=5)
+                if place[:2] == [device, str(status.st_ino)] and flags[3] == "p" and int(offset, 16) == 0:
+                    return int(addresses.partition("-")[0], 16)
+        return None
+
+    def close(self) -> None:
+        """Close the descriptor, but keep the memory; a second call does nothing."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+def stream_of(file: SourceFile) -> io.BufferedReader:
+    """Return an open file as a Python file."""
+    if not isinstance(file, StoreFile):
+        return open(file.fd_path, "rb")
+    return map_file(file, FetchedParts(0)).stream()
+
+
+def map_file(file: SourceFile, parts: FetchedParts) -> MappedFile:
+    """Return a file as memory, wherever it is."""
+    if not isinstance(file, StoreFile):
+        return MappedFile(file)
+    with FetchedFile(file, parts) as fetched:
+        return fetched
+
+
+class _Part(io.RawIOBase):
+    """A range of a mapped file as a file."""
+
+    def __init__(self, file: MappedFile, start: int, stop: int) -> None:
+        self._file = file
+        self._start = start
+        self._size = stop - start
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if origin + offset < 0:
+            raise ValueError("a seek before the beginning")
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = max(0, min(len(buffer), self._size - self._position))
+        start = self._start + self._position
+        with self._file.needed(start, start + count):
+            buffer[:count] = memoryview(self._file.content[start : start + count])
+        self._position += count
+        return count
