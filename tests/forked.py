@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-_CONTEXT = get_context("forkserver")
-# The first optimizer of a process imports torch's compiler.
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "train.techniques.several_processes", "tensorkeep.cli.main"])
+CONTEXT = get_context("forkserver")
+# One server, and so one list, for all tests of a process. The first optimizer of a process imports torch's compiler.
+CONTEXT.set_forkserver_preload(["torch._dynamo", "train.techniques.several_processes", "tensorkeep.cli.main"])
 
 
 def start(work: Callable[..., object], *arguments: object, output: Path) -> ForkServerProcess:
     """Start a process that calls a function of a module; its standard output and error are appended to a file."""
     # pytest imports test files by their path below the root, which other processes do not.
     module = work.__module__.removeprefix("tests.")
-    process = _CONTEXT.Process(target=_run, args=(module, work.__name__, arguments, output), daemon=True)
+    process = CONTEXT.Process(target=_run, args=(module, work.__name__, arguments, output), daemon=True)
     with pytest.MonkeyPatch.context() as patches:
         # For the server, which starts with the first process.
         patches.setenv("PYTHONPATH", str(Path(__file__).parent))

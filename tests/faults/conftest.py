@@ -9,7 +9,7 @@ import pytest
 Choose = Callable[[int], Sequence[int]]
 """Return the indices to break, of so many."""
 
-STRIDE = 9
+STRIDE = 17
 
 
 def every(count: int) -> Sequence[int]:
@@ -17,7 +17,7 @@ def every(count: int) -> Sequence[int]:
 
 
 def sample(count: int) -> Sequence[int]:
-    """Return about one index of nine, the first and the last two always among them."""
+    """Return about one index of 17, the first and the last two always among them."""
     return sorted({0, *range(STRIDE // 2, count, STRIDE), count - 2, count - 1} & set(range(count)))
 
 

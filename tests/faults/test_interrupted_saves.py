@@ -4,7 +4,7 @@ import errno
 import importlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,16 @@ def operations(save: Save, folder: Path, name: str, *, replace: bool) -> int:
     return count
 
 
+def folders(save: Save, name: str, root: Path, chosen: Sequence[int], *, replace: bool) -> Iterator[tuple[int, Path]]:
+    """Yield each chosen operation with a folder of its own, which has the checkpoint to replace."""
+    for index in chosen:
+        folder = root / str(index)
+        folder.mkdir()
+        if replace:
+            save(folder / name, OLD)
+        yield index, folder
+
+
 @pytest.mark.parametrize("replace", [False, True], ids=["fresh", "replacing"])
 @pytest.mark.parametrize(("save", "name"), FORKED)
 @pytest.mark.parametrize("action", [faults.die, faults.die_after], ids=["before", "after"])
@@ -126,11 +136,7 @@ def test_killed_at_any_operation(
     met = set()
     count = operations(save, tmp_path / "count", name, replace=replace)
     chosen = choose(count)
-    for index in chosen:
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        if replace:
-            save(folder / name, OLD)
+    for index, folder in folders(save, name, tmp_path, chosen, replace=replace):
 
         def work(folder: Path = folder, index: int = index) -> None:
             with faults.broken(fail_at=index, action=action):
@@ -201,17 +207,21 @@ def kill_everywhere(kind: str, replace: bool, root: Path, chosen: str) -> None:
 
 @pytest.mark.parametrize("replace", [False, True], ids=["fresh", "replacing"])
 @pytest.mark.parametrize(("save", "name"), KINDS)
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=["ENOSPC", "EIO", "EROFS"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        errno.ENOSPC,
+        pytest.param(errno.EIO, marks=pytest.mark.slow),
+        pytest.param(errno.EROFS, marks=pytest.mark.slow),
+    ],
+    ids=errno.errorcode.get,
+)
 def test_an_error_at_any_operation_is_raised(
     tmp_path: Path, save: Save, name: str, number: int, replace: bool, choose: Choose, record_property: Any
 ) -> None:
     raised = 0
     chosen = choose(operations(save, tmp_path / "count", name, replace=replace))
-    for index in chosen:
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        if replace:
-            save(folder / name, OLD)
+    for index, folder in folders(save, name, tmp_path, chosen, replace=replace):
         with faults.broken(fail_at=index, action=faults.raise_error(number)):
             try:
                 save(folder / name, NEW)
@@ -251,11 +261,7 @@ def test_ctrl_c_at_any_operation(
 ) -> None:
     stopped = 0
     chosen = choose(operations(save, tmp_path / "count", name, replace=replace))
-    for index in chosen:
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        if replace:
-            save(folder / name, OLD)
+    for index, folder in folders(save, name, tmp_path, chosen, replace=replace):
         with faults.broken(fail_at=index, action=faults.interrupt):
             try:
                 save(folder / name, NEW)

@@ -6,6 +6,7 @@ Each run is a process of its own.
 import itertools
 import json
 import os
+import shutil
 import signal
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 import forked
 import tensorkeep.train.run.setup
 from faults import injection as faults
+from faults.training_variants import ORIGIN, VARIANTS, Variant, prepare_data
 from forked import ended
 from tensorkeep import CheckpointManager
 from tensorkeep.io import commit
@@ -25,36 +27,13 @@ from tensorkeep.io.temporaries import SUFFIX
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.generate import Sampling
 from tensorkeep.train.loop import train
-from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.run.branch import branch_point
 from tensorkeep.train.run.folder import LOG, RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import METRIC, Run
-
-CONFIG = Config(
-    recipe="tiny", model=ModelConfig(vocab_size=1, context_length=16, n_layers=2, n_heads=2, d_model=16, dropout=0.1)
-).changed(
-    {
-        "loop.steps": 12,
-        "loop.batch_size": 5,
-        "loop.threads": 1,
-        "schedule.warmup_steps": 2,
-        "eval.every": 3,
-        "sample.every": 5,
-        "sample.prompt": "the",
-        "sample.tokens": 8,
-        "checkpoint.every": 3,
-        "log.every": 1,
-    }
-)
-VARIANTS: dict[str, dict[str, object]] = {
-    "AdamW, averaged, random order": {"ema.decay": 0.9, "data.order": "random", "loop.accumulate": 3},
-    "Muon, shuffled order": {"optim.name": "muon", "data.order": "shuffled", "loop.accumulate": 3},
-    "one batch a step, differences": {"data.order": "shuffled", "checkpoint.incremental": "delta"},
-}
-
+from tensorkeep.train.techniques import mixed_precision
 
 # How a run is killed: each function arranges it
 
@@ -66,27 +45,24 @@ def die(run: Run) -> None:
 
 
 def in_a_step(run: Run) -> None:
-    """Before the last of three micro-batches of step 8, when the gradients hold the first two."""
-    last, real = 8 * run.config.loop.accumulate - 1, run.batches.at
+    """Before the last micro-batch of step 8, when the gradients hold those before it."""
+    computed = itertools.count(1)
 
-    def at(position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if position == last:
+    def count(*_: object) -> None:
+        if run.progress.step == 8 and torch.is_grad_enabled() and next(computed) == run.config.loop.accumulate:
             die(run)
-        return real(position)
 
-    run.batches.at = at
+    run.model.tokens.register_forward_pre_hook(count)
 
 
 def in_an_evaluation(run: Run) -> None:
     """In the evaluation of step 9, before its save, while the model holds the averaged weights."""
-    real = run.model.loss
 
-    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def evaluates(*_: object) -> None:
         if run.progress.step == 9 and not run.model.training:
             die(run)
-        return real(inputs, targets)
 
-    run.model.loss = loss
+    run.model.tokens.register_forward_pre_hook(evaluates)
 
 
 def in_a_sample(run: Run) -> None:
@@ -185,13 +161,15 @@ class Silence:
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
-def live(config: dict[str, Any], folder: Path, data: Path, death: str | None) -> None:
+def live(config: dict[str, Any], folder: Path, data: Path, death: str | None, branch: Path | None) -> None:
     """Train, from the start or the last checkpoint, until the end or until the process is killed."""
-    tensorkeep.train.run.setup.measured_peak = lambda *args, **kwargs: 1e9
+    for module in (tensorkeep.train.run.setup, mixed_precision):
+        module.measured_peak = lambda *args, **kwargs: 1e9
     warnings.simplefilter("error")
     if death in DEATHS_AT_THE_LOG:
         _at_the_log(DEATHS_AT_THE_LOG[death])
-    with open_run(Config.from_dict(config), RunFolder(folder), Dataset.open(data), resume=True) as run:
+    point = None if branch is None else branch_point(branch)
+    with open_run(Config.from_dict(config), RunFolder(folder), Dataset.open(data), resume=True, branch=point) as run:
         if death in DEATHS:
             DEATHS[death].arrange(run)
         train(run, Silence())
@@ -200,42 +178,46 @@ def live(config: dict[str, Any], folder: Path, data: Path, death: str | None) ->
 # The tests
 
 
-class Runs:
-    """Starts runs in processes of their own."""
+class Whole:
+    """An uninterrupted run to compare with, in the folder ``run``, and the same run in others.
 
-    def __init__(self, data: Path) -> None:
-        self._data = data
+    A leg or a branch has its former steps in the folder ``origin``.
+    """
 
-    def __call__(self, config: Config, folder: Path, death: str | None = None) -> int:
-        """Return the exit code of a run: 0, or minus the signal that killed it."""
+    def __init__(self, variant: Variant, data: Path, folder: Path) -> None:
+        self.config = variant.config
+        self.folder = folder / "run"
+        self._variant, self._data, self._origin = variant, data, folder / "origin"
+        if variant.begins != "new":
+            assert self._train(self.config.changed(ORIGIN), self._origin) == 0
+        assert self.start(self.folder) == 0
+
+    def start(self, folder: Path, death: str | None = None) -> int:
+        """Start or resume the run in a process of its own; return 0, or minus the signal that killed it."""
+        if self._variant.begins == "leg" and not folder.exists():
+            shutil.copytree(self._origin, folder)
+        return self._train(self.config, folder, death, self._origin if self._variant.begins == "branch" else None)
+
+    def _train(self, config: Config, folder: Path, death: str | None = None, branch: Path | None = None) -> int:
         output = folder.with_name("output")
-        code = ended(forked.start(live, config.as_dict(), folder, self._data, death, output=output), 60)
+        process = forked.start(live, config.as_dict(), folder, self._data, death, branch, output=output)
+        code = ended(process, 60)
         print(output.read_text())  # pytest shows it if the test fails
         return code
 
 
-class Whole(NamedTuple):
-    """An uninterrupted run to compare with."""
-
-    config: Config
-    folder: Path
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return prepare_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 60)
-    prepare(folder / "text.txt", folder / "prepared", tokenizer="char")
-    return Runs(folder / "prepared")
-
-
-@pytest.fixture(scope="module", params=VARIANTS)
-def whole(request: pytest.FixtureRequest, start: Runs, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    config, folder = CONFIG.changed(VARIANTS[request.param]), tmp_path_factory.mktemp("whole") / "run"
-    assert start(config, folder) == 0
-    assert {line["kind"] for line in trace(folder)} == {"train", "evaluate", "sample"}
-    assert latest(folder) == 12
-    return Whole(config, folder)
+def whole(request: pytest.FixtureRequest, data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    variant = VARIANTS[request.param]
+    found = Whole(variant, data[variant.data], tmp_path_factory.mktemp("whole"))
+    assert {line["kind"] for line in trace(found.folder)} == {"train", "evaluate", "sample"}
+    assert latest(found.folder) == 12
+    return found
 
 
 def trace(folder: Path) -> list[dict[str, Any]]:
@@ -273,25 +255,36 @@ def check_same(folder: Path, whole: Path) -> None:
     assert not list(folder.rglob(f"*{SUFFIX}"))
 
 
-@pytest.mark.parametrize("death", DEATHS)
-def test_a_killed_run_resumes_exactly(
-    tmp_path: Path, start: Runs, whole: Whole, death: str, record_property: Any
-) -> None:
+# Each kind of run and each death; all pairs of them are for `make torture`.
+PAIRS = [
+    pytest.param(variant, death, marks=pytest.mark.slow if (one - other) % len(VARIANTS) else [])
+    for one, variant in enumerate(VARIANTS)
+    for other, death in enumerate(DEATHS)
+]
+
+
+@pytest.mark.parametrize(("whole", "death"), PAIRS, indirect=["whole"])
+def test_a_killed_run_resumes_exactly(tmp_path: Path, whole: Whole, death: str, record_property: Any) -> None:
     run = tmp_path / "run"
-    assert start(whole.config, run, death) == -signal.SIGKILL
+    assert whole.start(run, death) == -signal.SIGKILL
     assert latest(run) == DEATHS[death].saved
-    assert start(whole.config, run) == 0
+    assert whole.start(run) == 0
     check_same(run, whole.folder)
     record_property("cases", 1)
 
 
+@pytest.mark.parametrize(
+    "whole",
+    [pytest.param(name, marks=pytest.mark.slow if number else []) for number, name in enumerate(VARIANTS)],
+    indirect=True,
+)
 def test_a_run_killed_while_its_log_is_rewritten_resumes_exactly(
-    tmp_path: Path, start: Runs, whole: Whole, record_property: Any
+    tmp_path: Path, whole: Whole, record_property: Any
 ) -> None:
     run = tmp_path / "run"
     for death, last in {"in a step": 7, "before the new log": 7, "after the new log": 6}.items():
-        assert start(whole.config, run, death) == -signal.SIGKILL
+        assert whole.start(run, death) == -signal.SIGKILL
         assert max(line["step"] for line in trace(run)) == last
-    assert start(whole.config, run) == 0
+    assert whole.start(run) == 0
     check_same(run, whole.folder)
     record_property("cases", 3)

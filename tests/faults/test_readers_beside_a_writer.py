@@ -27,9 +27,9 @@ def looking(meanwhile: Callable[[], object]) -> Iterator[None]:
     """Call a function once, after a manifest or its outline is read and before its files are opened."""
     once = [meanwhile]
 
-    def followed(real: Callable[[Directory], Any]) -> Callable[[Directory], Any]:
-        def read(directory: Directory) -> Any:
-            manifest = real(directory)
+    def followed(real: Callable[..., Any]) -> Callable[..., Any]:
+        def read(directory: Directory, *name: str) -> Any:
+            manifest = real(directory, *name)
             if once:
                 once.pop()()
             return manifest

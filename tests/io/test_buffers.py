@@ -8,6 +8,8 @@ import threading
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tensorkeep
 from tensorkeep.io import buffers
@@ -84,7 +86,7 @@ def test_a_buffer_of_an_earlier_pool_takes_nothing_from_other_threads() -> None:
             loan.release()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@given(st.integers(0, 2**32))
 def test_threads_within_what_was_granted_never_wait(seed: int) -> None:
     rng = random.Random(seed)
     each = rng.randint(8, 40) * MIB

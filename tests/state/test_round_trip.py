@@ -16,7 +16,7 @@ from tensorkeep.state.tree import flatten, leaf_specs, prune, unflatten
 from tensorkeep.testing import strategies
 from tensorkeep.testing.equality import difference, leaf_bytes
 
-slow_data = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+slow_data = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def reload(flat: Any) -> Any:

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tensorkeep
@@ -54,25 +53,8 @@ def build(
     return state, buffers
 
 
-loads = given(patterns(), st.none() | patterns(), st.sets(st.sampled_from(list(SHAPES)), min_size=2), st.data())
-
-
-@settings(deadline=None, max_examples=40)
-@loads
+@given(patterns(), st.none() | patterns(), st.sets(st.sampled_from(list(SHAPES)), min_size=2), st.data())
 def test_a_load_restores_all_or_changes_nothing(saved: Any, given_: Any, names: set[str], data: st.DataObject) -> None:
-    check_load(saved, given_, names, data)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=400)
-@loads
-def test_a_load_restores_all_or_changes_nothing_in_many_patterns(
-    saved: Any, given_: Any, names: set[str], data: st.DataObject
-) -> None:
-    check_load(saved, given_, names, data)
-
-
-def check_load(saved: Any, given_: Any, names: set[str], data: st.DataObject) -> None:
     state, _ = build(saved, names, None)
     target, buffers = build(given_ or saved, names, -1.0)
     select = data.draw(st.none() | st.lists(st.sampled_from(sorted(names)), min_size=1))
@@ -107,7 +89,6 @@ def extent(tensor: torch.Tensor) -> Any:
     return extent_of(leaf)
 
 
-@settings(deadline=None, max_examples=150)
 @given(patterns(), patterns())
 def test_every_sharing_conflict_is_found(saved: Any, given_: Any) -> None:
     flat = flatten(build(saved, SHAPES, None)[0])

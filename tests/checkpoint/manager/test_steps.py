@@ -11,14 +11,8 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.checkpoint.manager.steps import (
-    check_removable,
-    numbers_in,
-    read_step,
-    remove_step,
-    step_number,
-    step_path,
-)
+from tensorkeep.checkpoint.manager.place import DiskPlace
+from tensorkeep.checkpoint.manager.steps import step_number, step_path
 from tensorkeep.io import commit
 from tensorkeep.testing.disk import names_in
 
@@ -52,24 +46,25 @@ def test_other_values_are_not_step_numbers(tmp_path: Path, number: Any) -> None:
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, number: int) -> None:
     refused = OSError(number, os.strerror(number))
     with mock.patch.object(os, "scandir", side_effect=refused), pytest.raises(tensorkeep.StoreError) as error:
-        numbers_in(tmp_path)
+        DiskPlace(tmp_path).numbers()
     assert os.strerror(number) in error.value.message
-    assert numbers_in(tmp_path / "none") == []
+    assert DiskPlace(tmp_path / "none").numbers() == []
 
 
 def test_a_step_that_is_deleted_while_it_is_listed_is_left_out(step: Path, tmp_path: Path) -> None:
-    gone = FileNotFoundError(errno.ENOENT, "gone")
-    with mock.patch.object(Path, "stat", side_effect=gone), pytest.raises(tensorkeep.NotACheckpointError):
-        read_step(tmp_path, 1)
+    place = DiskPlace(tmp_path)
+    with mock.patch.object(place, "numbers", return_value=[1, 2]):
+        assert [found.number for found in place.listing().steps] == [1]
+        assert not place.listing().broken
 
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_step_is_removed_complete_or_damaged(step: Path, tmp_path: Path, damaged: bool) -> None:
     if damaged:
         damage(step)
-    remove_step(step)
+    DiskPlace(step.parent).remove(step)
     assert names_in(tmp_path) == []
-    remove_step(step)  # gone already, by another process perhaps
+    DiskPlace(step.parent).remove(step)  # gone already, by another process perhaps
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -83,7 +78,7 @@ def test_a_step_with_other_files_is_not_removed(step: Path, damaged: bool, name:
         (step / name).write_text("{}")
     before = names_in(step)
     with pytest.raises(tensorkeep.UsageError, match=f"holds '{name}', which does not belong to the step"):
-        remove_step(step)
+        DiskPlace(step.parent).remove(step)
     assert names_in(step) == before
 
 
@@ -112,7 +107,7 @@ def weights_of_others(place: Path, step: Path) -> None:
 def test_anything_but_a_step_is_not_removed(step: Path, tmp_path: Path, make: Any) -> None:
     place = step_path(tmp_path, 2)
     make(place, step)
-    for call in (check_removable, remove_step):
+    for call in (DiskPlace(tmp_path).check_removable, DiskPlace(tmp_path).remove):
         with pytest.raises(tensorkeep.NotACheckpointError, match="is not deleted"):
             call(place)
     assert os.path.lexists(place)
@@ -122,6 +117,6 @@ def test_anything_but_a_step_is_not_removed(step: Path, tmp_path: Path, make: An
 def test_a_removal_that_the_system_refuses_is_an_error(step: Path, tmp_path: Path) -> None:
     refused = PermissionError(errno.EACCES, "Permission denied")
     with mock.patch.object(commit.os, "rename", side_effect=refused), pytest.raises(tensorkeep.StoreError) as error:
-        remove_step(step)
+        DiskPlace(step.parent).remove(step)
     assert "cannot delete the step: Permission denied" in error.value.message
     assert names_in(tmp_path) == ["step-000001"]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import tensorkeep
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load import ranges
-from tensorkeep.checkpoint.manager import folder
+from tensorkeep.checkpoint.manager import place
 from tensorkeep.distributed import PerRank
 from tensorkeep.errors import BusyError
 from tensorkeep.formats.base import OpenSettings
@@ -120,7 +120,7 @@ def metrics_of_rank_0(root: str) -> Any:
 
 
 def delete_locked(root: str) -> None:
-    with manager(root) as steps, mock.patch.object(folder, "FolderLock", side_effect=BusyError("another writes")):
+    with manager(root) as steps, mock.patch.object(place, "FolderLock", side_effect=BusyError("another writes")):
         steps.delete(1)
 
 

@@ -147,7 +147,11 @@ def test_a_save_verifies_if_the_state_changes_between_any_two_calls(name: str, t
     assert_intact(tmp_path / "c", SAVES[name].get("format", "native"))
 
 
-@pytest.mark.parametrize("name", SAVES)
+# One of each format and compression, but those that a save in the background shows as well.
+SOME = {"native", "native incremental", "safetensors lossless", "tensorstore ocdbt", "tensorstore zarr 2 gzip", "t5x"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SOME else pytest.mark.slow) for name in SAVES])
 def test_a_save_verifies_if_a_thread_writes_all_the_time(name: str, tmp_path: Path) -> None:
     state = make_state(1 << 19)
     with changed_by_a_thread(memory_of(state)):
@@ -219,7 +223,14 @@ while True:
 """
 
 
-@pytest.mark.parametrize("name", ["native", "native lossless", "safetensors", "torch", "dcp", "tensorstore"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "native",
+        "tensorstore",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("native lossless", "safetensors", "torch", "dcp")),
+    ],
+)
 def test_a_save_verifies_if_another_process_writes_all_the_time(name: str, tmp_path: Path) -> None:
     size = 8 << 20
     (tmp_path / "shared").write_bytes(bytes(4 * size))

@@ -211,7 +211,7 @@ def test_threads_share_a_manager(tmp_path: Path) -> None:
             errors.append(error)
 
     with pytest.warns(UserWarning, match="there are later ones"):
-        threads = [threading.Thread(target=work, args=(first,)) for first in (10, 20, 30)]
+        threads = [threading.Thread(target=work, args=(first,)) for first in (30, 20, 10)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -303,14 +303,14 @@ def test_a_step_saved_after_going_back_is_kept(tmp_path: Path) -> None:
 
 
 def test_steps_that_cannot_be_deleted_cause_a_warning_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = tensorkeep.checkpoint.manager.steps.remove_checkpoint
+    real = tensorkeep.checkpoint.manager.place.remove_checkpoint
 
     def remove_checkpoint(path: Path) -> None:
         if path.name == "step-000001":
             raise PermissionError(13, "Permission denied")
         real(path)
 
-    monkeypatch.setattr("tensorkeep.checkpoint.manager.steps.remove_checkpoint", remove_checkpoint)
+    monkeypatch.setattr("tensorkeep.checkpoint.manager.place.remove_checkpoint", remove_checkpoint)
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, {"w": zeros(1)}).wait()
     assert manager.save(2, {"w": zeros(1)}).wait().state_bytes == MIB
@@ -385,7 +385,7 @@ def test_an_error_in_close_does_not_hide_that_of_the_block(tmp_path: Path, monke
 def test_steps_are_not_listed_if_all_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"w": zeros(1)}).wait()
-    monkeypatch.setattr("tensorkeep.checkpoint.manager.folder.list_steps", lambda root: pytest.fail("looked"))
+    monkeypatch.setattr("tensorkeep.checkpoint.manager.place.DiskPlace.summaries", lambda place: pytest.fail("looked"))
     manager.save(2, {"w": zeros(1)}).wait()
     manager.close()
 

@@ -516,5 +516,5 @@ def test_without_tensorstore_errors_name_the_extra_to_install(tmp_path: Path, mo
     monkeypatch.setitem(__import__("sys").modules, "tensorstore", None)
     assert FORMAT.recognises(path)
     for call in (lambda: read(path), lambda: tensorkeep.save({"a": torch.ones(1)}, tmp_path / "d", format="t5x")):
-        with pytest.raises(UnsupportedError, match=r"pip install 'tensorkeep\[tensorstore\]'"):
+        with pytest.raises(UnsupportedError, match=r"pip install '\.\[tensorstore\]'"):
             call()

@@ -15,6 +15,7 @@ class TestZarr3(FormatSuite):
     covers_every_byte = True
 
 
+@pytest.mark.slow
 class TestZarr2AsDocumented(FormatSuite):
     """Chunks of 4,096 elements, the key ``compressor`` left out, one array after the other; without checksums."""
 

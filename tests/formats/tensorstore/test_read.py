@@ -205,7 +205,7 @@ def test_without_tensorstore_errors_name_the_extra_to_install(tmp_path: Path, mo
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     assert tensorstore.FORMAT.recognises(tmp_path / "c")
     for call in (tensorkeep.load, lambda path: save({"w": torch.zeros(2)}, tmp_path / "d")):
-        with pytest.raises(tensorkeep.MissingExtraError, match=r"pip install 'tensorkeep\[tensorstore\]'"):
+        with pytest.raises(tensorkeep.MissingExtraError, match=r"pip install '\.\[tensorstore\]'"):
             call(tmp_path / "c")
 
 

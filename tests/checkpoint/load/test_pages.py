@@ -5,8 +5,8 @@ import mmap
 import numpy as np
 import pytest
 
-from tensorkeep.io import pages
-from tensorkeep.io.pages import NewPages
+from tensorkeep.checkpoint.load import pages
+from tensorkeep.checkpoint.load.pages import NewPages
 
 MIB = 1024**2
 

@@ -1,0 +1,470 @@
+"""Runs in object stores: saving, retention, shared objects, deletion in two stages, and readers beside all that."""
+
+import json
+import math
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorkeep
+from simulated_ranks import save_by_ranks
+from store_servers import Fault, FaultAt, Proxy
+from tensorkeep import CheckpointManager
+from tensorkeep.checkpoint.manager import garbage, store_place
+from tensorkeep.checkpoint.manager.place import place_of
+from tensorkeep.cli.main import main
+from tensorkeep.formats.native.block_write import BlockFilesWrite
+from tensorkeep.formats.native.directory import read_contents
+from tensorkeep.io import stores
+from tensorkeep.io.store_commit import save_of
+from tensorkeep.io.store_directory import StoreDirectory
+from tensorkeep.paths import StorePath
+from tensorkeep.testing.equality import same
+
+pytest.importorskip("obstore")
+
+BUCKET = "s3://runs"
+
+Prune = Callable[..., Any]
+
+
+@pytest.fixture
+def root(bucket: Proxy, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> StorePath:
+    """Return the root of a run of its own; deleted steps are kept for an hour."""
+    monkeypatch.delenv("TENSORKEEP_STORE_GRACE", raising=False)
+    return StorePath(f"{BUCKET}/{abs(hash(request.node.name)):x}")
+
+
+@pytest.fixture
+def no_grace(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORKEEP_STORE_GRACE", "0")
+
+
+@pytest.fixture
+def prune(root: StorePath, capsys: pytest.CaptureFixture[str]) -> Prune:
+    """Prune the run on the command line; return the JSON document."""
+
+    def call(*arguments: str) -> Any:
+        assert main(["prune", str(root), *arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def state(step: int) -> dict[str, Any]:
+    """Return a state of which one tensor in four changes with each step."""
+    tensors = {n: torch.randn(4000, generator=torch.Generator().manual_seed(n)) for n in range(4)}
+    tensors[step % 4] += step / 1000
+    return {"model": {f"w{n}": tensor for n, tensor in tensors.items()}, "n": step}
+
+
+def names(root: StorePath) -> list[str]:
+    """Return the keys of all objects of a run, below its root."""
+    return sorted(each.key.removeprefix(f"{root.key}/") for each in stores.objects(root))
+
+
+def save_all(root: StorePath, steps: range, **settings: Any) -> list[Any]:
+    with CheckpointManager(root, **settings) as manager:
+        return [manager.save(step, state(step), metrics={"loss": 9.0 - step}).wait() for step in steps]
+
+
+def numbers(root: StorePath) -> list[int]:
+    return [step.number for step in place_of(root).listing().steps]
+
+
+@pytest.mark.usefixtures("no_grace")
+def test_retention_over_twenty_steps(root: StorePath) -> None:
+    with CheckpointManager(root, keep_last=2, keep_every=8, metric="loss") as manager:
+        for step in range(1, 21):
+            manager.save(step, state(step), metrics={"loss": abs(step - 11.0)})
+        manager.wait()
+        assert [step.number for step in manager.steps()] == [8, 16, 19, 20]
+        assert manager.latest().number == 20  # type: ignore[union-attr]
+        assert manager.best().number == 8  # type: ignore[union-attr]
+        assert same(manager.restore(), state(20))
+        assert same(manager.restore(8), state(8))
+    assert same(tensorkeep.load(f"{root}@best"), state(8))
+    assert {name.partition("/")[0] for name in names(root)} == {f"step-{n:06d}" for n in (8, 16, 19, 20)}
+    assert not any(name.endswith("removed.json") for name in names(root))
+
+
+@pytest.mark.parametrize("incremental", [True, "delta"])
+@pytest.mark.usefixtures("no_grace")
+def test_incremental_steps_share_objects_and_survive_the_deletion_of_others(root: StorePath, incremental: Any) -> None:
+    reports = save_all(root, range(1, 9), incremental=incremental, keep_every=4, keep_last=1)
+    assert all(report.base for report in reports[1:])
+    assert all(report.new_bytes < reports[0].new_bytes / 2 for report in reports[1:4])
+    assert numbers(root) == [4, 8]
+    for step in (4, 8):
+        assert same(tensorkeep.load(f"{root}@{step}"), state(step))
+        assert tensorkeep.verify(f"{root}@{step}")
+    # Nothing is left but what both steps use, and the tombstones of those whose objects they share.
+    places = [StoreDirectory(root / f"step-{step:06d}") for step in (4, 8)]
+    used = {place.path_of(name) for place in places for name in read_contents(place).sizes}
+    left = {name for name in names(root) if not name.endswith("removed.json")}
+    assert {str(path.relative_to(root)) for path in used} == left
+    assert any(path.parent.name not in ("step-000004", "step-000008") for path in used)
+
+
+@pytest.mark.usefixtures("no_grace")
+def test_the_sizes_of_a_run_count_shared_objects_once(root: StorePath, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = save_all(root, range(1, 4), incremental=True)
+    found = tensorkeep.log(root)
+    assert [step.new_bytes for step in found.steps] == [report.new_bytes for report in reports]
+    assert [step.nbytes for step in found.steps] == [report.stored_bytes for report in reports]
+    own = [step.own_bytes for step in place_of(root).listing().steps]
+    assert 0 < own[0] < found.steps[0].nbytes
+    assert main(["info", f"{root}@3"]) == 0
+    assert "shared with others" in capsys.readouterr().out
+
+
+def test_a_reader_finishes_while_the_step_is_deleted(root: StorePath) -> None:
+    save_all(root, range(1, 3))
+    with tensorkeep.open(f"{root}@1") as opened, CheckpointManager(root, keep_last=1) as manager:
+        manager.prune()
+        assert numbers(root) == [2]
+        assert torch.equal(opened["model.w0"].load(), state(1)["model"]["w0"])
+    with pytest.raises(tensorkeep.NotFoundError, match="has no step 1"):
+        tensorkeep.load(f"{root}@1")
+    with pytest.raises(tensorkeep.NotFoundError, match="step-000001: this step was deleted"):
+        tensorkeep.load(root / "step-000001")
+    assert "step-000001/removed.json" in names(root)
+
+
+def test_a_deleted_step_is_saved_again_within_the_grace_period(
+    root: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(root, range(1, 3))
+    with CheckpointManager(root) as manager:
+        manager.delete(2)
+        assert manager.latest().number == 1  # type: ignore[union-attr]
+        manager.save(2, state(7)).wait()
+        assert same(manager.restore(2), state(7))
+    monkeypatch.setenv("TENSORKEEP_STORE_GRACE", "0")
+    place_of(root).sweep()
+    assert len(names(root)) == 4
+    assert same(tensorkeep.load(f"{root}@2"), state(7))
+
+
+def test_each_replaced_version_of_a_step_remains_for_the_grace_period(
+    root: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(root, range(1, 2))
+    monkeypatch.setattr(garbage, "LEFTOVER_AGE", timedelta(0))
+    with tensorkeep.open(root / "step-000001") as opened, CheckpointManager(root) as manager:
+        for value in (2, 3):
+            manager.save(1, state(value), overwrite=True).wait()
+        manager.delete(1)
+        place_of(root).sweep()
+        assert torch.equal(opened["model.w0"].load(), state(1)["model"]["w0"])
+    monkeypatch.setenv("TENSORKEEP_STORE_GRACE", "0")
+    place_of(root).sweep()
+    assert names(root) == []
+
+
+def test_a_step_that_is_saved_again_during_its_deletion_remains(
+    root: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(root, range(1, 2))
+    real = store_place.put_tombstone
+
+    def put_tombstone(*arguments: Any) -> None:
+        monkeypatch.setattr(store_place, "put_tombstone", real)
+        real(*arguments)
+        with CheckpointManager(root) as manager:
+            manager.save(1, state(7), overwrite=True).wait()
+
+    monkeypatch.setattr(store_place, "put_tombstone", put_tombstone)
+    with pytest.raises(tensorkeep.StoreError, match="was saved again while it was deleted"):
+        place_of(root).remove(root / "step-000001")
+    assert same(tensorkeep.load(f"{root}@1"), state(7))
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_a_step_whose_objects_others_use_is_replaced(root: StorePath, incremental: bool) -> None:
+    save_all(root, range(1, 3), incremental=True)
+    with CheckpointManager(root, incremental=incremental) as manager, warnings.catch_warnings(action="ignore"):
+        manager.restore(1)
+        report = manager.save(1, state(9), overwrite=True).wait()
+    assert report.base == (str(root / "step-000001") if incremental else None)
+    assert not any(name.startswith("../") for name in read_contents(StoreDirectory(root / "step-000001")).sizes)
+    for step, expected in ((1, 9), (2, 2)):
+        assert tensorkeep.verify(f"{root}@{step}")
+        assert same(tensorkeep.load(f"{root}@{step}"), state(expected))
+
+
+def test_a_base_that_is_deleted_during_the_save_fails_it(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_all(root, range(1, 2), incremental=True)
+    real = BlockFilesWrite._write_files
+
+    def write_files(*arguments: Any) -> Any:
+        place_of(root).remove(root / "step-000001")
+        return real(*arguments)
+
+    with CheckpointManager(root, incremental=True, asynchronous=False) as manager:
+        manager.restore(1)
+        with (
+            monkeypatch.context() as patches,
+            pytest.raises(tensorkeep.StoreError, match="was deleted or replaced during a save that shares it"),
+        ):
+            patches.setattr(BlockFilesWrite, "_write_files", write_files)
+            manager.save(2, state(2))
+        assert [step.number for step in manager.steps()] == []
+
+
+@pytest.mark.usefixtures("no_grace")
+def test_failed_saves_leave_objects_that_prune_deletes(
+    root: StorePath, prune: Prune, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_all(root, range(1, 3))
+    orphan = root / "step-000003" / "model-0123456789abcdef.safetensors"
+    stores.put(orphan, bytes(500))
+    stores.put(root / "step-000003" / "notes.txt", b"mine")
+    assert numbers(root) == [1, 2]
+    document = prune("--keep-last", "1", "--dry-run")
+    assert (document["leftovers"]["objects"], document["unfinished"]) == (0, {"objects": 1, "bytes": 500})
+    monkeypatch.setattr(garbage, "LEFTOVER_AGE", timedelta(0))
+    assert main(["prune", str(root), "--broken", "--dry-run"]) == 0
+    assert "would delete leftovers of earlier deletions and failed saves: 1 object, 500 B" in capsys.readouterr().out
+    assert str(orphan.relative_to(root)) in names(root)
+    document = prune("--keep-last", "1")
+    assert document["leftovers"] == {"objects": 1, "bytes": 500}
+    assert [step["step"] for step in document["deleted"]] == [1]
+    assert [name for name in names(root) if not name.startswith("step-000002/")] == ["step-000003/notes.txt"]
+
+
+@pytest.mark.usefixtures("no_grace")
+def test_the_manager_deletes_what_failed_saves_have_left(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_all(root, range(1, 3))
+    stores.put(root / "step-000003" / "model-0123456789abcdef.safetensors", bytes(500))
+    monkeypatch.setattr(garbage, "LEFTOVER_AGE", timedelta(0))
+    with CheckpointManager(root) as manager:
+        assert manager.prune() == []
+    assert not [name for name in names(root) if name.startswith("step-000003")]
+    assert numbers(root) == [1, 2]
+
+
+def test_prune_says_when_the_objects_are_deleted(
+    root: StorePath, prune: Prune, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(root, range(1, 4))
+    document = prune("--keep-last", "2", "--dry-run")
+    size = document["freed_bytes"]
+    assert document["grace_seconds"] == 3600
+    assert size > 64_000
+    assert main(["prune", str(root), "--keep-last", "2"]) == 0
+    assert "by the next save or prune after 1 h" in capsys.readouterr().out
+    document = prune("--keep-last", "2")
+    assert document["deleted"] == []
+    assert document["waiting"]["objects"] == 1
+    assert 64_000 < document["waiting"]["bytes"] < size
+    assert numbers(root) == [2, 3]
+    monkeypatch.setenv("TENSORKEEP_STORE_GRACE", "0")
+    document = prune("--keep-last", "2")
+    assert document["leftovers"]["objects"] == 2
+    assert not [name for name in names(root) if name.startswith("step-000001")]
+
+
+def test_a_step_with_an_object_of_the_user_is_kept(root: StorePath, prune: Prune) -> None:
+    save_all(root, range(1, 4))
+    stores.put(root / "step-000001" / "eval.json", b"{}")
+    document = prune("--keep-last", "1")
+    assert [step["step"] for step in document["deleted"]] == [2]
+    assert "holds 'eval.json', which does not belong to the step" in document["left"]["1"]
+    assert numbers(root) == [1, 3]
+
+
+def test_of_two_managers_one_saves_the_step(root: StorePath) -> None:
+    managers = [CheckpointManager(root, asynchronous=False) for _ in range(2)]
+    together, results = threading.Barrier(2), {}
+
+    def save(number: int) -> None:
+        together.wait()
+        try:
+            results[number] = managers[number].save(5, state(number)).wait().path
+        except tensorkeep.TensorkeepError as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    won = [number for number in results if not isinstance(results[number], Exception)]
+    assert len(won) == 1
+    assert isinstance(results[1 - won[0]], tensorkeep.DestinationExistsError)
+    assert same(managers[1 - won[0]].restore(), state(won[0]))
+    assert len({save_of(name) for name in names(root)} - {None}) == 1
+
+
+def test_a_damaged_step_is_skipped_and_saved_again(root: StorePath) -> None:
+    save_all(root, range(1, 4))
+    last = next(name for name in names(root) if name.startswith("step-000003/model"))
+    content, _ = stores.read(root / last)
+    stores.put(root / last, content[:-1] + bytes([content[-1] ^ 1]))
+    with CheckpointManager(root) as manager:
+        with pytest.warns(UserWarning, match="step-000003 is skipped"):
+            assert same(manager.restore(), state(2))
+        manager.save(3, state(3)).wait()
+        assert same(manager.restore(), state(3))
+
+
+def test_steps_are_listed_by_few_requests(root: StorePath, server: Proxy) -> None:
+    save_all(root, range(1, 7))
+    place = place_of(root)
+    server.start_again(None)
+    assert len(place.listing().steps) == 6
+    assert len([each for each in server.requests if "list-type" in each]) == 1
+    assert len(server.requests) == 7  # and one for each manifest
+    server.start_again(None)
+    assert len(place.listing().steps) == 6
+    assert len(server.requests) == 1
+
+
+def test_a_run_is_read_while_its_store_fails_now_and_then(root: StorePath, server: Proxy) -> None:
+    save_all(root, range(1, 4))
+    server.start_again(Fault("500", lambda number: number % 3 == 0))
+    assert numbers(root) == [1, 2, 3]
+    assert same(tensorkeep.load(root), state(3))
+
+
+def test_a_grace_period_that_is_not_a_duration_is_refused(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORKEEP_STORE_GRACE", "soon")
+    with pytest.raises(tensorkeep.UsageError, match="TENSORKEEP_STORE_GRACE is 'soon'"):
+        CheckpointManager(root)
+
+
+def test_addresses_verify_and_diff_of_a_run(root: StorePath) -> None:
+    save_all(root, range(1, 4), incremental=True)
+    assert same(tensorkeep.load(f"{root}@latest"), state(3))
+    assert same(tensorkeep.load(f"{root}@best:loss"), state(3))
+    assert tensorkeep.verify(root)
+    assert not tensorkeep.diff(f"{root}@1", f"{root}@2").equal
+    with pytest.raises(tensorkeep.NotFoundError, match="has no step 9\nthe nearest steps are 1, 2, 3"):
+        tensorkeep.load(f"{root}@9")
+
+
+def test_a_step_that_shares_objects_is_complete_on_a_disk(root: StorePath, tmp_path: Path) -> None:
+    save_all(root, range(1, 4), incremental=True)
+    tensorkeep.convert(f"{root}@3", tmp_path / "copy")
+    assert same(tensorkeep.load(tmp_path / "copy"), state(3))
+
+
+def test_the_base_may_be_any_step_of_the_run_only(root: StorePath, tmp_path: Path) -> None:
+    save_all(root, range(1, 2), incremental=True)
+    tensorkeep.save(state(1), tmp_path / "c", incremental=True)
+    report = tensorkeep.save(state(2), f"{root}/best", base=f"{root}/step-000001")
+    assert report.base is None
+    assert "only steps of one run share objects" in (report.base_refused or "")
+    assert same(tensorkeep.load(f"{root}/best"), state(2))
+    for base, place in ((f"{root}/step-000001", tmp_path / "d"), (tmp_path / "c", f"{root}/step-000009")):
+        with pytest.raises(
+            tensorkeep.UsageError, match="one is on a disk, the other in an object store\nleave out base="
+        ):
+            tensorkeep.save(state(2), place, base=base)
+
+
+def test_a_whole_step_in_place_of_a_damaged_one_is_not_replaced(root: StorePath) -> None:
+    save_all(root, range(1, 3))
+    damaged = next(key for key in names(root) if key.startswith("step-000002/model"))
+    content = bytes(stores.get(root / damaged))
+    stores.put(root / damaged, content[:-1] + bytes([content[-1] ^ 1]))
+    with CheckpointManager(root) as manager:
+        with pytest.warns(UserWarning, match="step-000002 is skipped"):
+            assert same(manager.restore(), state(1))
+        tensorkeep.save(state(9), root / "step-000002", overwrite=True)
+        with pytest.raises(tensorkeep.DestinationExistsError, match="this step was saved already"):
+            manager.save(2, state(2))
+    assert same(tensorkeep.load(f"{root}@2"), state(9))
+
+
+@pytest.mark.usefixtures("no_grace")
+@pytest.mark.parametrize("times", [2, math.inf])
+def test_a_step_that_cannot_be_read_now_is_neither_ignored_nor_deleted(
+    root: StorePath, server: Proxy, monkeypatch: pytest.MonkeyPatch, times: float
+) -> None:
+    """A run would otherwise seem to have fewer steps, and keep or delete others than it should."""
+    save_all(root, range(1, 4))
+    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "20" if times == 2 else "0.5")
+    server.start_again(FaultAt("short", "step-000001/manifest.json", times))
+    with CheckpointManager(root, keep_last=1) as manager:
+        if times == 2:
+            assert [step.number for step in manager.prune()] == [1, 2]
+        else:
+            with pytest.raises(
+                tensorkeep.StoreError, match=r"step-000001/manifest.json: cannot read it: the answer was"
+            ):
+                manager.prune()
+            server.start_again(None)
+            assert numbers(root) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("action", ["reset", "truncated", "lost", "500"])
+def test_listing_and_deletion_survive_a_connection_that_breaks(root: StorePath, server: Proxy, action: str) -> None:
+    for number in range(3):
+        stores.put(root / "step-000001" / f"{number}", b"x")
+    server.start_again(Fault(action, lambda number: number == 0))
+    assert len(stores.objects(root)) == 3
+    server.start_again(Fault(action, lambda number: number == 0))
+    assert len(list(stores.children(root))) == 1
+    server.start_again(Fault(action, lambda number: number == 0))
+    stores.delete([root / "step-000001" / f"{number}" for number in range(3)])
+    server.start_again(None)
+    assert stores.objects(root) == []
+
+
+@pytest.mark.usefixtures("no_grace")
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_step_of_many_ranks_that_another_tool_uploaded_is_deleted(
+    root: StorePath, tmp_path: Path, prune: Prune, damaged: bool
+) -> None:
+    save_by_ranks(tmp_path / "step", state(1), 2)
+    for file in (tmp_path / "step").iterdir():
+        stores.put(root / "step-000001" / file.name, file.read_bytes())
+    assert same(tensorkeep.load(f"{root}@1"), state(1))
+    save_all(root, range(2, 3))
+    if damaged:
+        stores.put(root / "step-000001" / "manifest.json", b'{"xxh3_64":"damaged')
+    document = prune("--keep-last", "1", "--broken")
+    assert document["deleted_broken"] == ([1] if damaged else [])
+    assert {name.partition("/")[0] for name in names(root)} == {"step-000002"}
+
+
+def test_a_store_that_does_not_give_manifests_is_not_an_empty_run(
+    root: StorePath, server: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(root) as manager:
+        manager.save(1, {"w": torch.ones(3)})
+    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "0.5")
+    server.start_again(
+        Fault("503", lambda number: server.requests[number].startswith("GET") and "list" not in server.requests[number])
+    )
+    with pytest.raises(tensorkeep.StoreError), CheckpointManager(root) as manager:
+        manager.latest()
+    with pytest.raises(tensorkeep.StoreError):
+        tensorkeep.load(f"{root}@latest")
+
+
+def test_a_checkpoint_that_was_replaced_has_another_identity(root: StorePath) -> None:
+    """Ranks compare it, so that none loads the old one beside others that load the new one."""
+    from tensorkeep.checkpoint.finding import open_reader
+    from tensorkeep.formats.base import OpenSettings
+    from tensorkeep.io.buffers import BufferPool
+
+    path = root / "step-000001"
+    tensorkeep.save({"w": torch.ones(3)}, path)
+    with BufferPool(64 * 1024**2) as pool, open_reader(path, OpenSettings(pool=pool)) as old:
+        before = old.identity()
+        tensorkeep.save({"w": torch.zeros(3)}, path, overwrite=True)
+        with open_reader(path, OpenSettings(pool=pool)) as new:
+            assert new.identity() != before
+        try:
+            assert old.identity() == before
+        except tensorkeep.StoreError as error:
+            assert "was replaced" in str(error)

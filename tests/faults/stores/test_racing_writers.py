@@ -1,0 +1,138 @@
+"""Many writers race for one name in a store: one wins, and the error of the others names it."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorkeep
+from faults.stores.buckets import Bucket
+from forked import ended, start
+from store_servers import Fault
+from tensorkeep import CheckpointManager
+
+PROCESSES = THREADS = 4
+
+
+def state(number: int) -> dict[str, Any]:
+    return {"w": torch.full((3000,), float(number)), "writer": number}
+
+
+def save(url: str, number: int) -> None:
+    tensorkeep.save(state(number), url, metadata={"writer": number}, threads=1)
+
+
+def replace(url: str, number: int) -> None:
+    tensorkeep.save(state(number), url, metadata={"writer": number}, overwrite=True, threads=1)
+
+
+def step(url: str, number: int) -> None:
+    with CheckpointManager(url, asynchronous=False, threads=1) as manager:
+        manager.save(5, state(number))
+
+
+WAYS = {"save": save, "replace": replace, "step": step}
+
+
+def write_in_process(way: str, url: str, first: int, environment: Mapping[str, str], folder: Path) -> None:
+    """Let some threads save at once, when all processes are ready; print how each save ended."""
+    os.environ.update(environment)
+    with suppress(tensorkeep.NotACheckpointError):
+        tensorkeep.load(f"{url}-nothing")
+    barrier = threading.Barrier(THREADS)
+
+    def write(number: int) -> None:
+        barrier.wait()
+        error = None
+        try:
+            WAYS[way](url, number)
+        except Exception as raised:
+            error = (type(raised).__name__, str(raised))
+        os.write(1, json.dumps([number, error]).encode() + b"\n")
+
+    threads = [threading.Thread(target=write, args=(first + each,)) for each in range(THREADS)]
+    (folder / f"ready-{first}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.001)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def race(bucket: Bucket, way: str, url: str, folder: Path, *, disturbed: bool) -> dict[int, tuple[str, str] | None]:
+    """Run 16 writers, and return by their number how each ended: None, or the class and the text of its error."""
+    folder.mkdir()
+    environment = bucket.environment(disturbed=disturbed)
+    output = folder / "output"
+    processes = [
+        start(write_in_process, way, url, first * THREADS, environment, folder, output=output)
+        for first in range(PROCESSES)
+    ]
+    end = time.monotonic() + 60
+    while len([*folder.glob("ready-*")]) < PROCESSES and time.monotonic() < end:
+        time.sleep(0.005)
+    (folder / "go").touch()
+    assert [ended(process) for process in processes] == [0] * PROCESSES, output.read_text()
+    found = dict(map(json.loads, output.read_text().splitlines()))
+    assert len(found) == PROCESSES * THREADS
+    return found
+
+
+class LostCommits(Fault):
+    """The first answer to each of some commits is lost."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__("lost", lambda number: True)
+        self._left = count
+
+    def strikes(self, number: int, request: str) -> bool:
+        self._left -= (struck := self._left > 0 and request.startswith("PUT") and "manifest.json" in request)
+        return struck
+
+
+@pytest.mark.parametrize("lost", [0, 4], ids=["", "answers lost"])
+@pytest.mark.parametrize("way", ["save", "step"])
+@pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_one_of_16_wins_and_the_others_name_it(
+    tmp_path: Path, bucket: Bucket, way: str, lost: int, rounds: int, record_property: Any
+) -> None:
+    for number in range(rounds):
+        url = f"{bucket.url}/{number}/ckpt"
+        bucket.proxy.start_again(LostCommits(lost))
+        found = race(bucket, way, url, tmp_path / str(number), disturbed=bool(lost))
+        winners = [writer for writer, error in found.items() if error is None]
+        assert len(winners) == 1, found
+        place = f"{url}/step-000005" if way == "step" else url
+        assert tensorkeep.load(place)["writer"] == winners[0]
+        for kind, text in filter(None, found.values()):
+            assert kind == "DestinationExistsError"
+            assert text.startswith(place)
+        assert not bucket.leftovers()
+        bucket.clear()
+    record_property("cases", rounds)
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_16_replacements_leave_a_whole_checkpoint_of_a_winner(
+    tmp_path: Path, bucket: Bucket, rounds: int, record_property: Any
+) -> None:
+    for number in range(rounds):
+        url = f"{bucket.url}/{number}/ckpt"
+        save(url, 99)
+        found = race(bucket, "replace", url, tmp_path / str(number), disturbed=False)
+        winners = [writer for writer, error in found.items() if error is None]
+        # One that began after another had committed replaces it in turn.
+        assert tensorkeep.load(url)["writer"] in winners
+        errors = filter(None, found.values())
+        assert [error for error in errors if error[0] != "DestinationExistsError"] == []
+        assert not bucket.leftovers()
+        bucket.clear()
+    record_property("cases", rounds)

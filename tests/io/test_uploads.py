@@ -1,0 +1,233 @@
+"""Objects are written from many threads, in parts whose memory counts within the budget until it was sent."""
+
+import gc
+import itertools
+import random
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tensorkeep.errors import StoreError
+from tensorkeep.io import parallel, stores, uploads
+from tensorkeep.io.buffers import BufferPool
+from tensorkeep.io.parallel import Cancellation, Cancelled
+from tensorkeep.io.uploads import Upload
+from tensorkeep.paths import StorePath
+
+obstore = pytest.importorskip("obstore")
+
+MIB = 1024**2
+PATH = StorePath("s3://bucket/object")
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Use a store in the memory of this process, and parts of 1 MiB."""
+    store = obstore.store.MemoryStore()
+    monkeypatch.setattr(stores, "_connect", lambda *arguments: store)
+    monkeypatch.setattr(uploads, "_PART_BYTES", MIB)
+    return store
+
+
+def content_of(store: Any, path: StorePath = PATH) -> bytes:
+    return bytes(obstore.get(store, path.key).bytes())
+
+
+def some_bytes(count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(count).integers(0, 256, count, np.uint8)
+
+
+@pytest.mark.parametrize("size", [0, 1, MIB - 1, MIB, MIB + 1, 9 * MIB + 12345])
+@pytest.mark.parametrize("in_buffers", [False, True])
+def test_many_threads_write_pieces_of_any_size(memory: Any, size: int, in_buffers: bool) -> None:
+    draw = random.Random(size)
+    cuts = sorted({0, size, *(draw.randint(0, size) for _ in range(20))})
+    data = some_bytes(size)
+    cancellation = Cancellation()
+    with BufferPool(64 * MIB) as pool:
+        upload = Upload(PATH, pool, cancellation, most_bytes=size)
+
+        def write(start: int, stop: int) -> None:
+            if not in_buffers:
+                upload.write(start, data[start:stop])
+                return
+            buffer = pool.acquire(stop - start)
+            with buffer as array:
+                array[: stop - start] = data[start:stop]
+                upload.write(start, array[: stop - start], buffer)
+
+        tasks = [lambda a=a, b=b: write(a, b) for a, b in itertools.pairwise(cuts)]  # type: ignore[misc]
+        parallel.run(tasks, 4, cancellation)
+        upload.finish(size)
+        assert content_of(memory) == data.tobytes()
+
+
+class Held:
+    """A stand-in for `stores.put_pieces` that keeps every piece until it may continue."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Any] = []
+        self.may_end = threading.Event()
+
+    def __call__(self, path: StorePath, pieces: Any, **_: Any) -> None:
+        self.pieces.extend(pieces)
+        self.may_end.wait()
+        self.pieces.clear()
+
+
+def test_a_buffer_is_not_used_again_before_it_was_sent(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held()
+    monkeypatch.setattr(stores, "put_pieces", held)
+    with BufferPool(64 * MIB) as pool:
+        upload = Upload(PATH, pool, Cancellation(), most_bytes=100 * MIB)
+        buffer = pool.acquire(40 * MIB)
+        with buffer as array:
+            array[: 40 * MIB] = 7
+            upload.write(0, array[: 40 * MIB], buffer)
+        cancellation = Cancellation()
+        cancellation.cancel()
+        with pytest.raises(Cancelled):
+            pool.acquire(40 * MIB, cancellation)  # would wait
+        end = threading.Thread(target=lambda: upload.finish(40 * MIB))
+        end.start()
+        while not upload._pieces.exhausted:
+            time.sleep(0.001)
+        assert sum(len(piece) for piece in held.pieces) == 40 * MIB
+        assert all((piece == 7).all() for piece in held.pieces)
+        held.may_end.set()
+        end.join()
+        gc.collect()
+        with pool.acquire(60 * MIB):
+            assert pool.peak_bytes <= 64 * MIB
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_object_larger_than_the_budget(memory: Any, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[bytes] = []
+    # As a store far away: the memory of a piece is free once it was sent.
+    monkeypatch.setattr(stores, "put_pieces", lambda path, pieces, **_: received.extend(bytes(p) for p in pieces))
+    size, step = 90 * MIB, 3 * MIB + 100
+    cancellation = Cancellation()
+    with BufferPool(64 * MIB) as pool:
+        upload = Upload(PATH, pool, cancellation, most_bytes=size)
+
+        def write(start: int) -> None:
+            buffer = pool.acquire(20 * MIB if threads == 1 else 10 * MIB)
+            with buffer as array:
+                count = min(step, size - start)
+                array[:count] = start // step % 251
+                upload.write(start, array[:count], buffer)
+
+        parallel.run([lambda s=s: write(s) for s in range(0, size, step)], threads, cancellation)  # type: ignore[misc]
+        upload.finish(size)
+        assert pool.peak_bytes <= 64 * MIB
+    found = np.frombuffer(b"".join(received), np.uint8)
+    assert len(found) == size
+    assert (found[::step] == np.arange(len(found[::step])) % 251).all()
+
+
+def test_the_error_of_the_store_is_raised_and_memory_is_free(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: StorePath, pieces: Any, **_: Any) -> None:
+        next(pieces)
+        raise StoreError("cannot write it: SlowDown", path=path)
+
+    monkeypatch.setattr(stores, "put_pieces", fails)
+    with BufferPool(64 * MIB) as pool:
+        upload = Upload(PATH, pool, Cancellation(), most_bytes=60 * MIB)
+        with pytest.raises(StoreError, match="SlowDown"):
+            for start in range(0, 60 * MIB, 4 * MIB):
+                buffer = pool.acquire(4 * MIB)
+                with buffer as array:
+                    upload.write(start, array[: 4 * MIB], buffer)
+            upload.finish(60 * MIB)
+        upload.close()
+        with pool.acquire(64 * MIB):
+            pass
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_an_upload_that_does_not_end_leaves_nothing(memory: Any, cancel: bool) -> None:
+    cancellation = Cancellation()
+    with BufferPool(64 * MIB) as pool:
+        upload = Upload(PATH, pool, cancellation, most_bytes=3 * MIB)
+        upload.write(0, some_bytes(2 * MIB + 5))
+        if cancel:
+            cancellation.cancel()
+            with pytest.raises(Cancelled):
+                upload.finish(2 * MIB + 5)
+        upload.close()
+        upload.close()
+        with pool.acquire(64 * MIB):
+            pass
+    assert not list(obstore.list(memory))
+
+
+def test_a_lost_answer_to_the_last_request_is_no_error(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = stores.put_pieces
+
+    def loses(path: StorePath, pieces: Any, **named: Any) -> None:
+        real(path, pieces, **named)
+        raise StoreError("the upload does not exist", path=path)
+
+    monkeypatch.setattr(stores, "put_pieces", loses)
+    data = some_bytes(5 * MIB)
+    path = PATH.with_name("model-0123456789abcdef.safetensors")
+    with BufferPool(64 * MIB) as pool:
+        upload = Upload(path, pool, Cancellation(), most_bytes=5 * MIB)
+        upload.write(0, data)
+        upload.finish(5 * MIB)
+    assert content_of(memory, path) == data.tobytes()
+
+
+def test_progress_counts_what_was_sent(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_take = threading.Semaphore(0)
+
+    def slow(path: StorePath, pieces: Any, **_: Any) -> None:
+        for _piece in pieces:
+            may_take.acquire()
+
+    monkeypatch.setattr(stores, "put_pieces", slow)
+    done: list[int] = []
+    with BufferPool(64 * MIB) as pool:
+        upload = Upload(PATH, pool, Cancellation(), most_bytes=9 * MIB, progress=done.append)
+        for number in range(3):
+            upload.write(3 * number * MIB, some_bytes(3 * MIB), counts=100)
+        assert not done
+        may_take.release(9)
+        upload.finish(9 * MIB)
+    assert sum(done) == 300
+
+
+def test_parts_grow_with_the_object() -> None:
+    assert uploads.part_bytes(0) == 8 * MIB
+    for size in (79 * 1024**3, 400 * 1024**3, 5 * 1024**4):
+        assert 0 <= uploads.part_bytes(size) * 10_000 - size <= 10_000 * MIB
+
+
+@pytest.mark.parametrize("answer_lost", [False, True])
+def test_an_older_object_of_the_same_size_is_not_taken_for_the_new_one(
+    memory: Any, monkeypatch: pytest.MonkeyPatch, answer_lost: bool
+) -> None:
+    """Only a name with the id of the save can be of no other object."""
+
+    def refused(path: StorePath, pieces: Any, **options: Any) -> None:
+        content = b"".join(map(bytes, pieces))
+        if answer_lost:
+            stores.put(path, content)
+        raise StoreError("cannot write it", path=path)
+
+    monkeypatch.setattr(stores, "put_pieces", refused)
+    for path in (PATH, PATH.with_name("model-0123456789abcdef.safetensors")):
+        if not answer_lost:
+            stores.put(PATH, b"old")
+        with BufferPool(64 * MIB) as pool:
+            upload = Upload(path, pool, Cancellation(), most_bytes=3)
+            upload.write(0, some_bytes(3))
+            if answer_lost and path is not PATH:
+                upload.finish(3)
+            else:
+                with pytest.raises(StoreError, match="cannot write it"):
+                    upload.finish(3)
