@@ -1,0 +1,198 @@
+"""How far the layers of a model moved from step to step of a run, by a sample of the weights of each layer."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
+from tensorkeep.checkpoint.finding import open_reader
+from tensorkeep.checkpoint.inspect.diff import layer_of
+from tensorkeep.checkpoint.inspect.distances import Tolerance, distances
+from tensorkeep.errors import TensorkeepError
+from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
+from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
+from tensorkeep.io.buffers import BufferPool
+from tensorkeep.io.files import Bytes
+from tensorkeep.io.parallel import Meter, Progress
+from tensorkeep.show.tensors.sampling import read_ranges
+from tensorkeep.units import counted, format_bytes
+
+_MOST_LAYERS = 64
+_MOST_STEPS = 32
+_FEWEST_STEPS = 4
+_RANGE_BYTES = 1024**2
+
+_DECODED = 8
+"""Bytes to decode for each byte of the sample: only a part of a block is compared, but all of it is decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Motion:
+    """How far layers moved.
+
+    Attributes
+    ----------
+    steps : list of int
+        The steps that were read.
+    layers : list of str
+        In the order of the state.
+    moved : list of list of (float or None)
+        For each layer, the relative L2 difference of its sample between each two successive steps that were read.
+    text : str
+        A sentence about what was read.
+    problems : dict of int to str
+        Steps that could not be read.
+    """
+
+    steps: list[int]
+    layers: list[str]
+    moved: list[list[float | None]]
+    text: str
+    problems: dict[int, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer, and the range of its largest tensor that is compared."""
+
+    name: str
+    leaf: StoredLeaf
+    start: int
+    stop: int
+
+
+_Sample = dict[str, Bytes]
+"""The bytes of each layer's range."""
+
+
+def read_motion(
+    steps: Mapping[int, Path],
+    *,
+    sample: int,
+    allow: Allow | None,
+    threads: int | None,
+    memory_budget: MemorySize,
+    progress: Progress | None,
+) -> Motion | None:
+    """Return how far layers moved between steps; None with fewer than two of them, or without weights.
+
+    Of each layer a range of its largest tensor is read, of as many steps, evenly spread, as ``sample`` allows.
+    """
+    if len(steps) < 2:
+        return None
+    settings = OpenSettings(pool=budget_pool(memory_budget), allow=allowed_names(allow))
+    count = thread_count(threads)
+    problems: dict[int, str] = {}
+    with settings.pool as pool:
+        layers, total, cost = _layers_of_last(steps, settings, problems)
+        if not layers:
+            return None
+        chosen = _spread(sorted(steps), max(_FEWEST_STEPS, min(_MOST_STEPS, _DECODED * sample // cost)))
+        meter = Meter(sum(layer.stop - layer.start for layer in layers) * len(chosen), progress)
+        columns: list[list[float | None]] = []
+        read: list[int] = []
+        before: _Sample = {}
+        for number in chosen:
+            try:
+                with open_reader(steps[number], settings) as reader:
+                    now = _read(reader, layers, pool, count, meter)
+            except TensorkeepError as error:
+                problems[number] = str(error).splitlines()[0]
+                continue
+            if read:
+                columns.append([_distance(layer, before, now) for layer in layers])
+            before = now
+            read.append(number)
+    moved = [list(row) for row in zip(*columns, strict=True)] or [[] for _ in layers]
+    return Motion(read, [layer.name for layer in layers], moved, _text(layers, total, len(read), len(steps)), problems)
+
+
+def _layers_of_last(
+    steps: Mapping[int, Path], settings: OpenSettings, problems: dict[int, str]
+) -> tuple[list[_Layer], int, int]:
+    """Return the layers of the last step that can be opened, how many there are, and the bytes to decode of a step."""
+    for number in sorted(steps, reverse=True):
+        try:
+            with open_reader(steps[number], settings) as reader:
+                layers, total = _layers(reader, settings.pool.budget)
+                cost = sum(min(reader.block_bytes(layer.leaf.name), layer.leaf.nbytes) for layer in layers)
+                return layers, total, cost
+        except TensorkeepError as error:
+            problems[number] = str(error).splitlines()[0]
+    return [], 0, 0
+
+
+def _layers(reader: Reader, budget: int) -> tuple[list[_Layer], int]:
+    """Return the largest layers, in the state's order, and how many there are."""
+    by_layer: dict[str, StoredLeaf] = {}
+    parts = {part for name, (part, _) in reader.flat.parts.items() if name in reader.flat.leaves}
+    for name, leaf in reader.flat.leaves.items():
+        part, _ = reader.flat.parts[name]
+        is_weight = part == "model" if "model" in parts else "optim" not in part.lower()
+        if is_weight and leaf.dtype.kind == "float" and leaf.nbytes:
+            layer = layer_of(name)
+            if layer not in by_layer or leaf.nbytes > by_layer[layer].nbytes:
+                by_layer[layer] = leaf
+    largest = set(sorted(by_layer, key=lambda layer: -by_layer[layer].nbytes)[:_MOST_LAYERS])
+    # Two samples, of the step before and of this one, are in memory beside the buffers.
+    limit = min(_RANGE_BYTES, budget // 4 // max(len(largest), 1))
+    return [_layer(name, leaf, limit) for name, leaf in by_layer.items() if name in largest], len(by_layer)
+
+
+def _layer(name: str, leaf: StoredLeaf, limit: int) -> _Layer:
+    """Return a layer with a range from the middle of its tensor."""
+    size = leaf.dtype.itemsize
+    length = max(min(limit, leaf.nbytes) // size, 1) * size
+    start = (leaf.nbytes - length) // 2 // size * size
+    return _Layer(name, leaf, start, start + length)
+
+
+def _spread(steps: list[int], count: int) -> list[int]:
+    """Return so many of the steps, evenly spread from the first to the last."""
+    if len(steps) <= count:
+        return steps
+    return [steps[place * (len(steps) - 1) // (count - 1)] for place in range(count)]
+
+
+def _read(reader: Reader, layers: list[_Layer], pool: BufferPool, threads: int, meter: Meter) -> _Sample:
+    """Read the ranges of the layers that a step has, with the same shapes and dtypes."""
+    leaves = reader.flat.leaves
+    ranges = {
+        layer.leaf.name: [(layer.start, layer.stop)]
+        for layer in layers
+        if (leaf := leaves.get(layer.leaf.name)) is not None
+        and (leaf.shape, leaf.dtype) == (layer.leaf.shape, layer.leaf.dtype)
+    }
+    found: _Sample = {}
+
+    def use(name: str, start: int, data: Bytes) -> None:
+        found[name] = data.copy()
+        meter.add(len(data))
+
+    read_ranges(reader, ranges, use, threads=threads, pool=pool)
+    return found
+
+
+def _distance(layer: _Layer, before: _Sample, now: _Sample) -> float | None:
+    """Return the relative L2 difference of a layer's sample; None if one of the steps does not have it."""
+    one, other = before.get(layer.leaf.name), now.get(layer.leaf.name)
+    if one is None or other is None:
+        return None
+    dtype = layer.leaf.dtype
+    found = distances(one, other, (dtype, dtype), Tolerance(0, 0))
+    if found is None or not found.difference:
+        return 0.0
+    return math.sqrt(found.difference / found.first) if found.first else math.inf
+
+
+def _text(layers: list[_Layer], total: int, read: int, steps: int) -> str:
+    most = format_bytes(max(layer.stop - layer.start for layer in layers))
+    which = f"{len(layers)} of {total:,} layers" if len(layers) < total else counted(total, "layer")
+    those = f"{read} of {counted(steps, 'step')}" if read < steps else f"all {counted(steps, 'step')}"
+    return f"A sample: {those}, {which}, and of each layer up to {most} from the middle of its largest tensor."

@@ -1,0 +1,254 @@
+"""The pages without a browser: bounded, escaped, and with what was found."""
+
+import json
+import math
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorkeep
+from show.shown_runs import HOSTILE, save_model, save_run
+from tensorkeep.report.charts.curves import Curve, chart
+from tensorkeep.show import checkpoint_page as checkpoint_page_module
+from tensorkeep.show.checkpoint import read_contents
+from tensorkeep.show.checkpoint_page import checkpoint_page, findings
+from tensorkeep.show.difference_page import difference_page
+from tensorkeep.show.difference_page import findings as difference_findings
+from tensorkeep.show.heat import heat_map
+from tensorkeep.show.page import Column, data_json, drawn_table, left_out_text, title_of
+from tensorkeep.show.run import read_run
+from tensorkeep.show.run_page import findings as run_findings
+from tensorkeep.show.run_page import run_page
+from tensorkeep.show.tensors.histogram import Histogram
+
+
+def data_of(page: str) -> Any:
+    found = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert len(found) == 1
+    return json.loads(found[0])
+
+
+def check_escaped(page: str) -> None:
+    """Nothing of the hostile name is HTML, and the page requests nothing."""
+    assert "<img" not in page
+    assert page.count("</script>") == 2
+    for fetching in ("src=", "<link", "@import", "url(http", "fetch("):
+        assert fetching not in page.replace("img src=x", "")
+    assert "default-src 'none'" in page
+
+
+def test_the_page_of_a_checkpoint_has_every_tensor(tmp_path: Path) -> None:
+    contents = read_contents(save_model(tmp_path / "model"))
+    page = checkpoint_page(contents)
+    check_escaped(page)
+    table = data_of(page)["tensors"]
+    names = [row[0] for row in table["rows"]]
+    assert sorted(names) == sorted(entry.name for entry in contents.info.entries)
+    assert names[0] == "others.broken"
+    assert any(HOSTILE in name for name in names)
+    titles = [column["title"] for column in table["columns"]]
+    row = dict(zip(titles, table["rows"][0], strict=True))
+    assert (row["NaN"], row["Inf"], row["shape"], row["raw"]) == (1, 1, "500", 2000)
+    assert len(row["values"][4]) == 48
+    alias = dict(zip(titles, next(row for row in table["rows"] if row[0] == "model.head"), strict=True))
+    assert (alias["view of"], alias["stored"], alias["mean"]) == ("model.embedding", 0, None)
+    texts = [text for _, text in findings(contents)]
+    assert texts[1] == "1 tensor holds values that are not finite: others.broken (1 NaN, 1 infinite)."
+    assert "6 tensors of zeros only: model.blocks.0.mlp.b" in texts[2]
+
+
+def test_the_page_of_a_run(tmp_path: Path) -> None:
+    page = run_page(read_run(save_run(tmp_path / "run"), sample=10**9))
+    check_escaped(page)
+    text = re.sub(r"\s+", " ", page)
+    for words in ("Best step: 600, validation_loss 0.5", "1 layer did not move", "Which steps share which bytes"):
+        assert words in text, words
+    assert page.count('<figure class="chart"') == 4
+    assert "NaN" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert data_of(page)["tensors"]["rows"][0][0] == "600 (best)"
+
+
+def test_a_step_shows_when_it_was_saved_and_whose_files_it_shares(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", steps=2)
+    page = checkpoint_page(read_contents(run / "checkpoints" / "step-000200"))
+    facts = dict(re.findall(r"<dt>(.*?)</dt>\s*<dd[^>]*>(.*?)</dd>", page))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", facts["step: saved at"])
+    assert facts["step: number"] == "200"
+    assert re.fullmatch(r"[\d.]+ k?B", facts["history: linked bytes: step-000100"])
+
+
+def test_the_bars_of_few_steps_are_not_wider_than_their_numbers(tmp_path: Path) -> None:
+    for steps in (1, 6):
+        page = run_page(read_run(save_run(tmp_path / str(steps), steps=steps), sample=10**9))
+        bars = re.findall(r'<rect class="new" x="([\d.]+)" width="([\d.]+)"', page)
+        assert len(bars) == steps
+        assert {float(width) for _, width in bars} == {54.0}
+
+
+def test_a_loss_that_was_not_finite_is_reported(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", steps=2)
+    line = '{"step": 205, "kind": "train", "loss": null}\n'
+    (run / "log.jsonl").write_text(f"{(run / 'log.jsonl').read_text()}\n{line}{line.replace('205', '206')}")
+    contents = read_run(run, sample=10**9)
+    texts = [text for tone, text in run_findings(contents) if tone == "bad"]
+    assert texts == ["The loss was not finite at 2 logged steps, first at step 205."]
+    check_escaped(run_page(contents))
+
+
+@pytest.mark.parametrize(
+    ("path", "title"),
+    [
+        ("models/x.safetensors", "x.safetensors"),
+        ("run/checkpoints/step-000100", "run: step-000100"),
+        ("run/step-000100", "run: step-000100"),
+        ("s3://bucket/run/checkpoints", "run"),
+        ("run/", "run"),
+        ("/", "/"),
+    ],
+)
+def test_a_step_is_titled_with_its_run(path: str, title: str) -> None:
+    assert title_of(path) == title
+
+
+def test_the_page_of_a_run_without_a_log_has_its_metrics(tmp_path: Path) -> None:
+    with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.ones(3)}, metrics={"eval/loss": 1 / step, HOSTILE: 1.0})
+    page = run_page(read_run(tmp_path / "run", sample=10**9))
+    assert page.count('<figure class="chart"') == 2
+    check_escaped(page)
+
+
+def test_the_page_of_two_checkpoints_has_the_largest_changes_first(tmp_path: Path) -> None:
+    for name, factor in (("a", 1.0), ("b", 1.5)):
+        model = {HOSTILE: torch.ones(9) * factor, "x.0.w": torch.ones(4), "x.1.w": torch.ones(4) + factor / 10}
+        values = {"lr": factor, "name": HOSTILE * round(factor)}
+        tensorkeep.save({"model": {**model, name: torch.zeros(2)}, **values}, tmp_path / name)
+    page = difference_page(tensorkeep.diff(tmp_path / "a", tmp_path / "b"))
+    check_escaped(page)
+    rows = data_of(page)["tensors"]["rows"]
+    assert [row[0] for row in rows] == [f"model.{HOSTILE}", "model.x.1.w"]
+    assert rows[0][1] == 0.5
+    assert "Only in the second checkpoint" in page
+    same = difference_page(tensorkeep.diff(tmp_path / "a", tmp_path / "a"))
+    assert "The same: 4 tensors" in same
+    assert 'data-table="tensors"' not in same
+
+
+def test_the_changes_of_the_model_come_before_those_of_the_optimizer(tmp_path: Path) -> None:
+    for name, factor in (("a", 1.0), ("b", 3.0)):
+        state = {"adam": {"m": torch.ones(4) * factor**3}, "model": {"x": torch.ones(4), "y": torch.ones(4) * factor}}
+        tensorkeep.save({**state, "rng": torch.tensor([int(factor)])}, tmp_path / name)
+    report = tensorkeep.diff(tmp_path / "a", tmp_path / "b")
+    assert [text for _, text in difference_findings(report)] == [
+        "Tensors: 3 changed, 1 identical.",
+        "model: 4 of 4 elements differ, relative L2 2, most in model.y (2).",
+        "adam: 4 of 4 elements differ, relative L2 26, most in adam.m (26).",
+        "rng: 1 of 1 elements differ.",
+    ]
+    page = difference_page(report)
+    assert page.index("each layer: model") < page.index("each layer: adam")
+
+
+def test_a_difference_from_zero_is_infinite(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        tensorkeep.save({"w": torch.ones(9) * (name == "b")}, tmp_path / name)
+    rows = data_of(difference_page(tensorkeep.diff(tmp_path / "a", tmp_path / "b")))["tensors"]["rows"]
+    assert rows[0][1] == "inf"
+
+
+def test_a_table_of_100_000_rows_is_bounded_and_says_so() -> None:
+    columns = (Column("tensor", "name"), Column("dtype", "word"), Column("raw", "bytes"))
+    rows = ((f"model.layers.{number}.experts.weight", "bfloat16", number) for number in range(100_000))
+    table = drawn_table(columns, rows, noun="tensor", limit=1_000_000)
+    kept = table.json["rows"]
+    assert len(kept) + table.left_out == 100_000
+    assert kept[3] == ["model.layers.3.experts.weight", 0, 3]
+    assert table.json["columns"][1]["words"] == ["bfloat16"]
+    assert 990_000 < len(data_json({"t": table.json})) < 1_001_000
+    assert table.json["left_out"] == table.left_out
+    assert left_out_text(table, "the largest", 5_000_000) == (
+        f"Listed here: {len(kept):,} of 100,000 tensors, the largest. "
+        f"The other {table.left_out:,}, 5.00 MB together, are left out to keep the page small; --json has all."
+    )
+    assert left_out_text(drawn_table(columns, [], noun="tensor"), "the largest") == ""
+
+
+def test_a_page_that_leaves_tensors_out_sums_them_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"layers.{number}.w": torch.ones(number) for number in range(1, 101)}
+    tensorkeep.save({"model": {**state, "bad": torch.tensor(math.nan)}}, tmp_path / "c")
+    monkeypatch.setattr(checkpoint_page_module, "drawn_table", partial(drawn_table, limit=2000))
+    page = checkpoint_page(read_contents(tmp_path / "c"))
+    rows = data_of(page)["tensors"]["rows"]
+    # What is not finite is listed first, then the largest.
+    assert [row[0] for row in rows[:2]] == ["model.bad", "model.layers.100.w"]
+    listed = f"Listed here: {len(rows)} of 101 tensors, those that are not finite, then the largest."
+    assert (
+        page.index(listed) < page.index('data-table="tensors"') < page.index("Tensors that are not listed, by module")
+    )
+
+
+def test_values_of_a_table_are_short_and_json() -> None:
+    columns = [Column(kind, kind) for kind in ("number", "number", "number", "number", "histogram")]
+    histogram = Histogram(-1.0, 2.0, [0, 1, 100], beyond=3)
+    row = (1.23456789, math.inf, math.nan, None, histogram)
+    table = drawn_table(columns, [row], noun="row")
+    assert json.loads(data_json({"t": table.json}))["t"]["rows"] == [[1.2346, "inf", None, None, [-1, 2, 0, 3, "01z"]]]
+
+
+def test_charts_have_round_ticks_and_leave_out_what_is_not_finite() -> None:
+    found = chart("loss", [Curve("train", "good", [(0, 4.0), (50, math.nan), (100, 1.0)])])
+    assert found is not None
+    assert [text for _, text in found.across] == ["0", "20", "40", "60", "80", "100"]
+    assert [text for _, text in found.down] == ["1", "2", "3", "4"]
+    assert found.curves[0].path.count("L") == 1
+    assert chart("nothing", [Curve("train", "good", [(0, math.nan)])]) is None
+    single = chart("one", [Curve("train", "good", [(5, 2.0)])])
+    assert single is not None and single.curves[0].single is not None
+
+
+@pytest.mark.parametrize(
+    ("values", "steps", "labels"),
+    [
+        ((2.30101, 2.30108), (0, 10), ["2.30102", "2.30104", "2.30106", "2.30108"]),
+        ((100.3, 100.7), (0, 10), ["100.3", "100.4", "100.5", "100.6", "100.7"]),
+        ((26412.0, 26412.4), (0, 10), ["26,412", "26,412.1", "26,412.2", "26,412.3", "26,412.4"]),
+        ((1.20001e-5, 1.20004e-5), (0, 10), ["1.20001e-5", "1.20002e-5", "1.20003e-5", "1.20004e-5"]),
+        ((0.0, 1.0), (2_000_100, 2_000_130), ["0", "0.5", "1"]),
+    ],
+)
+def test_neighbouring_ticks_have_different_labels_where_values_hardly_differ(
+    values: tuple[float, float], steps: tuple[int, int], labels: list[str]
+) -> None:
+    found = chart("loss", [Curve("train", "good", [*zip(map(float, steps), values, strict=True)])])
+    assert found is not None
+    assert [text for _, text in found.down] == labels
+    across = [text for _, text in found.across]
+    assert len(set(across)) == len(across) > 1
+    # No label is wider than its space.
+    assert found.box[0] >= 6 * max(map(len, labels))
+    place, text = found.across[-1]
+    assert place + 3 * len(text) <= 440
+    assert found.data["box"] == [found.box[0] / 440, found.box[2] / 440]
+
+
+def test_a_long_curve_keeps_its_peaks() -> None:
+    points = [(float(step), 1.0) for step in range(100_000)]
+    points[54_321] = (54_321.0, 9.0)
+    found = chart("loss", [Curve("train", "good", points)])
+    assert found is not None
+    assert found.curves[0].path.count("L") < 1000
+    top = min(float(point.split()[1]) for point in found.curves[0].path[1:].split("L"))
+    assert top < 30 < 150
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_larger_values_are_darker(log: bool) -> None:
+    found = heat_map(["a", "b"], ["1", "2"], [[0.1, None], [0.0, 10.0]], lambda i, j, value: f"{value}", log=log)
+    assert [cell.title for cell in found.cells] == ["0.1", "0.0", "10.0"]
+    faint, none, dark = (cell.opacity for cell in found.cells)
+    assert none == 0 < faint < dark == 1
