@@ -127,7 +127,7 @@ def test_missing_packages_are_named(plain: Path, monkeypatch: pytest.MonkeyPatch
             patched.setitem(sys.modules, package, None)
             with pytest.raises(errors.MissingExtraError, match=package) as caught:
                 module.write_report(plain, plain / "report.html")
-            assert caught.value.remedy == "pip install 'tensorkeep[bench]'"
+            assert caught.value.remedy == "in a clone of Tensorkeep: pip install '.[bench]'"
 
 
 def test_claims_are_printed_one_below_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,15 @@
 """The report's page in a real browser: layout, sorting, contrast in both colour schemes, and no requests."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from browser import CONTRASTS, opened_browser, visits
 from report import documents
 from report.demo_results import demo_results
+from report.test_charts import training
 from tensorkeep.report.demo_page import write_demo_page
 from tensorkeep.report.files import write_report
 
@@ -19,29 +19,6 @@ if TYPE_CHECKING:
 
 HOSTILE = "<img src=x onerror=alert(1)><script>document.title='broken'</script>\"'&amp;"
 LONG = "tensorstore zarr3 with a name that is far too long to stand beside anything " * 2
-
-# Of every element that holds text: the contrast between its colour and the ground below it, as WCAG 2 defines it.
-CONTRASTS = """() => {
-  const rgb = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return n.length > 3 && n[3] === 0 ? null : n; };
-  const light = ([r, g, b]) => {
-    const part = (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-    return 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
-  };
-  const ground = (node) => {
-    for (; node; node = node.parentElement) {
-      const found = rgb(getComputedStyle(node).backgroundColor);
-      if (found) return found;
-    }
-    return [255, 255, 255];
-  };
-  const found = [];
-  for (const node of document.querySelectorAll("body *:not(script):not(svg *)")) {
-    if (![...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim())) continue;
-    const [a, b] = [light(rgb(getComputedStyle(node).color)), light(ground(node))];
-    found.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), node.tagName, node.className]);
-  }
-  return found;
-}"""
 
 
 @pytest.fixture(scope="module")
@@ -57,42 +34,14 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        reason = "no Chromium on this machine (chromium, chromium-browser or google-chrome)"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+    with opened_browser() as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture
 def visit(browser: "Browser", page_file: Path) -> Iterator[Any]:
-    """Open the page with a width and a colour scheme; no error and no request may occur."""
-    pages: list[Page] = []
-    messages: list[str] = []
-
-    def call(width: int = 1400, scheme: Any = "light", file: Path = page_file) -> "Page":
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        pages.append(page)
-        own = file.as_uri()
-        page.on("console", lambda message: messages.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: messages.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (messages.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: None if request.url == own else messages.append(f"request: {request.url}"))
-        page.on("requestfailed", lambda request: messages.append(f"failed: {request.url}"))
-        page.goto(own)
-        return page
-
-    yield call
-    for page in pages:
-        page.close()
-    assert messages == []
+    with visits(browser, page_file) as call:
+        yield call
 
 
 def column(page: "Page", table: str, place: int) -> list[str]:
@@ -100,8 +49,16 @@ def column(page: "Page", table: str, place: int) -> list[str]:
     return [row.locator("th, td").nth(place).inner_text() for row in rows.all()]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1400])
+# A phone and a screen, each with one of the colour schemes; `make torture` exchanges them as well.
+VIEWS = [
+    (400, "light"),
+    (1400, "dark"),
+    pytest.param(400, "dark", marks=pytest.mark.slow),
+    pytest.param(1400, "light", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("width", "scheme"), VIEWS)
 def test_the_page_fits_and_is_legible(visit: Any, width: int, scheme: str) -> None:
     page = visit(width, scheme)
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
@@ -114,8 +71,7 @@ def test_the_page_fits_and_is_legible(visit: Any, width: int, scheme: str) -> No
     assert min(contrasts)[0] >= 4.5, min(contrasts)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize(("width", "scheme"), VIEWS)
 def test_the_page_of_the_demo_fits_and_is_legible(visit: Any, width: int, scheme: str, tmp_path: Path) -> None:
     file = tmp_path / "demo.html"
     write_demo_page(demo_results(), file)
@@ -170,9 +126,52 @@ def test_tables_sort_by_mouse_and_by_keyboard(visit: Any) -> None:
     assert sorted(before) == sorted(column(page, table, 0))
 
 
+@pytest.mark.parametrize(("width", "picture"), [(400, 0.6), (1400, 0.9)])
+def test_verdict_and_picture_come_first_and_warnings_are_folded(visit: Any, width: int, picture: float) -> None:
+    page = visit(width)
+    machine, verdict = page.locator("h1 small"), page.locator(".verdict")
+    assert machine.inner_text() == "OpenLLaMA-3B, first 100 parameters, float16 on A processor, 2 cores"
+    assert verdict.inner_text() == "Of 2 published claims, 1 is reproduced and 1 is confounded on this machine."
+    tops = [box.bounding_box()["y"] for box in (page.locator("h1"), verdict, page.locator(".picture"))]
+    assert tops == sorted(tops)
+    assert tops[-1] < 900 * picture
+    warnings = page.locator("details.warnings")
+    assert warnings.locator("summary").inner_text() == "1 warning"
+    assert not warnings.locator("li").is_visible()
+    warnings.locator("summary").click()
+    assert warnings.locator("li").is_visible()
+
+
+def test_every_plot_names_the_model_and_every_row_of_the_map_its_arm(visit: Any) -> None:
+    page = visit()
+    titles = page.locator(".plot-title, .picture > figcaption, .gains caption").all_inner_texts()
+    assert len(titles) == 4
+    assert all("OpenLLaMA-3B" in title for title in titles)
+    rows = page.locator(".gains tbody tr")
+    assert rows.count() == 4
+    for row in rows.all():
+        assert row.locator("th").inner_text()
+        assert row.locator("td.field").count() == 4
+    # Every step of the scale has a colour of its own.
+    colours = "[...document.querySelectorAll('.swatch.field')].map((one) => getComputedStyle(one).backgroundColor)"
+    assert len(set(page.evaluate(colours))) == 9
+
+
+def test_a_pointer_reads_a_loss(visit: Any, tmp_path: Path) -> None:
+    file = tmp_path / "training.html"
+    curves = {"plain": [[(1, 4.0), (2, 3.0)]] * 2, HOSTILE: [[(1, 4.0), (2, 2.5)]] * 2}
+    write_report(training(curves, step=0.5), file)
+    page = visit(400, "dark", file)
+    chart = page.locator("[data-chart]").nth(1)
+    chart.scroll_into_view_if_needed()
+    box = chart.locator("svg").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.95, box["y"] + box["height"] / 2)
+    assert chart.locator(".readout").inner_text().startswith("plain 3 at second 1; <img")
+
+
 def test_hostile_names_are_text(visit: Any) -> None:
     page = visit()
-    assert page.locator("h1").inner_text() == HOSTILE
+    assert page.locator("h1").inner_text().startswith(HOSTILE)
     assert page.title().startswith(HOSTILE)
     assert page.locator("img").count() == 0
     assert page.locator("script").count() == 1
@@ -196,10 +195,11 @@ def test_everything_can_be_reached_by_keyboard(visit: Any) -> None:
 def test_the_page_has_all_sections(visit: Any) -> None:
     page = visit()
     titles = page.locator("h2").all_inner_texts()
-    assert titles[:3] == ["Verdict", "Claims checked", "Comparison"]
+    assert titles[:2] == ["Claims checked", "Details"]
     assert {"Gains", "Not run, and why", "Machine and state", "Method", "Data"} <= set(titles)
     assert column(page, "Not run", 3) == ["the package is not installed"]
-    assert page.locator(".plot svg").count() == 3  # six panels, gains, trade-offs
+    assert page.locator(".plot svg").count() == 2  # gains, trade-offs
+    assert page.locator(".picture .bars").count() == 3
     page.get_by_text("Raw samples and the command of every cell").click()
     assert len(column(page, "Every cell", 0)) == 14
 

@@ -98,6 +98,11 @@ def test_trade_offs_omit_arms_that_did_not_run_and_losses_start_above_zero() -> 
             one.update(status="not-run", reason="no", figures={})
     figure = pareto.trade_offs(reported(results))
     losses = next(axes for axes in figure.axes if "loss" in axes.get_ylabel())
+    figure.draw_without_rendering()
+    labels = [label.get_text() for label in losses.get_yticklabels()]
+    assert labels
+    assert all(label.replace(".", "").isdigit() for label in labels)
+    assert losses.yaxis.get_offset_text().get_text() == ""
     assert losses.get_ylim()[0] > 1.5
     assert losses.get_xlim()[0] == 0
     assert [arm.name for arm in pareto.drawn_arms(reported(results))] == ["plain", "fast"]
@@ -147,3 +152,37 @@ def test_the_page_of_techniques_shows_memory_beside_its_prediction_and_the_loss_
         "| [ddp](#ddp): 2 ranks | 1.10x (0.503 to 2.39) | undecided within a factor of 2.39 | 2.00 MB (0.500x) |"
         in table
     )
+
+
+def test_the_axis_of_nearly_equal_losses_has_plain_numbers_and_does_not_magnify() -> None:
+    """Losses of 4.54101 and 4.54102 gave ticks of ``1e-5+4.541``."""
+    results = document({"plain": [100.0, 101.0], "fast": [150.0, 151.0]})
+    results["measures"] = [
+        msgspec.to_builtins(each) for each in WORKLOAD.measures if each.name in (cell.SPEED, cell.LOSS)
+    ]
+    for one in results["cells"]:
+        one["figures"] |= {cell.LOSS: 4.54101 if one["arm"] == "plain" else 4.54102}
+        one["figures"][cell.SPEED] *= 1e6
+    figure = pareto.trade_offs(reported(results))
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    assert [label.get_text() for at, label in ticks if low <= at <= high] == ["4.54", "4.56", "4.58"]
+    assert "100,000,000" in [label.get_text() for label in axes.get_xticklabels()]
+    assert high / low == pytest.approx(1.0124, abs=1e-3)
+
+
+def test_a_loss_far_above_the_others_is_drawn_at_the_edge() -> None:
+    results = document({"plain": [100.0] * 2, "fast": [150.0] * 2, "range test": [120.0] * 2})
+    results["measures"] = [
+        msgspec.to_builtins(each) for each in WORKLOAD.measures if each.name in (cell.SPEED, cell.LOSS)
+    ]
+    for one in results["cells"]:
+        one["figures"] |= {cell.LOSS: {"plain": 2.5, "fast": 2.6}.get(one["arm"], 15.0)}
+    figure = pareto.trade_offs(reported(results))
+    (axes,) = figure.axes
+    drawn = {str(line.get_marker()): line.get_ydata()[0] for line in axes.lines if line.get_marker() in "so^"}
+    assert drawn == {"s": 2.5, "o": 2.6, "^": 2.5 * 1.1}
+    assert axes.get_ylim()[1] < 2.8
+    assert "Triangle: a loss above 1.1 times the lowest." in figure.get_supxlabel()

@@ -81,6 +81,8 @@ class Cell(msgspec.Struct, frozen=True):
     observed: dict[str, str] = {}  # technique to what the first training step showed of it
     # By measure: this cell's figure and the baseline's, again and again, in processes that take turns.
     turns: dict[str, tuple[tuple[float, float], ...]] = {}
+    # Of training: step, and mean training loss of the steps since the one before. Earlier files do not have it.
+    losses: tuple[tuple[Index, float], ...] = ()
 
 
 class Statistics(msgspec.Struct, frozen=True):

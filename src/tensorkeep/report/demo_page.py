@@ -1,22 +1,20 @@
 """The page of ``tensorkeep demo``: fills ``report/page/demo.html.j2``."""
 
 from pathlib import Path
-from typing import Any
 
 from tensorkeep.bench.analysis.wording import number
 from tensorkeep.bench.checkpoint.measure import FIRST, SAVE, STORED
 from tensorkeep.bench.demo.results import DemoResults, facts
 from tensorkeep.bench.demo.speed import notes
 from tensorkeep.io.commit import replace_file
+from tensorkeep.report.charts.curves import Chart, Curve, Point, chart
 from tensorkeep.report.comparison import improvements_table, isolated_table
 from tensorkeep.report.demo_bars import six_way_bars, speed_bars
-from tensorkeep.report.files import check_page
-from tensorkeep.report.html import arms_table, facts_of, render_page
+from tensorkeep.report.html import arms_table, facts_of
+from tensorkeep.report.rendering import check_page, render_page
 from tensorkeep.report.tables import Entry, ReportTable
 from tensorkeep.units import counted, format_bytes, format_seconds
 from tensorkeep.version import __version__
-
-_WIDTH, _HEIGHT, _MARGIN = 560.0, 120.0, 4.0
 
 
 def write_demo_page(results: DemoResults, page: Path) -> None:
@@ -102,29 +100,15 @@ def _kill_table(results: DemoResults) -> ReportTable:
     return ReportTable("What is left", ("=tool", ">killed after", ">written by then", "the old checkpoint"), rows)
 
 
-def _curves(results: DemoResults) -> list[dict[str, Any]]:
+def _curves(results: DemoResults) -> list[Chart]:
     runs = results.training
-    both = [*runs.unbroken, *runs.resumed]
-    titles = (
-        ("no kill", "neutral"),
-        (f"killed at step {runs.killed_at}, resumed from step {runs.resumed_from}", "good"),
+    resumed = f"Loss of the run killed at step {runs.killed_at}, resumed from step {runs.resumed_from}"
+    curves = (
+        ("Loss of the run without a kill", Curve("loss", "neutral", _points(runs.unbroken))),
+        (resumed, Curve("loss", "good", _points(runs.resumed))),
     )
-    return [
-        {
-            "title": title,
-            "colour": colour,
-            "path": _path(losses, min(both), max(both)),
-            "first": f"{losses[0]:.4f}",
-            "last": f"{losses[-1]:.4f}",
-            "steps": len(losses),
-        }
-        for (title, colour), losses in zip(titles, (runs.unbroken, runs.resumed), strict=True)
-    ]
+    return [drawn for title, curve in curves if (drawn := chart(title, [curve])) is not None]
 
 
-def _path(losses: list[float], low: float, high: float) -> str:
-    """Return the curve as the data of an SVG path; lower losses are lower."""
-    across = (_WIDTH - 2 * _MARGIN) / max(1, len(losses) - 1)
-    down = (_HEIGHT - 2 * _MARGIN) / ((high - low) or 1.0)
-    points = (f"{_MARGIN + i * across:.1f} {_MARGIN + (high - loss) * down:.1f}" for i, loss in enumerate(losses))
-    return "M" + " L".join(points)
+def _points(losses: list[float]) -> list[Point]:
+    return [(float(step), loss) for step, loss in enumerate(losses, 1)]

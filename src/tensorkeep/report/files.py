@@ -10,10 +10,10 @@ import msgspec
 
 from tensorkeep.bench.results import Results, Statistics
 from tensorkeep.bench.results_file import read_results
-from tensorkeep.errors import DestinationExistsError, StoreError, UsageError
 from tensorkeep.io.commit import replace_file
-from tensorkeep.report.html import MARK, report_page
+from tensorkeep.report.html import report_page
 from tensorkeep.report.plots import draw_plots
+from tensorkeep.report.rendering import check_page
 
 _SAMPLES = ("arm", "role", "block", "order", "status", "reason", "started", "amount_bytes", "measure", "unit", "value")
 
@@ -48,21 +48,6 @@ def write_report(
     for path, content in files.items():
         replace_file(path, content)
     return list(files)
-
-
-def check_page(page: Path) -> None:
-    """Raise unless the page may be written: its name ends in ``.html``, and a file of that name is a report."""
-    if page.suffix.lower() not in (".html", ".htm"):
-        raise UsageError("the report is a page of HTML", path=page, remedy="give a name that ends in .html")
-    try:
-        with page.open("rb") as file:
-            opening = file.read(256)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise StoreError(f"cannot write the report: {error.strerror}", path=page) from error
-    if MARK.encode() not in opening:
-        raise DestinationExistsError("exists and is not a report", path=page, remedy="give another --out")
 
 
 def samples_csv(results: Results) -> str:

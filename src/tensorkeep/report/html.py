@@ -1,29 +1,33 @@
 """The report as one offline page of HTML: which tables it has; fills the templates of ``report/page``."""
 
-import base64
-import hashlib
 import json
 import re
 import shlex
-from importlib import resources
+from html import escape
 from typing import Any
 
 import msgspec
 
 from tensorkeep.bench.analysis.wording import capitalised, number
 from tensorkeep.bench.results import Results, Subject
-from tensorkeep.errors import MissingExtraError
-from tensorkeep.report.comparison import improvements_table, isolated_table
+from tensorkeep.report.charts.bars import BAR_LEGEND, amount_bars, bars_note
+from tensorkeep.report.charts.gains import gain_map
+from tensorkeep.report.charts.losses import loss_charts, losses_note
+from tensorkeep.report.charts.scales import GAIN_LEGEND
+from tensorkeep.report.comparison import isolated_table
 from tensorkeep.report.design_tables import aliases_lines, claims_table, design_tables
 from tensorkeep.report.headlines import completeness, headlines, measured_by, noise_lines, purpose
 from tensorkeep.report.measures import GIB
 from tensorkeep.report.plots.drawing import PALETTE, Plot
+from tensorkeep.report.rendering import render_page
+from tensorkeep.report.subject import subject_and_machine
 from tensorkeep.report.tables import STATUS, Entry, ReportTable, not_run_table, observed_table, verdict_table
+from tensorkeep.report.verdict import verdict_sentence
 from tensorkeep.units import format_bytes
 
-# Marks the first bytes of a report, so that a report never replaces any other file.
-MARK = '<html lang="en" data-made-by="tensorkeep-report">'
 _MOST_CELLS = 3000
+_FILES_ONLY = ("three-way", "comparison", "impact")
+"""Plots whose figures the page shows itself."""
 
 
 def report_page(results: Results, plots: list[Plot]) -> str:
@@ -32,41 +36,13 @@ def report_page(results: Results, plots: list[Plot]) -> str:
     Raises MissingExtraError if jinja2 is not installed.
     """
     names = {plot.name for plot in plots}
+    # A design has a plot of its own. Bars begin at 0, where no loss is, so that training has a map of gains.
+    picture = next((name for name in ("steps", "effects") if name in names), "")
     return render_page(
         "template.html.j2",
-        plots={plot.name: (plot.title, themed(plot)) for plot in plots},
-        # The six panels show all that the four show, and more.
-        comparison=next((name for name in ("impact", "comparison", "three-way") if name in names), None),
+        plots={plot.name: (plot.title, themed(plot)) for plot in plots if plot.name not in _FILES_ONLY},
+        picture=picture or ("gains" if results.experiment.workload == "training" else "bars"),
         **_content(results),
-    )
-
-
-def render_page(template: str, **content: Any) -> str:
-    """Return a page of ``report/page``, self-contained, with this content.
-
-    Raises MissingExtraError if jinja2 is not installed.
-    """
-    try:
-        import jinja2
-    except ImportError as error:
-        remedy = "pip install 'tensorkeep[bench]'"
-        raise MissingExtraError("the page needs jinja2, which is not installed", remedy=remedy) from error
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_page_file),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    script = _page_file("report.js")
-    colours = " ".join(f"--plot-{name}: {colour};" for name, colour in PALETTE.items() if name != "paper")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(template).render(
-        mark=MARK,
-        style=f"{_page_file('report.css')}:root {{ {colours} }}\n",
-        script=script,
-        script_hash=f"sha256-{digest}",
-        **content,
     )
 
 
@@ -80,18 +56,25 @@ def themed(plot: Plot) -> str:
     head = re.sub(r'\s(?:width|height)="[^"]*"', "", head)
     for name, colour in PALETTE.items():
         body = body.replace(colour, f"var(--plot-{name})")
-    return f'{head} role="img" aria-label="{plot.title}">{body}'
-
-
-def _page_file(name: str) -> str:
-    return resources.files("tensorkeep.report").joinpath("page", name).read_text(encoding="utf-8")
+    return f'{head} role="img" aria-label="{escape(plot.title)}">{body}'
 
 
 def _content(results: Results) -> dict[str, Any]:
     summary, experiment = results.summary, results.experiment
     not_run, observed = not_run_table(results), observed_table(results)
+    heading, subject = experiment.title or experiment.name, subject_and_machine(results)
     return {
-        "title": experiment.title or experiment.name,
+        "title": f"{heading}: {subject}",
+        "heading": heading,
+        "measured": subject,
+        "verdict": verdict_sentence(results),
+        "bars": amount_bars(results),
+        "bars_note": bars_note(results),
+        "bar_legend": BAR_LEGEND,
+        "gains": gain_map(results),
+        "gain_legend": GAIN_LEGEND,
+        "losses": loss_charts(results),
+        "losses_note": losses_note(results),
         "about": experiment.about,
         "measured_by": measured_by(results),
         "incomplete": completeness(results),
@@ -101,7 +84,7 @@ def _content(results: Results) -> dict[str, Any]:
         ],
         "warnings": summary.warnings,
         "noise": noise_lines(results),
-        "overview": [isolated_table(results), improvements_table(results)],
+        "comparison": isolated_table(results),
         "verdicts": [verdict_table(results, measure) for measure in results.primary()],
         **design_tables(results),
         "aliases": aliases_lines(results),

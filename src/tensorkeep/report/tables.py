@@ -36,8 +36,9 @@ class Entry:
 
     text: str
     order: float | None = None  # what the page sorts by; None sorts by the text, behind all numbers
-    tone: str = ""  # ``"good"``, ``"bad"``, ``"faint"`` or empty
+    tone: str = ""  # classes of the page: ``"good"``, ``"bad"``, ``"faint"``, or the colour of a heat map
     code: bool = False  # whether it is set in a fixed-width font
+    about: str = ""  # what a pointer over it shows
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def test_the_summary_is_deterministic() -> None:
 
 
 @given(st.randoms())
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_the_order_of_cells_does_not_matter(draw: Random) -> None:
     made = document(ARMS, runs=3)
     shuffled = {**made, "cells": draw.sample(made["cells"], len(made["cells"]))}
@@ -96,7 +96,7 @@ def test_the_order_of_cells_does_not_matter(draw: Random) -> None:
 
 
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_gains_do_not_depend_on_unit_or_size(seconds: float, amount: float) -> None:
     made = document(ARMS, runs=3)
     scaled = copy.deepcopy(made)

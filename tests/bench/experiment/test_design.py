@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.bench.experiment.design import (
@@ -129,7 +129,6 @@ def test_combination_without_a_needed_change_is_refused() -> None:
     assert found.omitted == [Omitted(Place("alone", "C"), "it needs B")]
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(2, 3), min_size=1, max_size=4))
 def test_factorial_has_every_combination_once(sizes: list[int]) -> None:
     factors = {f"f{i}": [Change(f"{level}", {f"f{i}": level}) for level in range(n)] for i, n in enumerate(sizes)}
@@ -230,7 +229,6 @@ def test_fractional_design_refuses_other_numbers_of_factors_and_levels() -> None
         fractional(BASE, three)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 2**32), st.booleans())
 def test_every_arm_runs_once_in_every_block(count: int, runs: int, seed: int, control: bool) -> None:
     planned = experiment(count, runs, seed, control)

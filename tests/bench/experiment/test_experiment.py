@@ -353,27 +353,12 @@ SUITE_ERRORS = [
         "the configuration: test_configurations[0]: expected `object`, got `int`",
         CORRECT,
     ),
+    (
+        {"testing": {}},
+        "the configuration has no test to run",
+        'write, for example, "test_configurations": [{"name"',
+    ),
 ]
-
-
-@pytest.mark.parametrize(
-    ("content", "message", "remedy_start"),
-    [
-        *SUITE_ERRORS,
-        (
-            {"testing": {}},
-            "the configuration has no test to run",
-            'write, for example, "test_configurations": [{"name"',
-        ),
-    ],
-)
-def test_invalid_suite_is_refused(written: Write, content: object, message: str, remedy_start: str) -> None:
-    path = written(content)
-    with pytest.raises(UsageError) as caught:
-        read_experiment(path)
-    assert caught.value.message == message
-    assert caught.value.path == str(path)
-    assert caught.value.remedy.startswith(remedy_start)
 
 
 # Files of users
@@ -553,7 +538,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("content", "message", "remedy_start"), ERRORS)
+@pytest.mark.parametrize(("content", "message", "remedy_start"), [*SUITE_ERRORS, *ERRORS])
 def test_invalid_file_is_refused(written: Write, content: object, message: str, remedy_start: str) -> None:
     path = written(content)
     with pytest.raises(UsageError) as caught:

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+import zlib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from tensorkeep.bench.experiment.library import read_experiment, shipped
 from tensorkeep.bench.experiment.workload import DoesNotApplyError, GateError, Task
 from tensorkeep.bench.training import cell as cell
 from tensorkeep.bench.training.arms import arm_config, check_arm, loss_tolerance, without_systems_techniques
-from tensorkeep.bench.training.reference_losses import LossGate, reference_losses
+from tensorkeep.bench.training.reference_losses import LossGate, reference_losses, train_steps
 from tensorkeep.bench.training.workload import WORKLOAD
 from tensorkeep.errors import UsageError
 from tensorkeep.train import loop
@@ -39,14 +40,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for reference losses, so that the tests train each reference once."""
+    """Return a folder for runs whose losses are references, so that the tests train each once."""
     return tmp_path_factory.mktemp("references")
 
 
 @pytest.fixture(autouse=True)
 def shared_references(references: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train references in this process, where it is not what is tested."""
+
     def shared(config: Any, data: Path, steps: int, cache: Path) -> list[float]:
-        return reference_losses(config, data, steps, references)
+        kept = references / f"{zlib.crc32(msgspec.json.encode(config)):08x}-{steps}.json"
+        if not kept.exists():
+            kept.write_bytes(msgspec.json.encode(train_steps(config, data, steps, kept.with_suffix(""))))
+        return msgspec.json.decode(kept.read_bytes(), type=list[float])
 
     monkeypatch.setattr("tensorkeep.bench.training.workload.reference_losses", shared)
 
@@ -62,8 +68,8 @@ def task(data: Path, folder: Path, arm: dict[str, Any], **settings: Any) -> Task
 
 def test_cell_measures_speed_memory_and_loss_and_records_techniques(data: Path, tmp_path: Path) -> None:
     arm = {"techniques.activation-checkpointing": "on"}
-    outcome = WORKLOAD.measure(task(data, tmp_path, arm, seconds=1))
-    # It takes less than a second.
+    outcome = WORKLOAD.measure(task(data, tmp_path, arm, seconds=1000))
+    # It ends sooner.
     assert outcome.figures.keys() == {measure.name for measure in WORKLOAD.measures} - {cell.LOSS_IN_TIME}
     assert all(value > 0 for value in outcome.figures.values())
     loop, length = CONFIG.loop, CONFIG.model.context_length
@@ -293,3 +299,13 @@ def test_combinations_are_those_of_the_command_line() -> None:
     for name, parts in COMBINATIONS.items():
         used = [key.split(".")[1] for key in found[name].settings]
         assert sorted(used) == sorted(parts)
+
+
+def test_losses_of_the_steps_are_kept_thinned(data: Path, tmp_path: Path) -> None:
+    outcome = WORKLOAD.measure(task(data, tmp_path, {}))
+    assert [step for step, _ in outcome.losses] == list(range(1, STEPS + 1))
+    assert outcome.losses[0][1] > outcome.losses[-1][1] > 0
+    long = cell.thinned([(step, 2.0 if step % 2 else math.nan if step == 4 else 4.0) for step in range(1, 1001)])
+    assert len(long) == 100
+    assert (long[0], long[-1]) == ((10, 2.88889), (1000, 3.0))
+    assert cell.thinned([(1, math.inf)]) == cell.thinned([]) == ()

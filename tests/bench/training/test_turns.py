@@ -60,6 +60,7 @@ def test_a_baseline_that_cannot_run_is_an_error(tmp_path: Path) -> None:
         Partner(given)
 
 
+@pytest.mark.slow
 def test_a_cell_of_two_ranks_shares_the_memory(data: Path, tmp_path: Path) -> None:
     plain, split = ({"loop.batch_size": 4, "model.dropout": 0.0} for _ in range(2))
     split |= {"ranks": 2, "techniques.ddp": "on"}

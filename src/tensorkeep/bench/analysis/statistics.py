@@ -23,7 +23,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorkeep.errors import MissingExtraError
+from tensorkeep.errors import import_extra
 
 LEVEL = 0.05
 """The significance level of tests; intervals have a confidence of 1 - LEVEL, which is 95%."""
@@ -66,12 +66,7 @@ class Comparison:
 
 def require_scipy() -> Any:
     """Return ``scipy.special``; MissingExtraError if scipy is not installed."""
-    try:
-        from scipy import special
-    except ImportError as error:
-        remedy = "pip install 'tensorkeep[bench]'"
-        raise MissingExtraError("the statistics need scipy, which is not installed", remedy=remedy) from error
-    return special
+    return import_extra("scipy", "bench", "the statistics need scipy").special
 
 
 @lru_cache(maxsize=4096)

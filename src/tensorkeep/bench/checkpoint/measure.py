@@ -14,8 +14,17 @@ from typing import Any
 
 from tensorkeep.bench.checkpoint.first_load import FreshProcess
 from tensorkeep.bench.checkpoint.gate import check_equal, read_state, touch_pages
-from tensorkeep.bench.checkpoint.probes import evict, files_of, make_cold, release_memory, remove, sync_tree, warm
-from tensorkeep.bench.checkpoint.state_pair import StatePair
+from tensorkeep.bench.checkpoint.probes import (
+    evict,
+    files_of,
+    make_cold,
+    release_memory,
+    remove,
+    stored_bytes,
+    sync_tree,
+    warm,
+)
+from tensorkeep.bench.checkpoint.state_pair import StatePair, wipe
 from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.bench.experiment.workload import Outcome
 from tensorkeep.machine import peak_resident_bytes, reset_peak_resident, resident_bytes, written_bytes
@@ -78,7 +87,7 @@ def _save(tool: Tool, states: StatePair, path: Path, outcome: Outcome) -> None:
     with outcome.clock("flush"):
         os.sync()
     outcome.figures |= _save_once(tool, state, path)
-    outcome.figures[STORED] = float(sum(file.stat().st_size for file in files_of(path)))
+    outcome.figures[STORED] = stored_bytes(path)
     outcome.figures[FILES] = float(len(files_of(path)))
 
 
@@ -86,18 +95,23 @@ def _save_once(tool: Tool, state: Any, path: Path) -> dict[str, float]:
     release_memory()
     before, written = resident_bytes(), written_bytes()
     reset_peak_resident()
+    returned, durable = save_durably(tool, state, path)
+    return {
+        SAVE: durable,
+        RETURNED: returned,
+        PEAK: float(peak_resident_bytes() - before),
+        WRITTEN: float(written_bytes() - written),
+    }
+
+
+def save_durably(tool: Tool, state: Any, path: Path) -> tuple[float, float]:
+    """Save; return after how many seconds the call returned, and after how many the checkpoint was on the disk."""
     begin = time.perf_counter()
     tool.save(state, path)
     returned = time.perf_counter()
     if not tool.durable:
         sync_tree(path)
-    durable = time.perf_counter()
-    return {
-        SAVE: durable - begin,
-        RETURNED: returned - begin,
-        PEAK: float(peak_resident_bytes() - before),
-        WRITTEN: float(written_bytes() - written),
-    }
+    return returned - begin, time.perf_counter() - begin
 
 
 def _load_first(measure: str, tool: Tool, arm: str, states: StatePair, path: Path, outcome: Outcome) -> None:
@@ -125,7 +139,7 @@ def _load(measure: str, tool: Tool, arm: str, states: StatePair, path: Path, out
         if measure in (WARM, INTO_WARM):
             warm(path)
         if measure in (INTO_COLD, INTO_WARM):
-            states.wipe_target()
+            wipe(states.target)
     existing = tool.view(states.target) if measure in (INTO_COLD, INTO_WARM) else None
     begin = time.perf_counter()
     loaded = read_state(tool, path, existing)

@@ -29,6 +29,11 @@ def files_of(path: Path) -> list[Path]:
     return sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]
 
 
+def stored_bytes(path: Path) -> float:
+    """Return the bytes of the files of a checkpoint."""
+    return float(sum(file.stat().st_size for file in files_of(path)))
+
+
 def sync_tree(path: Path) -> None:
     """Sync a checkpoint: each file, each directory, and the directory that holds it."""
     for file in files_of(path):

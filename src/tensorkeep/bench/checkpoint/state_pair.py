@@ -80,13 +80,9 @@ class StatePair:
         """Whether every leaf can be loaded into existing memory. Numpy scalars, for example, cannot."""
         return all(leaf.writable for leaf in self.flat.leaves.values())
 
-    def wipe_target(self) -> None:
-        """Overwrite the target, so that a load that does nothing fails the comparison."""
-        wipe(self.target)
-
 
 def wipe(state: Any) -> None:
-    """Overwrite the data of a state."""
+    """Overwrite the data of a state, so that a load that does nothing fails the comparison."""
     for leaf in flatten(state).leaves.values():
         memory = leaf.host_bytes()
         if memory is not None and leaf.writable:

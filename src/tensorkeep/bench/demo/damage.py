@@ -8,11 +8,10 @@ from typing import Any
 
 from tensorkeep.bench.checkpoint.state_pair import StatePair
 from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
-from tensorkeep.bench.demo.speed import first_line
 from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.load.verify import VerifyReport, verify
 from tensorkeep.checkpoint.save.save import save
-from tensorkeep.errors import CorruptCheckpointError, UsageError
+from tensorkeep.errors import CorruptCheckpointError, UsageError, first_line
 from tensorkeep.formats.native import manifest
 from tensorkeep.formats.native.records import Manifest
 from tensorkeep.io.directory import Directory
@@ -76,12 +75,18 @@ def flip_bit(checkpoint: Path) -> BitFlip:
     block = len(leaf.blocks) // 2
     offset = leaf.offset + sum(each.length for each in leaf.blocks[:block]) + leaf.blocks[block].length // 2
     file = found.files[leaf.file].name
-    with (checkpoint / file).open("r+b") as opened:
+    before = _flip(checkpoint / file, offset, 1)
+    return BitFlip(file, offset, leaf.name, block, before, before ^ 1)
+
+
+def _flip(file: Path, offset: int, bit: int) -> int:
+    """Flip a bit of a file; return its byte before that."""
+    with file.open("r+b") as opened:
         opened.seek(offset)
         before = opened.read(1)[0]
         opened.seek(offset)
-        opened.write(bytes([before ^ 1]))
-    return BitFlip(file, offset, leaf.name, block, before, before ^ 1)
+        opened.write(bytes([before ^ bit]))
+    return before
 
 
 def save_and_verify(folder: Path, states: StatePair) -> VerifyReport:
@@ -118,11 +123,7 @@ def _damage_peer(folder: Path, tool_name: str, name: str, tensor: Any) -> PeerDa
     tool.save({name: tensor}, path)
     index = tensor.numel() // 2
     offset = _offset_in_file(path, tensor, index) + tensor.itemsize - 1
-    with path.open("r+b") as opened:
-        opened.seek(offset)
-        byte = opened.read(1)[0]
-        opened.seek(offset)
-        opened.write(bytes([byte ^ _EXPONENT_BIT]))
+    _flip(path, offset, _EXPONENT_BIT)
     before, after, error = float(tensor.view(-1)[index]), None, None
     try:
         after = float(tool.load(path)[name].view(-1)[index])

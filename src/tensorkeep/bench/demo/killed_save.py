@@ -11,11 +11,10 @@ from tensorkeep.bench.checkpoint.first_load import PROCESSES
 from tensorkeep.bench.checkpoint.gate import digest
 from tensorkeep.bench.checkpoint.state_pair import StatePair, wipe
 from tensorkeep.bench.checkpoint.tools.torch_tools import TorchTool
-from tensorkeep.bench.demo.speed import first_line
 from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.load.verify import verify
 from tensorkeep.checkpoint.save.save import save
-from tensorkeep.errors import StoreError, TensorkeepError
+from tensorkeep.errors import StoreError, TensorkeepError, first_line
 from tensorkeep.machine import written_bytes
 
 _FRACTIONS = (0.5, 0.25, 0.1, 0.02)

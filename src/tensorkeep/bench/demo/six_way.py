@@ -8,8 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from tensorkeep.bench.checkpoint.gate import check_equal, read_state
-from tensorkeep.bench.checkpoint.measure import SAVE, STORED, WARM
-from tensorkeep.bench.checkpoint.probes import files_of, remove, sync_tree
+from tensorkeep.bench.checkpoint.measure import SAVE, STORED, WARM, save_durably
+from tensorkeep.bench.checkpoint.probes import remove, stored_bytes
 from tensorkeep.bench.checkpoint.tools.array_tools import TensorstoreTool
 from tensorkeep.bench.checkpoint.tools.registry import parse_tool
 from tensorkeep.bench.checkpoint.workload import CheckpointInput
@@ -73,21 +73,16 @@ def _run_once(task: Task, limits: Limits) -> Outcome:
     path = folder / f"state{tool.suffix}"
     try:
         state = tool.view(msgspec.convert(task.input, CheckpointInput).load())
+        _, saving = save_durably(tool, state, path)
         begin = time.perf_counter()
-        tool.save(state, path)
-        if not tool.durable:
-            sync_tree(path)
-        saved = time.perf_counter()
         loaded = read_state(tool, path, None)
-        done = time.perf_counter()
+        loading = time.perf_counter() - begin
         check_equal(loaded, state, task.arm)
     except GateError as error:
         return Outcome("gate", error.message)
     except TensorkeepError as error:
         return Outcome("failed", error.message)
     else:
-        stored = float(sum(file.stat().st_size for file in files_of(path)))
-        figures = {SAVE: saved - begin, WARM: done - saved, STORED: stored}
-        return Outcome(seconds=done - begin, figures=figures)
+        return Outcome(seconds=saving + loading, figures={SAVE: saving, WARM: loading, STORED: stored_bytes(path)})
     finally:
         remove(folder)

@@ -1,23 +1,20 @@
 """Part 1 of the demo: saves, and first loads in new processes, with each tool, in interleaved rounds."""
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tensorkeep.bench.analysis.statistics import Description, describe
 from tensorkeep.bench.checkpoint.first_load import FreshProcess
-from tensorkeep.bench.checkpoint.measure import FIRST, SAVE, STORED
-from tensorkeep.bench.checkpoint.probes import files_of, remove, sync_tree, warm
+from tensorkeep.bench.checkpoint.measure import FIRST, SAVE, STORED, save_durably
+from tensorkeep.bench.checkpoint.probes import remove, stored_bytes, warm
 from tensorkeep.bench.checkpoint.state_pair import StatePair
 from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS, parse_tool
 from tensorkeep.bench.experiment.workload import Outcome
-from tensorkeep.bench.run.rounds import Rounds, run_rounds
-from tensorkeep.errors import TensorkeepError
+from tensorkeep.bench.run.rounds import Rounds, outcome_of, run_rounds
 from tensorkeep.units import format_bytes
 
 SPEED_MEASURES = (SAVE, FIRST, STORED)
@@ -127,27 +124,14 @@ def _save_and_load(tool: Tool, name: str, states: StatePair, folder: Path) -> Ou
     if reason := tool.missing():
         return Outcome("not-run", reason)
     path = folder / f"state{tool.suffix}"
-    try:
-        state = tool.view(states.source)
-        begin = time.perf_counter()
-        tool.save(state, path)
-        if not tool.durable:
-            sync_tree(path)
-        saved = time.perf_counter() - begin
+
+    def measure() -> Outcome:
+        _, saving = save_durably(tool, tool.view(states.source), path)
         warm(path)
-        [loaded] = FreshProcess(tool, path, states.of(tool)).load(name)
-    except (TensorkeepError, OSError, MemoryError):
-        raise
-    except Exception as error:
-        # A tool reports in its own way that it cannot store a state.
-        return Outcome("not-run", f"{name} cannot store this state: {first_line(error)}")
-    else:
-        stored = float(sum(file.stat().st_size for file in files_of(path)))
-        return Outcome(figures={SAVE: saved, FIRST: loaded, STORED: stored})
+        [loading] = FreshProcess(tool, path, states.of(tool)).load(name)
+        return Outcome(figures={SAVE: saving, FIRST: loading, STORED: stored_bytes(path)})
+
+    try:
+        return outcome_of(name, measure)
     finally:
         remove(path)
-
-
-def first_line(error: Any) -> str:
-    """Return the first line of an exception's text, or its type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

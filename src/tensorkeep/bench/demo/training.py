@@ -17,6 +17,7 @@ from tensorkeep.checkpoint.manager.steps import Step
 from tensorkeep.errors import PathLike, StoreError, TensorkeepError
 from tensorkeep.train.data.prepare import Prepared, prepare
 from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.log import lines_of
 from tensorkeep.units import counted
 
 RECIPE = "shakespeare-char-cpu"
@@ -163,19 +164,9 @@ class TrainingDemo:
 
     def losses(self) -> dict[int, float]:
         """Return the loss of each step in the log; of a step that was computed again, the later one."""
-        try:
-            lines = self.folder.log.read_text().splitlines()
-        except FileNotFoundError:
-            return {}
-        losses = {}
-        for line in lines:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue  # The last line is being written.
-            if entry["kind"] == "train":
-                losses[entry["step"]] = entry["loss"]
-        return losses
+        log = self.folder.log
+        lines = lines_of(log.read_bytes()) if log.exists() else ()
+        return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
 
 
 @dataclass(frozen=True, slots=True)

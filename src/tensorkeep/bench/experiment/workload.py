@@ -57,6 +57,7 @@ class Outcome(msgspec.Struct):
     clocks: dict[str, float] = {}  # seconds of the stages that are not part of a figure
     observed: dict[str, str] = {}  # by technique: what showed that it was active
     turns: dict[str, tuple[tuple[float, float], ...]] = {}  # by measure: its figure and the baseline's, in each turn
+    losses: tuple[tuple[int, float], ...] = ()  # of training: step, and mean loss of the steps since the one before
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:

@@ -18,7 +18,7 @@ from tensorkeep.bench.checkpoint.state_pair import StatePair
 from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.bench.experiment.workload import Outcome
 from tensorkeep.bench.results import Cell
-from tensorkeep.errors import TensorkeepError
+from tensorkeep.errors import TensorkeepError, first_line
 
 Measurement = Callable[[], Outcome]
 """Measures one arm once. An arm whose outcome is not ``"ok"`` is left out from then on."""
@@ -92,11 +92,14 @@ def tool_measurements(tools: Mapping[str, Tool], states: StatePair, folder: Path
 
 
 def _measure(tool: Tool, name: str, states: StatePair, folder: Path) -> Outcome:
+    return outcome_of(name, lambda: measure_tool(tool, name, states, folder / f"state{tool.suffix}"))
+
+
+def outcome_of(arm: str, measure: Measurement) -> Outcome:
+    """Measure an arm; it is not run if its tool cannot store the state, which each tool reports in its own way."""
     try:
-        return measure_tool(tool, name, states, folder / f"state{tool.suffix}")
+        return measure()
     except (TensorkeepError, OSError, MemoryError):
         raise
     except Exception as error:
-        # A tool reports in its own way that it cannot store a state.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Outcome("not-run", f"{name} cannot store this state: {reason}")
+        return Outcome("not-run", f"{arm} cannot store this state: {first_line(error)}")

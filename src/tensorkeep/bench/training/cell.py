@@ -1,9 +1,11 @@
 """One cell of a training comparison: trains a run, compares the losses with the reference."""
 
+import math
 import statistics
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ STEP = "step"
 FIRST = "first_step"
 MFU = "mfu"
 TOKENS = "tokens"
+
+_MOST_POINTS = 100
 
 
 class Protocol(msgspec.Struct, frozen=True):
@@ -144,6 +148,7 @@ class _Recorder:
     peak: int = 0  # bytes
     loss_in_time: float | None = None
     observed: dict[str, str] = field(default_factory=dict)
+    losses: list[tuple[int, float]] = field(default_factory=list)  # by step
 
     def __post_init__(self) -> None:
         self.timer = StepTimer(self.run, self.protocol.warmup, self.protocol.turn)
@@ -159,6 +164,7 @@ class _Recorder:
 
     def _record_step(self, step: int, values: dict[str, Any]) -> None:
         self.gate.check(step, values["loss"])
+        self.losses.append((step, values["loss"]))
         self.peak = max(self.peak, values["peak_memory_bytes"])
         if step == 1:
             # Some techniques compile before the step, which the run's clock does not count.
@@ -197,4 +203,20 @@ def _outcome(run: Run, recorder: _Recorder, summary: Summary, protocol: Protocol
             figures[LOSS_IN_TIME] = recorder.loss_in_time
     clocks = {name: spent for name, spent in summary.seconds.items() if name not in ("first step", "train")}
     turns = {SPEED: tuple(recorder.pairs)} if recorder.pairs else {}
-    return Outcome(figures=figures, clocks=clocks, observed=recorder.observed, turns=turns)
+    losses = thinned(recorder.losses)
+    return Outcome(figures=figures, clocks=clocks, observed=recorder.observed, turns=turns, losses=losses)
+
+
+def thinned(losses: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Return the losses by step as at most 100 points: a step, and the mean of the finite losses since the one before.
+
+    A results file has a curve for each cell, and must not become large.
+    """
+    count = min(len(losses), _MOST_POINTS)
+    ends = [place * len(losses) // count for place in range(1, count + 1)]
+    points = []
+    for begin, end in pairwise([0, *ends]):
+        finite = [loss for _, loss in losses[begin:end] if math.isfinite(loss)]
+        if finite:
+            points.append((losses[end - 1][0], float(f"{statistics.fmean(finite):.6g}")))
+    return tuple(points)

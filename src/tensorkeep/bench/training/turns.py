@@ -12,17 +12,16 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from tensorkeep.bench.results import Settings
 from tensorkeep.bench.run.worker import end_with_parent
+from tensorkeep.closing import Closing
 from tensorkeep.errors import TensorkeepError
-from tensorkeep.io.closing import Closing
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.loop import train
+from tensorkeep.train.loop import Silent, train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
@@ -120,12 +119,6 @@ class Partner(Closing):
         self._process.communicate()
 
 
-class _Silent:
-    """Ignores the events of a run."""
-
-    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
-
-
 def _run_partner(task: PartnerTask) -> None:
     config = Config.from_dict(task.config)
     config = config.changed({"loop.steps": _MORE_STEPS * config.loop.steps, "loop.threads": task.threads})
@@ -140,7 +133,7 @@ def _run_partner(task: PartnerTask) -> None:
                 ready, speed = True, 0.0
             return speed is not None and not _wait_for_turn(speed)
 
-        train(run, _Silent(), stop=stop)
+        train(run, Silent(), stop=stop)
 
 
 def _wait_for_turn(speed: float) -> bool:

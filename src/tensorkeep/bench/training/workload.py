@@ -30,10 +30,10 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.dataset import FILE, Dataset
+from tensorkeep.train.data.mixture import absolute_source
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.memory.ledger import predict
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.run.data import absolute_source
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.units import counted, format_bytes
 

@@ -10,6 +10,7 @@ import msgspec
 from tensorkeep.bench.results import Settings
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import Config
+from tensorkeep.train.memory.filling import with_batch_size
 from tensorkeep.train.memory.ledger import Ledger, predict
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.techniques.requirements import Machine
@@ -86,15 +87,3 @@ def _halved(size: int) -> Iterator[int]:
     while size % 2 == 0:
         size //= 2
         yield size
-
-
-def with_batch_size(config: Config, batch_size: int) -> Config:
-    """Return a configuration with another micro-batch and as many sequences in a step as before.
-
-    Raises UsageError if the sequences of a step are not divisible by it.
-    """
-    sequences = config.loop.batch_size * config.loop.accumulate
-    if sequences % batch_size:
-        raise UsageError(f"{sequences} sequences do not divide into batches of {batch_size}", remedy="give a divisor")
-    loop = msgspec.structs.replace(config.loop, batch_size=batch_size, accumulate=sequences // batch_size)
-    return msgspec.structs.replace(config, loop=loop)

@@ -13,10 +13,11 @@ from tensorkeep.bench.run.cell import run_cell
 from tensorkeep.bench.training.arms import measured_config
 from tensorkeep.bench.training.cell import MEMORY
 from tensorkeep.bench.training.workload import TrainingInput, TrainingSettings
-from tensorkeep.bench.tune.memory_choices import Choice, choices, with_batch_size
+from tensorkeep.bench.tune.memory_choices import Choice, choices
 from tensorkeep.errors import UsageError
 from tensorkeep.machine import resident_bytes
 from tensorkeep.train.config.config import Config
+from tensorkeep.train.memory.filling import with_batch_size
 from tensorkeep.train.memory.ledger import predict
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.techniques.defaults import turn_on_defaults

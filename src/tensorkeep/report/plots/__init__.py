@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tensorkeep.bench.results import Results
-from tensorkeep.errors import MissingExtraError
+from tensorkeep.errors import MissingExtraError, installation_of
 from tensorkeep.report.measures import compared_arms, compared_measures
 from tensorkeep.report.plots.drawing import Plot, drawn
+from tensorkeep.report.subject import subject_and_machine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,13 +17,17 @@ _FEW = 3
 
 
 def draw_plots(results: Results) -> list[Plot]:
-    """Return every figure that the results call for, drawn; MissingExtraError if matplotlib is not installed."""
+    """Return every figure that the results call for, drawn; its title names the model or recipe, and the machine.
+
+    Raises MissingExtraError if matplotlib is not installed.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        remedy = "pip install 'tensorkeep[bench]'"
+        remedy = installation_of("bench")
         raise MissingExtraError("plots need matplotlib, which is not installed", remedy=remedy) from error
-    return [drawn(name, title, draw, results) for name, title, draw in wanted(results)]
+    subject = subject_and_machine(results)
+    return [drawn(name, f"{title}: {subject}", draw, results) for name, title, draw in wanted(results)]
 
 
 def wanted(results: Results) -> "Iterator[tuple[str, str, Callable[[Results], Figure]]]":
@@ -38,7 +43,11 @@ def wanted(results: Results) -> "Iterator[tuple[str, str, Callable[[Results], Fi
         if results.baseline is not None:
             yield "impact", "What each arm changes", bars.six_panels
     if forest.arms_with_gains(results):
-        yield "gains", "Gain over the baseline, with 95% intervals and the noise band", forest.gains
+        yield (
+            "gains",
+            f"Gain over {results.baseline or 'the baseline'}, with 95% intervals and the noise band",
+            forest.gains,
+        )
     if chosen.save and (chosen.size or chosen.load):
         yield "pareto", "Trade-offs, and the arms that no other arm beats", pareto.trade_offs
     if results.summary.steps:

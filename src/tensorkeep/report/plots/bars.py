@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _COLOURS = {"helps": d.GOOD, "hurts": d.BAD}
 _LOWEST = -150.0
-_FEW_TICKS: dict[str, Any] = {"nbins": 5, "steps": [1, 2, 2.5, 5, 10]}
 _NOTE = "Bar or dot: mean; whisker: ± 1 standard deviation; circle: one run."
 
 
@@ -47,7 +46,7 @@ def six_panels(results: Results) -> "Figure":
 
 
 def _figure(results: Results, rows: Sequence[Sequence[Panel | None]], row_height: float = 0.27) -> "Figure":
-    """Return rows of panels that share their arms; only the left ones have names, and None is an empty panel."""
+    """Return rows of panels that share their arms; the left ones and heat maps have names, None is an empty panel."""
     arms = d.shown_arms(results)
     figure = d.new_figure(len(rows) * (max(1.1, row_height * len(arms)) + 0.75) + 0.85)
     for line, panels in enumerate(rows):
@@ -55,7 +54,7 @@ def _figure(results: Results, rows: Sequence[Sequence[Panel | None]], row_height
         for column, panel in enumerate(panels):
             axes = figure.add_subplot(len(rows), len(panels), line * len(panels) + column + 1, sharey=left)
             if left is not None:
-                axes.tick_params(labelleft=False)
+                axes.tick_params(labelleft=panel is impact_panel)
                 axes.spines["left"].set_visible(False)
             left = left or axes
             if panel is None:
@@ -87,8 +86,7 @@ def _draw_amounts(axes: "Axes", results: Results, arms: list[Arm], measure: Meas
     if log:
         d.log_axis(axes, lowest / 1.6, highest * (highest / lowest) ** 0.28)
     else:
-        axes.set_xlim(0, highest * 1.24)
-        axes.locator_params(axis="x", **_FEW_TICKS)
+        d.linear_axis(axes, 0, highest * 1.24)
     axes.grid(axis="x", color=d.GRID, linewidth=0.7)
     axes.set_title(measure.label)
     axes.set_xlabel({"s": "seconds", "ms": "milliseconds"}.get(scale.unit, scale.unit) + d.log_words(every))
@@ -134,8 +132,7 @@ def _draw_improvements(axes: "Axes", results: Results, arms: list[Arm], measures
     }
     low = max(_LOWEST, min([-10.0, *changes.values()]) * 1.1)
     high = max([40.0, *(100.0 if value > 60 else value * 1.2 for value in changes.values())])
-    axes.set_xlim(low, high + (high - low) * 0.24)
-    axes.locator_params(axis="x", **_FEW_TICKS)
+    d.linear_axis(axes, low, high + (high - low) * 0.24)
     axes.grid(axis="x", color=d.GRID, linewidth=0.7)
     axes.axvline(0, color=d.BASE, linewidth=1.0, zorder=3)
     names = [measure.label for measure in measures]

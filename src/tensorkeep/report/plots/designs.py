@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from tensorkeep.bench.analysis.wording import clipped, gain
+from tensorkeep.bench.analysis.wording import capitalised, clipped, gain
 from tensorkeep.bench.results import Effect, Interaction, Measure, Results, Step
 from tensorkeep.report.plots import drawing as d
 from tensorkeep.report.plots import heat
@@ -55,7 +55,7 @@ def effects(results: Results) -> "Figure":
         _intervals(left, [(" x ".join(one.factors), one.gain, one.low, one.high) for one in rows])
         _factor_map(right, rows, factors)
     text = "Gain from a factor's first level to its last; pairs: measured over the product of both. Line: 95% interval."
-    d.footnote(figure, text)
+    d.footnote(figure, f"{text}\n{capitalised('; '.join(heat.SCALE))}.")
     return figure
 
 

@@ -6,7 +6,6 @@ every colour that a figure may use, so that the page can replace them in dark mo
 
 import io
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,14 +34,29 @@ PALETTE = {
     "bad": "#d55e00",
     "first": "#009e73",
     "second": "#c46a9b",
+    # Further curves.
+    "third": "#b07d00",
+    "fourth": "#6a51a3",
+    # The steps of `tensorkeep.report.charts.scales`. The strongest have the colour of the paper as text, others ink.
+    "worse-4": "#b34e00",
+    "worse-3": "#ec8b45",
+    "worse-2": "#f6c29b",
+    "worse-1": "#fbe6d8",
+    "even": "#e3e7eb",
+    "better-1": "#dcebf5",
+    "better-2": "#a9d0ea",
+    "better-3": "#5aa5d3",
+    "better-4": "#00629b",
 }
-INK, FAINT, GRID, BAND, PAPER, BASE, NEUTRAL, GOOD, BAD, FIRST, SECOND = PALETTE.values()
+INK, FAINT, GRID, BAND, PAPER, BASE, NEUTRAL, GOOD, BAD, FIRST, SECOND, *_ = PALETTE.values()
 
 WIDTH = 11.0
 MOST_ARMS = 40
 LOG_FROM = 20.0
 NAME_LENGTH = 34
 _DPI = 200
+_TITLE_HEIGHT = 0.3
+_NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _TIGHT: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.08}
 _RC: dict[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -89,7 +103,7 @@ UNSETTLED = Mark("D", NEUTRAL, PAPER)
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A figure: its file name without suffix, its title, and its SVG with a transparent background."""
+    """A figure, which has its title; its file name without suffix, and its SVG for the page, which shows the title."""
 
     name: str
     title: str
@@ -98,14 +112,16 @@ class Plot:
 
     def file_svg(self) -> str:
         """Return the SVG for a file, on a white background."""
-        background = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
-        return re.sub(r"(<svg\b[^>]*>)", rf"\1{background}", self.svg, count=1)
+        return _with_fonts(self._saved("svg", metadata=_NO_METADATA).decode())
 
     def png(self) -> bytes:
         """Return the PNG, on a white background."""
+        return self._saved("png", dpi=_DPI)
+
+    def _saved(self, kind: str, **options: Any) -> bytes:
         content = io.BytesIO()
         with _applied(self.name):
-            self.figure.savefig(content, format="png", dpi=_DPI, facecolor=PAPER, **_TIGHT)
+            self.figure.savefig(content, format=kind, facecolor=PAPER, **options, **_TIGHT)
         return content.getvalue()
 
 
@@ -114,11 +130,26 @@ def drawn(name: str, title: str, draw: "Callable[[Results], Figure]", results: R
     content = io.StringIO()
     with _applied(name):
         figure = draw(results)
-        metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
-        figure.savefig(content, format="svg", metadata=metadata, **_TIGHT)
-    # A viewer may lack the font; Verdana is as wide.
-    svg = content.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
-    return Plot(name, title, svg, figure)
+        figure.savefig(content, format="svg", metadata=_NO_METADATA, **_TIGHT)
+        _set_title(figure, title)
+    return Plot(name, title, _with_fonts(content.getvalue()), figure)
+
+
+def _set_title(figure: "Figure", title: str) -> None:
+    """Write a title above a figure, which becomes higher: its panels, and labels placed in them, keep their size."""
+    font: Any = {"size": 11.0, "weight": "bold"}
+    figure.set_figheight(figure.get_figheight() + _TITLE_HEIGHT)
+    if figure.legends:
+        # The layout would write a title of the figure over the legend.
+        figure.legends[0].set_title(title, prop=font)
+        figure.legends[0].set_alignment("left")
+    else:
+        figure.suptitle(title, x=0.01, ha="left", fontproperties=font)
+
+
+def _with_fonts(svg: str) -> str:
+    """Return an SVG for viewers that lack the font; Verdana is as wide."""
+    return svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
 
 
 @contextmanager
@@ -221,6 +252,16 @@ def needs_log(values: Sequence[float]) -> bool:
 def log_words(values: Sequence[float]) -> str:
     """Return the suffix of an axis label for a logarithmic scale, if the values need one."""
     return ", log scale" if needs_log(values) else ""
+
+
+def linear_axis(axes: "Axes", low: float, high: float, *, which: str = "x") -> None:
+    """Set the limits of an axis, whose few ticks are plain numbers: no offset, no power of ten beside the axis."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    (axes.set_xlim if which == "x" else axes.set_ylim)(low, high)
+    axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 def log_axis(axes: "Axes", low: float, high: float, *, suffix: str = "", which: str = "x", most: int = 5) -> None:

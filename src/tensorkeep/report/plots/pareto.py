@@ -1,5 +1,6 @@
 """Scatter plots of trade-offs, with the Pareto front."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 # More names than this would cover the points; then each point has a number, and a list gives its name.
 _MOST_NAMES = 12
 _NEGLIGIBLE = 0.01
+_LEAST_SPAN = 0.01
+_HIGHEST_LOSS = 1.1
+"""Higher losses than so many times the lowest are drawn there: a range test ends far above all others."""
 _SIZE = 8.0
 _DIRECTIONS = (
     *((1, 0), (1, 0.8), (1, -0.8), (-1, 0), (-1, 0.8), (-1, -0.8)),
@@ -34,6 +38,7 @@ class _Point:
     x: float
     y: float
     best: bool = False
+    beyond: bool = False  # whether its loss is so high that it is drawn at the upper edge
 
 
 def trade_offs(results: Results) -> "Figure":
@@ -56,7 +61,9 @@ def trade_offs(results: Results) -> "Figure":
     if {one.better for one in others} == {"lower"} and chosen.save is not None:
         better = f" Better: down and {'left' if chosen.save.better == 'lower' else 'right'}."
     note = "Medians; the square is the baseline. Blue: no other arm is better, by 1% or more."
-    d.footnote(figure, note + better + d.left_out(results))
+    beyond = any(point.beyond for _, points in panels for point in points)
+    above = f" Triangle: a loss above {_HIGHEST_LOSS:g} times the lowest." if beyond else ""
+    d.footnote(figure, note + better + above + d.left_out(results))
     for axes, points in panels:
         _place_labels(figure, axes, labels, points)
     return figure
@@ -90,7 +97,7 @@ def _panel(axes: "Axes", results: Results, across: Measure, up: Measure) -> list
     for (x, y), (next_x, next_y) in _front_lines(points):
         axes.plot([x, next_x], [y, next_y], color=d.GOOD, linewidth=1.2)
     for point in points:
-        marker = "s" if point.name == results.baseline else "o"
+        marker = "s" if point.name == results.baseline else "^" if point.beyond else "o"
         colour = d.GOOD if point.best else d.BASE if point.name == results.baseline else d.NEUTRAL
         axes.plot([point.x], [point.y], marker, color=colour, markersize=6.5, zorder=3)
     return sorted(points, key=lambda point: not point.best)
@@ -116,7 +123,11 @@ def _points(results: Results, across: Measure, up: Measure) -> list[_Point]:
         pairs = ((one.x, other.x, across.better), (one.y, other.y, up.better))
         return any(_better(a, b, way) for a, b, way in pairs) and not any(_better(b, a, way) for a, b, way in pairs)
 
-    return [_Point(one.name, one.x, one.y, best=not any(beats(other, one) for other in found)) for one in found]
+    highest = min((one.y for one in found), default=0.0) * _HIGHEST_LOSS if up.unit == "nats" else math.inf
+    return [
+        _Point(one.name, one.x, min(one.y, highest), not any(beats(other, one) for other in found), one.y > highest)
+        for one in found
+    ]
 
 
 def _better(one: float, other: float, direction: str) -> bool:
@@ -126,19 +137,19 @@ def _better(one: float, other: float, direction: str) -> bool:
 
 
 def _set_limits(axes: "Axes", values: list[float], which: Literal["x", "y"], measure: Measure) -> None:
-    """Leave space for labels, most on the right. An axis of losses does not start at 0: no loss is near it."""
+    """Leave space for labels, most on the right. An axis of losses does not start at 0: no loss is near it.
+
+    It spans at least 1% of the loss, so that differences without a meaning look small.
+    """
     right = which == "x"
     if d.needs_log(values):
         margin = (max(values) / min(values)) ** 0.1
         d.log_axis(axes, min(values) / margin, max(values) * margin ** (2.2 if right else 1.0), which=which)
         return
-    # Losses are close together: each tick is the whole number, not its difference from one of them.
-    axes.ticklabel_format(axis=which, useOffset=False)
     high = max(values, default=1.0) or 1.0
     low = min(values, default=0.0) if measure.unit == "nats" else 0.0
-    span = (high - low) or high
-    limits = low - span * 0.12 * bool(low), low + span * (1.3 if right else 1.12)
-    (axes.set_xlim if right else axes.set_ylim)(*limits)
+    span = max(high - low, _LEAST_SPAN * high)
+    d.linear_axis(axes, low - span * 0.12 * bool(low), low + span * (1.3 if right else 1.12), which=which)
 
 
 def _place_labels(figure: "Figure", axes: "Axes", labels: dict[str, str], points: Sequence[_Point]) -> None:
