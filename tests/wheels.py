@@ -1,9 +1,10 @@
 """Check the wheel and the source distribution of a folder, and install both into empty environments.
 
-    python tests/wheels.py dist
+    python tests/wheels.py dist [PYTHON ...]
 
 The wheel is installed with its dependencies; the source distribution beside it, where no compiler is found. Each must
-read what the other wrote (``smoke_wheel.py``).
+read what the other wrote (``smoke_wheel.py``). That is done with each PYTHON, by default with the one that runs this;
+the last line names the supported versions that were not tried.
 """
 
 import os
@@ -12,7 +13,8 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-import venv
+import time
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -56,20 +58,35 @@ def tracked(folder: str) -> list[Path]:
     return [ROOT / name for name in names.stdout.split("\0") if name]
 
 
-def try_both(wheel: Path, source: Path, folder: Path) -> None:
+def supported_versions() -> list[str]:
+    """Return the versions of Python that the package says it supports, such as ``3.11``."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = (each.removeprefix("Programming Language :: Python :: 3.") for each in project["classifiers"])
+    return [f"3.{minor}" for minor in versions if minor.isdecimal()]
+
+
+def described(interpreter: str) -> list[str]:
+    """Return the version and the path of an interpreter."""
+    program = "import sys; print('%d.%d' % sys.version_info[:2], sys.executable, sep='\\n')"
+    return subprocess.run([interpreter, "-c", program], check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def try_both(wheel: Path, source: Path, interpreter: str, folder: Path) -> None:
     """Install the wheel into a new environment and the source without a compiler, and let each read the other's."""
-    venv.create(folder / "venv", with_pip=True)
-    python = str(folder / "venv" / "bin" / "python")
     (folder / "no-programs").mkdir()
     bare = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TENSORKEEP"))}
     without_compiler = {name: value for name, value in bare.items() if name != "CC"} | {"PATH": f"{folder}/no-programs"}
-    install = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    run([interpreter, "-m", "venv", "venv"], folder, bare)
+    python = str(folder / "venv" / "bin" / "python")
+    # Modules are compiled when they are imported: most of those of torch never are.
+    install = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-compile"]
     run([*install, "-c", str(ROOT / "constraints.txt"), str(wheel)], folder, bare)
     run([*install, "--no-deps", "--target", str(folder / "pure"), str(source)], folder, without_compiler)
     assert not list((folder / "pure").rglob("*.so")), "the extension was built without a compiler"
     assert "Root-Is-Purelib: true" in only(folder / "pure", "*.dist-info/WHEEL").read_text()
     smoke = [python, "-P", str(ROOT / "tests" / "smoke_wheel.py")]
     pure = bare | {"PYTHONPATH": str(folder / "pure")}
+    run([str(folder / "venv" / "bin" / "tensorkeep"), "--version"], folder, bare)
     run([*smoke, "compiled", "by-wheel"], folder, bare)
     run([*smoke, "Python", "by-pure-python", "by-wheel"], folder, pure)
     run([*smoke, "compiled", "by-wheel-again", "by-pure-python"], folder, bare)
@@ -79,12 +96,20 @@ def run(command: list[str], folder: Path, environment: dict[str, str]) -> None:
     subprocess.run(command, cwd=folder, env=environment, check=True)
 
 
-def main(dist: str) -> None:
+def main(dist: str, *interpreters: str) -> None:
     wheel, source = only(Path(dist).resolve(), "*.whl"), only(Path(dist).resolve(), "*.tar.gz")
     check_wheel(wheel)
     check_source(source)
-    with tempfile.TemporaryDirectory() as folder:
-        try_both(wheel, source, Path(folder).resolve())
+    untried = supported_versions()
+    for interpreter in interpreters or (sys.executable,):
+        begin, (version, python) = time.monotonic(), described(interpreter)
+        assert version in untried, f"{interpreter} is Python {version}, not one of {', '.join(untried)}"
+        with tempfile.TemporaryDirectory() as folder:
+            try_both(wheel, source, python, Path(folder).resolve())
+        untried.remove(version)
+        print(f"Python {version}: both installed and tried in {time.monotonic() - begin:.0f} s")
+    if untried:
+        print(f"not tried with Python {' and '.join(untried)}: make wheel PYTHONS='python{' python'.join(untried)}'")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,10 @@ import gc
 import importlib
 from typing import TYPE_CHECKING
 
+from tensorkeep.supported import check_supported
 from tensorkeep.version import __version__
+
+check_supported()
 
 if TYPE_CHECKING:
     from tensorkeep.checkpoint.inspect.convert import convert
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from tensorkeep.checkpoint.load.verify import VerifyReport, verify
     from tensorkeep.checkpoint.manager.manager import CheckpointManager
     from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, KeepEvery, KeepLast, KeepThinned
-    from tensorkeep.checkpoint.manager.steps import Step
+    from tensorkeep.checkpoint.manager.steps import Step, UploadStatus
     from tensorkeep.checkpoint.manager.triggers import EverySteps, EveryTime, OnSignal, SaveWhen
     from tensorkeep.checkpoint.save.job import PendingSave, SaveReport
     from tensorkeep.checkpoint.save.save import save, save_async
@@ -56,7 +59,7 @@ _EXPORTS = {
     "checkpoint.load.load": ("load",),
     "checkpoint.manager.manager": ("CheckpointManager",),
     "checkpoint.manager.retention": ("Keep", "KeepBest", "KeepEvery", "KeepLast", "KeepThinned"),
-    "checkpoint.manager.steps": ("Step",),
+    "checkpoint.manager.steps": ("Step", "UploadStatus"),
     "checkpoint.manager.triggers": ("EverySteps", "EveryTime", "OnSignal", "SaveWhen"),
     "checkpoint.stateful": ("RandomState",),
     "checkpoint.save.job": ("PendingSave", "SaveReport"),
@@ -71,9 +74,9 @@ __all__ = [
     "KeepLast", "KeepThinned", "LazyTensor", "MissingExtraError", "NotACheckpointError", "NotFoundError",
     "OnSignal", "OutOfMemoryError", "PendingSave", "RandomState", "RanksDisagreeError", "RunLog", "SaveReport",
     "SaveWhen", "StateMismatchError", "StateMismatchWarning", "Step", "StoreError", "TechniqueNotActiveError",
-    "TensorNotFoundError", "TensorkeepError", "UnsupportedError", "UnsupportedLeafError", "UsageError",
-    "VerifyReport", "__version__", "convert", "diff", "info", "load", "log", "open", "register", "save",
-    "save_async", "verify"
+    "TensorNotFoundError", "TensorkeepError", "UnsupportedError", "UnsupportedLeafError", "UploadStatus",
+    "UsageError", "VerifyReport", "__version__", "convert", "diff", "info", "load", "log", "open", "register",
+    "save", "save_async", "verify"
 ]  # fmt: skip
 
 

@@ -24,10 +24,11 @@ exception that it resembles as a second base, so that ``except FileNotFoundError
 
 import difflib
 import errno as codes
+import importlib
 import os
 import sys
 from collections.abc import Collection
-from typing import ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 PathLike = str | os.PathLike[str]
 
@@ -235,7 +236,23 @@ class TechniqueNotActiveError(UnsupportedError, kind="technique-not-active"):
 
 
 class MissingExtraError(UnsupportedError, ImportError, kind="missing-extra"):
-    """An optional dependency is not installed; the remedy is the ``pip install`` line."""
+    """An optional dependency is not installed; the remedy is that of `installation_of`."""
+
+
+def import_extra(module: str, extra: str, what: str) -> Any:
+    """Import a module of an optional dependency.
+
+    Raises MissingExtraError if it is not installed; ``what`` says what needs it: ``"the plots need matplotlib"``.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(f"{what}, which is not installed", remedy=installation_of(extra)) from error
+
+
+def installation_of(extra: str) -> str:
+    """Return the remedy for an extra that is not installed. Tensorkeep is installed from a clone, not from PyPI."""
+    return f"in a clone of Tensorkeep: pip install '.[{extra}]'"
 
 
 def did_you_mean(name: str, known: Collection[str], what: str = "known") -> str:
@@ -251,6 +268,11 @@ def stack_level_of_caller() -> int:
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(f"{package}."):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, or the name of its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

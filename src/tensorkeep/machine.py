@@ -65,6 +65,20 @@ def processor() -> dict[str, Any]:
     }
 
 
+@cache
+def multiplies_bfloat16_fast(*, proc: Path = _PROC) -> bool:
+    """Return whether this CPU multiplies matrices faster in bfloat16 than in float32, by the features it lists.
+
+    AMX does, and so do Arm's instructions and AMD's of AVX-512. Intel's of AVX-512, without AMX, take twice as long as
+    float32, and without such instructions bfloat16 is converted.
+    """
+    fields = dict(line.split(":", 1) for line in _lines(proc / "cpuinfo") if ":" in line)
+    found = {name.strip(): value.split() for name, value in fields.items()}
+    features = {*found.get("flags", ()), *found.get("Features", ())}
+    amd = found.get("vendor_id") == ["AuthenticAMD"]
+    return "amx_bf16" in features or "bf16" in features or (amd and "avx512_bf16" in features)
+
+
 def thread_wait_seconds(*, own: bool = False, proc: Path = _PROC) -> float:
     """Return how long the threads of this process have waited for a processor, together; 0 if it is not counted.
 
@@ -269,10 +283,24 @@ def _mount(path: Path) -> tuple[str | None, str | None]:
     return best
 
 
+_MFD_CLOEXEC = 1
+
+
 @cache
 def libc() -> ctypes.CDLL:
     """Return the C library, for calls that Python does not have; their error is in ``ctypes.get_errno()``."""
     return ctypes.CDLL(None, use_errno=True)
+
+
+def memory_file() -> int:
+    """Return the descriptor of a new, unnamed file in memory; OSError if the kernel refuses.
+
+    A Python that was built for an older C library, as those of conda and uv are, has no ``os.memfd_create``.
+    """
+    fd: int = libc().memfd_create(b"tensorkeep", _MFD_CLOEXEC)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
 
 
 def _sizes(path: Path) -> dict[str, int]:

@@ -9,7 +9,13 @@ from tensorkeep.errors import PathLike, UnsupportedError, UsageError
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):/(/?)", re.IGNORECASE)
 
 STORES = ("s3", "gs", "az", "https", "http")
-"""Schemes of URLs that checkpoints are read from."""
+"""Schemes of URLs that checkpoints are read from; the first three are written to as well."""
+
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+"""Environment variables with the URL of the server of ``s3://``, the first one that is set."""
+
+STEP_NAME = re.compile(r"step-(\d{6,18})")
+"""The name of a step of a run: its number, with zeros before it up to six digits."""
 
 
 class StorePath(PosixPath):
@@ -30,6 +36,11 @@ class StorePath(PosixPath):
         return super().__str__().replace(":/", "://", 1)
 
     @property
+    def scheme(self) -> str:
+        """Which kind of store it is: ``"s3"``."""
+        return self.parts[0].rstrip(":").lower()
+
+    @property
     def bucket(self) -> str:
         """The URL of the bucket, or of the server."""
         return f"{self.parts[0]}//{self.parts[1] if len(self.parts) > 1 else ''}"
@@ -38,6 +49,16 @@ class StorePath(PosixPath):
     def key(self) -> str:
         """The name within the bucket."""
         return "/".join(self.parts[2:])
+
+    @property
+    def has_listing(self) -> bool:
+        """Whether its store can list names; a plain web server cannot."""
+        return not self.bucket.startswith("http")
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is named as a step of a run, so that other steps may use its objects."""
+        return STEP_NAME.fullmatch(self.name) is not None
 
 
 def as_path(path: PathLike) -> Path:
@@ -48,10 +69,26 @@ def as_path(path: PathLike) -> Path:
     return StorePath(path) if found and found[1].lower() in STORES and _is_url(path, found) else Path(path)
 
 
+def check_url(path: StorePath) -> None:
+    """Raise UsageError for a URL without a bucket, or with more than a bucket and a path: it would be printed."""
+    if any(mark in str(path) for mark in "?#") or "@" in path.bucket:
+        raise UsageError(
+            "the URL has a query, a fragment or a user", remedy="give credentials in the store's environment variables"
+        )
+    if not path.bucket.partition("://")[2]:
+        raise UsageError("the URL has no bucket", path=path, remedy="write s3://BUCKET/PATH")
+
+
+def endpoint() -> str:
+    """Return the URL of the server to use for ``s3://``; empty for that of the region."""
+    return next((url for name in ENDPOINT_VARIABLES if (url := os.environ.get(name, ""))), "")
+
+
 def checked_path(path: PathLike, *, stores: bool = False) -> PathLike:
     """Return the path with ``~`` and ``~user`` expanded; with ``stores``, URLs of object stores are allowed.
 
-    Raises UsageError if it contains a NUL, or there is no such user; UnsupportedError if it is another URL.
+    Raises UsageError if it contains a NUL, there is no such user, or a URL has no bucket; UnsupportedError if it is
+    another URL.
     """
     text = os.fspath(path)
     if "\0" in text:
@@ -59,7 +96,11 @@ def checked_path(path: PathLike, *, stores: bool = False) -> PathLike:
     scheme = _SCHEME.match(text)
     if scheme and _is_url(path, scheme):
         if stores and scheme[1].lower() in STORES:
-            return as_path(path)
+            found = as_path(path)
+            # Its text would be that of a folder.
+            if len(found.parts) < 2:
+                raise UsageError("the URL has no bucket", path=text, remedy=f"write {scheme[1]}://BUCKET/PATH")
+            return found
         raise _url_error(text, scheme[1])
     if not text.startswith("~"):
         return path
@@ -78,13 +119,15 @@ def _is_url(path: PathLike, scheme: re.Match[str]) -> bool:
 
 
 def _url_error(text: str, scheme: str) -> UnsupportedError:
+    # Without what may be a secret: a user before the host, or a query.
+    text = re.sub(r"//[^/]*@", "//", text).partition("?")[0]
     if scheme.lower() == "file":
         return UnsupportedError("URLs are not supported", path=text, remedy="give the path without file://")
     if scheme.lower() in STORES:
         return UnsupportedError(
-            f"{scheme}:// is read from, but not written to yet",
+            f"{scheme}:// is not supported here",
             path=text,
-            remedy="use the path of a disk, and copy it to there with the tool of the store",
+            remedy="give the path of a disk",
         )
     return UnsupportedError(
         f"{scheme}:// is not supported",

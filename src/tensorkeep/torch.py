@@ -23,6 +23,7 @@ from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.save.save import save as _save
 from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UsageError
 from tensorkeep.io.files import store_errors
+from tensorkeep.paths import StorePath, as_path
 from tensorkeep.state.tree import flatten
 
 if TYPE_CHECKING:
@@ -158,6 +159,12 @@ def _load_mapped(path: PathLike, map_location: Any) -> Any:
     import torch
 
     path = checkpoint_path(path)
+    if isinstance(as_path(path), StorePath):
+        raise UnsupportedError(
+            f"a {type(map_location).__name__} as map_location is not possible in an object store",
+            path=path,
+            remedy="give one device, or its name; or copy the file to a disk first",
+        )
     if find_format(path).name != "torch":
         raise UnsupportedError(
             f"only torch files can be loaded with a {type(map_location).__name__} as map_location",

@@ -1,7 +1,8 @@
-"""Bytes and durations: parsing and formatting."""
+"""Bytes, durations and times: parsing and formatting."""
 
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 from tensorkeep.errors import UsageError
 
@@ -81,6 +82,11 @@ def format_age(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:,.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def format_moment(seconds: float) -> str:
+    """Return a time in seconds since 1970 as ``2026-11-23 05:19:50 UTC``."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def parse_seconds(text: str | float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from tensorkeep.report.demo_bars import Bars
+from tensorkeep.report.charts.bars import Bars
 
 _LABEL, _BAR, _TEXT = 24, 34, 12
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -23,7 +23,7 @@ def print_bars(bars: Bars) -> None:
         drawn = _blocks("█", "#") * length
         if bar.value > bars.full * 1.001:
             drawn = drawn[:-1] + ">"
-        style = "bold cyan" if bar.ours else "dim"
+        style = "bold cyan" if bar.tone == "good" else "dim"
         console.print(Text.assemble(f"   {bar.label:<{_LABEL - 3}}", (f"{drawn:<{width}}", style), f"  {bar.text}"))
 
 

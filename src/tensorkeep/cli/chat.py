@@ -5,12 +5,11 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 
-from tensorkeep.cli.generate import show_stream
-from tensorkeep.cli.options import NewTokens, Run, StopTexts, Which
+from tensorkeep.cli.generate import DEFAULT_TEXT, TextOptions, show_stream
+from tensorkeep.cli.options import Run
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.errors import UsageError
 from tensorkeep.train.chat import ChatSession
-from tensorkeep.train.generate import Sampling
 from tensorkeep.train.run.trained import load_trained_at
 from tensorkeep.train.spinning import SpinControl
 from tensorkeep.units import counted
@@ -24,57 +23,37 @@ def chat(
     /,
     *,
     system: str | None = None,
-    tokens: NewTokens = 200,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    stop: StopTexts = None,
-    seed: int = 0,
-    which: Which = "last",
-    device: str = "auto",
+    options: TextOptions = DEFAULT_TEXT,
     output: Output = DEFAULT,
 ) -> None:
     """Talk with a model that was trained on conversations.
 
     Each line is a message, and answers are printed as they are generated. /reset forgets the conversation; Ctrl-C ends
-    an answer; Ctrl-D or /exit leaves. Without a terminal, each line of standard input is a message.
+    an answer; Ctrl-D or /exit leaves. Without a terminal, each line of standard input is a message, whatever it is.
 
     Parameters
     ----------
     system
         The system message, with which the conversation begins.
-    tokens
-        The largest number of tokens of an answer.
-    temperature
-        0 always takes the most probable token; values above 1 flatten the distribution.
-    top_k
-        Sample from this many of the most probable tokens only.
-    top_p
-        Sample from the most probable tokens with this total probability only.
-    min_p
-        Sample from the tokens that are at least this many times as probable as the most probable one.
-    repetition_penalty
-        Make tokens that the conversation has already less probable; 1 changes nothing, 1.1 is usual.
-    stop
-        End an answer before this text; may be repeated.
-    seed
-        The seed of the sampling.
-    device
-        The device of the model.
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    trained = load_trained_at(run, which=which, device=device)
+    sampling = options.sampling()
+    trained = load_trained_at(run, which=options.which, device=options.device)
     session = ChatSession(
-        trained.model, trained.tokenizer, sampling, system=system, max_new_tokens=tokens, stop=stop or (), seed=seed
+        trained.model,
+        trained.tokenizer,
+        sampling,
+        system=system,
+        max_new_tokens=options.tokens,
+        stop=options.stop or (),
+        seed=options.seed,
     )
     terminal, begin = sys.stdin.isatty(), time.perf_counter()
     if terminal:
         output.note(f"{trained.model.config.parameter_count():,} parameters, step {trained.step.number}; {_HELP}")
     with SpinControl():
         for text in _messages():
-            match text.strip():
+            # Only what is typed is a command: lines of a file are not lost, whatever they begin with.
+            match text.strip() if terminal else "":
                 case "/exit":
                     break
                 case "/reset":

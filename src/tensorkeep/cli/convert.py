@@ -1,7 +1,6 @@
 """``tensorkeep convert``: write a checkpoint in another format or with another compression."""
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -13,12 +12,12 @@ from tensorkeep.checkpoint.inspect.convert import convert as write_converted
 from tensorkeep.checkpoint.inspect.convert import format_for
 from tensorkeep.checkpoint.save.job import SaveReport
 from tensorkeep.cli.addresses import checkpoint_at
-from tensorkeep.cli.errors import as_failure, error_lines, most_severe
-from tensorkeep.cli.options import SIZE, Allow, Globs, Switch, Threads
+from tensorkeep.cli.errors import most_severe, print_error
+from tensorkeep.cli.options import SIZE, Allow, Endpoint, Globs, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines, ratio
 from tensorkeep.errors import DestinationExistsError, TensorkeepError, UsageError
-from tensorkeep.paths import checked_path
+from tensorkeep.paths import StorePath, checked_path
 from tensorkeep.units import counted, format_bytes, format_speed
 
 _SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt", "tensorstore": ".zarr"}
@@ -40,6 +39,7 @@ def convert(
     memory_budget: Annotated[int | None, SIZE] = None,
     force: Annotated[bool, Switch] = False,
     allow: Allow = None,
+    endpoint: Endpoint = None,
     output: Output = DEFAULT,
 ) -> int:
     """Write a checkpoint in another format or with another compression.
@@ -50,7 +50,7 @@ def convert(
         SOURCE... DESTINATION. A source is a checkpoint, or a step of a run (RUN, RUN@1200, RUN@best), and is never
         changed. The destination is the path of the new checkpoint; for several sources, or if it ends with a slash, the
         folder for new checkpoints that are named after them. One that fails does not stop the others; the exit code is
-        the most severe. A new checkpoint becomes visible when it is complete.
+        the most severe. A new checkpoint becomes visible when it is complete. URLs of object stores are paths as well.
     to
         The format to write: native, torch, safetensors, dcp, tensorstore, t5x, or a plug-in's. By default the suffix
         decides: .safetensors; .pt, .pth, .bin and .ckpt for torch; .zarr for tensorstore; otherwise native.
@@ -118,7 +118,10 @@ def _plan(paths: Sequence[str], to: str | None, output: Output) -> tuple[list[_J
     if len(paths) < 2:
         raise UsageError("no destination is given", remedy="give SOURCE... DESTINATION")
     *sources, destination = paths
-    destination = os.fspath(checked_path(destination))
+    checked = checked_path(destination, stores=True)
+    # The path of a store has lost the slash at its end.
+    lost_slash = isinstance(checked, StorePath) and destination.endswith("/")
+    destination = os.fspath(checked) + "/" * lost_slash
     format = to or format_for(destination)
     into_folder = len(sources) > 1 or (destination.endswith("/") and not _is_taken(destination))
     if not into_folder:
@@ -163,8 +166,7 @@ def _run_all(jobs: list[_Job], run: Callable[[_Job], SaveReport], output: Output
             source = checkpoint_at(job.source, output)
             report = run(job._replace(source=source))
         except (TensorkeepError, OSError) as error:
-            failure = as_failure(error)
-            print(*error_lines(failure), sep="\n", file=sys.stderr)
+            failure = print_error(error)
             documents.append({"source": job.source, "ok": False, "error": failure.as_dict()})
             codes.append(failure.exit_code)
             continue

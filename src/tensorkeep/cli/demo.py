@@ -70,7 +70,7 @@ def demo(
             raise UsageError(f"--size is {format_bytes(size)}, out of range", remedy=f"give {limits}")
         scale = scale_of_size(size)
     from tensorkeep.report.demo_page import write_demo_page
-    from tensorkeep.report.files import check_page
+    from tensorkeep.report.rendering import check_page
 
     page = out or Path("tensorkeep-demo.html")
     check_page(page)

@@ -12,7 +12,8 @@ from tensorkeep.bench.run.rounds import Rounds
 from tensorkeep.cli.charts import print_bars, sparkline
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.text import columns
-from tensorkeep.report.demo_bars import Bars, six_way_bars, speed_bars
+from tensorkeep.report.charts.bars import Bars
+from tensorkeep.report.demo_bars import six_way_bars, speed_bars
 from tensorkeep.units import counted, format_bytes, format_seconds
 
 _WIDTH, _AROUND = 60, 21

@@ -1,9 +1,8 @@
 """``tensorkeep diff``: how two checkpoints differ."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -12,11 +11,11 @@ from tensorkeep.checkpoint.inspect.comparing import TensorDiff
 from tensorkeep.checkpoint.inspect.diff import DiffReport
 from tensorkeep.checkpoint.inspect.diff import diff as compare
 from tensorkeep.cli.addresses import checkpoint_at
-from tensorkeep.cli.options import Allow, AtLeastOne, Globs, MemoryBudget, Switch, Threads
+from tensorkeep.cli.options import AtLeastOne, Endpoint, Globs, Switch
 from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.reading import READING, Reading
 from tensorkeep.cli.text import Table, print_lines, print_verdict
 from tensorkeep.errors import UsageError
-from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.units import counted
 
 Entry = TypeVar("Entry")
@@ -36,9 +35,8 @@ def diff(
     depth: Annotated[int | None, AtLeastOne] = None,
     top: Annotated[int, Parameter(validator=Number(gte=0))] = 20,
     stat: Annotated[bool, Switch] = False,
-    threads: Threads = None,
-    memory_budget: MemoryBudget = DEFAULT_BUDGET,
-    allow: Allow = None,
+    reading: Reading = READING,
+    endpoint: Endpoint = None,
     output: Output = DEFAULT,
 ) -> int:
     """Compare two checkpoints of any format; exit code 1 if they differ.
@@ -68,17 +66,7 @@ def diff(
         raise UsageError("--depth is for --by-layer", remedy="give both, or neither")
     a, b = checkpoint_at(a, output), checkpoint_at(b, output)
     with output.meter("comparing") as progress:
-        report = compare(
-            a,
-            b,
-            atol=atol,
-            rtol=rtol,
-            select=select,
-            progress=progress,
-            threads=threads,
-            memory_budget=memory_budget,
-            allow=allow,
-        )
+        report = compare(a, b, atol=atol, rtol=rtol, select=select, progress=progress, **vars(reading))
     output.show(report.as_dict(depth=depth), lambda: _print_report(report, _Shown(top, by_layer, depth, stat)))
     return 0 if report.equal else 1
 
@@ -99,22 +87,14 @@ class _Shown(NamedTuple):
 
 
 def _print_report(report: DiffReport, shown: _Shown) -> None:
-    counts = [
-        (len(report.changed), "changed"),
-        (len(report.reshaped), "reshaped"),
-        (len(report.retyped), "of another dtype"),
-        (len(report.added), "added"),
-        (len(report.removed), "removed"),
-        (report.identical, "identical"),
-    ]
-    summary = ", ".join(f"{count:,} {what}" for count, what in counts if count) or "no tensors"
     values = f"; {counted(len(report.values), 'plain value')} changed" if report.values else ""
+    tensors = f"tensors: {report.summary}{values}"
     verdict = "same" if report.equal else "different"
     totals = _totals(report.total) if report.changed else ""
     if shown.stat:
-        print_verdict(verdict, f": tensors: {summary}{values}" + (f"; {totals}" if totals else ""), good=report.equal)
+        print_verdict(verdict, f": {tensors}" + (f"; {totals}" if totals else ""), good=report.equal)
         return
-    print_verdict(verdict, f": {report.a} and {report.b}: tensors: {summary}{values}", good=report.equal)
+    print_verdict(verdict, f": {report.a} and {report.b}: {tensors}", good=report.equal)
     print_lines(*([f"of the changed tensors, {totals}"] if totals else []))
     _print_lists(report, shown)
 
@@ -131,7 +111,7 @@ def _print_lists(report: DiffReport, shown: _Shown) -> None:
         if mismatches:
             print(f"\n{title}:")
             entries, more = shown.cut(mismatches)
-            Table(("name", "first", "second"), [(m.name, _text(m.a), _text(m.b)) for m in entries]).show()
+            Table(("name", "first", "second"), [(each.name, *each.texts) for each in entries]).show()
             print_lines(*more)
     for title, names in (("added (only in the second)", report.added), ("removed (only in the first)", report.removed)):
         if names:
@@ -171,12 +151,3 @@ def _percent(fraction: float) -> str:
     if fraction == 0:
         return "0%"
     return f"{fraction:.2%}" if fraction >= 0.0001 else "<0.01%"
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "absent"
-    if isinstance(value, dict) and len(value) == 1:
-        # A value that JSON does not have is stored under its type: {"float": "0.1"}.
-        (value,) = value.values()
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

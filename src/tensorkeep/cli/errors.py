@@ -78,16 +78,22 @@ def _as_option(keyword: re.Match[str]) -> str:
 
 def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
     """Print an error on stderr, and as JSON on stdout if ``as_json`` is set, and return the exit code."""
-    failure = as_failure(error)
     if verbose and not isinstance(error, CycloptsError):
         traceback.print_exception(error, file=sys.stderr)
-    print(*error_lines(failure), sep="\n", file=sys.stderr)
+    failure = print_error(error)
     if as_json:
         with suppress(OSError):
             print(json.dumps({"error": failure.as_dict()}, indent=2))
     # If stdout fails as well, the error is on stderr.
     finish_stdout()
     return failure.exit_code
+
+
+def print_error(error: BaseException) -> TensorkeepError:
+    """Print an error on stderr, and return it as an error of Tensorkeep."""
+    failure = as_failure(error)
+    print(*error_lines(failure), sep="\n", file=sys.stderr)
+    return failure
 
 
 def error_lines(failure: TensorkeepError) -> list[str]:

@@ -1,8 +1,7 @@
 """``tensorkeep eval``: the loss of a run's model on a text, or its answers to multiple-choice questions."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,13 +20,13 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import current_config
 from tensorkeep.train.run.trained import TrainedModel, load_trained_at
 from tensorkeep.train.run.validation import validation_windows
-from tensorkeep.train.scoring.compute import Precision, Progress, affordable_rows, computed_in, precision_of
+from tensorkeep.train.scoring.compute import Precision, affordable_rows, computed_in, precision_of
 from tensorkeep.train.scoring.multiple_choice import read_questions, score_choices
 from tensorkeep.train.scoring.text import score_text, tokens_of
 from tensorkeep.train.spinning import SpinControl
 from tensorkeep.units import counted, format_bytes
 
-_NOT_APPLIED = ("sparse-attention", "quantised-forward")
+_NOT_APPLIED = ("sparse-attention", "quantised-forward", "tf32")
 """Techniques that change what the model computes, and that only training applies."""
 
 
@@ -92,15 +91,15 @@ def evaluate(
         "precision": chosen,
     }
     begin = time.perf_counter()
-    with SpinControl(), computed_in(chosen, place):
+    with SpinControl(), computed_in(chosen, trained.model, config):
         if questions is not None:
-            with _counter(output, "questions") as progress:
+            with output.meter("questions", of_bytes=False) as progress:
                 choices = score_choices(trained.model, questions, trained.tokenizer, rows=rows, progress=progress)
             document |= {"task": "multiple-choice", "file": str(multiple_choice), **choices._asdict()}
         else:
             text = partial(tokens_of, encoding=encoding, field=field)
             source, windows = _windows(trained, data, text, tokens, output)
-            with _counter(output, "evaluating") as progress:
+            with output.meter("evaluating", of_bytes=False) as progress:
                 score = score_text(trained.model, windows, trained.tokenizer, rows=rows, progress=progress)
             document |= {"task": "text", "data": source, **score._asdict()}
     document["seconds"] = time.perf_counter() - begin
@@ -142,22 +141,6 @@ def _other_data(trained: TrainedModel, data: str) -> Dataset:
             )
 
     return Dataset.open(data, check=check)
-
-
-@contextmanager
-def _counter(output: Output, doing: str) -> Iterator[Progress | None]:
-    """Yield a callback that takes how many rows are done, and of how many, and draws a bar; None for no bar."""
-    if not output.draws_progress:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(doing, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:

@@ -21,6 +21,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "tensorkeep log run --last 50 --metric validation_loss",
         "tensorkeep log run --verify",
     ),
+    "show": (
+        "tensorkeep show model.safetensors --open",
+        "tensorkeep show run --out run.html",
+        "tensorkeep show run@1000 run@2000",
+        "tensorkeep show s3://bucket/run@best --sample 200MB",
+    ),
     "verify": (
         "tensorkeep verify model.safetensors",
         "tensorkeep verify run",
@@ -79,7 +85,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "tensorkeep train shakespeare-char-cpu --data my-text.txt --out run",
         "tensorkeep train shakespeare-char-cpu --data my-text.txt --optim.lr 3e-4",
         "tensorkeep train --out run --resume --loop.steps 4000",
-        "tensorkeep train --branch run@2000 --out annealed --schedule.name linear",
+        "tensorkeep train --branch run@2000 --out longer --loop.steps 4000",
     ),
     "generate": (
         "tensorkeep generate run --prompt 'Once upon'",

@@ -35,11 +35,14 @@ def export(
     """
     trained = load_trained_at(run, which=which, device="cpu")
     tokenizer = trained.tokenizer
+    tokenizer_json = tokenizer.hugging_face_json()
+    if tokenizer_json is None:
+        output.note(f"no tokenizer is exported: a tokenizer.json cannot hold {tokenizer.name}")
     report = write_export(
         trained.model,
         trained.model.config,
         out,
-        tokenizer_json=tokenizer.hugging_face_json(),
+        tokenizer_json=tokenizer_json,
         end_of_document=tokenizer.end_of_document,
         dtype=dtype,
         overwrite=overwrite,

@@ -2,17 +2,69 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
-from tensorkeep.cli.options import NewTokens, Run, StopTexts, Which
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from tensorkeep.cli.options import Run, Which
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import printable
-from tensorkeep.train.generate import generate_stream, prompt_ids
+from tensorkeep.train.generate import Sampling, generate_stream, prompt_ids
 from tensorkeep.train.run.trained import load_trained_at
 from tensorkeep.train.spinning import SpinControl
 from tensorkeep.train.stop_texts import until
 from tensorkeep.units import counted
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class TextOptions:
+    """The options of commands that generate text.
+
+    Attributes
+    ----------
+    tokens : int
+        The largest number of tokens to generate, in a conversation for an answer.
+    temperature : float
+        0 always takes the most probable token; values above 1 flatten the distribution.
+    top_k : int or None
+        Sample from this many of the most probable tokens only.
+    top_p : float or None
+        Sample from the most probable tokens with this total probability only.
+    min_p : float or None
+        Sample from the tokens that are at least this many times as probable as the most probable one.
+    repetition_penalty : float
+        Make tokens that the text has already less probable; 1 changes nothing, 1.1 is usual.
+    stop : list of str or None
+        End before this text; may be repeated.
+    seed : int
+        The seed of the sampling.
+    device : str
+        The device of the model.
+    """
+
+    tokens: Annotated[int, Parameter(name=["--tokens", "--max-new-tokens"], validator=Number(gte=1, lte=1_000_000))] = (
+        200
+    )
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    stop: Annotated[list[str] | None, Parameter(negative="", metavar="TEXT")] = None
+    seed: int = 0
+    which: Which = "last"
+    device: str = "auto"
+
+    def sampling(self) -> Sampling:
+        """Return how tokens are drawn; UsageError if an option is out of range."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+
+
+DEFAULT_TEXT = TextOptions()
 
 
 def generate(
@@ -20,17 +72,8 @@ def generate(
     /,
     *,
     prompt: str | None = None,
-    tokens: NewTokens = 200,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    stop: StopTexts = None,
-    seed: int = 0,
-    which: Which = "last",
-    device: str = "auto",
     cache: bool = True,
+    options: TextOptions = DEFAULT_TEXT,
     output: Output = DEFAULT,
 ) -> None:
     """Continue a text with the model of a run, and print it as it is generated.
@@ -39,39 +82,17 @@ def generate(
     ----------
     prompt
         The text to continue; by default a new document or line.
-    tokens
-        The largest number of tokens to generate.
-    temperature
-        0 always takes the most probable token; values above 1 flatten the distribution.
-    top_k
-        Sample from this many of the most probable tokens only.
-    top_p
-        Sample from the most probable tokens with this total probability only.
-    min_p
-        Sample from the tokens that are at least this many times as probable as the most probable one.
-    repetition_penalty
-        Make tokens that the text has already less probable; 1 changes nothing, 1.1 is usual.
-    stop
-        End before this text; may be repeated.
-    seed
-        The seed of the sampling.
-    device
-        The device of the model.
     cache
         Cache keys and values between tokens.
     """
-    trained = load_trained_at(run, which=which, device=device)
+    trained = load_trained_at(run, which=options.which, device=options.device)
     tokenizer, ids, count = trained.tokenizer, prompt_ids(trained.tokenizer, prompt), 0
     drawn = generate_stream(
         trained.model,
         ids,
-        max_new_tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
+        max_new_tokens=options.tokens,
+        **asdict(options.sampling()),
+        seed=options.seed,
         stop=tokenizer.end_of_document,
         vocab_size=tokenizer.vocab_size,
         use_cache=cache,
@@ -88,7 +109,7 @@ def generate(
         pieces = tokenizer.decode_stream(prompt_and_new())
         for piece in pieces:
             if count:
-                yield from until(chain([piece], pieces), stop or ())
+                yield from until(chain([piece], pieces), options.stop or ())
                 return
             # The prompt may contain a text that ends the new one.
             yield piece

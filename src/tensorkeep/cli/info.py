@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -15,12 +14,12 @@ from tensorkeep.checkpoint.inspect.log import log
 from tensorkeep.checkpoint.manager.address import steps_of_run
 from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.log import print_summary
-from tensorkeep.cli.options import Allow, InputFormat, Switch
+from tensorkeep.cli.options import Allow, Endpoint, InputFormat, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, ratio
 from tensorkeep.formats.base import Entry
 from tensorkeep.state import names
-from tensorkeep.units import counted, format_bytes
+from tensorkeep.units import counted, format_bytes, format_moment
 
 _MOST_RANKS = 16
 """Ranks that are listed one by one."""
@@ -33,6 +32,7 @@ def info(
     largest: Annotated[int, Parameter(validator=Number(gte=0))] = 10,
     format: InputFormat = None,
     allow: Allow = None,
+    endpoint: Endpoint = None,
     output: Output = DEFAULT,
 ) -> None:
     """Show what a checkpoint contains, or sum up a training run; no tensor is read.
@@ -60,6 +60,7 @@ def ls(
     long: Annotated[bool, Switch, Parameter(name=["--long", "-l"])] = False,
     format: InputFormat = None,
     allow: Allow = None,
+    endpoint: Endpoint = None,
     output: Output = DEFAULT,
 ) -> None:
     """List the tensors of a checkpoint.
@@ -138,12 +139,11 @@ def _history(details: dict[str, Any]) -> Iterator[str]:
     """Yield the step, its own bytes, and its bytes on disk if other steps share its files."""
     step, history, space = details.get("step"), details.get("history"), details.get("space")
     if step:
-        moment = datetime.fromtimestamp(step["saved_at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         metrics = "".join(f", {name} {value}" for name, value in step["metrics"].items())
-        yield f"step {step['number']}, saved {moment}{metrics}"
+        yield f"step {step['number']}, saved {format_moment(step['saved_at'])}{metrics}"
     if history:
         linked = [f"{format_bytes(count)} of {origin}" for origin, count in history["linked_bytes"].items()]
-        taken = f"; links to files of {counted(len(linked), 'earlier step')}: {', '.join(linked)}" if linked else ""
+        taken = f"; shares files of {counted(len(linked), 'earlier step')}: {', '.join(linked)}" if linked else ""
         chain = history["deepest_chain"]
         read = f"; a block is read through up to {counted(chain, 'delta')}" if chain else ""
         yield f"wrote {format_bytes(history['new_bytes'])}{taken}{read}"

@@ -3,7 +3,6 @@
 import sys
 import time
 from contextlib import nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -13,11 +12,12 @@ from cyclopts.validators import Number
 
 from tensorkeep.checkpoint.inspect.log import LoggedStep, RunLog
 from tensorkeep.checkpoint.inspect.log import log as read_log
-from tensorkeep.cli.options import Switch
+from tensorkeep.cli.options import Endpoint, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, ratio
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
-from tensorkeep.units import counted, format_age, format_bytes
+from tensorkeep.paths import StorePath, as_path
+from tensorkeep.units import counted, format_age, format_bytes, format_moment
 
 _ON_A_TERMINAL = 20
 _WHICH = {"min": "smallest", "max": "largest"}
@@ -31,6 +31,7 @@ def log(
     metric: str | None = None,
     mode: Literal["min", "max"] | None = None,
     verify: Annotated[bool, Switch] = False,
+    endpoint: Endpoint = None,
     output: Output = DEFAULT,
 ) -> int:
     """List the steps of a training run, the newest first, and the legs in which it was trained.
@@ -108,10 +109,11 @@ def print_summary(found: RunLog) -> None:
     print_lines(f"{found.path}: {counted(len(found.steps), 'step')}, {numbers}")
     times = [step.saved_at for step in found.steps if step.saved_at is not None]
     if times:
-        print_lines("saved " + " to ".join(dict.fromkeys((_moment(times[0]), _moment(times[-1])))))
+        print_lines("saved " + " to ".join(dict.fromkeys((format_moment(times[0]), format_moment(times[-1])))))
     shared = total["nbytes"] - total["new_bytes"]
     sharing = f"; files shared between steps, {format_bytes(shared)}, count once" if shared else ""
-    print_lines(f"occupies {format_bytes(total['occupied_bytes'])} on the disk{sharing}")
+    where = "in the store" if isinstance(as_path(found.path), StorePath) else "on the disk"
+    print_lines(f"occupies {format_bytes(total['occupied_bytes'])} {where}{sharing}")
     if total["incremental_steps"]:
         adds = format_bytes(total["median_incremental_bytes"])
         print_lines(f"{counted(total['incremental_steps'], 'incremental step')}: each adds {adds} (median)")
@@ -157,7 +159,3 @@ def _metrics(found: RunLog) -> list[str]:
 def _reason(found: RunLog) -> str:
     assert found.best and found.best.metrics and found.metric and found.mode
     return f"{found.metric} {found.best.metrics[found.metric]:.5g} ({_WHICH[found.mode]})"
-
-
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -14,7 +14,13 @@ from cyclopts import App
 from tensorkeep.cli.errors import BROKEN_PIPE, report_error
 from tensorkeep.cli.examples import epilogue
 from tensorkeep.cli.help import Formatter, describe_fully
-from tensorkeep.cli.options import flags_after_command, from_environment, from_file, with_local_paths
+from tensorkeep.cli.options import (
+    flags_after_command,
+    from_environment,
+    from_file,
+    store_endpoint,
+    with_local_paths,
+)
 from tensorkeep.cli.output import Output, finish_stdout, logging_to_stderr, make_streams_safe
 from tensorkeep.errors import StoreError
 from tensorkeep.version import __version__
@@ -23,6 +29,7 @@ COMMANDS = {
     "info": ("info:info", "Show what a checkpoint contains, or sum up a training run; no tensor is read."),
     "ls": ("info:ls", "List the tensors of a checkpoint."),
     "log": ("log:log", "List the steps of a training run, the newest first, and the legs in which it was trained."),
+    "show": ("show:show", "Write a page about a checkpoint, a run or two checkpoints, and print a summary."),
     "verify": ("verify:verify", "Read checkpoints completely and check every checksum."),
     "diff": ("diff:diff", "Compare two checkpoints of any format; exit code 1 if they differ."),
     "convert": ("convert:convert", "Write a checkpoint in another format or with another compression."),
@@ -116,7 +123,7 @@ def _run(tokens: list[str]) -> int:
             describe_fully(app.parse_commands(words)[1][-1])
         command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
         output = bound.arguments.get("output", output)
-        with logging_to_stderr(output):
+        with logging_to_stderr(output), store_endpoint(bound.arguments.get("endpoint")):
             return command(*bound.args, **bound.kwargs) or 0
     except BrokenPipeError:
         raise

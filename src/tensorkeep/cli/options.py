@@ -7,8 +7,10 @@ are merged in the same order by ``train/config/arguments.py``.
 
 import difflib
 import os
+import re
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -20,7 +22,7 @@ from cyclopts.validators import Number
 
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.errors import UsageError
-from tensorkeep.paths import checked_path
+from tensorkeep.paths import ENDPOINT_VARIABLES, checked_path
 from tensorkeep.units import parse_bytes
 
 _PREFIX = "TENSORKEEP_"
@@ -65,18 +67,40 @@ Allow = Annotated[
     ),
 ]
 
+Endpoint = Annotated[
+    str | None,
+    Parameter(
+        metavar="URL",
+        help="The server of s3:// paths, such as http://127.0.0.1:9000, instead of that in AWS_ENDPOINT_URL.",
+    ),
+]
+"""An option of commands that read or write object stores; `main` applies it to the whole command."""
+
 InputFormat = Annotated[str | None, Parameter(help="The format; detected by default.")]
 
 Run = Annotated[Path, Parameter(help="The folder of the run, or a step of it: RUN@1200, RUN@best.")]
 
 Which = Annotated[Literal["last", "best"], Parameter(help="The last checkpoint, or the best one by validation loss.")]
 
-NewTokens = Annotated[int, Parameter(name=["--tokens", "--max-new-tokens"], validator=Number(gte=1, lte=1_000_000))]
-
-StopTexts = Annotated[list[str] | None, Parameter(negative="", metavar="TEXT")]
-
 Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
 """Patterns of tensor names; the option may be repeated."""
+
+
+@contextmanager
+def store_endpoint(url: str | None) -> Iterator[None]:
+    """Use a server for ``s3://`` in the block; UsageError if it is not the URL of one."""
+    if url is None:
+        yield
+        return
+    if not re.fullmatch(r"https?://[^\s@?#]+", url):
+        raise UsageError("--endpoint is not the URL of a server", remedy="give http://HOST:PORT, or https://HOST")
+    kept = {name: os.environ.pop(name) for name in ENDPOINT_VARIABLES if name in os.environ}
+    os.environ["AWS_ENDPOINT_URL"] = url.rstrip("/")
+    try:
+        yield
+    finally:
+        del os.environ["AWS_ENDPOINT_URL"]
+        os.environ.update(kept)
 
 
 def flags_after_command(tokens: Sequence[str], groups: Collection[str]) -> list[str]:

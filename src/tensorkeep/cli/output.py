@@ -88,12 +88,13 @@ class Output:
             yield lambda text: status.update(printable(text))
 
     @contextmanager
-    def meter(self, doing: str) -> Iterator[Callable[[int, int], None] | None]:
-        """Yield a callback that takes (bytes done, total bytes) and draws a bar, or None for no bar."""
+    def meter(self, doing: str, *, of_bytes: bool = True) -> Iterator[Callable[[int, int], None] | None]:
+        """Yield a callback that takes (bytes or others done, in all) and draws a bar, or None for no bar."""
         if not self.draws_progress:
             yield None
             return
-        with progress_bar(elided(printable(doing), max(_LEAST_LABEL, columns() - _BAR_COLUMNS))) as callback:
+        label = elided(printable(doing), max(_LEAST_LABEL, columns() - _BAR_COLUMNS))
+        with progress_bar(label, of_bytes=of_bytes) as callback:
             yield callback
 
 

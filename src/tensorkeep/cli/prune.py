@@ -8,16 +8,14 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from tensorkeep.checkpoint.manager.address import run_root
-from tensorkeep.checkpoint.manager.manager import CheckpointManager
+from tensorkeep.checkpoint.manager.folder import StepFolder
 from tensorkeep.checkpoint.manager.metrics import ranked
-from tensorkeep.checkpoint.manager.retention import KeepBest, KeepThinned, unwanted
-from tensorkeep.checkpoint.manager.steps import Step, StepListing, check_removable, list_steps, step_path
-from tensorkeep.cli.options import Switch
+from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, KeepThinned, keep_rule, unwanted
+from tensorkeep.checkpoint.manager.steps import Garbage, Step, StepListing, StepPlace
+from tensorkeep.cli.options import Endpoint, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError
-from tensorkeep.formats.native.directory import freed_bytes
-from tensorkeep.paths import checked_path
 from tensorkeep.units import counted, format_age, format_bytes
 
 _RULES = (
@@ -42,18 +40,20 @@ def prune(
     broken: Annotated[bool, Switch] = False,
     dry_run: Annotated[bool, Switch] = False,
     yes: Annotated[bool, Switch, Parameter(name=["--yes", "-y"])] = False,
+    endpoint: Endpoint = None,
     output: Output = DEFAULT,
 ) -> int:
     """Delete old steps of a training run.
 
     All steps that no rule keeps are deleted, but never the last one, nor a step whose folder contains other files. On a
     terminal they are listed first, and you are asked; in a script, and with --json, they are deleted without a
-    question.
+    question. In an object store, the objects of a deleted step remain until the grace period is over (an hour, or
+    TENSORKEEP_STORE_GRACE), for those who are reading it; what earlier deletions and failed saves have left is deleted.
 
     Parameters
     ----------
     root
-        The folder of a run: step-000100, step-000200, ...
+        The folder of a run, or its URL in an object store: step-000100, step-000200, ...
     keep_last
         Keep this many of the last steps.
     keep_every
@@ -77,42 +77,50 @@ def prune(
     """
     if keep_last is None and keep_every is None and keep_best is None and not keep_thinned and not broken:
         raise UsageError("no rule says which steps to keep", remedy=_RULES)
-    folder = run_root(checked_path(root))
-    found = list_steps(folder)
-    if not found.steps and not found.broken:
+    run = StepFolder(run_root(root))
+    found, garbage = run.place.listing(), _garbage(run.place, output)
+    if not (found.steps or found.broken or garbage):
         raise NotACheckpointError("contains no steps", path=root, remedy="give the folder that contains step-000100")
     best = None if keep_best is None else _best(found, keep_best, metric, mode)
     thinned = KeepThinned(tuple(map(_interval, keep_thinned))) if keep_thinned else None
-    with CheckpointManager(
-        folder, keep_last=keep_last, keep_every=keep_every, keep_best=best, keep=thinned, asynchronous=False
-    ) as manager:
-        plan = _plan(manager, found, broken=broken)
-        document = plan.as_dict(str(manager.root), dry_run=dry_run)
-        asks = not (dry_run or yes or output.json) and sys.stdin.isatty() and sys.stderr.isatty()
-        if dry_run or asks:
-            output.show(document, lambda: _print(document, limit=_SHOWN if asks else None))
-        if dry_run or (asks and not (plan.gone and _confirmed(plan, output))):
-            return 1 if asks and plan.gone else 0
-        for number in sorted(plan.gone):
-            manager.delete(number)
+    rule = keep_rule(keep_last, keep_every, best, thinned)
+    plan = _plan(run.place, rule, found, garbage, broken=broken)
+    document = plan.as_dict(run.place, dry_run=dry_run)
+    asks = not (dry_run or yes or output.json) and sys.stdin.isatty() and sys.stderr.isatty()
+    if dry_run or asks:
+        output.show(document, lambda: _print(document, limit=_SHOWN if asks else None))
+    if dry_run or (asks and not (plan.changes and _confirmed(plan, output))):
+        return 1 if asks and plan.changes else 0
+    if plan.changes:
+        try:
+            run.delete(*sorted(plan.gone))
+        finally:
+            run.release()
+        run.warn_of_undeleted(stacklevel=1)
     output.show(document, lambda: print_lines(_summary(document)) if asks else _print(document))
     return 0
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The steps that are deleted, and those that stay although no rule keeps them."""
+    """The steps that are deleted, those that stay although no rule keeps them, and what no step uses in a store."""
 
     found: StepListing
     gone: set[int]
     left: dict[int, TensorkeepError]
     freed: int
+    garbage: Garbage
 
-    def as_dict(self, root: str, *, dry_run: bool) -> dict[str, Any]:
+    @property
+    def changes(self) -> bool:
+        """Whether anything is deleted."""
+        return bool(self.gone or self.garbage.removable)
+
+    def as_dict(self, place: StepPlace, *, dry_run: bool) -> dict[str, Any]:
         """Return the plan as plain values, as ``--json`` prints it."""
         steps, broken, gone = self.found.steps, self.found.broken, self.gone
         return {
-            "root": root,
+            "root": str(place.root),
             "dry_run": dry_run,
             "freed_bytes": self.freed,
             "deleted": [_describe(step) for step in steps if step.number in gone],
@@ -120,7 +128,24 @@ class _Plan:
             "kept": [_describe(step) for step in steps if step.number not in gone],
             "broken": {str(number): str(error) for number, error in broken.items() if number not in gone},
             "left": {str(number): str(error) for number, error in self.left.items()},
+            "grace_seconds": place.grace_seconds,
+            "leftovers": _amount(self.garbage.removable),
+            "waiting": _amount(self.garbage.waiting),
+            "unfinished": _amount(self.garbage.unfinished),
         }
+
+
+def _garbage(place: StepPlace, output: Output) -> Garbage:
+    """Return what deleted steps and failed saves have left in a store; nothing, and a note, if that is not known."""
+    try:
+        return place.garbage()
+    except TensorkeepError as error:
+        output.note(f"what deleted steps have left is not deleted: {error}")
+        return Garbage()
+
+
+def _amount(objects: dict[str, int]) -> dict[str, int]:
+    return {"objects": len(objects), "bytes": sum(objects.values())}
 
 
 def _best(found: StepListing, count: int, metric: str | None, mode: str | None) -> KeepBest:
@@ -133,32 +158,36 @@ def _best(found: StepListing, count: int, metric: str | None, mode: str | None) 
     return rule
 
 
-def _plan(manager: CheckpointManager, found: StepListing, *, broken: bool) -> _Plan:
-    """Apply the rules of a manager; with ``broken`` damaged steps go as well."""
+def _plan(place: StepPlace, rule: Keep, found: StepListing, garbage: Garbage, *, broken: bool) -> _Plan:
+    """Apply a rule; with ``broken`` damaged steps go as well."""
     # A step that could not be read, or of a later version, may be intact; other folders belong to the user.
     damage = {number for number, error in found.broken.items() if isinstance(error, CorruptCheckpointError)}
-    candidates = {step.number for step in unwanted(manager.keep, found.steps)} | (damage if broken else set())
-    left = _not_removable(manager, sorted(candidates))
+    candidates = {step.number for step in unwanted(rule, found.steps)} | (damage if broken else set())
+    left = _not_removable(place, sorted(candidates))
     gone = candidates - left.keys()
-    return _Plan(found, gone, left, freed_bytes(step_path(manager.root, number) for number in gone))
+    freed = place.freed_bytes([place.path_of(number) for number in gone]) if gone else 0
+    return _Plan(found, gone, left, freed, garbage)
 
 
 def _confirmed(plan: _Plan, output: Output) -> bool:
     """Ask on stderr whether to delete; only "y" or "yes" is a yes."""
-    question = f"Delete {counted(len(plan.gone), 'step')} and free {format_bytes(plan.freed)}? [y/N] "
-    print(question, end="", file=sys.stderr, flush=True)
+    removable = plan.garbage.removable
+    what = [counted(len(plan.gone), "step")] if plan.gone else []
+    what += [counted(len(removable), "leftover object")] if removable else []
+    freed = format_bytes(plan.freed + sum(removable.values()))
+    print(f"Delete {' and '.join(what)} and free {freed}? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() in ("y", "yes"):
         return True
     output.note("nothing was deleted")
     return False
 
 
-def _not_removable(manager: CheckpointManager, numbers: list[int]) -> dict[int, TensorkeepError]:
+def _not_removable(place: StepPlace, numbers: list[int]) -> dict[int, TensorkeepError]:
     """Return the steps whose folders contain something else, with the reason."""
     left: dict[int, TensorkeepError] = {}
     for number in numbers:
         try:
-            check_removable(step_path(manager.root, number))
+            place.check_removable(place.path_of(number))
         except (UsageError, NotACheckpointError) as error:
             left[number] = error
     return left
@@ -196,7 +225,7 @@ def _print(document: dict[str, Any], limit: int | None = None) -> None:
     print_lines(*([f"kept: {', '.join(shown)}"] if kept else []))
     reasons = {**document["broken"], **document["left"]}
     print_lines(*(f"kept: step {number}: {'; '.join(reason.splitlines())}" for number, reason in reasons.items()))
-    print_lines(*([] if limit else [_summary(document)]))
+    print_lines(*_leftovers(document, verb), *([] if limit else [_summary(document)]))
 
 
 def _row(step: dict[str, Any]) -> tuple[str, str, str, str]:
@@ -204,7 +233,24 @@ def _row(step: dict[str, Any]) -> tuple[str, str, str, str]:
     return f"{step['step']}", format_age(time.time() - step["saved_at"]), format_bytes(step["own_bytes"]), metrics
 
 
+def _leftovers(document: dict[str, Any], verb: str) -> list[str]:
+    """Return lines about objects in a store that no step uses."""
+    after = format_age(document["grace_seconds"])
+    meanings = {
+        "leftovers": f"{verb} leftovers of earlier deletions and failed saves: {{}}",
+        "waiting": f"of steps that were deleted less than {after} ago: {{}}, which a later save or prune deletes",
+        "unfinished": "of saves that run or have failed: {}, which a save or prune deletes when they are a day old",
+    }
+    found = {name: document[name] for name in meanings if document[name]["objects"]}
+    amounts = {n: f"{counted(of['objects'], 'object')}, {format_bytes(of['bytes'])}" for n, of in found.items()}
+    return [meanings[name].format(amount) for name, amount in amounts.items()]
+
+
 def _summary(document: dict[str, Any]) -> str:
-    verb, frees = ("would delete", "would free") if document["dry_run"] else ("deleted", "freed")
+    dry, grace = document["dry_run"], document["grace_seconds"]
     steps = counted(len(document["deleted"]) + len(document["deleted_broken"]), "step")
-    return f"{verb} {steps}, kept {len(document['kept'])}; {frees} {format_bytes(document['freed_bytes'])}"
+    frees = "would free" if dry else "frees" if grace else "freed"
+    freed = f"{frees} {format_bytes(document['freed_bytes'])}"
+    if grace and document["freed_bytes"]:
+        freed += f" by the next save or prune after {format_age(grace)}"
+    return f"{'would delete' if dry else 'deleted'} {steps}, kept {len(document['kept'])}; {freed}"

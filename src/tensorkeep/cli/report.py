@@ -16,6 +16,7 @@ from tensorkeep.report.comparison import isolated_text, six_way_text
 from tensorkeep.report.design_tables import aliases_lines, claims_table, design_tables
 from tensorkeep.report.headlines import completeness, headlines, measured_by, noise_lines
 from tensorkeep.report.tables import ReportTable, not_run_table, observed_table, verdict_table
+from tensorkeep.report.verdict import verdict_sentence
 
 # These two print milliseconds and improvements, as their original scripts did; all others print mean ± std.
 _MILLISECONDS = ("three-way", "six-way")
@@ -60,7 +61,8 @@ def report(
 
 
 def _write(found: Results, page: Path, plots: Path | None, csv: Path | None, output: Output) -> None:
-    from tensorkeep.report.files import check_page, write_report
+    from tensorkeep.report.files import write_report
+    from tensorkeep.report.rendering import check_page
 
     check_page(page)
     if output.shows_text:
@@ -73,6 +75,7 @@ def _document(found: Results, written: list[Path]) -> dict[str, Any]:
     return {
         "experiment": found.experiment.name,
         "complete": found.complete,
+        "verdict": verdict_sentence(found),
         "headlines": headlines(found),
         "written": [str(path) for path in written],
         "summary": msgspec.to_builtins(found.summary),
@@ -98,7 +101,8 @@ def print_tables(found: Results) -> None:
     _print_section("Effects that this design cannot separate", aliases_lines(found))
     warnings = [f"{one.text}: {one.remedy}" if one.remedy else one.text for one in found.summary.warnings]
     _print_section("Warnings", warnings)
-    _print_section("Verdict", [line for line in (completeness(found), *headlines(found)) if line])
+    lines = (completeness(found), *headlines(found), verdict_sentence(found))
+    _print_section("Verdict", [line for line in dict.fromkeys(lines) if line])
     _print_section("Recommended for this machine", [capitalised(one.text) for one in found.summary.recommendations])
 
 

@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from tensorkeep.cli.main import COMMANDS, EPILOGUE, GROUPS, build_app
+from tensorkeep.cli.main import COMMANDS, EPILOGUE, build_app
 from tensorkeep.cli.manual import manual_page
 from tensorkeep.cli.output import DEFAULT, Output
 
@@ -43,5 +43,5 @@ def _completed(script: str, shell: str) -> str:
 
 def man(*, output: Output = DEFAULT) -> None:
     """Print the manual page, in the language of man."""
-    page = manual_page(build_app, [*COMMANDS], GROUPS, EPILOGUE)
+    page = manual_page(build_app, [*COMMANDS], EPILOGUE)
     output.show({"page": page}, lambda: print(page, end=""))

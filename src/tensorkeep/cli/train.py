@@ -12,7 +12,6 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.triggers import OnSignal
 from tensorkeep.cli.errors import Interrupted
 from tensorkeep.cli.list_techniques import check_names, names_among, names_in
@@ -27,13 +26,14 @@ from tensorkeep.train.config.config import TECHNIQUES, Config, flat
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
 from tensorkeep.train.data.corpus import STDLIB
 from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.mixture import absolute_source
 from tensorkeep.train.initial import InitialWeights, read_initial
 from tensorkeep.train.loop import train as run_loop
 from tensorkeep.train.run.branch import BranchPoint, branch_point, open_branch_data
-from tensorkeep.train.run.data import absolute_source, open_data
+from tensorkeep.train.run.data import open_data
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import current_config, with_schedule_start
-from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.setup import manager_of, open_run
 from tensorkeep.train.run.world import World
 
 
@@ -110,8 +110,9 @@ def train(
     config = base.changed(given)
     if "data.source" in given:
         config = config.changed({"data.source": absolute_source(config.data.source)})
-    if point is not None or (resume and folder.exists()):
-        config = with_schedule_start(config, base, given, _last_step(folder) if point is None else point.step)
+    if any(name.startswith("schedule.") for name in given) and (point is not None or (resume and folder.exists())):
+        step = _last_step(folder, config) if point is None else point.step
+        config = with_schedule_start(config, base, given, step)
     if list_settings:
         rows = [(setting, "none" if value is None else str(value)) for setting, value in flat(config.as_dict()).items()]
         output.show(config.as_dict(), Table(("setting", "value"), rows).show)
@@ -237,8 +238,9 @@ def _branch_point(address: str, out: Path | None) -> BranchPoint:
     return branch_point(address)
 
 
-def _last_step(folder: RunFolder) -> int:
-    last = CheckpointManager(folder.checkpoints).latest()
+def _last_step(folder: RunFolder, config: Config) -> int:
+    # The manager of the run: its folder may have lost checkpoints that its object store has.
+    last = manager_of(folder, config).latest()
     return 0 if last is None else last.number
 
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.text import Table, printable
-from tensorkeep.train.loop import Listener, Summary
+from tensorkeep.train.loop import Listener, Silent, Summary
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import METRIC, Run
 from tensorkeep.train.run.validation import validation_windows
@@ -37,12 +37,6 @@ def print_start(run: Run, output: Output) -> None:
     # A note says where a branch begins.
     if run.progress.step and run.folder.record().resumed:
         output.note(f"resumes after step {run.progress.step}")
-
-
-class Quiet:
-    """Shows nothing."""
-
-    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
 class Lines:
@@ -125,7 +119,7 @@ def listener(run: Run, output: Output) -> Iterator[Listener]:
     """Yield the listener that the options and the terminal ask for."""
     steps = run.config.loop.steps
     if output.quiet or not output.progress:
-        yield Quiet()
+        yield Silent()
     elif not sys.stderr.isatty():
         yield Lines(steps)
     else:

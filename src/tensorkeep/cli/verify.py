@@ -1,7 +1,6 @@
 """``tensorkeep verify``: check every checksum of checkpoints."""
 
 import os
-import sys
 import time
 from typing import Annotated, Any
 
@@ -11,22 +10,21 @@ from tensorkeep.checkpoint.load.verify import VerifyReport
 from tensorkeep.checkpoint.load.verify import verify as check
 from tensorkeep.checkpoint.manager.address import steps_of_run
 from tensorkeep.cli.addresses import checkpoint_at
-from tensorkeep.cli.errors import as_failure, error_lines, most_severe
-from tensorkeep.cli.options import Allow, InputFormat, MemoryBudget, Threads
+from tensorkeep.cli.errors import most_severe, print_error
+from tensorkeep.cli.options import Endpoint, InputFormat
 from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.reading import READING, Reading
 from tensorkeep.cli.text import print_lines, print_verdict
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
 from tensorkeep.formats.base import Problem
-from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.units import counted, format_bytes, format_speed
 
 
 def verify(
     *paths: Annotated[str, Parameter(required=True)],
     format: InputFormat = None,
-    threads: Threads = None,
-    memory_budget: MemoryBudget = DEFAULT_BUDGET,
-    allow: Allow = None,
+    reading: Reading = READING,
+    endpoint: Endpoint = None,
     output: Output = DEFAULT,
 ) -> int:
     """Read checkpoints completely and check every checksum.
@@ -45,14 +43,11 @@ def verify(
         try:
             with output.meter(f"verifying {path}") as progress:
                 place = checkpoint_at(path, output)
-                report = check(
-                    place, format=format, allow=allow, progress=progress, threads=threads, memory_budget=memory_budget
-                )
+                report = check(place, format=format, progress=progress, **vars(reading))
         except (TensorkeepError, OSError) as error:
             if len(chosen) == 1:
                 raise
-            failure = as_failure(error)
-            print(*error_lines(failure), sep="\n", file=sys.stderr)
+            failure = print_error(error)
             documents.append({"path": path, "ok": False, "error": failure.as_dict()})
             codes.append(failure.exit_code)
             continue

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+from tensorkeep.checkpoint.load.pages import NewPages
 from tensorkeep.checkpoint.load.ranges import copy_range, fill, reads_of
 from tensorkeep.formats.base import Reader
+from tensorkeep.formats.boxes import box_of
 from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.pages import NewPages
 from tensorkeep.state import cuda
 from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.state.sharded import Piece
@@ -41,5 +42,5 @@ def _fill_from_view(reader: Reader, piece: Piece, pool: BufferPool) -> None:
     """Fill a piece of a view of a stored tensor, which is loaded in full."""
     full = Leaf(piece.name, "tensor", piece.dtype, allocate("tensor", piece.dtype, piece.whole))
     fill(reader, piece.name, full, pool, NewPages())
-    box = tuple(slice(start, start + size) for start, size in zip(piece.offsets, piece.shape, strict=True))
-    copy_range(Leaf(piece.name, "tensor", piece.dtype, full.array[box]), 0, piece, pool)
+    own = full.array[box_of(piece.offsets, piece.shape)]
+    copy_range(Leaf(piece.name, "tensor", piece.dtype, own), 0, piece, pool)

@@ -20,6 +20,7 @@ from tensorkeep.errors import PathLike, StateMismatchError, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.io.buffers import DEFAULT_BUDGET
+from tensorkeep.paths import StorePath, as_path
 from tensorkeep.state.dtypes import check_torch
 from tensorkeep.state.sharded import Piece
 
@@ -183,8 +184,8 @@ class DcpReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this may be the path of a checkpoint; URLs are not."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Return whether this may be the path of a checkpoint, or its URL in an object store."""
+        return isinstance(as_path(checkpoint_id), StorePath) or "://" not in os.fspath(checkpoint_id)
 
 
 def _piece(reader: Reader, name: str, item: ReadItem, target: torch.Tensor) -> Piece:

@@ -63,7 +63,7 @@ class safe_open:  # noqa: N801
             self._framework = framework_of(framework)
             self._device = self._checked_device(device)
             settings = OpenSettings(verify=True, pool=BufferPool(), page_cache=True)
-            reader = open_reader(checked_path(filename), settings, "safetensors")
+            reader = open_reader(checked_path(filename, stores=True), settings, "safetensors")
             assert isinstance(reader, SafetensorsReader)
             self._reader = reader
             self._checkpoint = Checkpoint(reader, settings)

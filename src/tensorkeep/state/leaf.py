@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 LeafKind = Literal["tensor", "parameter", "ndarray", "npscalar"]
 LEAF_KINDS: tuple[LeafKind, ...] = ("tensor", "parameter", "ndarray", "npscalar")
 
-if sys.byteorder != "little":  # pragma: no cover
-    raise ImportError("tensorkeep stores little-endian bytes and runs on little-endian machines only")
-
 
 class Source(Protocol):
     """What a writer stores: a `Leaf` in memory, or a tensor of another checkpoint."""

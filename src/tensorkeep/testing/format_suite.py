@@ -60,6 +60,13 @@ class FormatSuite:
         Whether a changed byte never results in a changed value.
     covers_every_byte : bool
         Whether a change of any byte of any file is detected.
+
+    Examples
+    --------
+    >>> from tensorkeep.formats.safetensors import FORMAT
+    >>> from tensorkeep.testing.format_suite import FormatSuite
+    >>> class TestSafetensors(FormatSuite):
+    ...     format = FORMAT
     """
 
     format: ClassVar[Format]

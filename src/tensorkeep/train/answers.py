@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.data.batches import Batch, Batches, Order
+from tensorkeep.train.config.config import TECHNIQUES, Config
+from tensorkeep.train.data.batches import Batch, Batches, Order, RandomNumbers, ShuffledNumbers
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.tokenizers.base import Tokens
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
@@ -23,8 +23,12 @@ from tensorkeep.train.model.gpt import IGNORED
 
 _SCANNED_AT_ONCE = 1 << 24
 
-_NEEDS_WHOLE_TEXT = ("length-curriculum", "pipeline-parallel")
-"""Techniques that draw windows of the text themselves, or weight micro-batches equally."""
+_REFUSED = {
+    "length-curriculum": "draws windows of the text, and rows of conversations begin with one",
+    "progressive-length": "cuts rows into pieces, and an answer would be trained without its question",
+    "pipeline-parallel": "weights micro-batches equally, whichever tokens count, and of conversations only answers do",
+}
+"""Techniques that conversations cannot be trained with, and why."""
 
 Places = npt.NDArray[np.int64]
 
@@ -109,11 +113,10 @@ class AnswerBatches(Batches):
     ) -> None:
         super().__init__(tokens, context_length=context_length, batch_size=batch_size, seed=seed, order=order)
         self._answers = AnswerRows(tokens, context_length, tokenizer)
-        self._numbers = (_RandomRows if order == "random" else _ShuffledRows)(len(self._answers), seed)
+        self._offsets = (RandomNumbers if order == "random" else ShuffledNumbers)(len(self._answers), seed)
 
-    def at(self, position: int) -> Batch:
-        """Return the batch of a number."""
-        return self._answers.rows(self._numbers.take(position * self.batch_size, self.batch_size)[self._rows])
+    def _read(self, begins: Places) -> Batch:
+        return self._answers.rows(begins)
 
 
 class AnswerWindows(EvaluationWindows):
@@ -148,9 +151,9 @@ def training_batches(config: Config, dataset: Dataset) -> Batches:
     tokenizer = dataset.chat_tokenizer
     if tokenizer is None:
         return Batches(dataset.train, **settings, mixture=dataset.mixture)
-    refused = next((name for name in _NEEDS_WHOLE_TEXT if name in config.techniques), None)
-    if refused is not None:
-        raise UsageError(f"{refused} trains all tokens, and of conversations only answers count", remedy="leave it out")
+    for name, reason in _REFUSED.items():
+        if name in config.techniques:
+            raise UsageError(f"{name} {reason}", path=dataset.path, remedy=f"turn it off: --{TECHNIQUES}{name} off")
     return AnswerBatches(dataset.train, **settings, tokenizer=tokenizer)
 
 
@@ -190,42 +193,3 @@ def _pack(ends: Places, context_length: int) -> tuple[Places, Places]:
         limits.append(int(stops[after - 1]) if after > first else begin + context_length + 1)
         first = max(after, first + 1)
     return np.array(begins, np.int64), np.array(limits, np.int64)
-
-
-class _RandomRows:
-    """Independent, uniformly distributed rows."""
-
-    def __init__(self, rows: int, seed: int) -> None:
-        self._count, self._seed = np.uint64(rows), seed
-
-    def take(self, begin: int, count: int) -> Places:
-        """Return ``count`` rows from place ``begin`` of an endless sequence."""
-        counter, skipped = divmod(begin, 4)
-        words = np.random.Philox(key=self._seed, counter=counter).random_raw(skipped + count)
-        return (words[skipped:] % self._count).astype(np.int64)
-
-
-class _ShuffledRows:
-    """Epochs in which each row comes once, in random order."""
-
-    def __init__(self, rows: int, seed: int) -> None:
-        self._count, self._seed = rows, seed
-        self._epoch = -1
-
-    def _draw(self, epoch: int) -> None:
-        words = np.random.Philox(key=np.array([self._seed, epoch + 1], np.uint64))
-        self._order = np.arange(self._count)
-        np.random.Generator(words).shuffle(self._order)
-        self._epoch = epoch
-
-    def take(self, begin: int, count: int) -> Places:
-        """Return ``count`` rows from place ``begin`` of an endless sequence."""
-        parts = []
-        while count:
-            epoch, place = divmod(begin, self._count)
-            if epoch != self._epoch:
-                self._draw(epoch)
-            part = self._order[place : place + count]
-            parts.append(part)
-            begin, count = begin + len(part), count - len(part)
-        return np.concatenate(parts)

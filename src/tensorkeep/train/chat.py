@@ -1,6 +1,7 @@
 """A conversation with a model: turns, their tokens, and the key-value cache that they share."""
 
 from collections.abc import Collection, Generator
+from dataclasses import asdict
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.data.tokenizers.base import Tokenizer
@@ -114,16 +115,12 @@ class ChatSession:
 
     def _generated(self, turn: list[int], message: dict[str, str]) -> Generator[str]:
         prompt = [*self._first, *(token for each in self._turns for token in each)]
-        sampling, tokenizer = self._sampling, self._tokenizer
+        tokenizer = self._tokenizer
         drawn = generate_stream(
             self._model,
             prompt,
             max_new_tokens=min(self._max_new_tokens, self._model.config.context_length - len(prompt)),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
+            **asdict(self._sampling),
             seed=self._seed,
             stop=tokenizer.stops,
             vocab_size=tokenizer.vocab_size,

@@ -16,6 +16,7 @@ from tensorkeep.io.files import store_errors
 from tensorkeep.train.config.config import Config, flat
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.tokenizers.base import Tokenizer
+from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.data.tokenizers.known import FROM, tokenizer_at
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.from_huggingface import model_config, weights_of
@@ -28,6 +29,7 @@ CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
 _FREE = ("dropout", "init_std", "context_length", "vocab_multiple", "vocab_padding")
 """Settings of a model that a run may choose, whatever the weights are."""
+_ROWS_BY_TOKEN = ("tokens.weight", "head.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,15 @@ class InitialWeights:
     tokenizer: Tokenizer | None
     folder: Path
 
+    @property
+    def known_tokens(self) -> int:
+        """How many tokens the weights were trained with, as far as that is known."""
+        return self.config.n_tokens if self.tokenizer is None else self.tokenizer.vocab_size
+
+    def new_tokens(self, model: ModelConfig) -> int:
+        """Return how many tokens of a model the weights were not trained with: those that begin and end messages."""
+        return max(0, model.n_tokens - self.known_tokens)
+
     def model_settings(self, config: Config) -> dict[str, object]:
         """Return the settings of a run that the weights decide, by dotted name.
 
@@ -63,6 +74,7 @@ class InitialWeights:
             context_length=min(self.config.context_length, config.model.context_length),
             dropout=config.model.dropout,
             init_std=config.model.init_std,
+            vocab_multiple=config.model.vocab_multiple,
             lora=config.model.lora,
         )
         found: dict[str, object] = flat({"model": msgspec.to_builtins(model)})
@@ -74,7 +86,9 @@ class InitialWeights:
         """Raise UsageError if the weights do not fit a model; the message names the setting."""
         source, wanted = (flat(msgspec.to_builtins(each)) for each in (self.config, model))
         for name, value in wanted.items():
-            if name not in _FREE and not name.startswith("lora.") and source.get(name) != value:
+            # The embedding and the head may get more rows; see `values`.
+            grown = name == "vocab_size" and value > self.config.vocab_size
+            if not grown and name not in _FREE and not name.startswith("lora.") and source.get(name) != value:
                 raise UsageError(
                     f"model.{name} is {value!r}, and the initial weights are of a model with {source.get(name)!r}",
                     path=self.record.path,
@@ -87,16 +101,23 @@ class InitialWeights:
                 path=self.record.path,
                 remedy=f"give --model.context_length {self.config.context_length} or less",
             )
+        if model.lora.rank and self.new_tokens(model):
+            raise UsageError(
+                f"lora trains adapters alone, and {self.new_tokens(model)} tokens of conversations are new to the "
+                "initial weights: their embeddings would never be trained",
+                path=self.record.path,
+                remedy="leave lora out, or start from a run that was trained on conversations",
+            )
 
     def check_data(self, dataset: Dataset) -> None:
-        """Raise UsageError if data has tokens that the weights were not trained with."""
+        """Raise UsageError if data has tokens that the weights were not trained with, other than those of messages."""
         known, used = self.tokenizer, dataset.tokenizer
         remedy = "prepare the data with the tokenizer of the model"
         if known is not None:
             remedy += f": tensorkeep data prepare SOURCE --tokenizer {FROM}:{self.folder}"
-        if used.vocab_size > self.config.vocab_size:
+        if _text_tokens(used) > self.config.vocab_size:
             raise UsageError(
-                f"the data has a vocabulary of {used.vocab_size:,} tokens, and the initial weights one of "
+                f"the data has a vocabulary of {_text_tokens(used):,} tokens, and the initial weights one of "
                 f"{self.config.vocab_size:,}",
                 path=dataset.path,
                 remedy=remedy,
@@ -111,11 +132,27 @@ class InitialWeights:
             )
 
     def values(self, model: ModelConfig) -> dict[str, Tensor]:
-        """Return the initial values of the parameters of a model that `check` accepted."""
+        """Return the initial values of the parameters of a model that `check` accepted.
+
+        Tokens that are new begin as the mean of all others, in the embedding and in the head, so that they are neither
+        likely nor impossible (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
+        """
         values = dict(self.tensors)
+        for name in _ROWS_BY_TOKEN:
+            if name in values:
+                values[name] = self._with_new_tokens(values[name], model)
         if model.positions == "learned":
             values["positions.weight"] = values["positions.weight"][: model.context_length]
         return values
+
+    def _with_new_tokens(self, known: Tensor, model: ModelConfig) -> Tensor:
+        """Return the rows of all tokens of a model, and of its padding, given those of the weights."""
+        if not self.new_tokens(model) and model.vocab_size == len(known):
+            return known
+        rows = known.new_zeros(model.vocab_size, known.shape[1])
+        rows[: len(known)] = known
+        rows[self.known_tokens : model.n_tokens] = known[: self.known_tokens].mean(0)
+        return rows
 
 
 def read_initial(address: PathLike) -> InitialWeights:
@@ -179,10 +216,19 @@ def _fingerprint(tensors: dict[str, Tensor]) -> str:
 
 
 def first_difference(used: Tokenizer, known: Tokenizer) -> int | None:
-    """Return the first token of a tokenizer that is another one in a second tokenizer; None if all are the same."""
+    """Return the first token of a tokenizer that is another one in a second tokenizer; None if all are the same.
+
+    The second tokenizer need not have the reserved tokens of conversations.
+    """
     if used.digest == known.digest:
         return None
-    for token in range(used.vocab_size):
+    both = min(used.vocab_size, known.vocab_size)
+    for token in range(both):
         if used.token_bytes(token) != known.token_bytes(token):
             return token
-    return None
+    return both if both < _text_tokens(used) else None
+
+
+def _text_tokens(tokenizer: Tokenizer) -> int:
+    """Return the number of tokens without the reserved ones of conversations."""
+    return tokenizer.text.vocab_size if isinstance(tokenizer, ChatTokenizer) else tokenizer.vocab_size

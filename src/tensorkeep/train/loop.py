@@ -48,6 +48,12 @@ class Listener(Protocol):
         """
 
 
+class Silent:
+    """A listener that ignores the events."""
+
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """How a run ended.

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from tensorkeep.io.closing import Closing
+from tensorkeep.closing import Closing
 from tensorkeep.machine import thread_wait_seconds
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,9 @@ GROUPS = "optim.groups."
 TECHNIQUES = "techniques."
 """Prefix of the settings of techniques, such as ``"techniques.compile.mode"``."""
 
+_CHOOSE_FROM_BATCHES = ("gradient-accumulation", "pipeline-parallel", "loss-curriculum")
+"""Techniques that split batches themselves, or choose among the windows of one."""
+
 DEFAULTS = "default_techniques"
 """The setting with the techniques that a recipe turns on where they can run."""
 
@@ -73,7 +76,12 @@ class Config(Section, frozen=True):
                     f"{name} is {self.setting(name)!r}, and eval.every is 0: there is no evaluation before the end",
                     remedy=f"give eval.every 250, for example, or leave {name} out",
                 )
-
+        splits = [name for name in _CHOOSE_FROM_BATCHES if name in self.techniques]
+        if self.loop.fill_memory and splits:
+            raise UsageError(
+                f"loop.fill_memory is true, and {splits[0]} needs the batch size that you give",
+                remedy="leave one of them out",
+            )
         if self.model.lora.rank and "lora" not in self.techniques:
             raise UsageError(
                 f"model.lora.rank is {self.model.lora.rank}, and the technique lora is off",

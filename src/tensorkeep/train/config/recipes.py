@@ -42,10 +42,11 @@ def shakespeare_char_cpu() -> Config:
 
 
 def shakespeare_char_cpu_best() -> Config:
-    """A much lower loss than shakespeare-char-cpu in no more time, with as many weights.
+    """A much lower loss than shakespeare-char-cpu, with as many weights.
 
-    Muon for the matrices of the blocks, token shifts and a convolution, rotary positions, ReLU^2, and matmuls in
-    bfloat16. The context is 256, but the first two thirds of the steps cut each window into four.
+    Muon for the matrices of the blocks, token shifts and a convolution, rotary positions, ReLU^2, and matmuls, of
+    attention too, in bfloat16 where that is faster. The context is 256, but the first two thirds of the steps cut each
+    window into four.
     """
     return shakespeare_char_cpu().changed(
         {
@@ -60,20 +61,22 @@ def shakespeare_char_cpu_best() -> Config:
             "optim.muon_lr": 0.01,
             "optim.muon_split": True,
             "optim.muon_polynomials": "polar-express",
-            "optim.muon_steps": 4,
+            "optim.muon_steps": 3,
             "optim.weight_decay": 0.2,
             "optim.lr": 0.01,
             "optim.implementation": "fused",
             "schedule.name": "linear",
             "schedule.warmup_steps": 50,
             "schedule.final": 0.0,
-            # As many as take no longer than the 2,000 steps of shakespeare-char-cpu.
-            "loop.steps": 2200,
+            # On processors that multiply bfloat16 faster, about the time of shakespeare-char-cpu's 2,000 steps.
+            "loop.steps": 2250,
             "loop.batch_size": 3,
-            "eval.every": 1100,
+            # At the end only.
+            "eval.every": 0,
             "checkpoint.every": 550,
             "techniques.progressive-length": {"pieces": [4, 1], "shares": [0.65, 0.35]},
-            "techniques.mixed-precision": {"dtype": "bf16", "attention": "float32"},
+            "default_techniques": {"mixed-precision": {"dtype": "auto", "attention": "same"}},
+            "techniques.attention-kernel": {"kernel": "matmul"},
         }
     )
 
@@ -180,6 +183,13 @@ def get_recipe(name: str) -> Config:
     ------
     UsageError
         If there is no recipe of that name.
+
+    Examples
+    --------
+    >>> from tensorkeep.train.config.recipes import get_recipe
+    >>> config = get_recipe("shakespeare-char-cpu").changed({"loop.steps": 100, "optim.name": "muon"})
+    >>> config.loop.steps, config.optim.name
+    (100, 'muon')
     """
     if name not in RECIPES:
         raise UsageError(f"there is no recipe {name!r}", remedy=did_you_mean(name, RECIPES, "recipes"))

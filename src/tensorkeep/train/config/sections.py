@@ -54,8 +54,7 @@ def read_settings(values: Mapping[str, Any], kind: type[S]) -> S:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, UsageError):
             cause = cause.__cause__
-        if cause is not None:
-            # From `__post_init__`: msgspec wraps it.
+        if cause is not None:  # from `__post_init__`: msgspec wraps it
             raise UsageError(cause.message, remedy=cause.remedy) from error
         path = str(error).partition(" - at `$.")[2].rstrip("`").split(".")
         value, found = _at(values, kind, path)
@@ -178,8 +177,7 @@ class OptimConfig(Section, frozen=True):
     lr: Positive = 1e-3
     muon_lr: Positive = 0.02
     muon_momentum: Decay = 0.95
-    # torch allows no more.
-    muon_steps: Annotated[int, Meta(ge=1, le=99)] = 5
+    muon_steps: Annotated[int, Meta(ge=1, le=99)] = 5  # torch allows no more
     muon_polynomials: Literal["quintic", "polar-express"] = "quintic"
     muon_split: bool = False
     weight_decay: NonNegative = 0.1
@@ -243,6 +241,9 @@ class LoopConfig(Section, frozen=True):
         Sequences in a batch, on all ranks together.
     accumulate : int
         Batches whose gradients make one step.
+    fill_memory : bool
+        Whether a new run on a GPU chooses ``batch_size`` itself, as large as memory allows, and ``accumulate`` with
+        it, so that a step has the same sequences. A resumed run keeps the choice.
     seed : int
         Of the initial weights, the order of the data, and dropout.
     device : str
@@ -256,6 +257,7 @@ class LoopConfig(Section, frozen=True):
     steps: Count = 1000
     batch_size: Count = 12
     accumulate: Count = 1
+    fill_memory: bool = False
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1337
     device: str = "auto"
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
@@ -308,6 +310,7 @@ class CheckpointConfig(Section, frozen=True):
     """When and how the run is saved; see `tensorkeep.CheckpointManager`.
 
     The last step is always saved, and so is every step with a new best validation loss, unless ``keep_best`` is 0.
+    If ``store`` is the URL of a run in an object store, the steps are uploaded to it as well.
     """
 
     every: Steps = 250
@@ -318,6 +321,7 @@ class CheckpointConfig(Section, frozen=True):
     asynchronous: bool = True
     memory_budget: int | str | None = None
     settings: str | None = None
+    store: str | None = None
 
 
 class AverageConfig(Section, frozen=True):
@@ -333,14 +337,10 @@ class LogConfig(Section, frozen=True):
     ----------
     every : int
         Steps from one line about training to the next.
-    gradient_norms : bool
-        Whether these lines have the norm of the gradient of each block, and of each layer outside of the blocks.
-    tensorboard : bool
-        Whether TensorBoard files are written, in the folder of the run.
-    wandb : str, optional
-        The project of Weights & Biases that the figures are sent to.
-    mlflow : str, optional
-        The experiment of MLflow that the figures are sent to.
+    gradient_norms, tensorboard : bool
+        Whether these lines have the gradient's norm in each block or layer; whether TensorBoard files are written.
+    wandb, mlflow : str, optional
+        The project of Weights & Biases, and the experiment of MLflow, that the figures are sent to.
     """
 
     every: Count = 10

@@ -4,7 +4,7 @@ Random numbers are drawn from Philox (Salmon et al., 2011, https://doi.org/10.11
 state is a counter: any batch can be computed from the seed and its number, without the batches before it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
@@ -115,7 +115,7 @@ class Batches:
         self.position = 0
         # A view without a copy: indexing its rows is faster than slicing in a loop.
         self._windows = np.lib.stride_tricks.sliding_window_view(tokens, context_length)
-        self._offsets: RandomOffsets | ShuffledOffsets | MixedOffsets = (
+        self._offsets: Drawn = (
             MixedOffsets(mixture, context_length, seed, order)
             if mixture
             else _ORDERS[order](len(tokens), context_length, seed)
@@ -138,7 +138,10 @@ class Batches:
     def at(self, position: int) -> Batch:
         """Return the batch of a number."""
         # The offsets of all rows: a generator that skips takes longer than it takes to draw them.
-        begins = self._offsets.take(position * self.batch_size, self.batch_size)[self._rows]
+        return self._read(self._offsets.take(position * self.batch_size, self.batch_size)[self._rows])
+
+    def _read(self, begins: Offsets) -> Batch:
+        """Return the rows at some offsets."""
         inputs, targets = (torch.from_numpy(self._windows[each].astype(np.int64)) for each in (begins, begins + 1))
         return inputs, targets
 
@@ -162,16 +165,23 @@ class Batches:
         self.position = position
 
 
-class RandomOffsets:
-    """Independent, uniformly distributed offsets, as nanoGPT draws them; see `Batches`."""
+class Drawn(Protocol):
+    """An endless sequence of whole numbers, such as the offsets of windows."""
 
-    def __init__(self, tokens: int, context_length: int, seed: int) -> None:
-        self._choices = np.uint64(tokens - context_length)
+    def take(self, begin: int, count: int) -> Offsets:
+        """Return ``count`` numbers from place ``begin`` of the sequence."""
+
+
+class RandomNumbers:
+    """Independent, uniformly distributed numbers from 0 to below ``choices``."""
+
+    def __init__(self, choices: int, seed: int) -> None:
+        self._choices = np.uint64(choices)
         self._seed = seed
         self._next = -1
 
     def take(self, begin: int, count: int) -> Offsets:
-        """Return ``count`` offsets from place ``begin`` of an endless sequence."""
+        """Return ``count`` numbers from place ``begin`` of the sequence."""
         if begin != self._next:
             counter, skipped = divmod(begin, _WORDS_PER_COUNT)
             self._words = np.random.Philox(key=self._seed, counter=counter)
@@ -182,40 +192,62 @@ class RandomOffsets:
         return (self._words.random_raw(count) % self._choices).astype(np.int64)
 
 
-class ShuffledOffsets:
-    """Epochs in which each window of a grid over the text comes once, in random order; see `Batches`.
+class ShuffledNumbers:
+    """Epochs in which each number from 0 to below ``count`` comes once, in random order.
 
-    The grid begins at another random place in each epoch, so that windows are cut differently. Less than two windows at
-    the ends of the text are left out of an epoch. The order of the windows of an epoch takes 4 bytes for each, 8 from
-    2**32 windows on.
+    The order of an epoch takes 4 bytes for each number, 8 from 2**32 numbers on.
     """
 
-    def __init__(self, tokens: int, context_length: int, seed: int) -> None:
-        # One less than fit, if possible, so that the grid can be shifted by up to a window.
-        self.windows = max(1, (tokens - 1) // context_length - 1)
-        self._shifts = tokens - self.windows * context_length
-        self._context_length = context_length
+    def __init__(self, count: int, seed: int) -> None:
+        self.count = count
         self._seed = seed
         self._epoch = -1
 
     def _draw(self, epoch: int) -> None:
         words = np.random.Philox(key=np.array([self._seed, epoch + 1], np.uint64))
-        self._shift = int(words.random_raw()) % self._shifts
-        self._order = np.arange(self.windows, dtype=np.uint32 if self.windows <= 1 << 32 else np.uint64)
+        self._begin_epoch(words)
+        self._order = np.arange(self.count, dtype=np.uint32 if self.count <= 1 << 32 else np.uint64)
         np.random.Generator(words).shuffle(self._order)
         self._epoch = epoch
 
+    def _begin_epoch(self, words: np.random.Philox) -> None:
+        """Draw what else an epoch needs, before its order."""
+
     def take(self, begin: int, count: int) -> Offsets:
-        """Return ``count`` offsets from place ``begin`` of an endless sequence."""
+        """Return ``count`` numbers from place ``begin`` of the sequence."""
         parts = []
         while count:
-            epoch, place = divmod(begin, self.windows)
+            epoch, place = divmod(begin, self.count)
             if epoch != self._epoch:
                 self._draw(epoch)
             chosen = self._order[place : place + count].astype(np.int64)
-            parts.append(chosen * self._context_length + self._shift)
+            parts.append(self._placed(chosen))
             begin, count = begin + len(chosen), count - len(chosen)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _placed(self, numbers: Offsets) -> Offsets:
+        """Return numbers of this epoch as `take` returns them."""
+        return numbers
+
+
+class ShuffledOffsets(ShuffledNumbers):
+    """Epochs in which each window of a grid over the text comes once, in random order; see `Batches`.
+
+    The grid begins at another random place in each epoch, so that windows are cut differently. Less than two windows at
+    the ends of the text are left out of an epoch.
+    """
+
+    def __init__(self, tokens: int, context_length: int, seed: int) -> None:
+        # One less than fit, if possible, so that the grid can be shifted by up to a window.
+        super().__init__(max(1, (tokens - 1) // context_length - 1), seed)
+        self._shifts = tokens - self.count * context_length
+        self._context_length = context_length
+
+    def _begin_epoch(self, words: np.random.Philox) -> None:
+        self._shift = int(words.random_raw()) % self._shifts
+
+    def _placed(self, numbers: Offsets) -> Offsets:
+        return numbers * self._context_length + self._shift
 
 
 class MixedOffsets:
@@ -228,7 +260,9 @@ class MixedOffsets:
     def __init__(self, mixture: Sequence[tuple[int, float]], context_length: int, seed: int, order: Order) -> None:
         check_weights({f"part {number + 1}": weight for number, (_, weight) in enumerate(mixture)})
         # Exact fractions: products with rounded ones would drift. 0.7 is 7/10, not the nearest binary number.
-        self._weights = [Fraction(weight).limit_denominator(1 << 32) for _, weight in mixture]
+        weights = [Fraction(weight).limit_denominator(1 << 32) for _, weight in mixture]
+        # Of what the parts before it leave. The last part has all that is left.
+        self._fractions = [weight / sum(weights[number:]) for number, weight in enumerate(weights)]
         self._begins = [0, *accumulate(tokens for tokens, _ in mixture)]
         self._parts = []
         for number, (tokens, _) in enumerate(mixture):
@@ -241,28 +275,33 @@ class MixedOffsets:
             own_seed = (seed + number * _SEED_STEP) % (1 << 64)
             self._parts.append(_ORDERS[order](tokens, context_length, own_seed))
 
-    def counts(self, windows: int) -> list[int]:
-        """Return how many of the first windows each part has."""
-        found, rest, weights = [], windows, sum(self._weights)
-        for weight in self._weights:
-            # The last part has all that is left.
-            found.append(int(rest * weight / weights))
-            rest, weights = rest - found[-1], weights - weight
-        return found
+    def counts(self, begin: int, end: int) -> npt.NDArray[np.object_]:
+        """Return how many of the first windows each part has: a row for each part, for ``begin`` to ``end`` windows.
+
+        They are Python's integers, which do not overflow.
+        """
+        found, rest = [], np.arange(begin, end + 1, dtype=object)
+        for fraction in self._fractions:
+            found.append(rest * fraction.numerator // fraction.denominator)
+            rest = rest - found[-1]
+        return np.stack(found)
 
     def take(self, begin: int, count: int) -> Offsets:
         """Return ``count`` offsets from place ``begin`` of an endless sequence."""
-        counts = [self.counts(begin + each) for each in range(count + 1)]
-        steps = np.diff(np.array(counts), axis=0)
         result = np.empty(count, np.int64)
-        for number, part in enumerate(self._parts):
-            rows = np.flatnonzero(steps[:, number])
+        for part, first, counts in zip(self._parts, self._begins, self.counts(begin, begin + count), strict=False):
+            rows = np.flatnonzero(np.diff(counts))
             if len(rows):
-                result[rows] = part.take(counts[0][number], len(rows)) + self._begins[number]
+                result[rows] = part.take(counts[0], len(rows)) + first
         return result
 
 
-_ORDERS: dict[str, type[RandomOffsets | ShuffledOffsets]] = {"random": RandomOffsets, "shuffled": ShuffledOffsets}
+def _random_offsets(tokens: int, context_length: int, seed: int) -> RandomNumbers:
+    """Return independent offsets of windows, as nanoGPT draws them."""
+    return RandomNumbers(tokens - context_length, seed)
+
+
+_ORDERS: dict[str, Callable[[int, int, int], Drawn]] = {"random": _random_offsets, "shuffled": ShuffledOffsets}
 
 
 def check_weights(weights: Mapping[str, float]) -> None:

@@ -10,9 +10,9 @@ The template is ``<|system|>Be brief.<|end|><|user|>Hello!<|end|><|assistant|>Hi
 name in ``<|...|>`` is one token of `ChatTokenizer`, and nothing is added to the text.
 """
 
-import os
+from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
@@ -22,13 +22,13 @@ import numpy as np
 from tensorkeep.errors import StoreError, UsageError
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.train.data.corpus import Source, TextFile
-from tensorkeep.train.data.dataset import CONVERSATIONS, FORMAT, SPLITS, VERSION, Layout, Origin, Split, file_name
-from tensorkeep.train.data.documents import Reading, SplitRule
-from tensorkeep.train.data.token_files import TokenFile
-from tensorkeep.train.data.tokenizers.base import Ids, Tokenizer
+from tensorkeep.train.data.dataset import CONVERSATIONS, SPLITS, Layout
+from tensorkeep.train.data.documents import LONGEST_RECORD, Reading, SplitRule
+from tensorkeep.train.data.encoding import Piece, default_processes, encoded
+from tensorkeep.train.data.token_files import layout_of, origin_of, splits_of, token_files
+from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.data.tokenizers.known import Learn
-from tensorkeep.version import __version__
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -43,11 +43,6 @@ class Conversation(msgspec.Struct, frozen=True):
 
     messages: list[Message]
 
-    def tokens(self, tokenizer: ChatTokenizer) -> Ids:
-        """Return the tokens of the conversation, and the one that ends a document."""
-        parts = [tokenizer.message(each.role, each.content) for each in self.messages]
-        return np.concatenate([*parts, [tokenizer.end_of_document]])
-
 
 def has_conversations(source: Source) -> bool:
     """Return whether the first line of a source of lines of JSON has messages."""
@@ -56,7 +51,8 @@ def has_conversations(source: Source) -> bool:
         return False
     with source.opened(file) as stream:
         try:
-            first = msgspec.json.decode(next(filter(bytes.strip, stream), b""))
+            lines = iter(lambda: stream.readline(LONGEST_RECORD + 1), b"")
+            first = msgspec.json.decode(next(filter(bytes.strip, lines), b""))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False  # reading it reports the error
     return isinstance(first, dict) and "messages" in first and source.field not in first
@@ -98,7 +94,7 @@ class ConversationReading(Reading):
 
 
 def write_conversations(
-    source: Source, folder: Path, learn: Learn, rule: SplitRule, progress: Progress | None
+    source: Source, folder: Path, learn: Learn, rule: SplitRule, processes: int | None, progress: Progress | None
 ) -> tuple[Layout, Tokenizer]:
     """Learn a tokenizer from the messages of a source, write their tokens, and return the layout and the tokenizer.
 
@@ -112,22 +108,35 @@ def write_conversations(
     tokenizer = ChatTokenizer.of(learn(texts if learn.reads else iter(()), False))
     second = ConversationReading(source, meter)
     counts = dict.fromkeys(SPLITS, 0)
-    with ExitStack() as stack:
-        files = {split: TokenFile(folder / file_name(split), tokenizer.dtype, stack) for split in SPLITS}
-        for name, found in second.conversations():
-            split = rule.of_document(name)
-            files[split].add(found.tokens(tokenizer).astype(tokenizer.dtype))
-            counts[split] += 1
+    processes = processes or default_processes(tokenizer, source.nbytes)
+    marks = {role: np.array([token], tokenizer.dtype) for role, token in tokenizer.begin.items()}
+    end, end_of_document = (np.array([each], tokenizer.dtype) for each in (tokenizer.end, tokenizer.end_of_document))
+    # Of the messages that are being encoded, which come back in order.
+    roles: deque[str] = deque()
+    pieces = encoded(tokenizer, _pieces(second, rule, roles), processes)
+    with token_files(folder, tokenizer) as files, closing(pieces):
+        for piece, tokens in pieces:
+            for each in (marks[roles.popleft()], tokens, end):
+                files[piece.split].add(each)
+            if piece.ends_document:
+                files[piece.split].add(end_of_document)
+                counts[piece.split] += 1
         if learn.reads and second.digest() != first.digest():
             raise StoreError(
                 "changed while it was read", path=source.spec, remedy="prepare it when it is not written to"
             )
         _check_counts(source, counts)
-        splits = {
-            split: Split(tokens=file.tokens, documents=counts[split], xxh3_64=file.finish())
-            for split, file in files.items()
-        }
-    return _layout(second, tokenizer, rule, splits), tokenizer
+        splits = splits_of(files, counts)
+    return layout_of(origin_of(second, splits, CONVERSATIONS), tokenizer, splits, rule), tokenizer
+
+
+def _pieces(reading: ConversationReading, rule: SplitRule, roles: deque[str]) -> Iterator[Piece]:
+    """Yield the texts of all messages; append the role of each."""
+    for name, found in reading.conversations():
+        split = rule.of_document(name)
+        for number, message in enumerate(found.messages, 1):
+            roles.append(message.role)
+            yield Piece(split, message.content, number == len(found.messages))
 
 
 def _check_counts(source: Source, counts: dict[str, int]) -> None:
@@ -139,29 +148,3 @@ def _check_counts(source: Source, counts: dict[str, int]) -> None:
             path=source.spec,
             remedy="give another fraction or seed, or more conversations",
         )
-
-
-def _layout(reading: Reading, tokenizer: ChatTokenizer, rule: SplitRule, splits: dict[str, Split]) -> Layout:
-    source = reading.source
-    origin = Origin(
-        spec=os.fsencode(source.spec).decode(errors="backslashreplace"),
-        kind=CONVERSATIONS,
-        encoding=source.encoding,
-        files=len(source.files),
-        bytes=reading.nbytes,
-        characters=reading.characters,
-        documents=sum(split.documents or 0 for split in splits.values()),
-        xxh3_64=reading.digest(),
-    )
-    return Layout(
-        format=FORMAT,
-        version=VERSION,
-        tensorkeep=__version__,
-        source=origin,
-        tokenizer=tokenizer.as_dict(),
-        vocab_size=tokenizer.vocab_size,
-        dtype=tokenizer.dtype.name,
-        validation=rule.validation,
-        seed=rule.seed,
-        splits=splits,
-    )

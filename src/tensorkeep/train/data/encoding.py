@@ -11,11 +11,11 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -64,9 +64,9 @@ def encoded(tokenizer: Tokenizer, pieces: Iterator[Piece], processes: int) -> Ge
             yield piece, tokenizer.encode(piece.text)
         return
     waiting: deque[tuple[list[Piece], Future[list[Tokens]]]] = deque()
-    with _Pool(tokenizer, processes) as pool:
+    with _pool(tokenizer, processes) as submit:
         for job in _jobs(pieces):
-            waiting.append((job, pool.submit([piece.text for piece in job])))
+            waiting.append((job, submit([piece.text for piece in job])))
             if len(waiting) > _JOBS_PER_PROCESS * processes:
                 job, tokens = waiting.popleft()
                 yield from zip(job, tokens.result(), strict=True)
@@ -88,40 +88,27 @@ def _jobs(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield job
 
 
-class _Pool:
-    """Processes that encode texts, each served by a thread."""
+@contextmanager
+def _pool(tokenizer: Tokenizer, processes: int) -> Iterator[Callable[[list[str]], Future[list[Tokens]]]]:
+    """Start processes, each served by a thread; yield a function that encodes texts in the next one that is idle."""
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
 
-    def __init__(self, tokenizer: Tokenizer, processes: int) -> None:
-        self._description = msgspec.json.encode(tokenizer.as_dict())
-        self._tokenizer = tokenizer
-        self._processes = processes
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            for _ in range(self._processes):
-                worker = _Worker(self._description, self._tokenizer)
-                stack.callback(worker.close)
-                self._idle.put(worker)
-            self._threads = ThreadPoolExecutor(self._processes, thread_name_prefix="tensorkeep-encode")
-            stack.callback(self._threads.shutdown, cancel_futures=True)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def submit(self, texts: list[str]) -> "Future[list[Tokens]]":
-        """Encode texts in the next process that is idle."""
-        return self._threads.submit(self._encode, texts)
-
-    def _encode(self, texts: list[str]) -> list[Tokens]:
-        worker = self._idle.get()
+    def encode(texts: list[str]) -> list[Tokens]:
+        worker = idle.get()
         try:
             return worker.encode(texts)
         finally:
-            self._idle.put(worker)
+            idle.put(worker)
+
+    description = msgspec.json.encode(tokenizer.as_dict())
+    with ExitStack() as stack:
+        for _ in range(processes):
+            worker = _Worker(description, tokenizer)
+            stack.callback(worker.close)
+            idle.put(worker)
+        threads = ThreadPoolExecutor(processes, thread_name_prefix="tensorkeep-encode")
+        stack.callback(threads.shutdown, cancel_futures=True)
+        yield lambda texts: threads.submit(encode, texts)
 
 
 class _Worker:

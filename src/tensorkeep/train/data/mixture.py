@@ -8,7 +8,6 @@ holds the sources in the same proportions, as much as there is, so that its loss
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,17 @@ from tensorkeep.train.data.batches import check_weights
 from tensorkeep.train.data.corpus import STDIN, STDLIB, open_source
 from tensorkeep.train.data.dataset import (
     FILE,
-    FORMAT,
-    MIXTURE_VERSION,
-    SPLITS,
     TRAIN,
     VALIDATION,
     Dataset,
     Layout,
     MixturePart,
     Origin,
-    Split,
-    file_name,
 )
-from tensorkeep.train.data.documents import Reading
+from tensorkeep.train.data.documents import Reading, SplitRule
 from tensorkeep.train.data.prepare import Prepared, is_prepared, is_replaceable, learner_of, prepare
-from tensorkeep.train.data.token_files import TokenFile
+from tensorkeep.train.data.token_files import layout_of, recorded_path, splits_of, token_files
 from tensorkeep.train.data.tokenizers.base import Tokenizer
-from tensorkeep.version import __version__
 
 _COPIED_AT_ONCE = 1 << 22
 """Tokens."""
@@ -85,10 +78,10 @@ def parse_mixture(source: PathLike) -> dict[str, float]:
     return found
 
 
-def absolute_mixture(source: str) -> str:
-    """Return a source, or the sources of a mixture, as absolute paths where they are existing paths."""
+def absolute_source(source: str) -> str:
+    """Return a source, or those of a mixture, as absolute paths where they exist: to be found from any folder."""
     if parts := parse_mixture(source):
-        return ",".join(f"{absolute_mixture(name)}:{weight!r}" for name, weight in parts.items())
+        return ",".join(f"{absolute_source(name)}:{weight!r}" for name, weight in parts.items())
     source = os.fspath(checked_path(source))
     return os.path.abspath(source) if source not in (STDIN, STDLIB) and os.path.exists(source) else source
 
@@ -195,6 +188,12 @@ def _shared_tokenizer(names: list[str], choice: str, vocab_size: int | None, opt
     if prepared:
         return next(iter(prepared.values()))
     learn = learner_of(choice, vocab_size)
+    if learn.reads and STDIN in names:
+        raise UsageError(
+            "standard input can be read once, and a mixture whose tokenizer learns from its sources reads them twice",
+            path=STDIN,
+            remedy="write it to a file, or give a tokenizer that does not learn, such as --tokenizer byte",
+        )
     source_options = {name: options[name] for name in ("encoding", "field") if name in options}
 
     def documents() -> Iterator[Iterator[str]]:
@@ -211,39 +210,26 @@ def _mix(parts: list[Dataset], weights: list[float], names: list[str], source: s
     # As many validation tokens as every source has for its weight.
     most = min(len(part.validation) / weight for part, weight in zip(parts, weights, strict=True))
     kept = [max(1, int(most * weight)) for weight in weights]
-    with ExitStack() as stack:
-        files = {split: TokenFile(folder / file_name(split), tokenizer.dtype, stack) for split in SPLITS}
+    with token_files(folder, tokenizer) as files:
         for part, validation in zip(parts, kept, strict=True):
             for split, tokens in ((TRAIN, part.train), (VALIDATION, part.validation[:validation])):
                 for begin in range(0, len(tokens), _COPIED_AT_ONCE):
                     files[split].add(np.array(tokens[begin : begin + _COPIED_AT_ONCE]))
         counts = [part.description["splits"][TRAIN]["documents"] for part in parts]
         documents = None if None in counts else sum(counts)
-        splits = {
-            TRAIN: Split(tokens=files[TRAIN].tokens, documents=documents, xxh3_64=files[TRAIN].finish()),
-            VALIDATION: Split(tokens=files[VALIDATION].tokens, documents=None, xxh3_64=files[VALIDATION].finish()),
-        }
+        splits = splits_of(files, {TRAIN: documents, VALIDATION: None})
     origins = [part.description["source"] for part in parts]
-    return Layout(
-        format=FORMAT,
-        version=MIXTURE_VERSION,
-        tensorkeep=__version__,
-        source=Origin(
-            spec=os.fsencode(source).decode(errors="backslashreplace"),
-            kind="mixture",
-            encoding=origins[0]["encoding"],
-            **{name: sum(each[name] for each in origins) for name in ("files", "bytes", "characters")},
-            documents=documents,
-            xxh3_64=sealed.digest(" ".join(each["xxh3_64"] for each in origins).encode()),
-        ),
-        tokenizer=tokenizer.as_dict(),
-        vocab_size=tokenizer.vocab_size,
-        dtype=tokenizer.dtype.name,
-        validation=parts[0].description["validation"],
-        seed=parts[0].description["seed"],
-        splits=splits,
-        mixture=[
-            MixturePart(source=name, weight=weight, tokens=len(part.train), fingerprint=part.fingerprint)
-            for name, weight, part in zip(names, weights, parts, strict=True)
-        ],
+    origin = Origin(
+        spec=recorded_path(source),
+        kind="mixture",
+        encoding=origins[0]["encoding"],
+        **{name: sum(each[name] for each in origins) for name in ("files", "bytes", "characters")},
+        documents=documents,
+        xxh3_64=sealed.digest(" ".join(each["xxh3_64"] for each in origins).encode()),
     )
+    mixture = [
+        MixturePart(source=name, weight=weight, tokens=len(part.train), fingerprint=part.fingerprint)
+        for name, weight, part in zip(names, weights, parts, strict=True)
+    ]
+    first = parts[0].description
+    return layout_of(origin, tokenizer, splits, SplitRule(first["validation"], first["seed"]), mixture)

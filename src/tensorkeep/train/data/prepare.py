@@ -18,23 +18,11 @@ from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.paths import checked_path
 from tensorkeep.train.data.conversations import has_conversations, write_conversations
 from tensorkeep.train.data.corpus import DEFAULT_FIELD, Source, open_source
-from tensorkeep.train.data.dataset import (
-    FILE,
-    FORMAT,
-    SPLITS,
-    VALIDATION,
-    VERSION,
-    Dataset,
-    Layout,
-    Origin,
-    Split,
-    file_name,
-)
+from tensorkeep.train.data.dataset import FILE, SPLITS, VALIDATION, Dataset, Layout, Split, file_name
 from tensorkeep.train.data.documents import Reading, SplitRule
-from tensorkeep.train.data.token_files import write_tokens
+from tensorkeep.train.data.token_files import layout_of, origin_of, write_tokens
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.known import Learn, adopted, learner, tokenizer_at
-from tensorkeep.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +128,7 @@ def prepare(
         learned: Tokenizer
         try:
             if has_conversations(corpus) if conversations is None else conversations:
-                layout, learned = write_conversations(corpus, commit.path, learn, rule, progress)
+                layout, learned = write_conversations(corpus, commit.path, learn, rule, processes, progress)
             else:
                 layout, learned = _write_text(corpus, commit.path, learn, rule, processes, progress)
         except UsageError as error:  # of the tokenizer, which does not know the source
@@ -165,10 +153,11 @@ def _write_text(
         raise UsageError(
             f"consists of documents, and the tokenizer ({learned.name}) has no token that ends one",
             path=corpus.spec,
-            remedy="take the tokenizer of data that consists of documents as well",
+            remedy="take the tokenizer of data that consists of documents as well; for that of a Hugging Face model, "
+            "state eos_token in its tokenizer_config.json",
         )
     reading, splits = _encode(first, Reading(corpus, meter), folder, learned, rule, processes)
-    return _layout(reading, learned, rule, splits), learned
+    return layout_of(origin_of(reading, splits), learned, splits, rule), learned
 
 
 def is_prepared(source: PathLike) -> bool:
@@ -258,33 +247,6 @@ def _check_splits(source: Source, rule: SplitRule, counts: dict[str, int], chara
             path=source.spec,
             remedy="give more text, or another fraction",
         )
-
-
-def _layout(reading: Reading, tokenizer: Tokenizer, rule: SplitRule, splits: dict[str, Split]) -> Layout:
-    corpus = reading.source
-    origin = Origin(
-        # A path need not be valid text, as JSON requires.
-        spec=os.fsencode(corpus.spec).decode(errors="backslashreplace"),
-        kind=corpus.kind,
-        encoding=corpus.encoding,
-        files=len(corpus.files),
-        bytes=reading.nbytes,
-        characters=reading.characters,
-        documents=sum(each.documents or 0 for each in splits.values()) if corpus.has_documents else None,
-        xxh3_64=reading.digest(),
-    )
-    return Layout(
-        format=FORMAT,
-        version=VERSION,
-        tensorkeep=__version__,
-        source=origin,
-        tokenizer=tokenizer.as_dict(),
-        vocab_size=tokenizer.vocab_size,
-        dtype=tokenizer.dtype.name,
-        validation=rule.validation,
-        seed=rule.seed,
-        splits=splits,
-    )
 
 
 def is_replaceable(path: Path) -> bool:

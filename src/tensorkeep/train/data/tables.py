@@ -1,11 +1,10 @@
 """Texts of tables: one column of a parquet or Arrow file, read by pyarrow a few rows at a time."""
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-from tensorkeep.errors import MissingExtraError, OutOfMemoryError, UsageError
+from tensorkeep.errors import OutOfMemoryError, UsageError, first_line, import_extra
 from tensorkeep.io.files import store_error
 from tensorkeep.train.data.corpus import TextFile
 
@@ -108,17 +107,11 @@ def _errors(file: TextFile) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno:
             raise store_error(error, file.path, "read the file") from error
         raise UsageError(
-            f"is not a file of {file.records}, or is damaged ({(str(error).splitlines() or ['no reason'])[0]})",
+            f"is not a file of {file.records}, or is damaged ({first_line(error)})",
             path=file.path,
             remedy="write the file again, or leave it out",
         ) from error
 
 
 def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtraError(
-            "parquet files and saved datasets need pyarrow, which is not installed",
-            remedy="pip install 'tensorkeep[tables]'",
-        ) from error
+    return import_extra(name, "tables", "parquet files and saved datasets need pyarrow")

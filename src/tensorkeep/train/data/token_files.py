@@ -1,17 +1,30 @@
-"""Writing of the token files of prepared data."""
+"""Writing of the token files of prepared data, and of what ``data.json`` says of them."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from tensorkeep.closing import Closing
 from tensorkeep.formats.sealed import new_hasher
 from tensorkeep.io.files import DirectFile
-from tensorkeep.train.data.dataset import SPLITS, Split, file_name
+from tensorkeep.train.data.dataset import (
+    FORMAT,
+    MIXTURE_VERSION,
+    SPLITS,
+    VERSION,
+    Layout,
+    MixturePart,
+    Origin,
+    Split,
+    file_name,
+)
 from tensorkeep.train.data.documents import Reading, SplitRule
 from tensorkeep.train.data.encoding import Piece, default_processes, encoded
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens
+from tensorkeep.version import __version__
 
 _WRITTEN_AT_ONCE = 1 << 20
 
@@ -34,20 +47,14 @@ def write_tokens(
     has_documents = reading.source.has_documents
     documents = dict.fromkeys(SPLITS, 0)
     end = np.array([tokenizer.end_of_document if has_documents else 0], tokenizer.dtype)
-    with ExitStack() as stack:
-        files = {split: TokenFile(folder / file_name(split), tokenizer.dtype, stack) for split in SPLITS}
-        pieces = encoded(tokenizer, _pieces(reading, tokenizer, rule, characters), processes)
-        for piece, tokens in stack.enter_context(closing(pieces)):
+    pieces = encoded(tokenizer, _pieces(reading, tokenizer, rule, characters), processes)
+    with token_files(folder, tokenizer) as files, closing(pieces):
+        for piece, tokens in pieces:
             files[piece.split].add(tokens)
             if piece.ends_document:
                 files[piece.split].add(end)
                 documents[piece.split] += 1
-        return {
-            split: Split(
-                tokens=file.tokens, documents=documents[split] if has_documents else None, xxh3_64=file.finish()
-            )
-            for split, file in files.items()
-        }
+        return splits_of(files, documents if has_documents else dict.fromkeys(SPLITS))
 
 
 def _pieces(reading: Reading, tokenizer: Tokenizer, rule: SplitRule, characters: int) -> Iterator[Piece]:
@@ -62,14 +69,13 @@ def _pieces(reading: Reading, tokenizer: Tokenizer, rule: SplitRule, characters:
             yield Piece(split, before, reading.source.has_documents)
 
 
-class TokenFile:
-    """Appends tokens to a new file, which a stack closes, and computes their checksum."""
+class TokenFile(Closing):
+    """Appends tokens to a new file and computes their checksum; a context manager that closes the file."""
 
-    def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger], stack: ExitStack) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger]) -> None:
         self.tokens = 0
         self._dtype = dtype
         self._file = DirectFile(path, direct=False)
-        stack.callback(self._file.close)
         self._hasher = new_hasher(wide=False)
         self._waiting: list[Tokens] = []
         self._waiting_bytes = 0
@@ -96,3 +102,65 @@ class TokenFile:
         self._write()
         self._file.finish(self._written)
         return str(self._hasher.hexdigest())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@contextmanager
+def token_files(folder: Path, tokenizer: Tokenizer) -> Iterator[dict[str, TokenFile]]:
+    """Open new token files for the splits."""
+    with ExitStack() as stack:
+        yield {split: stack.enter_context(TokenFile(folder / file_name(split), tokenizer.dtype)) for split in SPLITS}
+
+
+def origin_of(reading: Reading, splits: dict[str, Split], kind: str | None = None) -> Origin:
+    """Return what is recorded of a corpus that was read; the kind is that of its source by default."""
+    source = reading.source
+    return Origin(
+        spec=recorded_path(source.spec),
+        kind=kind or source.kind,
+        encoding=source.encoding,
+        files=len(source.files),
+        bytes=reading.nbytes,
+        characters=reading.characters,
+        documents=sum(each.documents or 0 for each in splits.values()) if source.has_documents else None,
+        xxh3_64=reading.digest(),
+    )
+
+
+def splits_of(files: dict[str, TokenFile], documents: Mapping[str, int | None]) -> dict[str, Split]:
+    """Make the token files of the splits durable, and return what is recorded of them and their documents."""
+    return {
+        split: Split(tokens=file.tokens, documents=documents[split], xxh3_64=file.finish())
+        for split, file in files.items()
+    }
+
+
+def recorded_path(path: str) -> str:
+    """Return a path as JSON requires it: as valid text."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def layout_of(
+    origin: Origin,
+    tokenizer: Tokenizer,
+    splits: dict[str, Split],
+    rule: SplitRule,
+    mixture: Sequence[MixturePart] | None = None,
+) -> Layout:
+    """Return the description of token files."""
+    return Layout(
+        format=FORMAT,
+        version=VERSION if mixture is None else MIXTURE_VERSION,
+        tensorkeep=__version__,
+        source=origin,
+        tokenizer=tokenizer.as_dict(),
+        vocab_size=tokenizer.vocab_size,
+        dtype=tokenizer.dtype.name,
+        validation=rule.validation,
+        seed=rule.seed,
+        splits=splits,
+        mixture=None if mixture is None else [*mixture],
+    )

@@ -33,8 +33,12 @@ class Activations:
     @property
     def _keeps_scores(self) -> bool:
         """Whether attention keeps its scores: torch's fused kernel for CPUs does not support dropout."""
-        kernel = self.techniques.get("attention-kernel", {}).get("kernel")
-        return kernel == "math" or (self.model.dropout > 0 and not self.on_cuda)
+        return self._kernel == "math" or (self.model.dropout > 0 and not self.on_cuda)
+
+    @property
+    def _kernel(self) -> str | None:
+        kernel: str | None = self.techniques.get("attention-kernel", {}).get("kernel")
+        return kernel
 
     def kept(self) -> int:
         """Return the bytes kept from the forward to the backward pass, without the logits."""
@@ -100,6 +104,10 @@ class Activations:
             # In float32: scaled queries and keys, values, softmax, the mask of dropout and its result.
             scores = (3 if model.dropout else 1) * model.context_length * model.n_heads
             return output + FLOAT * tokens * (3 * model.d_model + scores)
+        if self._kernel == "matmul":
+            # Queries, keys and values of every head, and those before their norms.
+            before = model.d_model + 2 * model.n_kv_heads * model.head_size if model.qk_norm else 0
+            return output + self.width * tokens * (before + 3 * model.d_model + model.context_length * model.n_heads)
         return output + tokens * (self._projected() + FLOAT * model.n_heads)
 
     def _projected(self) -> int:

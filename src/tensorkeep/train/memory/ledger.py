@@ -14,7 +14,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.memory.activations import FLOAT, Activations
 from tensorkeep.train.memory.evaluation import evaluation_bytes, evaluation_rows
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.optim.muon import update_bytes
+from tensorkeep.train.optim.muon import dtype_of_steps, update_bytes
 from tensorkeep.train.optim.optimizers import fused_projections
 from tensorkeep.train.techniques.low_bit_optimizer import LowBitSettings
 from tensorkeep.train.techniques.stack import Stack
@@ -162,4 +162,4 @@ def _update(config: Config, model: GPT, device: str) -> int:
     adamw = FLOAT * (sum(rest) if together or config.optim.implementation == "foreach" else max(rest))
     if config.optim.implementation == "fused" or "fused-optimizer" in config.techniques:
         adamw = 0
-    return max(adamw, update_bytes(muons))
+    return max(adamw, update_bytes(muons, dtype_of_steps(device)))

@@ -3,12 +3,13 @@
 A package is imported only if its setting asks for it.
 """
 
-import importlib
+import json
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
-from tensorkeep.errors import MissingExtraError, StoreError
+from tensorkeep.errors import StoreError, first_line, import_extra
 from tensorkeep.train.config.config import Config, flat
 from tensorkeep.train.config.sections import LogConfig
 from tensorkeep.train.run.folder import RunFolder
@@ -17,6 +18,8 @@ _SECONDS_BETWEEN = 5.0
 """Seconds between two requests to an MLflow server, which each take a while."""
 _LARGEST_BATCH = 100
 """MLflow's limit on the parameters of a request; that on metrics is larger."""
+_NOT_IN_NAMES = re.compile(r"[^\w/ .:-]")
+"""What MLflow refuses in names, and patterns of parameter groups contain."""
 
 
 class Tracker(Protocol):
@@ -71,7 +74,9 @@ class TensorBoard:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._writer_class: Callable[..., Any] = _import("torch.utils.tensorboard", self.name, "train").SummaryWriter
+        self._writer_class: Callable[..., Any] = import_extra(
+            "torch.utils.tensorboard", "train", f"{self.name} needs TensorBoard"
+        ).SummaryWriter
         self._writer: Any = None
 
     def begin(self, last_step: int) -> None:
@@ -102,7 +107,7 @@ class Wandb:
     def __init__(self, folder: RunFolder, project: str) -> None:
         self._folder = folder
         self._project = project
-        self._wandb = _import("wandb", self.name, "wandb")
+        self._wandb = import_extra("wandb", "wandb", f"{self.name} needs wandb")
         self._run: Any = None
 
     def begin(self, last_step: int) -> None:
@@ -139,7 +144,8 @@ class Wandb:
 class Mlflow:
     """MLflow: a run of an experiment, found again by a tag. It resumes when the run does.
 
-    The server is that of ``MLFLOW_TRACKING_URI``.
+    The server is that of ``MLFLOW_TRACKING_URI``. In names of settings, characters that it refuses become ``_``;
+    the tag ``tensorkeep.names`` maps such names to the settings, as JSON.
     """
 
     name: ClassVar[str] = "log.mlflow"
@@ -148,7 +154,7 @@ class Mlflow:
     def __init__(self, folder: RunFolder, experiment: str, now: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
         self._experiment = experiment
-        self._mlflow = _import("mlflow", self.name, "mlflow")
+        self._mlflow = import_extra("mlflow", "mlflow", f"{self.name} needs mlflow")
         self._now = now
         self._client: Any = None
         self._run_id = ""
@@ -182,9 +188,13 @@ class Mlflow:
         client, param = self._client, self._mlflow.entities.Param
         experiment = client.get_experiment_by_name(self._experiment)
         place = client.create_experiment(self._experiment) if experiment is None else experiment.experiment_id
+        values = _settings(self._folder.record().config)
+        names = _accepted_names(values)
+        changed = {sent: name for name, sent in names.items() if sent != name}
         tags = {"tensorkeep.run": self._folder.record().identity}
+        tags |= {"tensorkeep.names": json.dumps(changed)} if changed else {}
         run_id: str = client.create_run(place, run_name=self._folder.path.name, tags=tags).info.run_id
-        settings = [param(name, str(value)) for name, value in _settings(self._folder.record().config).items()]
+        settings = [param(names[name], str(value)) for name, value in values.items()]
         for begin in range(0, len(settings), _LARGEST_BATCH):
             client.log_batch(run_id, params=settings[begin : begin + _LARGEST_BATCH])
         return run_id
@@ -210,16 +220,16 @@ class Mlflow:
             self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
-def _import(module: str, setting: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = "TensorBoard" if extra == "train" else module
-        raise MissingExtraError(
-            f"{setting} needs {package}, which is not installed", remedy=f"pip install 'tensorkeep[{extra}]'"
-        ) from error
+def _accepted_names(names: Iterable[str]) -> dict[str, str]:
+    """Return different names that MLflow accepts, by the names that they are sent for."""
+    found: dict[str, str] = {}
+    for name in names:
+        sent = _NOT_IN_NAMES.sub("_", name)
+        while sent in found.values():
+            sent += "_"
+        found[name] = sent
+    return found
 
 
 def _refused(setting: str, error: Exception, remedy: str) -> StoreError:
-    lines = str(error).splitlines() or [type(error).__name__]
-    return StoreError(f"{setting}: the run cannot be logged there: {lines[0]}", remedy=remedy)
+    return StoreError(f"{setting}: the run cannot be logged there: {first_line(error)}", remedy=remedy)

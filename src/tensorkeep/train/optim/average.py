@@ -3,7 +3,7 @@
 The average often has a lower loss than the weights themselves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """Averages the parameters of a model after each step (Polyak and Juditsky, 1992, in its exponential form).
+    """Averages named parameters after each step (Polyak and Juditsky, 1992, in its exponential form).
 
     In the first steps the decay, the fraction of the average that is kept in a step, is lower:
     ``(1 + step) / (10 + step)``, to forget the initial weights early. With a decay of 0 nothing is averaged.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self._decay = decay
-        self._parameters = dict(model.named_parameters()) if decay else {}
+        self._parameters = parameters if decay else {}
         self._averages = [tensor.clone() for tensor in self._live]
 
     @property

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from tensorkeep.machine import multiplies_bfloat16_fast
 from tensorkeep.train.run.world import World
 
 Polynomial = tuple[float, float, float]
 """The coefficients a, b, c of a step X -> (a + b X X^T + c (X X^T)^2) X."""
 
-Orthogonal = Callable[[Tensor, Sequence[Polynomial], float, bool], Tensor]
+Orthogonal = Callable[[Tensor, Sequence[Polynomial], float, bool, torch.dtype], Tensor]
 """Computes `orthogonal`."""
 
 _MARGIN = 1.01
@@ -54,7 +55,7 @@ class Muon(torch.optim.Muon):
         `orthogonal`, which a technique may compile.
     ranks : World or None
         The ranks that update the same parameters, whole or sharded (``DTensor``). Each orthogonalises a part of the
-        matrices of a batch, and they exchange the results in bfloat16.
+        matrices of a batch, and they exchange the results.
     found_inf : Tensor or None
         1.0 to leave parameters and states as they are, else 0.0, as of `torch.optim.AdamW`: decided on the device.
     """
@@ -143,14 +144,14 @@ class Muon(torch.optim.Muon):
     def _orthogonalised(self, wide: list[Tensor], group: dict[str, Any]) -> Tensor:
         """Return the orthogonal matrices of a batch; with several ranks each computes some of them."""
         polynomials, express = tuple(_polynomials(group)), bool(group.get("polar_express"))
-        ranks = self.ranks
+        ranks, dtype = self.ranks, dtype_of_steps(wide[0].device.type)
         if ranks is None or ranks.size == 1:
-            return self.orthogonal(torch.stack(wide), polynomials, group["eps"], express)
+            return self.orthogonal(torch.stack(wide), polynomials, group["eps"], express, dtype)
         count = -(-len(wide) // ranks.size)
         matrices = wide[0].new_zeros(count, *wide[0].shape)
         for place, each in enumerate(wide[ranks.rank * count : (ranks.rank + 1) * count]):
             matrices[place] = each
-        own = self.orthogonal(matrices, polynomials, group["eps"], express).contiguous()
+        own = self.orthogonal(matrices, polynomials, group["eps"], express, dtype).contiguous()
         found = own.new_empty(ranks.size * count, *own.shape[1:])
         # As bytes: not every backend exchanges bfloat16.
         dist.all_gather_into_tensor(found.view(torch.uint8), own.view(torch.uint8), group=ranks.group)
@@ -186,11 +187,17 @@ def _batches(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
             yield same[begin : begin + most]
 
 
-def update_bytes(parameters: Sequence[Tensor]) -> int:
+def dtype_of_steps(device: str) -> torch.dtype:
+    """Return the dtype of the Newton-Schulz steps on a type of device: bfloat16, as in torch, unless that is slow."""
+    return torch.float32 if device == "cpu" and not multiplies_bfloat16_fast() else torch.bfloat16
+
+
+def update_bytes(parameters: Sequence[Tensor], dtype: torch.dtype) -> int:
     """Return the largest temporary memory of an update in bytes, computed from the shapes of the matrices."""
-    # The float32 stack, the bfloat16 operand and result of a matmul, and two bfloat16 Gram matrices.
+    # The float32 stack, the operand and the result of a matmul, and two Gram matrices in the dtype.
+    size = dtype.itemsize
     stacks = (
-        sum(8 * parameters[each].numel() + 4 * min(parameters[each].shape) ** 2 for each in chosen)
+        sum((4 + 2 * size) * parameters[each].numel() + 2 * size * min(parameters[each].shape) ** 2 for each in chosen)
         for chosen in _batches(parameters)
     )
     return 4 * sum(each.numel() for each in parameters) + max(stacks, default=0)
@@ -200,9 +207,11 @@ def _is_tall(matrix: Tensor) -> bool:
     return matrix.shape[0] > matrix.shape[1]
 
 
-def orthogonal(matrices: Tensor, polynomials: Sequence[Polynomial], eps: float, with_margin: bool) -> Tensor:
-    """Return approximately the nearest orthogonal matrices, by Newton-Schulz steps in bfloat16, as in torch."""
-    found = matrices.bfloat16()
+def orthogonal(
+    matrices: Tensor, polynomials: Sequence[Polynomial], eps: float, with_margin: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return approximately the nearest orthogonal matrices, by Newton-Schulz steps in a dtype; torch has bfloat16."""
+    found = matrices.to(dtype)
     norm = found.norm(dim=(1, 2), keepdim=True)
     found = found / (norm * _MARGIN if with_margin else norm).clamp(min=eps)
     for a, b, c in polynomials:

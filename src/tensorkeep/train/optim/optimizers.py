@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import nn
 
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import UsageError, first_line
 from tensorkeep.train.config.sections import OptimConfig
 from tensorkeep.train.optim.muon import Muon
 
@@ -128,11 +128,16 @@ def check_optimizers(config: OptimConfig, device: torch.device) -> None:
         # Torch checks the device in the first step only.
         _adamw({"": parameter}, msgspec.structs.replace(config, groups={})).step()
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UsageError(
             f"optim.implementation is {config.implementation!r}, which is not supported on {device}: {reason}",
             remedy='give "default"',
         ) from error
+
+
+def weights_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer updates, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def set_learning_rate(optimizers: Optimizers, factor: float) -> None:

@@ -78,6 +78,10 @@ class Plateau:
             self.factor *= self._reduction
             self._waited = 0
 
+    def forget_losses(self) -> None:
+        """Wait from now on for losses of other data, with the factor as it is."""
+        self._best, self._waited = math.inf, 0
+
     def state_dict(self) -> dict[str, float | int]:
         """Return the state."""
         return {"share": self.factor, "best": self._best, "waited": self._waited}

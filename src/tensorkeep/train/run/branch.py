@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
-from tensorkeep.checkpoint.manager.address import CHECKPOINTS, find_checkpoint, split_address
+from tensorkeep.checkpoint.manager.address import find_checkpoint
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
-from tensorkeep.checkpoint.manager.steps import read_step
+from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.errors import NotACheckpointError, PathLike, UsageError
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import store_errors
@@ -55,15 +55,12 @@ def branch_point(address: PathLike) -> BranchPoint:
 
     Raises NotACheckpointError if it is not a run, or has no such checkpoint; UsageError if the address is malformed.
     """
-    place, wanted = split_address(address)
-    folder = RunFolder(place)
-    if not folder.exists() and folder.path.name == CHECKPOINTS:
-        folder = RunFolder(folder.path.parent)
+    folder, wanted = RunFolder.at(address)
     record = folder.record()
     number = find_checkpoint(f"{folder.checkpoints}@{wanted or 'latest'}").step
     if number is None:
         raise NotACheckpointError("holds no checkpoint", path=folder.checkpoints, remedy="resume the run first")
-    step = read_step(folder.checkpoints, number)
+    step = place_of(folder.checkpoints).read(number)
     return BranchPoint(folder, number, dict(step.metrics), record.config_after(number))
 
 

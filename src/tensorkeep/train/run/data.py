@@ -12,7 +12,7 @@ from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, UsageErr
 from tensorkeep.io.parallel import Progress
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import TRAIN, Dataset, FileStatus
-from tensorkeep.train.data.mixture import absolute_mixture, prepare_mixture
+from tensorkeep.train.data.mixture import absolute_source, prepare_mixture
 from tensorkeep.train.data.prepare import is_prepared
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.model.gpt import GPT
@@ -31,11 +31,6 @@ _NOT_MASKED = {
     "pipeline-parallel": "only the first stage of a pipeline has the tokens that the mask comes from",
 }
 """Techniques that documents cannot be masked with, and why."""
-
-
-def absolute_source(source: str) -> str:
-    """Return a source, or those of a mixture, as absolute paths where they exist: to be found from any folder."""
-    return absolute_mixture(source)
 
 
 def open_data(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tensorkeep import machine
-from tensorkeep.errors import OutOfMemoryError, UsageError
+from tensorkeep.errors import OutOfMemoryError, UsageError, first_line
 from tensorkeep.train.model.config import ModelConfig
 
 
@@ -25,7 +25,7 @@ def chosen_device(name: str) -> torch.device:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         # Some of these messages are pages long.
-        reason = str(error).splitlines()[0].partition(". ")[0]
+        reason = first_line(error).partition(". ")[0]
         raise UsageError(
             f"the device {name!r} cannot be used: {reason}", remedy='give "auto", "cpu" or "cuda"'
         ) from error
@@ -83,8 +83,7 @@ def memory_errors_reported(config: ModelConfig) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OverflowError, TypeError) as error:
-        reason = str(error).splitlines()[0]
         raise OutOfMemoryError(
-            f"there is not enough memory for a model of {config.parameter_count():,} parameters: {reason}",
+            f"there is not enough memory for a model of {config.parameter_count():,} parameters: {first_line(error)}",
             remedy="use a smaller model (--model.d_model, --model.n_layers)",
         ) from error

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from tensorkeep import machine
-from tensorkeep.checkpoint.manager.address import CHECKPOINTS
-from tensorkeep.checkpoint.manager.steps import numbers_in
+from tensorkeep.checkpoint.manager.address import CHECKPOINTS, split_address
+from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.errors import (
     CorruptCheckpointError,
     DestinationExistsError,
@@ -155,6 +155,18 @@ class RunFolder:
         self.data = self.path / DATA
         self._record: RunRecord | None = None
 
+    @classmethod
+    def at(cls, address: PathLike) -> "tuple[RunFolder, str | None]":
+        """Return the run at the address of its folder, its ``checkpoints/`` or one step, and what it says of the step.
+
+        Raises UsageError if the address is malformed.
+        """
+        place, step = split_address(address)
+        folder = cls(place)
+        if not folder.exists() and folder.path.name == CHECKPOINTS:
+            folder = cls(folder.path.parent)
+        return folder, step
+
     def exists(self) -> bool:
         """Return whether a run was started here."""
         return (self.path / RECORD).exists()
@@ -168,7 +180,7 @@ class RunFolder:
             raise DestinationExistsError(
                 "holds a run already", path=self.path, remedy="resume it with --resume, or choose another --out"
             )
-        if numbers_in(self.checkpoints) and self.unfinished_start() is None:
+        if place_of(self.checkpoints).numbers() and self.unfinished_start() is None:
             raise DestinationExistsError(
                 f"holds the checkpoints of a run without its {RECORD}",
                 path=self.path,
@@ -189,7 +201,7 @@ class RunFolder:
         except (OSError, ValueError):
             return None
         # A run that went further is not replaced, whatever became of its record.
-        return step if numbers_in(self.checkpoints) == [step] else None
+        return step if place_of(self.checkpoints).numbers() == [step] else None
 
     def record(self) -> RunRecord:
         """Return the record of the run; the file is read by the first call only.

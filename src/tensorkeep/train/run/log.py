@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tensorkeep.errors import StoreError
+from tensorkeep.errors import StoreError, first_line
 from tensorkeep.io.commit import replace_file
 from tensorkeep.io.files import store_errors
 from tensorkeep.train.monitor.trackers import Tracker, figures_of
@@ -65,8 +65,7 @@ class RunLog:
             if not tracker.is_remote:
                 raise
             self._begun.remove(tracker)
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            logger.warning("%s is off from now on: %s; log.jsonl has all figures", tracker.name, reason)
+            logger.warning("%s is off from now on: %s; log.jsonl has all figures", tracker.name, first_line(error))
 
     def __enter__(self) -> Self:
         return self
@@ -84,19 +83,21 @@ class RunLog:
             error.add_note(str(failure))
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log, without damaged ones: the last line may be incomplete."""
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with store_errors(path, "read the log"):
-        texts = path.read_text(errors="replace").splitlines() if path.exists() else []
-    found = []
-    for text in texts:
+        content = path.read_bytes() if path.exists() else b""
+    return lines_of(content)
+
+
+def lines_of(content: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a log, without damaged ones: the last line may be incomplete."""
+    for text in content.decode(errors="replace").splitlines():
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
-            found.append(line)
-    return found
+            yield line
 
 
 def _finite(value: Any) -> Any:

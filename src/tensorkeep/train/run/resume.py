@@ -13,7 +13,7 @@ from tensorkeep.train.run.folder import Changes, Leg, RunFolder, RunRecord, now
 from tensorkeep.train.techniques.parallel import TOGETHER
 from tensorkeep.train.techniques.stack import Stack
 
-_KEPT = ("log.", "eval.", "sample.", "checkpoint.", "loop.on_divergence")
+_KEPT = ("log.", "eval.", "sample.", "checkpoint.", "loop.on_divergence", "loop.fill_memory")
 """Prefixes of the settings that a resumed run may change, and that later resumes keep. They do not affect the weights
 of a step, with the exception in `_begins_leg`."""
 

@@ -7,7 +7,7 @@ the data, builds the model and what belongs to it, applies the techniques, and r
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,13 @@ from tensorkeep.errors import UsageError
 from tensorkeep.formats.blockfile.data_file import find_codec
 from tensorkeep.train.answers import training_batches
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import CheckpointConfig
 from tensorkeep.train.data.batches import check_window
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import prompt_ids
 from tensorkeep.train.guard import can_check_later, check_finite
 from tensorkeep.train.initial import InitialWeights
+from tensorkeep.train.memory.filling import filled, gpu_memory
+from tensorkeep.train.memory.freed import keep_freed_memory
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.monitor.gradients import observe_gradient_norms
@@ -40,7 +41,14 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import RunLog
 from tensorkeep.train.run.resume import check_steps, current_config, leg_settings
 from tensorkeep.train.run.speed import Speedometer, data_sheet_peak, measured_peak
-from tensorkeep.train.run.start import branch_run, discard_unfinished, resume_run, start_from_weights, start_new
+from tensorkeep.train.run.start import (
+    branch_run,
+    check_store,
+    discard_unfinished,
+    resume_run,
+    start_from_weights,
+    start_new,
+)
 from tensorkeep.train.run.state import METRIC, Run, RunRandomState
 from tensorkeep.train.run.world import World, can_join, join, launched_ranks
 from tensorkeep.train.spinning import SpinControl
@@ -157,13 +165,22 @@ def open_run(
         check_masking(final, dataset)
         if final.sample.every:
             prompt_ids(dataset.tokenizer, final.sample.prompt)  # refuses what the tokenizer does not know
+        parts = _Parts(folder, dataset, device, world, manager, log)
+        memory = gpu_memory(device) if final.loop.fill_memory and record is None and branch is None else None
+        filling: str | None = None
+        if memory is not None:
+            final, filling = filled(final, memory, world, lambda config: _trial(config, parts))
+            techniques, final = _configured(final, world)
         stack.enter_context(techniques.process())
         values = None if initial is None or record is not None else initial.values(final.model)
-        run = _build(final, folder, dataset, device, techniques, world, manager, log, values)
+        run = _build(final, techniques, parts, values)
         stack.enter_context(manager)
+        if record is None:
+            check_store(run)
         stack.enter_context(log)
         if device.type == "cpu":
             stack.enter_context(SpinControl())
+            keep_freed_memory()
         # Not `run.config`, in which techniques shard the batch.
         # Until here, every rank has only read. The lock first: another process may be working on this run.
         run.manager.claim()
@@ -174,10 +191,10 @@ def open_run(
         elif branch is not None:
             branch_run(run, final, branch, run.state)
         elif initial is not None:
-            start_from_weights(run, final, initial.record, run.state)
+            start_from_weights(run, final, initial, run.state)
         else:
             start_new(run, final)
-        run.notes += () if off is None else (off,)
+        run.notes += tuple(note for note in (off, filling) if note is not None)
         yield run
 
 
@@ -213,18 +230,19 @@ def check_settings(
     check_optimizers(config.optim, device)
     return (
         device,
-        _manager(folder, config.checkpoint, group, evaluates=config.eval.every > 0),
+        manager_of(folder, config, group),
         RunLog(folder.log, trackers_of(config.log, folder)),
     )
 
 
-def _manager(
-    folder: RunFolder, config: CheckpointConfig, group: ProcessGroup | None, *, evaluates: bool
-) -> CheckpointManager:
+def manager_of(folder: RunFolder, settings: Config, group: ProcessGroup | None = None) -> CheckpointManager:
     """Return the manager of the run's checkpoints, after a check of the settings of its saves."""
+    config, evaluates = settings.checkpoint, settings.eval.every > 0
     try:
         manager = CheckpointManager(
-            folder.checkpoints,
+            folder.checkpoints if config.store is None else config.store,
+            local=None if config.store is None else folder.checkpoints,
+            keep_local=None,
             keep_last=config.keep_last,
             keep_best=KeepBest(config.keep_best, METRIC) if config.keep_best and evaluates else None,
             compression=config.compression,
@@ -257,18 +275,28 @@ def _configured(config: Config, world: World) -> tuple[Stack, Config]:
     return techniques, config
 
 
-def _build(
-    config: Config,
-    folder: RunFolder,
-    dataset: Dataset,
-    device: torch.device,
-    techniques: Stack,
-    world: World,
-    manager: CheckpointManager,
-    log: RunLog,
-    values: Mapping[str, Tensor] | None,
-) -> OpenRun:
+class _Parts(NamedTuple):
+    """What a run is built with, whatever its configuration."""
+
+    folder: RunFolder
+    dataset: Dataset
+    device: torch.device
+    world: World
+    manager: CheckpointManager
+    log: RunLog
+
+
+@contextmanager
+def _trial(config: Config, parts: _Parts) -> Iterator[tuple[Run, Stack]]:
+    """Build a run that is not started."""
+    techniques, config = _configured(config, parts.world)
+    with techniques.process():
+        yield _build(config, techniques, parts), techniques
+
+
+def _build(config: Config, techniques: Stack, parts: _Parts, values: Mapping[str, Tensor] | None = None) -> OpenRun:
     """Return a run before its first step, with its techniques applied. Nothing is written."""
+    device, dataset = parts.device, parts.dataset
     if config.loop.threads is not None:
         torch.set_num_threads(config.loop.threads)
     torch.manual_seed(config.loop.seed)
@@ -278,22 +306,17 @@ def _build(
     mask_documents(model, config, dataset.tokenizer)
     optimizers = build_optimizers(model, config.optim)
     run = OpenRun(
+        **parts._asdict(),
         config=config,
-        folder=folder,
-        dataset=dataset,
-        device=device,
         model=model,
         optimizers=optimizers,
         plateau=Plateau(config.schedule),
         batches=training_batches(config, dataset),
-        average=WeightAverage(model, config.ema.decay),
+        average=WeightAverage(dict(model.named_parameters()), config.ema.decay),
         operations=default_operations(
             model, optimizers, clip=config.optim.clip, accepts=lambda loss, norm: check_finite(run, loss, norm)
         ),
-        manager=manager,
-        log=log,
         speed=Speedometer(measured_peak(device), data_sheet_peak(device_name(device))),
-        world=world,
         techniques=techniques,
     )
     techniques.apply(run)
@@ -302,9 +325,9 @@ def _build(
     if config.log.gradient_norms:
         observe_gradient_norms(run)
     run.checks_later = can_check_later(run)
-    run.speed.peak *= world.size
+    run.speed.peak *= run.world.size
     if run.speed.data_sheet is not None:
-        run.speed.data_sheet *= world.size
+        run.speed.data_sheet *= run.world.size
     return run
 
 

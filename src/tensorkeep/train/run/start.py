@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tensorkeep.errors import RanksDisagreeError, StateMismatchError
+from tensorkeep.errors import DestinationExistsError, RanksDisagreeError, StateMismatchError
 from tensorkeep.train.config.config import Config, differences
+from tensorkeep.train.initial import InitialWeights
 from tensorkeep.train.optim.schedules import Plateau, RangeTest
 from tensorkeep.train.run.branch import BranchPoint
 from tensorkeep.train.run.device import surroundings
@@ -32,6 +33,18 @@ State = Callable[[], dict[str, Any]]
 """Returns what a checkpoint of the run holds."""
 
 
+def check_store(run: Run) -> None:
+    """Raise DestinationExistsError if the object store of a new run has the steps of another one, to be replaced."""
+    store = run.config.checkpoint.store
+    last = None if store is None or run.folder.unfinished_start() is not None else run.manager.latest()
+    if last is not None:
+        raise DestinationExistsError(
+            f"holds the steps of a run already, up to step {last.number}",
+            path=store,
+            remedy="choose another checkpoint.store, or resume that run where its folder is (--resume)",
+        )
+
+
 def start_new(run: Run, config: Config, origin: Origin | None = None, initial: InitialRecord | None = None) -> None:
     """Write the record of a new run."""
     if run.world.is_main:
@@ -43,13 +56,16 @@ def start_new(run: Run, config: Config, origin: Origin | None = None, initial: I
     run.world.barrier()
 
 
-def start_from_weights(run: Run, config: Config, initial: InitialRecord, state: State) -> None:
+def start_from_weights(run: Run, config: Config, initial: InitialWeights, state: State) -> None:
     """Save the initial weights of a new run as its step 0, and write its record."""
     # A resumed run must not need the source of the weights.
     _save_first(run, 0, state)
-    start_new(run, config, initial=initial)
-    step = "" if initial.step is None else f", step {initial.step}"
-    run.notes += (f"initial weights: {initial.path}{step}",)
+    record = initial.record
+    start_new(run, config, initial=record)
+    step = "" if record.step is None else f", step {record.step}"
+    run.notes += (f"initial weights: {record.path}{step}",)
+    if new := initial.new_tokens(config.model):
+        run.notes += (f"{new} tokens of conversations are new to the weights, and begin as the mean of all others",)
 
 
 def resume_run(run: Run, config: Config, record: RunRecord, state: State) -> None:
@@ -94,6 +110,7 @@ def branch_run(run: Run, config: Config, point: BranchPoint, state: State) -> No
     if not same_data:
         run.batches.load_state_dict({"position": 0})
         run.progress.best = run.progress.loss = math.inf
+        run.plateau.forget_losses()
     _save_first(run, point.step, state, point.metrics if same_data else {})
     origin = Origin(
         run=str(point.folder.path),
@@ -104,6 +121,8 @@ def branch_run(run: Run, config: Config, point: BranchPoint, state: State) -> No
     start_new(run, config, origin)
     changed = f"branches from {point.folder.path} after step {point.step}: {describe(origin.settings) or 'no changes'}"
     run.notes += (f"{changed}; {note_on_rates(point.config, config, point.step)}",)
+    note = note_on_evaluations(point.config, config, point.step) if same_data else None
+    run.notes += (note,) if note else ()
 
 
 def discard_unfinished(run: Run) -> None:

@@ -5,9 +5,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from tensorkeep.checkpoint.load.load import load
-from tensorkeep.checkpoint.manager.address import CHECKPOINTS, find_checkpoint, split_address
+from tensorkeep.checkpoint.manager.address import find_checkpoint
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
-from tensorkeep.checkpoint.manager.steps import Step, read_step
+from tensorkeep.checkpoint.manager.place import place_of
+from tensorkeep.checkpoint.manager.steps import Step
 from tensorkeep.errors import NotACheckpointError, PathLike, UsageError
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.model.gpt import GPT
@@ -33,16 +34,13 @@ def load_trained_at(address: PathLike, *, which: Which = "last", device: str = "
 
     Raises as `load_trained` and `find_checkpoint`; UsageError if both a step and ``which="best"`` are given.
     """
-    place, wanted = split_address(address)
-    folder = RunFolder(place)
-    if not folder.exists() and folder.path.name == CHECKPOINTS:
-        folder = RunFolder(folder.path.parent)
+    folder, wanted = RunFolder.at(address)
     if wanted is None:
         return load_trained(folder, which=which, device=device)
     if which != "last":
         raise UsageError(f"both a step and {which!r} are given", path=address, remedy=f"leave out --which {which}")
     number = find_checkpoint(f"{folder.checkpoints}@{wanted}").step
-    return load_trained(folder, which=which, device=device, step=read_step(folder.checkpoints, number or 0))
+    return load_trained(folder, which=which, device=device, step=place_of(folder.checkpoints).read(number or 0))
 
 
 def load_trained(

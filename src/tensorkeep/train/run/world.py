@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError
+from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError, first_line
 
 T = TypeVar("T")
 
@@ -146,6 +146,6 @@ def _lost_ranks_reported() -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise RanksDisagreeError(
-            f"another rank of the run has ended or does not answer: {str(error).splitlines()[0]}",
+            f"another rank of the run has ended or does not answer: {first_line(error)}",
             remedy="see the error of that rank, then resume with --resume",
         ) from error

@@ -1,7 +1,7 @@
 """How scores are computed: the precision of matmuls, and how many rows at once."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -9,6 +9,8 @@ import torch
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.memory.evaluation import LARGEST_TOKENS, LEAST_BYTES, evaluation_bytes
 from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.techniques.mixed_precision import in_float32
 
 Precision = Literal["run", "float32", "bf16", "fp16"]
 
@@ -28,9 +30,22 @@ def precision_of(config: Config, precision: Precision) -> str:
     return str(used) if used in _DTYPES else "float32"
 
 
-def computed_in(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which matmuls are computed in a precision."""
-    return torch.autocast(device.type, _DTYPES[precision]) if precision in _DTYPES else nullcontext()
+@contextmanager
+def computed_in(precision: str, model: GPT, config: Config) -> Iterator[None]:
+    """Compute the matmuls of a run's model in a precision, and attention in float32 where the run does so."""
+    if precision not in _DTYPES:
+        yield
+        return
+    kernels = [attention.kernel for attention in model.attentions]
+    if config.techniques.get("mixed-precision", {}).get("attention") == "float32":
+        for attention in model.attentions:
+            attention.kernel = in_float32(attention.kernel)
+    try:
+        with torch.autocast(model.tokens.weight.device.type, _DTYPES[precision]):
+            yield
+    finally:
+        for attention, kernel in zip(model.attentions, kernels, strict=True):
+            attention.kernel = kernel
 
 
 def affordable_rows(model: ModelConfig, device: torch.device) -> int:

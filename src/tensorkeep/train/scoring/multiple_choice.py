@@ -125,7 +125,7 @@ def score_choices(
     Raises
     ------
     UsageError
-        If a text has a character that is not in the vocabulary.
+        If a text has a character that is not in the vocabulary, or a log-probability is not finite.
     """
     longest = model.config.context_length + 1
     encoded, truncated = [], 0
@@ -137,6 +137,11 @@ def score_choices(
     sums: list[list[float]] = [[] for _ in questions]
     means: list[list[float]] = [[] for _ in questions]
     for row, log_probability in zip(encoded, found, strict=True):
+        if not math.isfinite(log_probability):
+            raise UsageError(
+                f"question {row.question + 1:,}: the log-probability of an ending is {log_probability}",
+                remedy="the weights of the model are not finite or overflow: use an earlier checkpoint",
+            )
         sums[row.question].append(log_probability)
         means[row.question].append(log_probability / row.scored)
     acc, acc_norm = (

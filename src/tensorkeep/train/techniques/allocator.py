@@ -1,7 +1,6 @@
 """Settings of the CUDA allocator, which torch reads from the environment once, when it starts."""
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -52,8 +51,6 @@ class Allocator(Technique):
 
     def lacks(self, machine: Machine) -> str | None:
         """Return the missing requirement; torch has read the environment already."""
-        if sys.platform == "win32":
-            return "needs Linux: on Windows the driver has no expandable segments"
         requested = {name: str(value) for name, value in self._requested().items()}
         given = _parse_environment(os.environ)
         unset = any(given.get(name) != value for name, value in requested.items())

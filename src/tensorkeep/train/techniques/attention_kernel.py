@@ -3,21 +3,26 @@
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.model.attention import Kernel
+from tensorkeep.train.model.document_mask import attend_within
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.matmul_attention import matmul_attention
 from tensorkeep.train.techniques.observe import observe_inputs
 from tensorkeep.train.techniques.requirements import Machine
 
@@ -25,10 +30,21 @@ _BACKENDS = {
     "math": SDPBackend.MATH,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
+    # It takes the place of torch's own flash while it is activated.
+    "fa3": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-_IN_16_BITS = ("flash", "cudnn")
+_IN_16_BITS = ("flash", "fa3", "cudnn")
 """Kernels that have no 32-bit version on CUDA."""
+
+_FA3_OPERATOR = "flash_attn_3::fwd"
+_FA3_TORCH = (2, 13)
+"""The first version of torch whose FlashAttention-3 has a gradient."""
+_FA3_WHEELS = "https://download.pytorch.org/whl/flash-attn-3/"
+
+_HOPPER = (9, 0)
+_LARGEST_HEAD = 128
+"""Of the kernels that ``"auto"`` prefers; they need multiples of 8, too."""
 
 _NODES = {
     "ScaledDotProductEfficientAttention": "efficient",
@@ -36,12 +52,20 @@ _NODES = {
     "ScaledDotProductFusedAttention": "flash",
     "ScaledDotProductCudnnAttention": "cudnn",
     "CompiledFunction": "flex",
+    "_MatmulAttention": "matmul",
     "Bmm": "math",
 }
 """The kernel that leaves a node of that name in the autograd graph."""
 
+_FA3_ERROR = "FA3 "
+_NO_KERNEL = ("No available kernel", "No viable backend", _FA3_ERROR)
+"""Parts of the errors with which torch refuses inputs. That of FlashAttention-3 has the reason."""
+
 _PASS_THROUGH_NODES = ("View", "UnsafeView", "Reshape", "Clone", "Transpose", "Permute", "ToCopy")
 """Nodes that do not compute. The kernel "math" computes in 32 bits, and casts its result to the dtype of its input."""
+
+
+_Kernel = Literal["auto", "math", "matmul", "efficient", "flash", "fa3", "cudnn", "flex"]
 
 
 class AttentionKernelSettings(Section, frozen=True):
@@ -51,13 +75,17 @@ class AttentionKernelSettings(Section, frozen=True):
     ----------
     kernel : str
         ``"flash"``: FlashAttention-2, which never stores the scores (on CUDA from compute capability 8.0; on a CPU
-        without dropout); ``"efficient"``: xFormers' kernel, CUDA only; ``"cudnn"``: like flash, CUDA only; ``"flex"``:
-        FlexAttention, compiled, CUDA only, without dropout; ``"math"``: matmuls and a softmax, the reference. On CUDA,
-        flash and cudnn compute in 16 bits only: without mixed-precision, in bfloat16, between layers that stay in
+        without dropout); ``"fa3"``: FlashAttention-3 of the package ``flash-attn-3``, on Hopper only (compute
+        capability 9.0), without dropout; ``"efficient"``: xFormers' kernel, CUDA only; ``"cudnn"``: like flash, CUDA
+        only; ``"flex"``: FlexAttention, compiled, CUDA only, without dropout; ``"math"``: matmuls and a softmax, the
+        reference; ``"matmul"``: the same with one gradient for all of it, and scores in 32 bits, without dropout: in
+        bfloat16 on a CPU, for contexts up to a few hundred tokens, about half the time of flash; ``"auto"``: on CUDA,
+        fa3 if it is installed, else cudnn from Hopper on, else flash. The choice is stored with the run. On CUDA,
+        flash, fa3 and cudnn compute in 16 bits only: without mixed-precision, in bfloat16, between layers that stay in
         float32.
     """
 
-    kernel: Literal["math", "efficient", "flash", "cudnn", "flex"] = "flash"
+    kernel: _Kernel = "flash"
 
 
 class AttentionKernel(Technique):
@@ -66,7 +94,7 @@ class AttentionKernel(Technique):
     name: ClassVar = "attention-kernel"
     kind: ClassVar = "systems"
     changes: ClassVar = "model"
-    # On CUDA, flash and cudnn round queries, keys and values to bfloat16.
+    # On CUDA, flash, fa3 and cudnn round queries, keys and values to bfloat16.
     tolerance: ClassVar = 5e-3
     summary: ClassVar = "computes attention with one chosen kernel, and raises an error if torch uses another"
     effect: ClassVar = (
@@ -81,20 +109,32 @@ class AttentionKernel(Technique):
     def lacks(self, machine: Machine) -> str | None:
         """Return what device the kernel needs."""
         kernel = self.settings.kernel
+        if kernel == "fa3":
+            return _lacks_fa3(machine)
         if kernel == "flex":
             # torch implements its gradient for CUDA only.
             return machine.lacks_cuda() or machine.lacks_compiler()
-        if kernel in ("efficient", "cudnn") or (kernel == "flash" and machine.on_cuda):
+        if kernel in ("auto", "efficient", "cudnn") or (kernel == "flash" and machine.on_cuda):
             return machine.lacks_cuda(least=(5, 0) if kernel == "efficient" else (8, 0))
         return None
 
     def configure(self, config: Config) -> Config:
-        """Check that the kernel can compute with this configuration."""
-        kernel, on_cuda = self.settings.kernel, chosen_device(config.loop.device).type == "cuda"
-        if config.model.dropout and (kernel == "flex" or (kernel == "flash" and not on_cuda)):
+        """Check that the kernel can compute with this configuration; choose one for ``"auto"``, and store it."""
+        device = chosen_device(config.loop.device)
+        if self.settings.kernel == "auto":
+            self.settings = AttentionKernelSettings(kernel=_best_kernel(Machine(device), config))
+            config = config.changed({f"techniques.{self.name}": {"kernel": self.settings.kernel}})
+        kernel, on_cuda = self.settings.kernel, device.type == "cuda"
+        if config.model.dropout and (kernel in ("flex", "fa3", "matmul") or (kernel == "flash" and not on_cuda)):
+            where = " on a CPU" if kernel == "flash" else ""
             raise UsageError(
-                f"the attention kernel {kernel!r} has no dropout{'' if on_cuda else ' on a CPU'}, and this model has",
+                f"the attention kernel {kernel!r} has no dropout{where}, and this model has",
                 remedy='give model.dropout 0, or the kernel "math"',
+            )
+        if kernel == "matmul" and "compile" in config.techniques:
+            raise UsageError(
+                "the attention kernel 'matmul' cannot be seen in compiled code",
+                remedy='leave out compile, or give the kernel "math", which is compiled',
             )
         mixed = config.techniques.get("mixed-precision")
         if on_cuda and kernel in _IN_16_BITS:
@@ -109,26 +149,49 @@ class AttentionKernel(Technique):
                 self._dtype = torch.bfloat16
         return config
 
+    @contextmanager
+    def process(self) -> Iterator[None]:
+        """Activate FlashAttention-3, which replaces torch's own in the whole process."""
+        if self.settings.kernel != "fa3":
+            yield
+            return
+        torch_attention.activate_flash_attention_impl("FA3")
+        try:
+            yield
+        finally:
+            torch_attention.restore_flash_attention_impl()
+
     def apply(self, run: Run) -> None:
         """Give each block the kernel."""
         name = self.settings.kernel
-        kernel = _flex_kernel() if name == "flex" else _fixed_kernel(_BACKENDS[name], self._dtype)
+        kernel = self._kernel(name)
         for attention in run.model.attentions:
             attention.kernel = kernel
+
+    def _kernel(self, name: str) -> Kernel:
+        if name == "matmul":
+            return matmul_attention
+        return _flex_kernel() if name == "flex" else _fixed_kernel(_BACKENDS[name], self._dtype)
 
     def verify(self, run: Run) -> Verification:
         """Read from the autograd graph which kernel computed the input of each output projection."""
         projections, requested = [each.out for each in run.model.attentions], self.settings.kernel
+        # In the graph, fa3 looks like the kernel that it replaces.
+        expected, operators = "flash" if requested == "fa3" else requested, Counter[str]()
         kernels: Counter[str] = Counter()
         with (
             observe_inputs(projections, lambda module, attended: kernels.update([_kernel_of(attended)])),
             self._reasons_in_error(),
+            _counted(operators) if requested == "fa3" else nullcontext(),
         ):
             yield
-        if set(kernels) != {requested}:
+        count, of_fa3 = kernels[expected], operators[_FA3_OPERATOR]
+        if set(kernels) == {expected} and requested == "fa3" and of_fa3 < count:
+            raise self.not_active(f"of {count} calls of attention, FlashAttention-3 computed {of_fa3}", "leave it out")
+        if set(kernels) != {expected}:
             found = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items()) or "none"
             raise self.not_active(f"attention was computed by {found} instead of {requested}", "leave it out")
-        count, precision = kernels[requested], "" if self._dtype is None else " in bfloat16"
+        precision = "" if self._dtype is None else " in bfloat16"
         return Proof(f"{requested} computed attention {count} times{precision}", kernel=requested, times=count)
 
     @contextmanager
@@ -139,14 +202,42 @@ class AttentionKernel(Technique):
             try:
                 yield
             except RuntimeError as error:
-                if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+                if not any(each in str(error) for each in _NO_KERNEL):
                     raise
                 reasons = [str(each.message).partition("(Triggered")[0].strip() for each in caught]
+                reasons += [str(error)] if _FA3_ERROR in str(error) else []
                 raise self.not_active(
                     " ".join(["torch could not use it.", *dict.fromkeys(reasons)]), "give another kernel"
                 ) from error
         for each in caught:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+def _lacks_fa3(machine: Machine) -> str | None:
+    lack = machine.lacks_cuda(least=_HOPPER)
+    if lack is not None:
+        return lack
+    if machine.capability >= (10, 0):
+        return f"computes with fa3 on compute capability 9.0 only; this GPU has {machine.capability[0]}.0"
+    if tuple(int(each) for each in torch.__version__.split(".")[:2]) < _FA3_TORCH:
+        return f"needs torch 2.13 for fa3; torch is {torch.__version__}"
+    return machine.lacks_package("flash_attn_interface", install=f"flash-attn-3 --find-links {_FA3_WHEELS}")
+
+
+def _best_kernel(machine: Machine, config: Config) -> _Kernel:
+    """Return the kernel that is expected to be the fastest for a model on a GPU."""
+    size = config.model.head_size
+    if machine.capability >= _HOPPER and size <= _LARGEST_HEAD and size % 8 == 0:
+        return "fa3" if _lacks_fa3(machine) is None and not config.model.dropout else "cudnn"
+    return "flash"
+
+
+@contextmanager
+def _counted(operators: Counter[str]) -> Iterator[None]:
+    """Count the calls of each operator of torch, those within other operators included."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        yield
+    operators.update(each.name for each in profiler.events())
 
 
 def _fixed_kernel(backend: SDPBackend, dtype: torch.dtype | None) -> Kernel:
@@ -165,9 +256,6 @@ def _fixed_kernel(backend: SDPBackend, dtype: torch.dtype | None) -> Kernel:
 
 
 def _flex_kernel() -> Kernel:
-    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-    compiled = torch.compile(flex_attention)
     masks: dict[int, BlockMask] = {}
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
@@ -176,8 +264,7 @@ def _flex_kernel() -> Kernel:
         length = query.shape[2]
         if length not in masks:
             masks[length] = create_block_mask(_causal, None, None, length, length, device=query.device)
-        result: Tensor = compiled(query, key, value, block_mask=masks[length])
-        return result
+        return attend_within(query, key, value, masks[length])
 
     return kernel
 

@@ -20,6 +20,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _SEE_LOG = "see what torch logged"
 
+_MOST_SHAPES = 64
+"""Shapes of batches for which one function is compiled. torch stops at 8, and then runs the function uncompiled."""
+
 
 class CompileSettings(Section, frozen=True):
     """How the loss is compiled.
@@ -32,7 +35,8 @@ class CompileSettings(Section, frozen=True):
         change the last bits, so a resume is exact as long as torch's cache keeps the choice
         (``TORCHINDUCTOR_CACHE_DIR``).
     dynamic : bool, optional
-        Whether the code is compiled for any shape. By default for the first shape, and for any after a second one.
+        Whether the code is compiled for any shape. By default each shape is compiled by itself: a resumed run computes
+        the same bits, although it has not seen the shapes before.
     fullgraph : bool
         True: a graph break is an error. False: graph breaks are counted.
     backend : str
@@ -86,9 +90,12 @@ class Compile(Technique):
 
     @contextmanager
     def process(self) -> Iterator[None]:
-        """Release compiled code at the end: it would count against the recompilation limit of the next run."""
+        """Allow more shapes than torch does. Release compiled code at the end: it counts for the next run as well."""
+        from torch._dynamo import config
+
         try:
-            yield
+            with config.patch(recompile_limit=_MOST_SHAPES):
+                yield
         finally:
             torch.compiler.reset()
 
@@ -108,7 +115,7 @@ class Compile(Technique):
                 raise self.not_active("torch computed a loss uncompiled", _SEE_LOG)
             return inner(inputs, targets)
 
-        compiled = self._compiled(compiled_only, dynamic=self.settings.dynamic)
+        compiled = self._compiled(compiled_only, dynamic=bool(self.settings.dynamic))
 
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
             self._calls += 1
@@ -139,7 +146,7 @@ class Compile(Technique):
 
         return self._compiled(evaluation, dynamic=False)
 
-    def _compiled(self, function: F, *, dynamic: bool | None) -> F:
+    def _compiled(self, function: F, *, dynamic: bool) -> F:
         settings = self.settings
         compiled: Any = torch.compile(
             function,

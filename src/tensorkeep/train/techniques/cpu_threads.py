@@ -64,8 +64,6 @@ class CpuThreads(Technique):
 
     def lacks(self, machine: Machine) -> str | None:
         """Return which processors the process may not use, or that there are too few."""
-        if not hasattr(os, "sched_setaffinity"):
-            return "needs Linux, where threads can be bound to processors"
         allowed, cores = os.sched_getaffinity(0), self._cores(1)
         if not cores <= allowed:
             return (

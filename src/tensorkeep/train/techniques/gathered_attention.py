@@ -47,6 +47,13 @@ def choose_blocks(query: Tensor, key: Tensor, block: int, count: int) -> Choice:
     return Choice(best.indices, best.values > -torch.inf)
 
 
+def kept_blocks(choice: Choice, blocks: int) -> Tensor:
+    """Return which of all blocks each query chose: bool, of shape [..., queries, blocks]."""
+    # What is not valid goes to a further column.
+    kept = choice.valid.new_zeros(*choice.valid.shape[:-1], blocks + 1)
+    return kept.scatter(-1, choice.blocks.where(choice.valid, blocks), True)[..., :blocks]
+
+
 def attend_to_blocks(
     query: Tensor, key: Tensor, value: Tensor, choice: Choice, block: int, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -118,9 +125,7 @@ def attend_to_tiles(query: Tensor, key: Tensor, value: Tensor, choice: Choice, b
     """Return attention, of the shape of the query, by FlexAttention; see `attend_to_blocks`."""
     length = query.shape[2]
     blocks = -(-length // block)
-    kept = torch.zeros(*query.shape[:3], blocks + 1, dtype=torch.bool, device=query.device)
-    # What is not valid goes to a further column.
-    kept = kept.scatter(-1, choice.blocks.where(choice.valid, blocks), True)[..., :blocks]
+    kept = kept_blocks(choice, blocks)
     kept |= torch.arange(blocks, device=query.device) == torch.arange(length, device=query.device).unsqueeze(1) // block
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
+import msgspec
 from torch import Tensor
 
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Count, Positive, Section
 from tensorkeep.train.model.lora import B, is_adapter
+from tensorkeep.train.optim.optimizers import weights_of
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.observe import count_updates
+from tensorkeep.train.techniques.observe import count_updates, fingerprint
 
 
 class LoraSettings(Section, frozen=True):
@@ -56,14 +57,8 @@ class Lora(Technique):
 
     def configure(self, config: Config) -> Config:
         """Give the model adapters."""
-        settings = self.settings
-        return config.changed(
-            {
-                "model.lora.rank": settings.rank,
-                "model.lora.alpha": settings.alpha,
-                "model.lora.targets": settings.targets,
-            }
-        )
+        settings = msgspec.structs.asdict(self.settings)
+        return config.changed({f"model.lora.{name}": value for name, value in settings.items()})
 
     def verify(self, run: Run) -> Verification:
         """Compare the bits of all weights before and after the update, and what the optimizers have."""
@@ -84,8 +79,7 @@ class Lora(Technique):
                 f"{len(moved)} of {len(frozen)} frozen weights were changed, and {len(still)} of {len(adapters)} "
                 "adapters were not"
             )
-        groups = (group for optimizer in run.optimizers.values() for group in optimizer.param_groups)
-        trained = sum(each.numel() for group in groups for each in group["params"])
+        trained = sum(each.numel() for optimizer in run.optimizers.values() for each in weights_of(optimizer))
         total = sum(each.numel() for each in parameters.values())
         return Proof(
             f"{len(adapters)} adapters of rank {self.settings.rank} were trained, {trained / total:.2%} of "
@@ -97,5 +91,4 @@ class Lora(Technique):
 
 
 def _fingerprints(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the sum of each tensor's bits, read as integers."""
-    return {name: int(each.detach().view(torch.int32).sum(dtype=torch.int64)) for name, each in parameters.items()}
+    return {name: fingerprint(each.detach()) for name, each in parameters.items()}

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.sections import Section
+from tensorkeep.train.optim.optimizers import weights_of
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import count_updates
@@ -69,7 +70,7 @@ class LowBitOptimizer(Technique):
         """Replace torch's AdamW by torchao's."""
         optimizer = low_bit(run.optimizers["adamw"], bits=self.settings.bits)
         self._block_size = optimizer.block_size
-        if not any(map(self._is_large, _weights(optimizer))):
+        if not any(map(self._is_large, weights_of(optimizer))):
             raise UsageError(
                 "low-bit-optimizer would quantise nothing: all weights of AdamW have fewer than "
                 f"{_MIN_ELEMENTS:,} elements",
@@ -91,7 +92,7 @@ class LowBitOptimizer(Technique):
             return None
         if not updates.optimizer_steps["adamw"]:
             raise self.not_active("the update was made without it")
-        states = [(weight, optimizer.state[weight]) for weight in _weights(optimizer)]
+        states = [(weight, optimizer.state[weight]) for weight in weights_of(optimizer)]
         plain = [weight for weight, state in states if self._is_large(weight) and not _is_quantised(state)]
         if plain:
             raise self.not_active(
@@ -155,7 +156,7 @@ def _flatten_states(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
 
 def _unflatten_states(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Make quantised tensors of those that `_flatten_states` returned, and of the tensors of torch's AdamW."""
-    weights = _weights(optimizer)
+    weights = weights_of(optimizer)
 
     def unflatten(index: int, key: str, value: Any) -> Any:
         if key not in _SIGNED:
@@ -184,10 +185,6 @@ def _inner_tensors(tensor: Any) -> dict[str, Tensor]:
         return {"": tensor}
     names, _ = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}
-
-
-def _weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def _is_quantised(state: dict[str, Any]) -> bool:

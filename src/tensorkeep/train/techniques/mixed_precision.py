@@ -97,7 +97,7 @@ class MixedPrecision(Technique):
         operations.loss, operations.evaluate = under_autocast(operations.loss), under_autocast(operations.evaluate)
         if self.settings.attention == "float32":
             for attention in run.model.attentions:
-                attention.kernel = _in_float32(attention.kernel)
+                attention.kernel = in_float32(attention.kernel)
         # MFU is relative to the peak in this precision.
         run.speed.peak = measured_peak(run.device, dtype)
         if dtype is torch.float16:
@@ -167,7 +167,9 @@ class MixedPrecision(Technique):
             self.skipped = int(state["skipped"])
 
 
-def _in_float32(kernel: Kernel) -> Kernel:
+def in_float32(kernel: Kernel) -> Kernel:
+    """Return a kernel that computes in float32, also under autocast."""
+
     def attend(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
             return kernel(query.float(), key.float(), value.float(), **options)

@@ -80,6 +80,11 @@ def record_inputs(run: Run) -> Iterator[list[Tensor]]:
         yield inputs_of_step
 
 
+def fingerprint(tensor: Tensor) -> int:
+    """Return the sum of the bits of a float32 tensor, read as integers."""
+    return int(tensor.view(torch.int32).sum(dtype=torch.int64))
+
+
 @dataclass
 class Updates:
     """How many updates of the weights were made, 0 if the gradient was not finite, and the steps of each optimizer."""

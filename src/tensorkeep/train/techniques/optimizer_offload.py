@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from tensorkeep.train.optim.optimizers import weights_of
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.update_proof import observe_adamw
@@ -49,7 +50,7 @@ class OptimizerOffload(Technique):
             yield
         if not observed.updates:
             return None
-        expected = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])
+        expected = sum(weight.nbytes for weight in weights_of(optimizer))
         fetched = getattr(optimizer, "fetched_bytes", 0) - before
         states = [
             value
@@ -95,7 +96,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
-        self._weights = [_HostWeight(live) for group in self.param_groups for live in group["params"]]
+        self._weights = [_HostWeight(live) for live in weights_of(self)]
         self._buckets = list(_in_buckets(self._weights, bucket_bytes))
         weights = iter(self._weights)
         kind: Any = type(optimizer)

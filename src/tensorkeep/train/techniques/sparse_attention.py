@@ -11,7 +11,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Count, Section
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.gathered_attention import attend_to_blocks, attend_to_tiles, choose_blocks
+from tensorkeep.train.techniques.gathered_attention import attend_to_blocks, attend_to_tiles, choose_blocks, kept_blocks
 
 
 class SparseAttentionSettings(Section, frozen=True):
@@ -134,7 +134,6 @@ class TopBlocks:
         dropout_p: float = 0.0,
         is_causal: bool = False,
     ) -> Tensor:
-        choice = choose_blocks(query, key, self.block, self.keep - 1)
         # Generation with a cache computes few queries, and documents have a mask of their own.
         if not is_causal or attn_mask is not None or (query.is_cuda and dropout_p):
             visible = self.visible(query, key)
@@ -142,12 +141,14 @@ class TopBlocks:
                 visible &= attn_mask
             pairs = visible.sum((-1, -2))
             result = functional.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout_p)
-        elif query.is_cuda:
-            result = attend_to_tiles(query, key, value, choice, self.block)
-            own = torch.arange(query.shape[2], device=query.device) % self.block + 1
-            pairs = (choice.valid.sum(-1) * self.block + own).sum(-1)
         else:
-            result, pairs = attend_to_blocks(query, key, value, choice, self.block, dropout_p)
+            choice = choose_blocks(query, key, self.block, self.keep - 1)
+            if query.is_cuda:
+                result = attend_to_tiles(query, key, value, choice, self.block)
+                own = torch.arange(query.shape[2], device=query.device) % self.block + 1
+                pairs = (choice.valid.sum(-1) * self.block + own).sum(-1)
+            else:
+                result, pairs = attend_to_blocks(query, key, value, choice, self.block, dropout_p)
         # In this order: compiled code would be compiled again if it depended on the list.
         if not torch.compiler.is_compiling() and self.pairs is not None:
             self.pairs.append(pairs)
@@ -163,10 +164,7 @@ class TopBlocks:
         choice = choose_blocks(query, key, self.block, self.keep - 1)
         position = torch.arange(keys, device=key.device)
         own_position, blocks = position[keys - queries :].unsqueeze(-1), position // self.block
-        # What is not valid goes to a further column.
-        beyond = -(-keys // self.block)
-        kept = torch.zeros(*query.shape[:-1], beyond + 1, dtype=torch.bool, device=key.device)
-        kept = kept.scatter(-1, choice.blocks.where(choice.valid, beyond), True)
+        kept = kept_blocks(choice, -(-keys // self.block))
         return (kept[..., blocks] | (blocks == own_position // self.block)) & (position <= own_position)
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
-from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.config import TECHNIQUES, Config
 from tensorkeep.train.config.sections import read_settings
 from tensorkeep.train.guard import checked_at_once
 from tensorkeep.train.run.state import Run
@@ -49,13 +49,17 @@ class Stack:
     def check(self, machine: Machine) -> None:
         """Check that every technique can run on a machine.
 
-        Raises MissingExtraError if a package is missing; UnsupportedError if the machine lacks something else.
+        Raises MissingExtraError if packages are missing; UnsupportedError if the machine lacks something else.
         """
-        for each in self.techniques:
-            lack = each.lacks(machine)
-            if lack is not None:
-                kind = MissingExtraError if "pip install" in lack else UnsupportedError
-                raise kind(f"{each.name} {lack}", remedy=f"leave {each.name} out, or use a machine that has it")
+        found = {each.name: each.lacks(machine) for each in self.techniques}
+        lacks = {name: lack for name, lack in found.items() if lack is not None}
+        if lacks:
+            kind = MissingExtraError if all("pip install" in lack for lack in lacks.values()) else UnsupportedError
+            off = " ".join(f"--{TECHNIQUES}{name} off" for name in lacks)
+            raise kind(
+                "; ".join(f"{name} {lack}" for name, lack in lacks.items()),
+                remedy=f"leave {' and '.join(lacks)} out ({off}), or use a machine that has what is missing",
+            )
 
     def configure(self, config: Config) -> Config:
         """Return the configuration that the run uses."""
@@ -76,6 +80,11 @@ class Stack:
         for each in self.techniques:
             each.apply(run)
 
+    def warm_up(self, run: Run) -> None:
+        """Prepare the first step with every technique."""
+        for each in self.techniques:
+            each.warm_up(run)
+
     @contextmanager
     def verified(self, run: Run) -> Iterator[None]:
         """Observe the step in this context with every technique that has no proof yet, and keep their proofs.
@@ -89,8 +98,7 @@ class Stack:
             yield
             return
         if not self._observed:
-            for each in unproved:
-                each.warm_up(run)
+            self.warm_up(run)
         self._observed += 1
         found: dict[str, Proof] = {}
         with ExitStack() as contexts:

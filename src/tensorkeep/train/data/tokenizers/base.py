@@ -1,7 +1,6 @@
 """The contract of a tokenizer, and code that all tokenizers share."""
 
 import codecs
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -11,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tensorkeep.errors import MissingExtraError, UsageError
+from tensorkeep.errors import UsageError, import_extra
 from tensorkeep.formats import sealed
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -179,10 +178,4 @@ def _last_line_start(text: str) -> int:
 
 def library(name: str) -> Any:
     """Import the package of a tokenizer; MissingExtraError if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtraError(
-            f"this tokenizer needs the package {name}, which is not installed",
-            remedy="pip install 'tensorkeep[train]'",
-        ) from error
+    return import_extra(name, "train", f"this tokenizer needs the package {name}")

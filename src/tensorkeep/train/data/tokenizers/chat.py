@@ -74,14 +74,19 @@ class ChatTokenizer(Tokenizer):
         return {"kind": "chat", "text": self.text.as_dict()}
 
     def hugging_face_json(self) -> str | None:
-        """Return the ``tokenizer.json`` of the same tokens, in which the reserved ones are special tokens."""
+        """Return the ``tokenizer.json`` of the same tokens, in which the reserved ones are special tokens.
+
+        None if the other tokenizer has tokens with these names already, since names are unique there.
+        """
         described = self.text.hugging_face_json()
         if described is None:
             return None
         exported = library("tokenizers").Tokenizer.from_str(described)
-        own_end = [END_OF_DOCUMENT] if self.text.end_of_document is None else []
-        exported.add_special_tokens([*_RESERVED, *own_end])
-        return str(exported.to_str())
+        names = [*_RESERVED, *([END_OF_DOCUMENT] if self.text.end_of_document is None else [])]
+        exported.add_special_tokens(names)
+        first = self.text.vocab_size
+        same = [exported.token_to_id(name) for name in names] == list(range(first, first + len(names)))
+        return str(exported.to_str()) if same else None
 
     def _encode(self, text: str) -> Tokens:
         return self.text.encode(text).astype(self.dtype)

@@ -36,7 +36,7 @@ class HuggingFaceTokenizer(Tokenizer):
     name = "huggingface"
     merges = True
 
-    def __init__(self, text: str, end_of_document: int) -> None:
+    def __init__(self, text: str, end_of_document: int | None) -> None:
         self._pipeline = _pipeline(text, end_of_document)
         stored = json.loads(text)
         if stored["model"].get("type") != "BPE" or "ByteLevel" not in json.dumps(stored.get("pre_tokenizer")):
@@ -46,14 +46,14 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = self._pipeline.get_vocab(with_added_tokens=True)
         self._tokens: dict[int, str] = {id: token for token, id in vocabulary.items()}
         self._added = {each["id"] for each in stored.get("added_tokens", ())}
-        if end_of_document not in self._tokens:
+        if end_of_document is not None and end_of_document not in self._tokens:
             raise ValueError(f"it has no token {end_of_document}")
         self._text = text
         self.vocab_size = max(self._tokens) + 1
         self.end_of_document = end_of_document
         if self.decode(self.encode(_PROBE)) != _PROBE:
             raise ValueError("it does not give back the text that it encodes")
-        if end_of_document in self.encode(self._tokens[end_of_document]):
+        if end_of_document is not None and end_of_document in self.encode(self._tokens[end_of_document]):
             raise ValueError(f"it encodes text as {self._tokens[end_of_document]!r}, which ends a document")
 
     @classmethod
@@ -87,7 +87,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return bytes(notation[each] for each in token)
 
 
-def _pipeline(text: str, end_of_document: int) -> Any:
+def _pipeline(text: str, end_of_document: int | None) -> Any:
     """Return the library's tokenizer, which encodes all of a text, and none of it as the token that ends a document."""
     try:
         stored = json.loads(text)
@@ -117,7 +117,7 @@ def _changing_normalizer(normalizer: dict[str, Any] | None) -> str | None:
 
 class _Stored(msgspec.Struct):
     tokenizer: str
-    end_of_document: int
+    end_of_document: int | None
 
 
 class _Token(msgspec.Struct):
@@ -131,8 +131,11 @@ class _Settings(msgspec.Struct):
 def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
     """Return the tokenizer of a model's folder; None if it has none.
 
-    Raises UnsupportedError if it is not byte-level, or no token is known to end a document; CorruptCheckpointError if
-    it is malformed; MissingExtraError if ``tokenizers`` is not installed.
+    The token that ends a document is the ``eos_token`` of its settings, by default ``<|endoftext|>`` if that exists. A
+    tokenizer without one is for streams of text, and for conversations, which add one.
+
+    Raises UnsupportedError if it is not byte-level, or has no token like the stated one; CorruptCheckpointError if it
+    is malformed; MissingExtraError if ``tokenizers`` is not installed.
     """
     path = folder / FILE
     with store_errors(path, "read the tokenizer"):
@@ -142,17 +145,17 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
             content = _from_old_files(folder).encode()
         else:
             return None
-        end = _stated_end(folder / _SETTINGS) or END_OF_DOCUMENT
+        stated = _stated_end(folder / _SETTINGS)
     try:
         text = content.decode()
-        token = library("tokenizers").Tokenizer.from_str(text).token_to_id(end)
+        token = library("tokenizers").Tokenizer.from_str(text).token_to_id(stated or END_OF_DOCUMENT)
     except MissingExtraError:
         raise
     except Exception as error:  # the library raises nothing narrower
         raise CorruptCheckpointError(f"is not a tokenizer ({error})", path=path) from error
-    if token is None:
+    if token is None and stated is not None:
         raise UnsupportedError(
-            f"has no token {end!r} to end a document", path=folder, remedy=f"state eos_token in {_SETTINGS}"
+            f"has no token {stated!r} to end a document", path=folder, remedy=f"state another eos_token in {_SETTINGS}"
         )
     try:
         return HuggingFaceTokenizer(text, token)

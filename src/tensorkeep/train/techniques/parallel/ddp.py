@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
-from tensorkeep.train.techniques.observe import replace_operation
+from tensorkeep.train.techniques.observe import fingerprint, replace_operation
 from tensorkeep.train.techniques.parallel import Parallel, before_each_batch, shard_batches, share_muon
 from tensorkeep.train.techniques.warm_up import Loss, next_batch
 
@@ -65,7 +65,8 @@ class Ddp(Parallel):
 
         def observed_clip() -> Tensor:
             nonlocal equal
-            equal = run.world.all_equal(*_fingerprints(run.model))
+            gradients = (each.grad for each in run.model.parameters())
+            equal = run.world.all_equal(*(fingerprint(each) for each in gradients if each is not None))
             return clip()
 
         with replace_operation(run, "clip", observed_clip):
@@ -98,9 +99,3 @@ class _LossModule(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Any:
         return self._loss(inputs, targets)
-
-
-def _fingerprints(model: nn.Module) -> list[int]:
-    """Return the sum of each gradient's bits, read as integers."""
-    gradients = (each.grad for each in model.parameters())
-    return [int(each.view(torch.int32).sum(dtype=torch.int64)) for each in gradients if each is not None]

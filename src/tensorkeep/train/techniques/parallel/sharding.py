@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tensorkeep.errors import UsageError
+from tensorkeep.formats.boxes import box_of
 from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.optim.average import WeightAverage
+from tensorkeep.train.optim.optimizers import weights_of
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.parallel import Parallel, share_muon
 from tensorkeep.train.techniques.parallel.filling import fill_parameters, update_parameters
@@ -70,8 +72,8 @@ class ShardedParallel(Parallel):
         plain = [name for name, dim in dimensions.items() if not _is_placed(shards.get(name), self.axis, dim, count)]
         if plain:
             raise self.not_active(f"{len(plain)} of {len(dimensions)} parameters are not sharded, such as {plain[0]}")
-        groups = (group for optimizer in run.optimizers.values() for group in optimizer.param_groups)
-        if {id(each) for group in groups for each in group["params"]} != {id(each) for each in run.model.parameters()}:
+        updated = {id(each) for optimizer in run.optimizers.values() for each in weights_of(optimizer)}
+        if updated != {id(each) for each in run.model.parameters()}:
             raise self.not_active("the optimizers update tensors that are not the model's")
 
 
@@ -127,14 +129,13 @@ def copy_boxes(name: str, full: Tensor, shard: DTensor) -> None:
     """Copy the part of a full tensor that this process has into its shard of a parameter or its state."""
     leaf = ShardedLeaf.of(name, in_order(name, shard))
     for piece in leaf.pieces() if leaf is not None else ():
-        box = tuple(slice(start, start + length) for start, length in zip(piece.offsets, piece.shape, strict=True))
-        piece.array.copy_(full[box])
+        piece.array.copy_(full[box_of(piece.offsets, piece.shape)])
 
 
 def use_sharded_parameters(run: Run, mesh: DeviceMesh) -> None:
     """Average the sharded parameters, make checkpoints state their rows, and clip by the norm of all shards."""
     share_muon(run)
-    run.average = WeightAverage(run.model, run.config.ema.decay)
+    run.average = WeightAverage(dict(run.model.named_parameters()), run.config.ema.decay)
     if TENSOR in (mesh.mesh_dim_names or ()):
         run.in_checkpoint["model"] = lambda: _weights_in_order(run.model)
         run.in_checkpoint["average"] = lambda: {n: in_order(n, each) for n, each in run.average.state_dict().items()}
@@ -194,7 +195,7 @@ class _OptimizerInOrder(torch.optim.Optimizer):
 
     def _with_states(self, state: dict[str, Any], change: Callable[[Any, DTensor], DTensor]) -> dict[str, Any]:
         """Return an optimizer's state with other DTensors."""
-        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        parameters = weights_of(self._optimizer)
         states = {
             index: {
                 key: change(parameters[index], value) if isinstance(value, DTensor) else value

@@ -11,6 +11,7 @@ from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.positions import RotaryPositions
 from tensorkeep.train.optim.average import WeightAverage
+from tensorkeep.train.optim.optimizers import weights_of
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.world import World
 from tensorkeep.train.techniques.parallel.filling import fill_parameters, update_parameters
@@ -128,7 +129,7 @@ def save_own_stage(run: Run, stages: Stages) -> None:
 
     The keys are those of one process: the ranks together have all of them.
     """
-    run.average = StageAverage(stages, run.config.ema.decay)
+    run.average = WeightAverage(stages.own(), run.config.ema.decay)
     run.in_checkpoint["model"] = stages.weights
     run.in_checkpoint["optimizers"] = lambda: {
         name: _own_state(optimizer, stages) for name, optimizer in run.optimizers.items()
@@ -141,10 +142,9 @@ def _own_state(optimizer: torch.optim.Optimizer, stages: Stages) -> dict[str, An
     An object of its own for each parameter lets a process load its states only.
     """
     own = {id(each) for each in stages.own().values()}
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
     states: dict[int, Any] = {
         number: _ParameterState(optimizer, parameter) if id(parameter) in own else {}
-        for number, parameter in enumerate(parameters)
+        for number, parameter in enumerate(weights_of(optimizer))
     }
     return {**optimizer.state_dict(), "state": states}
 
@@ -164,12 +164,3 @@ class _ParameterState:
         self._optimizer.state[parameter] = {
             key: value.to(parameter.device) if value.shape == parameter.shape else value for key, value in state.items()
         }
-
-
-class StageAverage(WeightAverage):
-    """An average of the parameters that this process has."""
-
-    def __init__(self, stages: Stages, decay: float) -> None:
-        self._decay = decay
-        self._parameters = stages.own() if decay else {}
-        self._averages = [each.clone() for each in self._live]

@@ -1,0 +1,194 @@
+"""Batches that fill the memory of a GPU: steps with small batches are measured, and the chosen size is tried.
+
+The sequences of a step stay the same: a larger batch is accumulated less often. They are drawn in the same order, so
+that only rounding and the zeros of dropout depend on the choice.
+"""
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from tensorkeep.errors import OutOfMemoryError, UsageError, is_out_of_memory
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.world import World
+from tensorkeep.train.techniques.stack import Stack
+from tensorkeep.units import format_bytes
+
+_FRACTION = 0.9
+"""Of the free memory: allocations leave gaps between them."""
+
+_FRACTION_UNTRIED = 0.8
+"""With several ranks: if one of them ran out of memory, the others would wait for it, so the choice is not tried."""
+
+
+class Peaks(NamedTuple):
+    """The most bytes in use while the gradient of a step is computed, and while the weights are updated."""
+
+    gradient: int
+    update: int
+
+
+Measure = Callable[[int], Peaks | None]
+"""Returns the peaks of a step with batches of so many sequences on this rank; None if it ran out of memory."""
+
+TriedRun = tuple[Run, Stack]
+"""A run that is not kept, and its techniques."""
+
+Trial = Callable[[Config], AbstractContextManager[TriedRun]]
+"""Builds a run of a configuration. It writes nothing."""
+
+
+class GpuMemory:
+    """The memory of a GPU, as torch sees it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def available(self) -> int:
+        """Return the bytes that this process has or could have."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
+
+    def allocated(self) -> int:
+        """Return the bytes of all tensors."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        """Let `peak` begin with what is allocated now."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        """Return the most bytes of all tensors at once, since `reset_peak`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def release(self) -> None:
+        """Give back what is not used."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        self.reset_peak()
+
+
+def gpu_memory(device: torch.device) -> GpuMemory | None:
+    """Return the memory of a device; None for a CPU, whose memory is not only that of training."""
+    return GpuMemory(device) if device.type == "cuda" else None
+
+
+def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tuple[Config, str]:
+    """Return a configuration whose batches fill the memory, and a note on the choice; a collective.
+
+    Raises OutOfMemoryError if there is not enough memory for the smallest batches.
+    """
+    sequences = config.loop.batch_size * config.loop.accumulate
+    replicas = _replicas(trial(config))
+    memory.release()
+    available = min(world.all_gather(memory.available()))
+
+    def measure(rows: int) -> Peaks | None:
+        found = _measured(trial(with_batch_size(config, rows * replicas)), memory)
+        memory.release()
+        of_ranks = [each for each in world.all_gather(None if found is None else [*found]) if each is not None]
+        return Peaks(*map(max, *of_ranks, [0, 0])) if len(of_ranks) == world.size else None
+
+    rows = largest_batch(sequences // replicas, available, measure, tried=world.size == 1)
+    if rows is None:
+        raise OutOfMemoryError(
+            f"a step with a batch of one sequence for each process does not fit into {format_bytes(available)}",
+            remedy="use a smaller model or context, or see tensorkeep tune training",
+        )
+    config = with_batch_size(config, rows * replicas)
+    note = (
+        f"batches that fill the memory: loop.batch_size is {config.loop.batch_size}, and loop.accumulate "
+        f"{config.loop.accumulate}, for {sequences} sequences a step"
+    )
+    return config, note
+
+
+def largest_batch(sequences: int, memory: int, measure: Measure, *, tried: bool = True) -> int | None:
+    """Return the largest divisor of a number of sequences with which a step fits into the memory; None if none does.
+
+    The two smallest are measured, from which the peaks of all others follow, because activations grow with the batch
+    and nothing else does. The result is measured as well, unless it is not to be ``tried``.
+
+    Examples
+    --------
+    >>> largest_batch(32, 1000, lambda rows: Peaks(gradient=300 + 50 * rows, update=600))
+    8
+    """
+    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    limit = (_FRACTION if tried else _FRACTION_UNTRIED) * memory
+    measured: dict[int, Peaks | None] = {}
+    for size in sizes[:2]:
+        measured[size] = measure(size)
+        if not _fits(measured[size], limit):
+            return sizes[sizes.index(size) - 1] if size > 1 else None
+    if len(sizes) == 1:
+        return 1
+    first, second = (found for found in measured.values() if found is not None)
+    by_row = max(1.0, (second.gradient - first.gradient) / (sizes[1] - 1))
+    predicted = [size for size in sizes[2:] if first.gradient + by_row * (size - 1) <= limit]
+    if not tried:
+        return max(predicted, default=sizes[1])
+    return next((size for size in reversed(predicted) if _fits(measure(size), limit)), sizes[1])
+
+
+def _fits(peaks: Peaks | None, limit: float) -> bool:
+    return peaks is not None and max(peaks) <= limit
+
+
+def with_batch_size(config: Config, batch_size: int) -> Config:
+    """Return a configuration with another batch size and as many sequences in a step as before.
+
+    Raises UsageError if the sequences of a step are not divisible by it.
+    """
+    sequences = config.loop.batch_size * config.loop.accumulate
+    if sequences % batch_size:
+        raise UsageError(f"{sequences} sequences do not divide into batches of {batch_size}", remedy="give a divisor")
+    loop = msgspec.structs.replace(config.loop, batch_size=batch_size, accumulate=sequences // batch_size)
+    return msgspec.structs.replace(config, loop=loop)
+
+
+# These functions alone refer to a run, so that its memory is free when they return.
+
+
+def _replicas(trial: AbstractContextManager[TriedRun]) -> int:
+    with trial as (run, _):
+        return run.replicas
+
+
+def _measured(trial: AbstractContextManager[TriedRun], memory: GpuMemory) -> Peaks | None:
+    """Return the peaks of a step; None if the memory is not enough."""
+    try:
+        with trial as (run, techniques):
+            memory.reset_peak()
+            techniques.warm_up(run)
+            _add_gradients(run)
+            first, before = memory.peak(), memory.allocated()
+            memory.reset_peak()
+            _update(run)
+            update, states = memory.peak(), max(0, memory.allocated() - before)
+            # The first gradient is computed without the states of the optimizers, the second without the warm-up.
+            memory.reset_peak()
+            _add_gradients(run)
+            return Peaks(max(first + states, memory.peak()), update)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def _add_gradients(run: Run) -> None:
+    run.progress.step += 1
+    for _ in range(run.config.loop.accumulate):
+        run.operations.backward(run.operations.loss(*run.move(*next(run.batches))))
+
+
+def _update(run: Run) -> None:
+    run.operations.clip()
+    run.operations.update()
+    for optimizer in run.optimizers.values():
+        optimizer.zero_grad()
