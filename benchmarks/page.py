@@ -34,7 +34,7 @@ _HEAD = """# What was measured
 
 All figures are of one machine with 2 virtual cores on a shared host; each result file describes it in full.
 `tensorkeep bench checkpoint` and [`benchmarks/measure.sh`](../benchmarks/measure.sh) measure the same on yours. This
-page is made from the files in [`benchmarks/results/`](../benchmarks/results) by `python benchmarks/page.py`.
+page is made from the files in `benchmarks/results/` by `python benchmarks/page.py`.
 
 Every arm runs in a process of its own, in randomised blocks; every load is compared with what was saved, bit for bit;
 *durable* means that the files are on the disk when the clock stops, for every tool; *cold* was verified with `mincore`.

@@ -31,7 +31,7 @@ The first step verifies that the technique is active; otherwise the run ends wit
 changes the losses by no more than its stated tolerance; an *algorithmic* one may change them.
 `tensorkeep train --list-techniques` shows which of them can run on your machine, and
 [`tensorkeep bench training`](../how-to/bench-training.md) measures them there. This page is made from the classes and
-from [`benchmarks/results/`](../../benchmarks/results) by `python benchmarks/techniques_page.py`.
+from `benchmarks/results/` by `python benchmarks/techniques_page.py`.
 
 Speed and loss are ratios to the plain loop with their 95% intervals; above 1 is better. Memory is that of the tensors
 of a step, as measured and as the memory ledger predicts it from shapes, with the factor to the plain loop. Losses are
