@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 # One stamp for each extra that is installed: `make demo` takes half of what `make test` needs, which adds the rest.
 DEMO := $(VENV)/.installed-demo
 DEV := $(VENV)/.installed-dev
+DOCS := $(VENV)/.installed-docs
 # Four workers for two cores, as some tests wait; one thread of torch each, as more would compete for the cores. The
 # tests of a class or module share fixtures, so that one worker runs them; the files run in their order, so that long
 # ones at the end do not leave a worker idle. Compiled Python is cached even where the environment forbids it: the tests
@@ -13,9 +14,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist l
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_MINUTES ?= 10
+# The interpreters that try the wheel; by default that of .venv. Those of pyenv: ~/.pyenv/versions/3.*/bin/python
+PYTHONS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-ranks torture wheel clean
+.PHONY: help demo test check docs bench bench-ranks bench-stores torture torture-stores wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,13 +35,20 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard src/cod
 demo: $(DEMO)  ## saves, loads, a flipped bit, kills and a resumed training run, beside other tools (two minutes)
 	@$(BIN)/tensorkeep demo $(DEMO_ARGS)
 
-test: $(DEV)  ## all tests but the exhaustive ones (about eight minutes on 2 cores)
+test: $(DEV)  ## all tests but the exhaustive ones (about seven minutes on 2 cores)
 	$(PYTEST) -m "not slow"
 
 check: $(DEV)  ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Without what an earlier build left, so that every page is read and every warning seen.
+docs: $(DOCS)  ## the site in build/site, with every link checked; a warning is an error
+	@rm -rf build/site build/doctrees
+	@$(BIN)/python -m sphinx -q -W --keep-going -j auto -c docs/site -d build/doctrees docs build/site
+	@$(BIN)/python docs/site/links.py build/site
+	@echo "open build/site/index.html"
 
 bench: $(DEV)  ## the speed that README states, as ratios against peers measured in the same run (tens of minutes)
 	@mkdir -p bench-results; missed=0; for each in ratios lossless first_loads training_saves plain_training; do \
@@ -49,14 +59,22 @@ bench-ranks: $(DEV)  ## saves and loads by several ranks, beside DCP's storage (
 	@mkdir -p bench-results
 	$(BIN)/python benchmarks/ranks.py --out bench-results/ranks.json $(BENCH_ARGS)
 
+bench-stores: $(DEV)  ## saves and loads in an object store on this machine, beside obstore alone (a quarter of an hour)
+	@mkdir -p bench-results
+	$(BIN)/python benchmarks/stores.py --out bench-results/stores.json $(BENCH_ARGS)
+
 torture: $(DEV)  ## the exhaustive tests: every operation killed, every byte flipped, the coder fuzzed (tens of minutes)
 	$(PYTEST) -m slow --timeout 900
+	$(PYTEST) -m hypothesis --hypothesis-profile thorough --timeout 900
 	$(BIN)/python tests/coder/sanitized.py $(FUZZ_MINUTES)
 
-wheel: $(DEV)  ## build the wheel and the source distribution in dist/; install and try both in empty environments
+torture-stores: $(DEV)  ## every request of every call on an object store failed in every way; torture does a sixth (an hour)
+	STORE_FAULTS=all $(PYTEST) -m slow --timeout 3600 tests/faults/stores
+
+wheel: $(DEV)  ## build the wheel and the source distribution in dist/; install and try both in empty environments (PYTHONS)
 	@rm -rf dist
 	@$(BIN)/python -m build -qq
-	@$(BIN)/python tests/wheels.py dist
+	@$(BIN)/python tests/wheels.py dist $(PYTHONS)
 
 clean:  ## remove the environment and what the tools left
-	rm -rf $(VENV) build dist src/tensorkeep.egg-info src/tensorkeep/codecs/_coder.abi3.so demo-run tensorkeep-demo.html .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/reference/api docs/reference/commands src/tensorkeep.egg-info src/tensorkeep/codecs/_coder.abi3.so demo-run tensorkeep-demo.html .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,6 @@
 """The examples run, and a killed run that is resumed ends exactly where an uninterrupted one ends."""
 
 import importlib.util
-import multiprocessing
 import re
 import socket
 import time
@@ -11,21 +10,10 @@ from typing import Any
 import pytest
 
 import example_runner
+from forked import CONTEXT
 from tensorkeep import CheckpointManager
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-
-# The libraries are imported once, in the process that all runs are forked from: the same as that of `forked`. Not
-# transformers, which writes to standard error when it is imported.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "tensorkeep.checkpoint.manager.manager",
-        "lightning",
-    ]
-)
 
 
 class Run:
@@ -150,6 +138,7 @@ def test_ranks_of_accelerate_resume_with_their_random_states(tmp_path: Path) -> 
     assert whole.startswith("step 40: loss ")
 
 
+@pytest.mark.slow
 @needs("lightning")
 def test_lightning_resumes_as_from_its_own_checkpoints(tmp_path: Path) -> None:
     lines: dict[bool, list[str]] = {}

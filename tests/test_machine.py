@@ -110,3 +110,36 @@ def test_a_mount_point_with_blanks_and_foreign_letters(tmp_path: Path, monkeypat
     monkeypatch.setattr(machine, "_PROC", tmp_path)
     assert machine._mount(Path("/mnt/data été中/run")) == ("xfs", "/mnt/data été中")
     assert machine._mount(Path("/mnt/other")) == ("ext4", "/")
+
+
+def test_a_file_in_memory_needs_nothing_of_python_and_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    fd = machine.memory_file()
+    try:
+        os.pwrite(fd, b"bytes", 3)
+        assert os.pread(fd, 8, 0) == bytes(3) + b"bytes"
+        assert not os.get_inheritable(fd)
+    finally:
+        os.close(fd)
+
+
+def test_a_file_in_memory_that_the_kernel_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_MFD_CLOEXEC", 1 << 30)  # a flag that does not exist
+    with pytest.raises(OSError, match="Invalid argument"):
+        machine.memory_file()
+
+
+@pytest.mark.parametrize(
+    ("lines", "fast"),
+    [
+        ("vendor_id : AuthenticAMD\nflags : fma avx512_bf16", True),
+        ("vendor_id : GenuineIntel\nflags : fma avx512_bf16", False),
+        ("vendor_id : GenuineIntel\nflags : fma avx512_bf16 amx_bf16", True),
+        ("vendor_id : AuthenticAMD\nflags : fma avx2", False),
+        ("CPU implementer : 0x41\nFeatures : fp asimd i8mm bf16", True),
+        ("", False),
+    ],
+)
+def test_whether_bfloat16_is_fast_follows_from_the_features_of_the_cpu(tmp_path: Path, lines: str, fast: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(lines)
+    assert machine.multiplies_bfloat16_fast(proc=tmp_path) is fast

@@ -47,6 +47,7 @@ def test_public_names() -> None:
         "TensorkeepError",
         "UnsupportedError",
         "UnsupportedLeafError",
+        "UploadStatus",
         "UsageError",
         "VerifyReport",
         "__version__",

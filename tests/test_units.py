@@ -7,6 +7,7 @@ from tensorkeep.units import (
     format_age,
     format_bytes,
     format_least_bytes,
+    format_moment,
     format_rate,
     format_seconds,
     parse_bytes,
@@ -71,6 +72,11 @@ def test_parse_seconds(text: str | float, seconds: float) -> None:
 def test_parse_seconds_refuses_other_texts(text: str) -> None:
     with pytest.raises(UsageError, match="is not a duration"):
         parse_seconds(text)
+
+
+def test_format_moment() -> None:
+    assert format_moment(0) == "1970-01-01 00:00:00 UTC"
+    assert format_moment(1795411190.9) == "2026-11-23 05:19:50 UTC"
 
 
 def test_format_rate() -> None:

@@ -82,3 +82,23 @@ def run_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any
         return code, json.loads(capsys.readouterr().out)
 
     return call
+
+
+@pytest.fixture
+def check_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[list[str], int, str], list[str]]:
+    """Call the command line, which must end with a code and an error; return the error, which has at most two lines."""
+
+    def check(arguments: list[str], code: int, message: str) -> list[str]:
+        monkeypatch.chdir(tmp_path)
+        assert main(arguments) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert message in err
+        assert "Traceback" not in err
+        lines = err.splitlines()
+        assert len(lines) <= 2
+        return lines
+
+    return check

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,19 +187,9 @@ def test_invalid_file_is_one_clear_line(
     ],
 )
 def test_invalid_arguments_are_refused_at_once(
-    arguments: list[str],
-    code: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], code: int, message: str, tmp_path: Path, check_refused: Callable[..., list[str]]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench", "checkpoint", "--out", "out", *arguments]) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert message in err
-    assert len(err.splitlines()) <= 2
+    check_refused(["bench", "checkpoint", "--out", "out", *arguments], code, message)
     assert not (tmp_path / "out" / NAME).exists()
 
 

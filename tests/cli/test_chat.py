@@ -1,10 +1,10 @@
 """``tensorkeep chat``: on a terminal, line by line without one, and as JSON."""
 
+import io
 import json
 import os
 import pty
 import select
-import subprocess
 import sys
 import time
 from collections.abc import Generator
@@ -35,21 +35,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def piped(run: Path, text: str, *options: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "tensorkeep", "chat", str(run), "--temperature", "0", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, input=text, capture_output=True, text=True, env=environment, timeout=120)
+def test_each_line_of_standard_input_is_a_message(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["hi", "/reset", "/help me", "/exit", "hi"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n\n".join(lines)))
+    assert main(["chat", str(run), "--tokens", "2", "--json"]) == 0
+    out, errors = capsys.readouterr()
+    assert [each["content"] for each in json.loads(out)["messages"] if each["role"] == "user"] == lines
+    assert "commands" not in errors
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    assert main(["chat", str(run), "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "yes.\n"
 
 
-def test_each_line_of_standard_input_is_a_message(run: Path) -> None:
-    ended = piped(run, "hi\n\n/reset\nhi\n/help\n/exit\nhi\n")
-    assert (ended.returncode, ended.stdout) == (0, "yes.\nyes.\n")
-    assert "the conversation is forgotten\ncommands: /reset" in ended.stderr
-
-
-def test_json_is_one_document(run: Path) -> None:
-    ended = piped(run, "hi\n", "--json", "--system", "S", "--stop", "s.")
-    document = json.loads(ended.stdout)
+def test_json_is_one_document(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    assert main(["chat", str(run), "--temperature", "0", "--json", "--system", "S", "--stop", "s."]) == 0
+    document = json.loads(capsys.readouterr().out)
     assert (document["step"], document["messages"][0]) == (60, {"role": "system", "content": "S"})
     assert [each["role"] for each in document["messages"]] == ["system", "user", "assistant"]
     assert "s." not in document["messages"][2]["content"]
@@ -102,6 +105,10 @@ def test_on_a_terminal_there_is_a_prompt_and_ctrl_d_leaves(run: Path) -> None:
     # A message that does not fit ends nothing.
     terminal.type("x" * 60 + "\n")
     assert "error: the message needs 63 tokens" in terminal.until("> ")
+    terminal.type("/help\n")
+    assert "commands: /reset" in terminal.until("> ")
+    terminal.type("/reset\n")
+    assert "the conversation is forgotten" in terminal.until("> ")
     terminal.type("\x04")
     assert terminal.ended() == 0
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ import torch
 import tensorkeep
 from bench.documents import document, results, truth
 from tensorkeep.bench.analysis.summary import summarise
+from tensorkeep.bench.checkpoint.first_load import FreshProcess
 from tensorkeep.bench.demo import six_way, training
 from tensorkeep.bench.demo.training import ComparedRuns, KilledRun, TrainingDemo
 from tensorkeep.checkpoint.manager.steps import Step
@@ -156,23 +158,26 @@ def test_sparkline_has_a_level_for_each_mean() -> None:
     ],
 )
 def test_invalid_arguments_are_refused_at_once(
-    arguments: list[str],
-    code: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], code: int, message: str, tmp_path: Path, check_refused: Callable[..., list[str]]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["demo", *arguments]) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert message in err
-    assert len(err.splitlines()) <= 2
+    check_refused(["demo", *arguments], code, message)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_interrupt_cleans_up(tmp_path: Path) -> None:
+def test_an_interrupt_in_a_round_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FreshProcess, "load", interrupted)
+    assert main([*SMALL, "--dir", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_cleans_up(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; from tensorkeep.cli.main import main; sys.exit(main())"]
     demo = subprocess.Popen(
         [*command, "demo", "--scale", "0.002", "--rounds", "1000", "--dir", str(tmp_path)],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import tensorkeep
 from tensorkeep.cli.main import main
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.run.trained import load_trained_at
@@ -141,6 +142,30 @@ def test_precision_is_that_of_the_run_unless_given(
     assert (found["precision"], plain["precision"]) == ("bf16", "float32")
     assert found["loss"] != plain["loss"] == pytest.approx(found["loss"], rel=0.01)
     assert errors.startswith("quantised-forward, which the run was trained with, is off")
+
+
+@pytest.mark.parametrize("attention", ["same", "float32"])
+def test_loss_of_mixed_precision_is_that_of_the_log(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], attention: str
+) -> None:
+    mixed = {"techniques.mixed-precision": {"dtype": "bf16", "attention": attention}}
+    config = CONFIG.changed({"loop.steps": 30, "optim.lr": 1e-2, "model.dropout": 0.0, "model.d_model": 64, **mixed})
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("run.setup", "techniques.mixed_precision"):
+            patch.setattr(f"tensorkeep.train.{module}.measured_peak", lambda *_: 1e9)
+        train_run(config, tmp_path / "run", run.parent / "prepared")
+    (logged,) = lines(tmp_path / "run", "evaluate")
+    assert evaluated(capsys, tmp_path / "run")["loss"] == pytest.approx(logged["validation_loss"], rel=1e-6)
+
+
+def test_weights_that_are_not_finite_have_no_accuracy(run: Path) -> None:
+    from tensorkeep.train.scoring.multiple_choice import Question, score_choices
+
+    model, tokenizer = load_trained_at(run, device="cpu")[:2]
+    model.norm.weight.data.fill_(math.nan)
+    with pytest.raises(tensorkeep.UsageError, match="question 1: the log-probability of an ending is nan") as caught:
+        score_choices(model, [Question("the", ("fox", "dog"), 0)], tokenizer, rows=2)
+    assert "use an earlier checkpoint" in str(caught.value.remedy)
 
 
 def test_mistakes_are_usage_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

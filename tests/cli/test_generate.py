@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from forked import ended, start
 from tensorkeep.cli import generate as command
 from tensorkeep.cli.main import main
 from train.tiny_training import CONFIG, prepared
@@ -73,13 +73,16 @@ def test_ctrl_c_ends_the_line(
         assert [len(line) for line in out.split("\n")] == ([0] if options else [len("the ") + 3, 0])
 
 
-def test_closed_output_ends_it_quietly(run: Path) -> None:
-    words = [sys.executable, "-m", "tensorkeep", "generate", str(run), *PROMPT, "--tokens", "100000"]
-    process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert process.stdout is not None and process.stderr is not None
-    assert process.stdout.read(10).startswith(b"the ")
-    process.stdout.close()
-    assert (process.stderr.read(), process.wait(timeout=60)) == (b"", 141)
-    process.stderr.close()
+def print_into(pipe: str, words: list[str]) -> None:
+    os.dup2(os.open(pipe, os.O_WRONLY), 1)
+    sys.stdout = os.fdopen(1, "w")
+    sys.exit(main(words))
+
+
+def test_closed_output_ends_it_quietly(run: Path, tmp_path: Path) -> None:
+    pipe, errors = tmp_path / "pipe", tmp_path / "errors"
+    os.mkfifo(pipe)
+    process = start(print_into, str(pipe), ["generate", str(run), *PROMPT, "--tokens", "100000"], output=errors)
+    with pipe.open("rb") as read:
+        assert read.read(4) == b"the "
+    assert (ended(process), errors.read_text()) == (141, "")

@@ -57,10 +57,10 @@ def test_other_folders_and_intact_steps_are_kept(root: Path, run_json: RunJson) 
     before = content(root)
     real = reader.manifests.read_outline
 
-    def read(directory: Directory) -> Any:
+    def read(directory: Directory, *names: str) -> Any:
         if directory.path.name == "step-000003":
             raise StoreError("cannot read: Input/output error", path=directory.path)
-        return real(directory)
+        return real(directory, *names)
 
     with mock.patch.object(reader.manifests, "read_outline", read):
         code, document = run_json("prune", root, "--keep-last", "9", "--broken")

@@ -31,7 +31,7 @@ def test_info_shows_new_bytes_and_disk_usage_of_a_step(
     assert lines[2].startswith("step 2, saved 20")
     assert lines[2].endswith(", loss 0.5")
     linked = format_bytes((path / "from-step-000001-model.tensorkeep").stat().st_size)
-    wrote = f"wrote {format_bytes(report.new_bytes)}; links to files of 1 earlier step: {linked} of step-000001"
+    wrote = f"wrote {format_bytes(report.new_bytes)}; shares files of 1 earlier step: {linked} of step-000001"
     assert lines[3] == wrote
     code, document = run_json("info", path)
     space = document["details"]["space"]

@@ -12,13 +12,14 @@ import pytest
 from tensorkeep.bench.experiment.workload import Outcome
 from tensorkeep.bench.training.cell import MEMORY
 from tensorkeep.bench.tune import memory_choices, training
-from tensorkeep.bench.tune.memory_choices import choices, with_batch_size
+from tensorkeep.bench.tune.memory_choices import choices
 from tensorkeep.cli.main import main
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.arguments import given_settings
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.memory.filling import with_batch_size
 from tensorkeep.train.memory.ledger import predict
 
 MB = 1000**2

@@ -1,6 +1,7 @@
 """Rows of conversations: only answers count, each once in an epoch; training on them resumes exactly."""
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,6 @@ import tensorkeep
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.answers import AnswerBatches, AnswerRows, AnswerWindows, training_batches
 from tensorkeep.train.data.batches import Batches
-from tensorkeep.train.data.conversations import Conversation, Message
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.base import Tokens
@@ -27,14 +27,9 @@ from train.tiny_training import CONFIG, last_state, lines, prepared, run
 CHAT = ChatTokenizer(ByteTokenizer(documents=True))
 
 
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
-
-
 def tokens(*conversations: list[tuple[str, str]]) -> Tokens:
-    parts = [Conversation([Message(*turn) for turn in each]).tokens(CHAT) for each in conversations]
-    return np.concatenate(parts).astype(np.uint16)
+    parts = [[*(CHAT.message(*turn) for turn in each), [CHAT.end_of_document]] for each in conversations]
+    return np.concatenate([*chain(*parts)]).astype(np.uint16)
 
 
 def talks(count: int) -> list[list[tuple[str, str]]]:
@@ -92,6 +87,23 @@ def test_batches_are_a_function_of_seed_and_number(order: str) -> None:
     if order == "shuffled":
         epoch = torch.cat([targets for _, targets in drawn])[: len(AnswerRows(tokens(*talks(20)), 24, CHAT))]
         assert sorted(answers_in(epoch))[20:] == sorted(f"answer {n}" for n in range(20))
+
+
+def test_the_order_of_rows_is_pinned() -> None:
+    """A run that was started with an earlier version resumes with the same rows."""
+    rows = len(AnswerRows(tokens(*talks(20)), 24, CHAT))
+
+    def drawn(order: str, seed: int) -> list[int]:
+        settings = {"context_length": 24, "batch_size": 1, "order": order}
+        found = AnswerBatches(tokens(*talks(20)), seed=seed, tokenizer=CHAT, **settings)  # type: ignore[arg-type]
+        return found._offsets.take(0, 2 * rows).tolist()
+
+    words = np.random.Philox(key=5).random_raw(2 * rows)
+    assert drawn("random", 5) == (words % np.uint64(rows)).tolist()
+    epochs = [np.arange(rows), np.arange(rows)]
+    for number, epoch in enumerate(epochs):
+        np.random.Generator(np.random.Philox(key=np.array([5, number + 1], np.uint64))).shuffle(epoch)
+    assert drawn("shuffled", 5) == np.concatenate(epochs).tolist()
 
 
 def test_evaluation_has_each_row_once() -> None:
@@ -153,6 +165,8 @@ def test_ranks_weight_each_answer_token_equally(tmp_path: Path, data: Path) -> N
 
 
 def test_techniques_that_need_the_whole_text_are_refused(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(tensorkeep.UsageError, match="length-curriculum trains all tokens"):
-        training_batches(ON_TALK.changed({"techniques.length-curriculum": "on"}), Dataset.open(data))
+    for name, reason in (("length-curriculum", "draws windows"), ("progressive-length", "cuts rows into pieces")):
+        with pytest.raises(tensorkeep.UsageError, match=f"{name} {reason}") as caught:
+            training_batches(ON_TALK.changed({f"techniques.{name}": "on"}), Dataset.open(data))
+        assert f"--techniques.{name} off" in str(caught.value.remedy)
     assert type(training_batches(CONFIG, Dataset.open(prepared(tmp_path)))) is Batches

@@ -16,20 +16,10 @@ from tensorkeep.train.guard import can_check_later
 from tensorkeep.train.loop import make_step, take_step, train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
-from train.tiny_training import CONFIG, Witness, last_state, lines, poison, prepared, run
+from train.tiny_training import CONFIG, Witness, last_state, lines, poison, run
 
 FUSED = CONFIG.changed({"optim.implementation": "fused", "loop.accumulate": 2})
 SKIPPING = FUSED.changed({"loop.on_divergence": "skip", "loop.steps": 12, "log.every": 4, "eval.every": 6})
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
 
 
 @pytest.fixture

@@ -8,20 +8,10 @@ import pytest
 from tensorkeep.errors import DivergedError
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.guard import MOST_SKIPPED
-from train.tiny_training import CONFIG, Witness, last_state, lines, poison, prepared, run
+from train.tiny_training import CONFIG, Witness, last_state, lines, poison, run
 
 SKIPPING = CONFIG.changed({"loop.on_divergence": "skip", "loop.steps": 60})
 ALWAYS = range(1000)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
 
 
 def test_run_that_skips_too_many_updates_in_a_row_ends_with_an_error(tmp_path: Path, data: Path) -> None:

@@ -13,7 +13,7 @@ from tensorkeep.train.data.batches import Batch
 from tensorkeep.train.evaluate import evaluate
 from tensorkeep.train.loop import take_step, train
 from tensorkeep.train.run.validation import validation_loss, validation_windows
-from train.tiny_training import CONFIG, Witness, prepared
+from train.tiny_training import CONFIG, Witness
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,11 +21,6 @@ pytestmark = [
 ]
 
 ON_GPU = CONFIG.changed({"loop.device": "cuda", "model.dropout": 0.0})
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return prepared(tmp_path)
 
 
 def without_waits(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -4,7 +4,6 @@ import errno
 import itertools
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +65,6 @@ def build(**parts: Any) -> GPT:
         for parameter in model.parameters():
             parameter.normal_(0, 0.4, generator=generator)
     return model.eval()
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Iterator[Any]:
-    """Import transformers without network access and without its warnings."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        module = pytest.importorskip("transformers")
-        module.utils.logging.set_verbosity_error()
-        module.utils.logging.disable_progress_bar()
-        yield module
 
 
 def opened(transformers: Any, folder: Path) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -131,7 +131,6 @@ def reference(
     return [chances.get(each, 0.0) / sum(chances.values()) for each in range(len(logits))]
 
 
-@settings(deadline=None)
 @given(
     # Apart by more than rounding.
     logits=st.lists(st.integers(-48, 48).map(lambda eighths: eighths / 8), min_size=1, max_size=12, unique=True),
@@ -235,7 +234,6 @@ def test_top_p_is_applied_after_top_k() -> None:
     assert support(Sampling(top_k=2, top_p=0.58), logits) == [0, 1]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     # Equal, or apart by more than rounding.
     logits=st.lists(st.integers(-240, 240).map(lambda eighths: eighths / 8), min_size=2, max_size=12),

@@ -1,6 +1,7 @@
 """Runs that start from weights: of another run or of a folder, what must fit, and exact resumption."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,101 @@ def test_tokenizer_that_is_not_byte_level_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     with pytest.raises(UnsupportedError, match="has no token '</s>' to end a document"):
         tokenizer_at(tmp_path)
+
+
+TALK = [[("user", "the quick fox"), ("assistant", "jumps over the dog")], [("user", "lazy"), ("assistant", "dog")]]
+
+
+def conversations(folder: Path, tokenizer: str, talk: list[list[tuple[str, str]]] = TALK) -> Path:
+    """Prepare conversations."""
+    found = [{"messages": [{"role": role, "content": text} for role, text in each]} for each in talk * 30]
+    (folder / "talk.jsonl").write_text("".join(json.dumps(each) + "\n" for each in found))
+    return prepare(folder / "talk.jsonl", folder / "talk", tokenizer=tokenizer).path
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_of_conversations_are_added_to_the_vocabulary(tmp_path: Path, data: Path, tied: bool) -> None:
+    run(OTHER.changed({"model.tied": tied}), tmp_path / "source", data)
+    initial, talk = read_initial(tmp_path / "source"), conversations(tmp_path, f"from:{tmp_path / 'source'}")
+    old, new = 28, Dataset.open(talk).vocab_size
+    assert new == old + 5
+    with open_run(
+        with_model(CONFIG, initial), RunFolder(tmp_path / "run"), Dataset.open(talk), initial=initial
+    ) as opened:
+        assert (
+            opened.notes[-1] == "5 tokens of conversations are new to the weights, and begin as the mean of all others"
+        )
+        for name in ("tokens.weight", "head.weight"):
+            rows, known = (
+                opened.model.state_dict()[name],
+                load_trained(RunFolder(tmp_path / "source")).model.state_dict(),
+            )
+            assert rows.shape == (new, CONFIG.model.d_model)
+            assert torch.equal(rows[:old], known[name])
+            torch.testing.assert_close(rows[old:], known[name].mean(0).expand(new - old, -1))
+
+
+def test_new_tokens_are_neither_likely_nor_impossible(tmp_path: Path, data: Path, source: Path) -> None:
+    initial, talk = read_initial(source), conversations(tmp_path, f"from:{source}")
+    with open_run(
+        with_model(CONFIG, initial), RunFolder(tmp_path / "run"), Dataset.open(talk), initial=initial
+    ) as opened:
+        opened.model.eval()
+        chances = opened.model(torch.arange(8).unsqueeze(0)).softmax(-1)
+    assert (chances[..., 28:] < 1 / 20).all() and (chances[..., 28:] > 1e-4).all()
+
+
+def test_tuning_to_conversations_resumes_exactly_and_can_be_tuned_again(
+    tmp_path: Path, data: Path, source: Path
+) -> None:
+    config = CONFIG.changed({"model.vocab_multiple": 16})
+    initial, talk = read_initial(source), conversations(tmp_path, f"from:{source}")
+    start(config, initial, tmp_path / "whole", talk)
+    start(config, initial, tmp_path / "parts", talk, stop_at=5)
+    run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", talk, resume=True)
+    assert lines(tmp_path / "parts", "train") == lines(tmp_path / "whole", "train")
+    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+    tuned = read_initial(tmp_path / "whole")
+    assert not tuned.new_tokens(RunFolder(tmp_path / "whole").record().config.model)
+    start(CONFIG, tuned, tmp_path / "again", talk, stop_at=1)
+    first = CheckpointManager(tmp_path / "again" / "checkpoints").restore(0)["model"]
+    assert torch.equal(first["tokens.weight"], load_trained(RunFolder(tmp_path / "whole")).model.tokens.weight)
+
+
+def test_a_hugging_face_model_is_tuned_to_conversations(tmp_path: Path, data: Path) -> None:
+    hugging_face_tokenizer(tmp_path / "model")
+    own = prepare(tmp_path / "text.txt", tmp_path / "own", tokenizer=f"from:{tmp_path / 'model'}").path
+    gpt2 = {"model.n_layers": 2, "model.activation": "gelu_tanh", "model.bias": True, "loop.steps": 1}
+    run(CONFIG.changed(gpt2), tmp_path / "source", own)
+    trained = load_trained(RunFolder(tmp_path / "source"))
+    export(trained.model, trained.model.config, tmp_path / "exported")
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(tmp_path / "model" / name, tmp_path / "exported")
+    initial = read_initial(tmp_path / "exported")
+    talk = Dataset.open(conversations(tmp_path, f"from:{tmp_path / 'exported'}"))
+    start(CONFIG, initial, tmp_path / "run", talk.path, stop_at=1)
+    first = CheckpointManager(tmp_path / "run" / "checkpoints").restore(0)["model"]
+    assert len(first["tokens.weight"]) == talk.vocab_size == initial.config.vocab_size + 4
+    assert torch.equal(first["tokens.weight"][: initial.config.vocab_size], initial.tensors["tokens.weight"])
+
+
+def test_vocabulary_is_padded_with_zeros(tmp_path: Path, data: Path, source: Path) -> None:
+    start(CONFIG.changed({"model.vocab_multiple": 32}), read_initial(source), tmp_path / "run", data, stop_at=1)
+    first = CheckpointManager(tmp_path / "run" / "checkpoints").restore(0)["model"]["tokens.weight"]
+    assert first.shape[0] == 32 and not first[28:].any() and first[:28].any()
+
+
+def test_adapters_cannot_learn_new_tokens(tmp_path: Path, data: Path, source: Path) -> None:
+    initial, talk = read_initial(source), conversations(tmp_path, f"from:{source}")
+    config = with_model(CONFIG, initial).changed({"techniques.lora": "on"})
+    with (
+        pytest.raises(UsageError, match="5 tokens of conversations are new to the initial weights"),
+        open_run(config, RunFolder(tmp_path / "run"), Dataset.open(talk), initial=initial),
+    ):
+        pass
+
+
+def test_conversations_in_another_text_are_refused(tmp_path: Path, data: Path, source: Path) -> None:
+    talk = conversations(tmp_path, "char")
+    with pytest.raises(UsageError, match="is another one than that of the initial weights"):
+        read_initial(source).check_data(Dataset.open(talk))

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +28,8 @@ from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import METRIC
+from train.tiny_training import TEXT, Witness
 
-TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 CONFIG = Config(
     recipe="tiny", model=ModelConfig(vocab_size=1, context_length=16, n_layers=2, n_heads=2, d_model=16, dropout=0.1)
 ).changed(
@@ -46,29 +45,6 @@ CONFIG = Config(
         "log.every": 1,
     }
 )
-
-
-class Witness:
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, str, dict[str, Any]]] = []
-
-    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        self.seen.append((step, kind, values))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text(TEXT)
-    prepare(folder / "text.txt", folder / "prepared", tokenizer="char")
-    return folder / "prepared"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_peak() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
-        yield
 
 
 def run(
@@ -139,7 +115,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Whole(config, folder, summary)
 
 
-@pytest.mark.parametrize("stop_after", [1, 5])
+@pytest.mark.parametrize("stop_after", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_stopped_run_is_resumed_exactly(tmp_path: Path, data: Path, whole: Whole, stop_after: int) -> None:
     stopped, _ = run(whole.config, tmp_path / "parts", data, stop_after=stop_after)
     assert (stopped.reason, stopped.step) == ("stopped", stop_after)

@@ -254,7 +254,7 @@ def test_learning_rate_is_a_factor_of_each_groups_peak() -> None:
 def test_average_follows_the_weights_and_is_put_into_the_model() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 2, bias=False)
-    average = WeightAverage(model, 0.5)
+    average = WeightAverage(dict(model.named_parameters()), 0.5)
     start = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.add_(1.0)
@@ -263,11 +263,11 @@ def test_average_follows_the_weights_and_is_put_into_the_model() -> None:
     with average.in_place():
         assert torch.allclose(model.weight, expected)
     assert torch.allclose(model.weight, start + 1.0)
-    other = WeightAverage(torch.nn.Linear(2, 2, bias=False), 0.5)
+    other = WeightAverage(dict(torch.nn.Linear(2, 2, bias=False).named_parameters()), 0.5)
     # As a manager restores it, in place.
     other.state_dict()["weight"].copy_(average.state_dict()["weight"])
     assert torch.equal(other.state_dict()["weight"], average.state_dict()["weight"])
-    assert WeightAverage(model, 0.0).state_dict() == {}
+    assert WeightAverage(dict(model.named_parameters()), 0.0).state_dict() == {}
 
 
 def test_clock_sums_the_seconds_of_each_activity() -> None:

@@ -13,7 +13,9 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.bpe import BpeTokenizer
 from tensorkeep.train.data.tokenizers.char import CharTokenizer
+from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.data.tokenizers.from_huggingface import HuggingFaceTokenizer, read_tokenizer
+from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
 
 END = "<|endoftext|>"
 LETTERS = CharTokenizer(" abehortu", documents=True)
@@ -88,6 +90,21 @@ def test_text_is_not_encoded_as_an_end_that_the_file_does_not_call_special(
     text = f"to be {END} or"
     assert tokenizer.end_of_document not in tokenizer.encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_tokenizer_without_an_end_is_for_streams_and_conversations(tmp_path: Path, stored: dict[str, Any]) -> None:
+    """As `export` writes that of a run on one text."""
+    tokenizer = read(model_folder(tmp_path, stored | {"added_tokens": []}))
+    assert tokenizer.end_of_document is None
+    assert tokenizer_from_dict(tokenizer.as_dict()).digest == tokenizer.digest
+    (tmp_path / "text.txt").write_text("to be or not to be " * 40)
+    made = prepare(tmp_path / "text.txt", tmp_path / "stream", tokenizer=f"from:{tmp_path}")
+    assert Dataset.open(made.path).tokenizer.digest == tokenizer.digest
+    assert ChatTokenizer(tokenizer).end_of_document == tokenizer.vocab_size + 4
+    (tmp_path / "documents.jsonl").write_text('{"text": "to be"}\n' * 40)
+    with pytest.raises(UsageError, match="has no token that ends one") as raised:
+        prepare(tmp_path / "documents.jsonl", tmp_path / "documents", tokenizer=f"from:{tmp_path}")
+    assert "state eos_token in its tokenizer_config.json" in str(raised.value.remedy)
 
 
 def test_an_end_that_is_a_word_of_text_is_refused(tmp_path: Path, stored: dict[str, Any]) -> None:

@@ -1,7 +1,10 @@
 """Conversations: reserved tokens that no text produces, the template, and errors that name the line."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tensorkeep
-from tensorkeep.train.data.conversations import Conversation, Message
+from tensorkeep.train.data import conversations
+from tensorkeep.train.data.corpus import Source, open_source
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.bpe import BpeTokenizer
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer, CharTokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
+from tensorkeep.train.data.tokenizers.from_huggingface import HuggingFaceTokenizer
 from tensorkeep.train.data.tokenizers.from_tiktoken import TiktokenTokenizer
 from tensorkeep.train.data.tokenizers.known import learner, tokenizer_from_dict
 
@@ -53,7 +58,7 @@ def talk(*turns: tuple[str, str]) -> str:
 
 def test_template_has_one_reserved_token_for_each_mark(text_tokenizer: Tokenizer) -> None:
     chat = ChatTokenizer(text_tokenizer)
-    tokens = Conversation([Message(*turn) for turn in TURNS]).tokens(chat)
+    tokens = np.concatenate([*(chat.message(*turn) for turn in TURNS), [chat.end_of_document]])
     rendered = "".join(f"<|{role}|>{content}<|end|>" for role, content in TURNS) + "<|endoftext|>"
     assert chat.decode(tokens) == rendered
     assert "".join(chat.decode_stream(tokens.tolist())) == rendered
@@ -102,6 +107,17 @@ def test_hugging_face_reads_the_same_tokens() -> None:
     assert ChatTokenizer(ByteTokenizer(documents=True)).hugging_face_json() is None
 
 
+def test_tokens_that_the_other_tokenizer_has_already_are_not_written_with_other_ids() -> None:
+    from tokenizers import Tokenizer as HuggingFace
+
+    pairs = BpeTokenizer.learn(iter([iter(["to be or not to be " * 9])]), True, vocab_size=280)
+    described = HuggingFace.from_str(pairs.hugging_face_json())
+    described.add_special_tokens(["<|user|>", "<|end|>"])
+    chat = ChatTokenizer(HuggingFaceTokenizer(described.to_str(), pairs.end_of_document))
+    assert chat.decode(chat.message("user", "to be")) == "<|user|>to be<|end|>"
+    assert chat.hugging_face_json() is None
+
+
 def test_any_tokenizer_can_reserve_the_tokens_for_later() -> None:
     made = learner("byte+chat")(iter(()), True)
     assert (made.name, made.vocab_size) == ("byte+chat", 261)
@@ -123,6 +139,48 @@ def test_conversations_are_found_and_prepared(tmp_path: Path, tokenizer: str) ->
     assert dataset.description["source"]["kind"] == "conversations"
     assert dataset.description["tokenizer"] == f"{tokenizer}+chat"
     assert sum(split["documents"] for split in dataset.description["splits"].values()) == 30
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+def test_conversations_are_the_same_from_several_processes(tmp_path: Path, tokenizer: str) -> None:
+    lines = [talk(("user", f"say {n}"), ("assistant", ""), ("user", "?"), ("assistant", f"{n}")) for n in range(50)]
+    found = []
+    for processes in (1, 2):
+        (tmp_path / str(processes)).mkdir()
+        found.append(prepared(tmp_path / str(processes), *lines, tokenizer=tokenizer, processes=processes))
+    assert found[0].fingerprint == found[1].fingerprint
+    assert found[0].description["splits"] == found[1].description["splits"]
+
+
+def test_processes_encode_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = conversations.encoded
+
+    def encoded(tokenizer: Any, pieces: Any, processes: int) -> Any:
+        asked.append(processes)
+        return real(tokenizer, pieces, 1)
+
+    monkeypatch.setattr(conversations, "encoded", encoded)
+    lines = [talk(("user", f"say {n}"), ("assistant", f"{n}")) for n in range(30)]
+    prepared(tmp_path, *lines, tokenizer="byte", processes=3)
+    assert asked == [3]
+
+
+def test_first_line_is_read_up_to_the_longest_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "LONGEST_RECORD", 50)
+    (tmp_path / "talk.jsonl").write_text(f"\n \n{talk(('user', 'x' * 1000), ('assistant', 'y'))}\n")
+    asked: list[int] = []
+    with open_source(tmp_path / "talk.jsonl") as source:
+        real = Source.opened
+
+        @contextmanager
+        def opened(self: Source, file: Any) -> Iterator[Any]:
+            with real(self, file) as stream:
+                yield SimpleNamespace(readline=lambda most: asked.append(most) or stream.readline(most))
+
+        monkeypatch.setattr(Source, "opened", opened)
+        assert not conversations.has_conversations(source)
+    assert asked == [51, 51, 51]
 
 
 def test_text_with_the_same_tokens_is_not_conversations(tmp_path: Path) -> None:

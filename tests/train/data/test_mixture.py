@@ -1,6 +1,9 @@
 """Mixtures: what a weight means, equal batches after a resume, the validation split, and refusals."""
 
+from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run
 from tensorkeep.train.data.batches import Batches, MixedOffsets
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.data.mixture import absolute_mixture, parse_mixture, prepare_mixture
+from tensorkeep.train.data.mixture import absolute_source, parse_mixture, prepare_mixture
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.run.data import open_data
 from tensorkeep.train.run.folder import RunFolder
@@ -23,10 +26,12 @@ WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5)
 @given(WEIGHTS, st.integers(0, 10**7), st.integers(1, 60))
 def test_each_part_has_its_fraction_of_the_windows_at_any_time(weights: list[float], begin: int, count: int) -> None:
     offsets = MixedOffsets([(100, each) for each in weights], 4, 0, "random")
-    before, after = offsets.counts(begin), offsets.counts(begin + count)
-    assert (sum(before), sum(after)) == (begin, begin + count)
-    assert all(new - old >= 0 for old, new in zip(before, after, strict=True))
-    for found, weight in zip(before, weights, strict=True):
+    counts = offsets.counts(begin, begin + count)
+    assert (counts.sum(axis=0) == np.arange(begin, begin + count + 1)).all()
+    # Each window is of one part.
+    steps = np.diff(counts)
+    assert ((steps == 0) | (steps == 1)).all()
+    for found, weight in zip(counts[:, 0], weights, strict=True):
         assert abs(found - begin * weight / sum(weights)) <= len(weights)
 
 
@@ -44,6 +49,29 @@ def test_batches_of_a_mixture_do_not_depend_on_earlier_ones(order: str, position
     assert (inputs == made[1].at(position)[0]).all()
     # No window is in two parts.
     assert ((inputs.amin(1) == inputs.amax(1)) & (inputs == targets).all(1)).all()
+
+
+def test_counts_are_exact_after_more_windows_than_64_bits_count() -> None:
+    weights = [0.7, 1 / 3, 1e-8]
+    offsets, begin = MixedOffsets([(100, each) for each in weights], 4, 0, "random"), 10**24 + 7
+    exact = [Fraction(each).limit_denominator(1 << 32) for each in weights]
+    first = int(begin * exact[0] / sum(exact))
+    second = int((begin - first) * exact[1] / (exact[1] + exact[2]))
+    assert offsets.counts(begin, begin).tolist() == [[first], [second], [begin - first - second]]
+
+
+def test_standard_input_is_refused_where_it_would_be_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts(tmp_path)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=BytesIO(b"text of standard input; " * 99)))
+    mixture = f"{tmp_path}/a.txt:0.5,-:0.5"
+    with pytest.raises(UsageError, match="-: standard input can be read once") as caught:
+        prepare_mixture(mixture, tmp_path / "learned", tokenizer="char")
+    assert "--tokenizer byte" in str(caught.value.remedy)
+    assert not (tmp_path / "learned").exists()
+    found = Dataset.open(prepare_mixture(mixture, tmp_path / "bytes", tokenizer="byte").path)
+    assert "text of standard input" in found.tokenizer.decode(found.train)
 
 
 def test_the_windows_have_the_weights() -> None:
@@ -98,7 +126,7 @@ def test_a_mixture_of_mixtures_is_refused_with_the_weights_of_the_sources(tmp_pa
 def test_a_weight_that_is_too_small_to_draw_from_is_refused() -> None:
     with pytest.raises(UsageError, match="the weight of part 2 is 1e-12"):
         MixedOffsets([(100, 1.0), (100, 1e-12)], 4, 0, "random")
-    assert MixedOffsets([(100, 1.0), (100, 2e-9)], 4, 0, "random").counts(10**9) == [10**9 - 2, 2]
+    assert MixedOffsets([(100, 1.0), (100, 2e-9)], 4, 0, "random").counts(10**9, 10**9).tolist() == [[10**9 - 2], [2]]
 
 
 def test_documents_need_a_token_that_ends_them(tmp_path: Path) -> None:
@@ -137,8 +165,8 @@ def test_a_run_on_a_mixture_is_resumed_exactly(tmp_path: Path, order: str) -> No
 def test_names_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     texts(tmp_path)
-    assert absolute_mixture("a.txt:0.5,stdlib:2") == f"{tmp_path}/a.txt:0.5,stdlib:2.0"
-    assert absolute_mixture("a.txt") == f"{tmp_path}/a.txt"
+    assert absolute_source("a.txt:0.5,stdlib:2") == f"{tmp_path}/a.txt:0.5,stdlib:2.0"
+    assert absolute_source("a.txt") == f"{tmp_path}/a.txt"
     (tmp_path / "odd:1").write_text("a single file")
     assert parse_mixture("odd:1") == {}
     assert parse_mixture(tmp_path / "a.txt") == {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from faults import injection as faults
@@ -67,7 +67,6 @@ def test_characters_are_stored_as_nanogpt_stores_them(tmp_path: Path) -> None:
     assert prepared.description["vocab_size"] == len(numbers)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.text(st.sampled_from("aü漢🙂\n"), min_size=10, max_size=60), st.integers(1, 7), st.sampled_from([0.1, 0.5, 0.3])
 )

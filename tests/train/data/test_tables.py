@@ -156,7 +156,7 @@ def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError) as caught:
         read(path)
-    assert "tensorkeep[tables]" in str(caught.value.remedy)
+    assert ".[tables]" in str(caught.value.remedy)
 
 
 def test_tokens_are_those_of_the_same_documents_as_lines(tmp_path: Path) -> None:

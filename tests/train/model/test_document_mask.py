@@ -1,7 +1,6 @@
 """Attention within documents: what is visible, equal results by every path, and runs that resume exactly."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -134,45 +133,38 @@ def test_tiles_reach_the_attention_of_every_block(monkeypatch: pytest.MonkeyPatc
     assert calls == [mask] * 2
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("documents")
-    texts = [f"the quick {number} fox " * (1 + number % 3) for number in range(90)]
-    (folder / "d.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return prepare(folder / "d.jsonl", folder / "data", validation=0.2).path
-
-
 CONFIG = TINY.changed({"data.mask_documents": True, "model.context_length": 48, "eval.every": 3})
 
 
 @pytest.mark.parametrize("changes", [{}, {"techniques.activation-checkpointing": "on"}])
-def test_a_run_is_resumed_exactly(tmp_path: Path, data: Path, changes: dict[str, object]) -> None:
+def test_a_run_is_resumed_exactly(tmp_path: Path, documents: Path, changes: dict[str, object]) -> None:
     config = CONFIG.changed(changes)
-    train_run(config, tmp_path / "whole", data)
-    train_run(config, tmp_path / "parts", data, stop_after=3)
-    train_run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", data, resume=True)
+    train_run(config, tmp_path / "whole", documents)
+    train_run(config, tmp_path / "parts", documents, stop_after=3)
+    train_run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", documents, resume=True)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
     with pytest.raises(UsageError, match=r"data\.mask_documents: True then, False now"):
-        train_run(config.changed({"data.mask_documents": False}), tmp_path / "parts", data, resume=True)
+        train_run(config.changed({"data.mask_documents": False}), tmp_path / "parts", documents, resume=True)
 
 
-def test_the_mask_changes_training_and_is_that_of_the_trained_model(tmp_path: Path, data: Path) -> None:
+def test_the_mask_changes_training_and_is_that_of_the_trained_model(tmp_path: Path, documents: Path) -> None:
     found = {}
     for masks in (True, False):
         folder = tmp_path / str(masks)
-        train_run(CONFIG.changed({"data.mask_documents": masks}), folder, data)
+        train_run(CONFIG.changed({"data.mask_documents": masks}), folder, documents)
         found[masks] = losses(folder)
         trained = load_trained(RunFolder(folder), device="cpu").model
-        assert trained.document_end == (Dataset.open(data).tokenizer.end_of_document if masks else None)
+        assert trained.document_end == (Dataset.open(documents).tokenizer.end_of_document if masks else None)
     assert found[True] != found[False]
 
 
-def test_evaluation_is_masked(tmp_path: Path, data: Path) -> None:
-    with opened(CONFIG, tmp_path / "run", data) as run:
+def test_evaluation_is_masked(tmp_path: Path, documents: Path) -> None:
+    with opened(CONFIG, tmp_path / "run", documents) as run:
         take_step(run)
         tokens = torch.from_numpy(run.dataset.validation[:97].astype("int64"))
-        batch = tokens[:48].unsqueeze(0), tokens[1:49].unsqueeze(0)
+        # No document is as long as two windows.
+        batch = tokens[:-1].view(2, 48), tokens[1:].view(2, 48)
         masked = evaluate(run.model, [batch])
         run.model.document_end = None
         assert evaluate(run.model, [batch]) != masked
@@ -191,10 +183,10 @@ def test_evaluation_is_masked(tmp_path: Path, data: Path) -> None:
     ],
 )
 def test_what_would_pass_between_documents_is_refused(
-    tmp_path: Path, data: Path, changes: dict[str, object], message: str
+    tmp_path: Path, documents: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        train_run(CONFIG.changed({"model.dropout": 0.0, **changes}), tmp_path / "run", data)
+        train_run(CONFIG.changed({"model.dropout": 0.0, **changes}), tmp_path / "run", documents)
 
 
 def test_a_stream_has_no_documents_to_mask(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Models of transformers that become ours: the same logits, every setting read or refused, and the way back."""
 
 import json
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +43,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**LLAMA, "num_key_value_heads": 2, "sliding_window": None, "head_dim": 6}),
     "qwen 3": ("Qwen3", {**LLAMA, "num_key_value_heads": 2, "head_dim": 6}),
 }
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        module = pytest.importorskip("transformers")
-        module.utils.logging.set_verbosity_error()
-        module.utils.logging.disable_progress_bar()
-        yield module
 
 
 def made(transformers: Any, name: str, **saving: Any) -> Any:

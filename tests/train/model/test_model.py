@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -26,7 +26,11 @@ CHOICES = {
     "bias": (False, True),
     "tied": (False, True),
 }
-COMBINATIONS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
+# Every seventh has each two choices together; the others are for `make torture`.
+COMBINATIONS = [
+    pytest.param(dict(zip(CHOICES, values, strict=True)), marks=[pytest.mark.slow] if number % 7 else [])
+    for number, values in enumerate(itertools.product(*CHOICES.values()))
+]
 LAYOUTS = [
     pytest.param({"positions": "learned"}, id="learned"),
     pytest.param({"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}, id="rotary"),
@@ -84,7 +88,6 @@ def test_logits_and_gradients_match_the_plain_model(parts: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("parts", LAYOUTS)
-@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_attention_is_causal(parts: dict[str, Any], data: st.DataObject) -> None:
     model = build(**parts)
@@ -313,7 +316,6 @@ def test_cached_tokens_one_by_one_match_one_forward_pass(parts: dict[str, Any], 
 
 
 @pytest.mark.parametrize("parts", LAYOUTS)
-@settings(max_examples=25, deadline=None)
 @given(pieces=st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda pieces: sum(pieces) <= 8))
 def test_cached_pieces_of_any_length_match_one_forward_pass(parts: dict[str, Any], pieces: list[int]) -> None:
     model = build(**parts)
@@ -356,7 +358,10 @@ def test_autocast_works(parts: dict[str, Any]) -> None:
     assert model.tokens.weight.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("parts", LAYOUTS)
+@pytest.mark.parametrize(
+    "parts",
+    [*LAYOUTS[-2:], *(pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in LAYOUTS[:-2])],
+)
 def test_model_compiles_without_a_graph_break(parts: dict[str, Any]) -> None:
     model, tokens = build(**parts), some_tokens(2, 6)
     compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)

@@ -26,11 +26,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared_text(tmp_path_factory.getbasetemp() / "technique-suite")
 
 
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
-
-
 def without_padding(model: GPT) -> GPT:
     """Return the same model without the rows of padding."""
     small = GPT(ModelConfig(vocab_size=11, context_length=8, n_layers=1, n_heads=1, d_model=8, tied=False))

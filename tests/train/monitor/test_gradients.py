@@ -9,19 +9,9 @@ import torch
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import opened
 from tensorkeep.train.loop import take_step
-from train.tiny_training import CONFIG, last_state, lines, prepared, run
+from train.tiny_training import CONFIG, last_state, lines, run
 
 NORMS = {"log.gradient_norms": True, "log.every": 4}
-
-
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return prepared(tmp_path)
 
 
 def test_norms_of_layers_are_logged_and_change_nothing(tmp_path: Path, data: Path) -> None:

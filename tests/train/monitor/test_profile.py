@@ -13,17 +13,7 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
-from train.tiny_training import CONFIG, Witness, last_state, lines, prepared, run
-
-
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return prepared(tmp_path)
+from train.tiny_training import CONFIG, Witness, last_state, lines, run
 
 
 def profiled(folder: Path, data: Path, steps: int, changes: dict[str, Any] | None = None) -> Witness:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,21 +12,11 @@ import pytest
 
 import tensorkeep
 from tensorkeep.testing.equality import difference
-from tensorkeep.train.monitor.trackers import Mlflow, figures_of
+from tensorkeep.train.monitor.trackers import Mlflow, _accepted_names, figures_of
 from tensorkeep.train.run.folder import RunFolder
-from train.tiny_training import CONFIG, last_state, lines, prepared, run
+from train.tiny_training import CONFIG, last_state, lines, run
 
 WANDB, MLFLOW = {"log.wandb": "tiny"}, {"log.mlflow": "tiny"}
-
-
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return prepared(tmp_path)
 
 
 class FakeWandb(SimpleNamespace):
@@ -72,6 +63,7 @@ class FakeMlflow(SimpleNamespace):
 
     @staticmethod
     def Param(key: str, value: str) -> Any:
+        assert re.fullmatch(r"[\w/ .:-]+", key)
         return (key, value)
 
     def get_experiment_by_name(self, name: str) -> Any:
@@ -179,6 +171,22 @@ def test_mlflow_receives_the_figures_of_the_log(tmp_path: Path, data: Path, mlfl
     assert len(mlflow.runs) == 2
 
 
+def test_mlflow_gets_names_that_it_accepts_and_what_they_stand_for(
+    tmp_path: Path, data: Path, mlflow: FakeMlflow
+) -> None:
+    groups = {"optim.groups.blocks.0.*.lr_factor": 0.3, "optim.groups.blocks.0.?orm*.lr_factor": 0.5}
+    run(CONFIG.changed(MLFLOW | groups), tmp_path / "run", data, stop_at=2)
+    (only,) = mlflow.runs.values()
+    assert only["params"]["optim.groups.blocks.0._.lr_factor"] == "0.3"
+    names = json.loads(only["tags"]["tensorkeep.names"])
+    assert {only["params"][sent]: name for sent, name in names.items() if name.endswith("lr_factor")} == {
+        "0.3": "optim.groups.blocks.0.*.lr_factor",
+        "0.5": "optim.groups.blocks.0.?orm*.lr_factor",
+    }
+    sent = _accepted_names(["a.?", "a.*", "a._"])
+    assert sent == {"a.?": "a._", "a.*": "a.__", "a._": "a.___"}
+
+
 def test_mlflow_gets_several_events_in_a_request_and_all_before_a_checkpoint(
     tmp_path: Path, data: Path, mlflow: FakeMlflow
 ) -> None:
@@ -245,7 +253,7 @@ def test_missing_package_is_refused_before_anything_is_written(
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(tensorkeep.MissingExtraError, match=f"log.{name} needs {name}") as raised:
         run(CONFIG.changed({f"log.{name}": "tiny"}), tmp_path / "run", data)
-    assert f"pip install 'tensorkeep[{name}]'" in str(raised.value)
+    assert f"pip install '.[{name}]'" in str(raised.value)
     assert not (tmp_path / "run").exists()
 
 

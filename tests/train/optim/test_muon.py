@@ -1,6 +1,7 @@
 """Muon on matrices together: the updates and states of torch's, which takes one after another."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,22 @@ def test_fused_projections_are_updated_like_separate_ones() -> None:
             optimizer.step()
     torch.testing.assert_close(fused, torch.cat(parts), rtol=0, atol=1e-4)
     assert not torch.allclose(fused, whole, atol=1e-3)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_steps_are_computed_in_bfloat16_where_that_is_fast(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    monkeypatch.setattr(muon, "multiplies_bfloat16_fast", lambda: fast)
+    parameters = matrices()
+    optimizer = Muon(parameters)
+    results = []
+
+    def observed(*arguments: Any) -> torch.Tensor:
+        results.append(muon.orthogonal(*arguments))
+        return results[-1]
+
+    optimizer.orthogonal = observed
+    trained(optimizer, parameters, 1)
+    assert {each.dtype for each in results} == {torch.bfloat16 if fast else torch.float32}
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (16, 64)])

@@ -1,6 +1,7 @@
 """Branching: a new run from a checkpoint of another one, which is not touched and not needed afterwards."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +24,6 @@ from train.tiny_training import CONFIG, TEXT, Witness, last_state, lines, prepar
 
 START = CONFIG.changed({"checkpoint.every": 4, "checkpoint.keep_last": 9, "eval.every": 4})
 ANNEAL = {"schedule.name": "linear", "schedule.final": 0.0, "schedule.start": 8, "loop.steps": 14, "loop.batch_size": 2}
-
-
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
 
 
 @pytest.fixture
@@ -121,6 +117,28 @@ def test_other_data_with_the_same_tokenizer_begins_from_its_first_batch(tmp_path
         prepare(tmp_path / "text.txt", tmp_path / "upper")
         branch(f"{origin}@8", tmp_path / "upper-run", tmp_path / "upper", config)
     assert not (tmp_path / "upper-run").exists()
+
+
+def test_losses_of_other_data_are_not_compared_with_those_of_the_origin(tmp_path: Path) -> None:
+    data, plateau = prepared(tmp_path), {"schedule.name": "plateau", "schedule.patience": 2, "eval.every": 1}
+    run(START.changed(plateau), tmp_path / "origin", data)
+    (tmp_path / "other.txt").write_text(TEXT[::-1])
+    prepare(tmp_path / "other.txt", tmp_path / "other")
+    states: list[dict[str, float | int]] = []
+    for place in (data, tmp_path / "other"):
+        config = START.changed({**plateau, "loop.steps": 14})
+        out = tmp_path / f"on {place.name}"
+        branch(f"{tmp_path}/origin@8", out, place, config, lambda run: states.append(run.plateau.state_dict()))
+    kept, fresh = states
+    assert kept["best"] < math.inf == fresh["best"]
+    assert (fresh["share"], fresh["waited"]) == (kept["share"], 0)
+
+
+def test_other_windows_of_evaluations_are_noted(tmp_path: Path, origin: Path) -> None:
+    notes: list[tuple[str, ...]] = []
+    config = START.changed({"loop.steps": 14, "eval.tokens": 32})
+    branch(f"{origin}@8", tmp_path / "new", tmp_path / "prepared", config, lambda run: notes.append(run.notes))
+    assert notes[0][-1].startswith("validation losses are measured on other windows from now on")
 
 
 def test_branch_of_an_earlier_version_keeps_its_vocabulary(tmp_path: Path) -> None:

@@ -13,19 +13,9 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import current_config, with_schedule_start
 from tensorkeep.train.run.setup import open_run
-from train.tiny_training import CONFIG, last_state, lines, prepared, run
+from train.tiny_training import CONFIG, last_state, lines, run
 
 COSINE = {"schedule.name": "cosine"}
-
-
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return prepared(tmp_path)
 
 
 def notes(config: Config, folder: Path, data: Path) -> tuple[str, ...]:
@@ -144,6 +134,8 @@ LEGS: dict[str, dict[str, object]] = {
     "batches": {"loop.batch_size": 4, "loop.accumulate": 2},
     "dropout": {"model.dropout": 0.3},
     "technique": {"techniques.activation-checkpointing": "on"},
+    "lengths": {"techniques.progressive-length": {"pieces": [4, 1], "shares": [0.75, 0.25]}},
+    "16 bits": {"techniques.mixed-precision": {"dtype": "bf16"}},
     "to plateau": {"schedule.name": "plateau", "eval.every": 1, "schedule.patience": 1},
 }
 
@@ -251,3 +243,26 @@ def test_run_from_before_the_setting_evaluates_all_tokens(tmp_path: Path, data: 
     current = current_config(RunFolder(tmp_path / "run").record())
     assert current.eval.tokens is None
     assert notes(current, tmp_path / "run", data) == ()
+
+
+def test_run_of_a_gpu_resumes_on_a_cpu_without_its_techniques(tmp_path: Path, data: Path) -> None:
+    """The error has the options with which the run continues, as a new leg."""
+    run(CONFIG, tmp_path / "run", data, stop_at=4)
+    # As if it had run on a GPU.
+    record = tmp_path / "run" / "run.json"
+    values = json.loads(record.read_text())
+    values["config"]["techniques"] = {"fused-optimizer": {}, "tf32": {}, "cuda-graphs": {}}
+    values["config"]["optim"]["implementation"] = "fused"
+    record.write_text(json.dumps(values))
+    current = current_config(RunFolder(tmp_path / "run").record())
+    with pytest.raises(tensorkeep.UnsupportedError) as raised:
+        run(current, tmp_path / "run", data, resume=True)
+    # Some CPUs have tf32.
+    assert "cuda-graphs needs a CUDA device; the run is on cpu" in raised.value.message
+    off = {"techniques.tf32": "off", "techniques.cuda-graphs": "off"}
+    assert "--techniques.cuda-graphs off" in str(raised.value.remedy)
+    cpu = current.changed(off)
+    assert notes(cpu, tmp_path / "run", data)[-1].startswith(
+        "leg 2 begins after step 4: techniques.tf32 on -> none, techniques.cuda-graphs on -> none"
+    )
+    assert run(cpu, tmp_path / "run", data, resume=True).step == 12

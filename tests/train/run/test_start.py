@@ -20,10 +20,11 @@ from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data import dataset as dataset_module
 from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.mixture import absolute_source
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import train
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.run.data import absolute_source, open_data
+from tensorkeep.train.run.data import open_data
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
@@ -38,11 +39,6 @@ CONFIG = Config(
 
 class Silence:
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
-
-
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ from train.techniques.several_processes import ProcessPool
 
 @pytest.fixture(autouse=True)
 def fixed_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the measurement of the machine's peak FLOP/s, which takes longer than a test."""
-    for module in ("run.setup", "techniques.mixed_precision"):
-        monkeypatch.setattr(f"tensorkeep.train.{module}.measured_peak", lambda device, dtype=None: 1e9)
+    """Replace the measurement of the peak of each dtype as well."""
+    monkeypatch.setattr("tensorkeep.train.techniques.mixed_precision.measured_peak", lambda device, dtype: 1e9)
 
 
 @pytest.fixture(scope="session")

@@ -63,8 +63,7 @@ class ParallelSuite(TechniqueSuite):
         """Run the tests of `TechniqueSuite` in a group of one process."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        with group_of_one(), pytest.MonkeyPatch.context() as patches:
-            patches.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+        with group_of_one():
             yield
         torch.set_num_threads(threads)
 

@@ -27,6 +27,7 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import generate
 from tensorkeep.train.loop import take_step, train
 from tensorkeep.train.model.gpt import GPT, IGNORED, token_loss
+from tensorkeep.train.run.branch import branch_point
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import OpenRun, open_run
 from tensorkeep.train.run.validation import validation_loss
@@ -43,7 +44,7 @@ _TIMEOUT_SECONDS = 150
 
 
 def task(action: str, config: Config, folder: Path, data: Path, **options: Any) -> Task:
-    """Return a task; see `_ACTIONS`."""
+    """Return a task; see `ACTIONS`."""
     return {"action": action, "config": config.as_dict(), "folder": str(folder), "data": str(data), **options}
 
 
@@ -130,6 +131,25 @@ def _train(given: Task) -> None:
     train_run(_config(given), Path(given["folder"]), Path(given["data"]), resume=resume, stop_after=stop_after)
 
 
+class Abandoned(Exception):
+    """Ends a run as a kill does: without a checkpoint of its last step."""
+
+
+def _abandon_or_train(given: Task) -> None:
+    """Resume the run in a folder, or start it, from a checkpoint of another one if that is given; do not save it."""
+    folder, branch, after = RunFolder(given["folder"]), given.get("branch"), given.get("abandoned_after")
+    point = None if branch is None else branch_point(branch)
+    with open_run(_config(given), folder, Dataset.open(given["data"]), resume=True, branch=point) as run:
+
+        def stop() -> bool:
+            if run.progress.step == after:
+                raise Abandoned
+            return False
+
+        with suppress(Abandoned):
+            train(run, SilentListener(), stop=stop)
+
+
 def _config(given: Task) -> Config:
     return Config.from_dict(given["config"])
 
@@ -187,7 +207,9 @@ def _memory(given: Task) -> dict[str, int]:
         ]
         sizes = [4 * weight.numel() for weight in weights]
         own = sum(map(_local_bytes, (*weights, *states)))
-    changes = (event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    # They are listed thread by thread.
+    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
     return {"peak": max(accumulate(changes)), "own": own, "full": sum(sizes), "largest": max(sizes)}
 
 
@@ -297,8 +319,9 @@ BREAKS: dict[str, Callable[[OpenRun], None]] = {
 }
 """Ways to break a run on purpose."""
 
-_ACTIONS: dict[str, Callable[[Task], Any]] = {
+ACTIONS: dict[str, Callable[[Task], Any]] = {
     "train": _train,
+    "abandon or train": _abandon_or_train,
     "step": _step,
     "collectives": _collectives,
     "memory": _memory,
@@ -321,5 +344,5 @@ def _main(rank: int, size: int, folder: Path, device: str, tasks: Connection) ->
     with suppress(EOFError):
         while True:
             for given in tasks.recv():
-                tasks.send(_ACTIONS[given["action"]](given))
+                tasks.send(ACTIONS[given["action"]](given))
     dist.destroy_process_group()

@@ -50,11 +50,6 @@ def test_correct_environment_is_accepted(monkeypatch: pytest.MonkeyPatch, name: 
     assert Allocator(AllocatorSettings(garbage_collection_threshold=0.8)).lacks(GPU) is None
 
 
-def test_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.platform", "win32")
-    assert "Windows" in str(Allocator(AllocatorSettings()).lacks(GPU))
-
-
 def test_settings_have_bounds() -> None:
     with pytest.raises(UsageError, match="max_split_size_mb is 20"):
         AllocatorSettings(max_split_size_mb=20)

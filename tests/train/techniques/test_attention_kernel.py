@@ -1,10 +1,13 @@
 """Attention kernels: conformance suites, and cases in which torch uses another kernel."""
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import attention as torch_attention
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -23,6 +26,7 @@ from tensorkeep.train.model.block import Block
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import attention_kernel
 from tensorkeep.train.techniques.attention_kernel import AttentionKernel, AttentionKernelSettings
+from tensorkeep.train.techniques.matmul_attention import matmul_attention
 from tensorkeep.train.techniques.requirements import Machine
 
 NO_DROPOUT = TINY.changed({"model.dropout": 0})
@@ -96,7 +100,40 @@ class TestMath(TechniqueSuite):
             assert verified_step(run)["attention-kernel"]["kernel"] == "math"
 
 
-@pytest.mark.parametrize("kernel", ["efficient", "cudnn", "flex"])
+class TestMatmul(TechniqueSuite):
+    technique = AttentionKernel
+    variants = ({"kernel": "matmul"},)
+    config = NO_DROPOUT
+
+    def break_on_purpose(self, run: Run) -> None:
+        last_block(run).attention.kernel = functional.scaled_dot_product_attention
+
+    def test_attention_and_its_gradient_are_those_of_torch(self) -> None:
+        heads = [torch.randn(2, 3, 9, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        causal = partial(matmul_attention, is_causal=True)
+        expected = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        torch.testing.assert_close(causal(*heads), expected)
+        assert torch.autograd.gradcheck(causal, heads)
+        mask = torch.rand(2, 1, 9, 9) > 0.5
+        mask[..., 0] = True
+        masked = partial(matmul_attention, attn_mask=mask)
+        torch.testing.assert_close(masked(*heads), functional.scaled_dot_product_attention(*heads, attn_mask=mask))
+        assert torch.autograd.gradcheck(masked, heads)
+
+    def test_compile_is_refused(self) -> None:
+        technique = AttentionKernel(AttentionKernelSettings(kernel="matmul"))
+        with pytest.raises(UsageError, match="compiled code"):
+            technique.configure(with_techniques(NO_DROPOUT, {"compile": {}}))
+
+    def test_it_computes_in_the_precision_of_the_queries(self, tmp_path: Path, data: Path) -> None:
+        both = {"attention-kernel": {"kernel": "matmul"}, "mixed-precision": {"dtype": "bf16", "attention": "same"}}
+        with opened(with_techniques(NO_DROPOUT, both), tmp_path / "run", data) as run:
+            figures = verified_step(run)
+        assert figures["attention-kernel"]["kernel"] == "matmul"
+        assert figures["mixed-precision"]["attention"] == "torch.bfloat16"
+
+
+@pytest.mark.parametrize("kernel", ["auto", "efficient", "cudnn", "fa3", "flex"])
 def test_cuda_kernels_are_refused_on_a_cpu(kernel: str) -> None:
     technique = AttentionKernel(AttentionKernelSettings(kernel=kernel))  # type: ignore[arg-type]
     assert "needs a CUDA device" in str(technique.lacks(Machine(torch.device("cpu"))))
@@ -145,9 +182,10 @@ def test_flash_computes_in_16_bits_on_cuda(
         assert ("in bfloat16" in run.techniques.proofs["attention-kernel"].summary) == (not mixed)
 
 
-def test_flex_with_dropout_is_refused() -> None:
+@pytest.mark.parametrize("kernel", ["flex", "matmul"])
+def test_dropout_is_refused(kernel: Any) -> None:
     with pytest.raises(UsageError, match="no dropout"):
-        AttentionKernel(AttentionKernelSettings(kernel="flex")).configure(TINY)
+        AttentionKernel(AttentionKernelSettings(kernel=kernel)).configure(TINY)
 
 
 def test_kernel_is_read_from_the_autograd_graph() -> None:
@@ -174,3 +212,136 @@ def test_an_unknown_kernel_is_refused(tmp_path: Path) -> None:
         Stack.of({"attention-kernel": {"kernel": "fast"}})
     with pytest.raises(UnsupportedError, match="attention-kernel needs a CUDA device"):
         Stack.of({"attention-kernel": {"kernel": "efficient"}}).check(Machine(torch.device("cpu")))
+
+
+class Gpu(Machine):
+    """A GPU of some compute capability, on which packages are installed."""
+
+    capability = (9, 0)  # type: ignore[assignment]
+    packages = True
+
+    def lacks_package(self, module: str, *, install: str) -> str | None:
+        return None if self.packages else super().lacks_package(module, install=install)
+
+
+class WithoutPackages(Gpu):
+    packages = False
+
+
+class Ampere(Gpu):
+    capability = (8, 0)  # type: ignore[assignment]
+
+
+class Blackwell(Gpu):
+    capability = (10, 0)  # type: ignore[assignment]
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "chosen_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "chosen"),
+    [
+        (Gpu, {}, "fa3"),
+        (Gpu, {"model.dropout": 0.1}, "cudnn"),
+        (WithoutPackages, {}, "cudnn"),
+        (Blackwell, {}, "cudnn"),
+        (Ampere, {}, "flash"),
+        # Heads of 20, and of 256.
+        (Gpu, {"model.d_model": 40}, "flash"),
+        (Gpu, {"model.d_model": 512}, "flash"),
+    ],
+)
+def test_auto_chooses_by_the_gpu_and_the_model(
+    on_cuda: None, monkeypatch: pytest.MonkeyPatch, machine: type[Machine], changes: dict[str, object], chosen: str
+) -> None:
+    monkeypatch.setattr(attention_kernel, "Machine", machine)
+    technique = AttentionKernel(AttentionKernelSettings(kernel="auto"))
+    config = technique.configure(with_techniques(NO_DROPOUT.changed(changes), {"attention-kernel": {"kernel": "auto"}}))
+    assert config.techniques == {"attention-kernel": {"kernel": chosen}}
+    # As a resumed run does.
+    again = AttentionKernel(AttentionKernelSettings(kernel=chosen))  # type: ignore[arg-type]
+    assert again.configure(config) == config
+
+
+@pytest.mark.parametrize(
+    ("machine", "lack"),
+    [
+        (Machine(torch.device("cpu")), "needs a CUDA device; the run is on cpu"),
+        (Ampere(torch.device("cuda")), "needs compute capability 9.0; a GPU has 8.0"),
+        (Blackwell(torch.device("cuda")), "computes with fa3 on compute capability 9.0 only; this GPU has 10.0"),
+        (WithoutPackages(torch.device("cuda")), "needs the package 'flash_attn_interface', which is missing"),
+    ],
+)
+def test_what_fa3_needs(on_cuda: None, machine: Machine, lack: str) -> None:
+    technique = AttentionKernel(AttentionKernelSettings(kernel="fa3"))
+    assert str(technique.lacks(machine)).startswith(lack)
+    assert technique.lacks(Gpu(torch.device("cuda"))) is None
+
+
+def test_fa3_needs_a_version_of_torch_with_its_gradient(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
+    technique = AttentionKernel(AttentionKernelSettings(kernel="fa3"))
+    assert technique.lacks(Gpu(torch.device("cuda"))) == "needs torch 2.13 for fa3; torch is 2.12.1+cu130"
+
+
+def test_fa3_has_no_dropout(on_cuda: None) -> None:
+    with pytest.raises(UsageError, match="the attention kernel 'fa3' has no dropout, and this model has"):
+        AttentionKernel(AttentionKernelSettings(kernel="fa3")).configure(TINY)
+
+
+@pytest.fixture
+def fa3(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Stand in for FlashAttention-3: an operator that is called beside torch's flash for CPUs; return what happens."""
+    events: list[str] = []
+    real = attention_kernel.scaled_dot_product_attention
+
+    def with_operator(query: torch.Tensor, *others: torch.Tensor, **options: Any) -> torch.Tensor:
+        if events == ["FA3"]:
+            torch.ops.flash_attn_3.fwd(query.detach())
+        return real(query, *others, **options)
+
+    monkeypatch.setattr(attention_kernel, "scaled_dot_product_attention", with_operator)
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", events.append)
+    monkeypatch.setattr(torch_attention, "restore_flash_attention_impl", lambda: events.append("restored"))
+    monkeypatch.setattr(AttentionKernel, "lacks", lambda technique, machine: None)
+    with torch.library._scoped_library("flash_attn_3", "DEF") as library:
+        library.define("fwd(Tensor query) -> Tensor")
+        library.impl("fwd", lambda query: query.clone(), "CPU")
+        yield events
+
+
+def test_fa3_is_active_in_the_run_and_proved_by_its_operator(tmp_path: Path, data: Path, fa3: list[str]) -> None:
+    config = with_techniques(NO_DROPOUT, {"attention-kernel": {"kernel": "fa3"}})
+    with opened(config, tmp_path / "run", data) as run:
+        assert fa3 == ["FA3"]
+        figures = verified_step(run)["attention-kernel"]
+        assert figures == {"kernel": "fa3", "times": 4}
+    assert fa3 == ["FA3", "restored"]
+
+
+def test_fa3_that_does_not_compute_is_an_error(tmp_path: Path, data: Path, fa3: list[str]) -> None:
+    """Without its operator, torch's own flash computes, which looks the same in the graph."""
+    config = with_techniques(NO_DROPOUT, {"attention-kernel": {"kernel": "fa3"}})
+    with opened(config, tmp_path / "run", data) as run:
+        fa3.clear()
+        with pytest.raises(TechniqueNotActiveError, match="of 4 calls of attention, FlashAttention-3 computed 0"):
+            verified_step(run)
+
+
+def test_inputs_that_fa3_refuses_are_an_error_with_its_reason(
+    tmp_path: Path, data: Path, fa3: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*heads: torch.Tensor, **options: Any) -> torch.Tensor:
+        raise RuntimeError("FA3 SDPA forward unsupported: inputs must share device")
+
+    monkeypatch.setattr(attention_kernel, "scaled_dot_product_attention", refuse)
+    config = with_techniques(NO_DROPOUT, {"attention-kernel": {"kernel": "fa3"}})
+    with (
+        opened(config, tmp_path / "run", data) as run,
+        pytest.raises(TechniqueNotActiveError, match=r"torch could not use it\. FA3 SDPA forward unsupported"),
+    ):
+        verified_step(run)

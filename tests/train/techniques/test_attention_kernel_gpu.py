@@ -1,11 +1,14 @@
 """Conformance suites of attention kernels on a GPU, in 16 and in 32 bits."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch.nn import attention as torch_attention
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step, with_techniques
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.model.attention import Attention
 from tensorkeep.train.run.state import Run
@@ -49,3 +52,26 @@ class TestIn32Bits(TechniqueSuite):
 
     def break_on_purpose(self, run: Run) -> None:
         other_kernel(run)
+
+
+class TestFlashAttention3(TechniqueSuite):
+    """Skipped unless the package is installed, on Hopper."""
+
+    technique = AttentionKernel
+    variants = ({"kernel": "fa3"},)
+    config: Config = IN_32.changed({"techniques.mixed-precision.dtype": "bf16"})
+
+    def break_on_purpose(self, run: Run) -> None:
+        """Restore torch's own flash, which looks the same in the graph."""
+        torch_attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("compiled", [{}, {"compile": {}}])
+def test_auto_chooses_a_kernel_that_computes(
+    tmp_path: Path, data: Path, compiled: dict[str, dict[str, object]]
+) -> None:
+    config = with_techniques(IN_32, {"attention-kernel": {"kernel": "auto"}, **compiled})
+    with opened(config, tmp_path / "run", data) as run:
+        chosen = run.config.techniques["attention-kernel"]["kernel"]
+        assert chosen in ("fa3", "cudnn", "flash")
+        assert verified_step(run)["attention-kernel"]["kernel"] == chosen

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import (
     TINY,
     TechniqueSuite,
+    last_state,
     losses,
     opened,
     train_run,
@@ -62,6 +64,34 @@ def test_loss_is_one_graph_that_is_compiled_once(tmp_path: Path, data: Path) -> 
     with opened(TRACED, tmp_path / "run", data) as run:
         figures = first_step(run)
         assert (figures["graphs"], figures["breaks"], figures["recompiled"]) == (1, 0, 0)
+
+
+def test_each_length_is_compiled_by_itself_as_in_a_resumed_run(tmp_path: Path, data: Path) -> None:
+    """Code for any length may round otherwise, and a resumed run does not know that there was another length."""
+    from torch._dynamo.utils import counters
+
+    stages = {"pieces": [2, 1], "shares": [0.4, 0.6]}
+    config = with_techniques(TRACED.changed({"eval.every": 0}), {"progressive-length": stages})
+    before = counters["stats"]["unique_graphs"]
+    train_run(config, tmp_path / "whole", data)
+    # The last step is evaluated, which is compiled too.
+    assert counters["stats"]["unique_graphs"] == before + 2 + 1
+    train_run(config, tmp_path / "resumed", data, stop_after=2)
+    train_run(config, tmp_path / "resumed", data, resume=True)
+    assert difference(last_state(tmp_path / "resumed"), last_state(tmp_path / "whole")) is None
+
+
+def test_more_lengths_are_compiled_than_torch_allows_by_itself(tmp_path: Path, data: Path) -> None:
+    """A loss that torch leaves uncompiled ends the run."""
+    from torch._dynamo import config as dynamo
+
+    pieces = [4, 2, 1]
+    lengths = TRACED.changed({"loop.steps": len(pieces), "eval.every": 0})
+    stages = {"pieces": pieces, "shares": [1 / len(pieces)] * len(pieces)}
+    config = with_techniques(lengths, {"progressive-length": stages})
+    with dynamo.patch(recompile_limit=len(pieces) - 1):
+        train_run(config, tmp_path / "run", data)
+    assert [step for step, kind, _ in losses(tmp_path / "run") if kind == "train"] == [1, 2, 3]
 
 
 def test_other_compilations_in_the_step_are_not_counted(tmp_path: Path, data: Path) -> None:

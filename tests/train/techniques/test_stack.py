@@ -82,6 +82,19 @@ def test_missing_requirements_are_errors() -> None:
         Stack([package]).check(machine)
 
 
+def test_all_missing_requirements_are_named_with_what_turns_them_off() -> None:
+    machine = Machine(torch.device("cpu"))
+    cuda = [fake(name, lacks=lambda self, machine: machine.lacks_cuda()) for name in ("tf32", "cuda-graphs")]
+    with pytest.raises(
+        UnsupportedError, match=r"cuda-graphs needs a CUDA device.*; tf32 needs a CUDA device"
+    ) as raised:
+        Stack([*cuda, fake("compile")]).check(machine)
+    options = "--techniques.cuda-graphs off --techniques.tf32 off"
+    assert (
+        raised.value.remedy == f"leave cuda-graphs and tf32 out ({options}), or use a machine that has what is missing"
+    )
+
+
 def test_combinations_have_known_members() -> None:
     assert expanded(["C", "low-bit-optimizer", "tf32"]) == ["activation-checkpointing", "low-bit-optimizer", "tf32"]
     for names in COMBINATIONS.values():

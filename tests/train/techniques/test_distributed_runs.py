@@ -1,0 +1,116 @@
+"""Legs, branches, answers of conversations and masked documents, trained by two processes and by one."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.technique_suite import TINY, last_state, losses
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.data.prepare import prepare
+from train.techniques.several_processes import ACTIONS, EXACT, ProcessPool, Task, task
+
+STEPS = TINY.loop.steps
+LEG = {"loop.steps": STEPS + 4, "loop.batch_size": 8, "optim.lr": 3e-3, "schedule.name": "constant"}
+TECHNIQUES: Mapping[str, Mapping[str, object]] = {
+    "ddp": {"techniques.ddp": "on"},
+    "ddp, micro-batches": {"techniques.ddp": "on", "techniques.gradient-accumulation": "on"},
+    "fsdp": {"techniques.fsdp": "on"},
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepare conversations whose answers have many lengths, so that ranks have unequally many targets."""
+    folder = tmp_path_factory.mktemp("answers")
+    talks = [[("user", f"q{n}"), ("assistant", "a" * (1 + n * n % 11))] for n in range(80)]
+    found = [{"messages": [{"role": role, "content": text} for role, text in each]} for each in talks]
+    (folder / "talk.jsonl").write_text("".join(json.dumps(each) + "\n" for each in found))
+    return prepare(folder / "talk.jsonl", folder / "prepared", tokenizer="byte").path
+
+
+Make = Callable[[Config, Path, Path], dict[str, Task]]
+"""Returns the tasks that train in the folder ``whole``, and in ``killed`` with interruptions."""
+
+
+def as_a_leg(config: Config, folder: Path, data: Path) -> dict[str, Task]:
+    """Train half of a run, then the rest of it as a leg."""
+    longer, whole, killed = config.changed(LEG), folder / "whole", folder / "killed"
+    return {
+        "half": task("train", config, whole, data, stop_after=3),
+        "leg": task("abandon or train", longer, whole, data),
+        "half again": task("train", config, killed, data, stop_after=3),
+        "killed at once": task("abandon or train", longer, killed, data, abandoned_after=4),
+        "killed": task("abandon or train", longer, killed, data, abandoned_after=7),
+        "rest": task("abandon or train", longer, killed, data),
+    }
+
+
+def as_a_branch(config: Config, folder: Path, data: Path) -> dict[str, Task]:
+    """Train a run, and another one that branches from its step 4."""
+    longer, whole, killed = config.changed(LEG), folder / "whole", folder / "killed"
+    branch = {"branch": f"{folder / 'source'}@4"}
+    return {
+        "source": task("train", config, folder / "source", data),
+        "branch": task("abandon or train", longer, whole, data, **branch),
+        "killed at once": task("abandon or train", longer, killed, data, abandoned_after=5, **branch),
+        "killed": task("abandon or train", longer, killed, data, abandoned_after=7, **branch),
+        "rest": task("abandon or train", longer, killed, data, **branch),
+    }
+
+
+CASES: dict[str, tuple[str, Make, dict[str, object]]] = {
+    "a leg on answers": ("answers", as_a_leg, {}),
+    "a branch with masked documents": (
+        "documents",
+        as_a_branch,
+        {"data.mask_documents": True, "model.context_length": 48, "data.order": "random"},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=TECHNIQUES)
+def together(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, two_processes: ProcessPool
+) -> Path:
+    """Let two processes train all cases, with dropout, and without it for comparison with one process."""
+    folder = tmp_path_factory.mktemp("together")
+    tasks: dict[str, Task] = {}
+    for name, (data, make, changes) in CASES.items():
+        place = request.getfixturevalue(data)
+        config = TINY.changed({**changes, **TECHNIQUES[request.param]})
+        found = make(config, folder / name, place)
+        exact = make(config.changed({"model.dropout": 0.0}), folder / f"{name}, exact", place)
+        tasks |= {f"{name}: {each}": given for each, given in found.items()}
+        tasks |= {f"{name}, exact: {each}": given for each, given in exact.items() if "killed" not in given["folder"]}
+    two_processes.run(tasks)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Train the same in this process."""
+    folder = tmp_path_factory.mktemp("alone")
+    for name, (data, make, changes) in CASES.items():
+        tasks = make(EXACT.changed(changes), folder / name, request.getfixturevalue(data))
+        for given in tasks.values():
+            if "killed" not in given["folder"]:
+                ACTIONS[given["action"]](given)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_compute_the_same_as_one(together: Path, alone: Path, case: str) -> None:
+    two, one = together / f"{case}, exact" / "whole", alone / case / "whole"
+    assert [each[:2] for each in losses(two)] == [each[:2] for each in losses(one)]
+    assert [each[2] for each in losses(two)] == pytest.approx([each[2] for each in losses(one)], rel=1e-4)
+    assert last_state(two)["progress"]["tokens"] == last_state(one)["progress"]["tokens"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_that_were_killed_resume_exactly(together: Path, case: str) -> None:
+    whole, killed = together / case / "whole", together / case / "killed"
+    assert losses(killed) == losses(whole)
+    assert difference(last_state(killed), last_state(whole)) is None
