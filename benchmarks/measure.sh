@@ -2,6 +2,7 @@
 # The results that are committed under benchmarks/results/, measured again: `benchmarks/measure.sh FOLDER [NAME...]`.
 # FOLDER lies on the disk to measure and keeps reports and plots; what is committed is each results.json, as NAME.json.
 # A NAME that has results already goes on where it stopped. All of it takes some hours; nothing else may run beside it.
+# Training is measured on TEXT, the file of tiny Shakespeare, and left out without it.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 folder=$1
@@ -11,16 +12,27 @@ cd "$folder"
 # By its name alone it stands in the results.
 cp "$here/full.json" .
 
+is_wanted() {
+	[ "${#wanted[@]}" = 0 ] || printf '%s\n' "${wanted[@]}" | grep -qx -- "$1" || return 1
+	echo "$(date +%H:%M:%S) $1"
+}
+
 run() {
 	local name=$1
 	shift
-	if [ "${#wanted[@]}" -gt 0 ] && ! printf '%s\n' "${wanted[@]}" | grep -qx -- "$name"; then return; fi
-	echo "$(date +%H:%M:%S) $name"
+	is_wanted "$name" || return 0
 	if [ -e "$name/results.json" ]; then
 		tensorkeep bench checkpoint --resume --out "$name" >"$name.txt"
 	else
 		tensorkeep bench checkpoint --out "$name" "$@" >"$name.txt"
 	fi
+	cp "$name/results.json" "$here/results/$name.json"
+}
+
+train() {
+	local name=$1
+	is_wanted "$name" || return 0
+	tensorkeep bench training --data "$TEXT" --experiment "$2" --out "$name" >"$name.txt"
 	cp "$name/results.json" "$here/results/$name.json"
 }
 
@@ -37,3 +49,7 @@ run isolated-bfloat16 --experiment isolated --model $part:bfloat16 --slow-model 
 run from-baseline-to-tensorkeep --experiment from-baseline-to-tensorkeep --model $small:float16 --runs 3
 run claims --experiment claims --runs 5
 run full --experiment full.json --model openllama-3b:float16 --runs 3
+if [ -n "${TEXT:-}" ]; then
+	for each in techniques combinations best-stack training-claims; do train $each-cpu $each; done
+	python "$here/techniques_page.py"
+fi

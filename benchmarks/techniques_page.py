@@ -1,7 +1,8 @@
 """Write ``docs/reference/techniques.md`` from the registry and the results: ``python benchmarks/techniques_page.py``.
 
-What a technique is comes from its class, what it did from each ``benchmarks/results/techniques*.json``, which
-``tensorkeep bench training`` wrote; a test checks that the page is up to date.
+What a technique is comes from its class, what it did from each ``benchmarks/results/techniques*.json``, and what
+several did together from the results of the experiments in `_COMBINED`. ``tensorkeep bench training`` wrote them; a
+test checks that the page is up to date.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "techniques.md"
 _PREFIX = "techniques."
 _LOSSES = {"loss": "loss at equal tokens", "loss_in_time": "loss in equal time"}
 
+_COMBINED = ("combinations", "best-stack", "training-claims")
+"""Experiments that combine techniques; their results are named after them."""
+
 _HEAD = """# Techniques
 
 Each technique is a switch of `tensorkeep train` (`--technique NAME`, or a setting: `--techniques.NAME.SETTING VALUE`).
@@ -42,12 +46,14 @@ shown of techniques that may change them.
 def page() -> str:
     """Return the page."""
     measured = [read_results(path) for path in sorted(RESULTS.glob("techniques*.json"))]
+    together = [read_results(path) for name in _COMBINED for path in sorted(RESULTS.glob(f"{name}*.json"))]
     techniques: list[type[Technique]] = [TECHNIQUE_CLASSES.get(name) for name in TECHNIQUE_CLASSES.names()]
     combined = "".join(
         f"* `{name}`: {', '.join(f'`{each}`' for each in parts)}\n" for name, parts in COMBINATIONS.items()
     )
     parts = [_HEAD, _overview(techniques), *(measured_table(results) for results in measured)]
-    parts += ["## Named combinations\n", combined, *(_section(each, techniques) for each in techniques)]
+    parts += ["## Named combinations\n", combined, *(combined_table(results) for results in together)]
+    parts += [_section(each, techniques) for each in techniques]
     return "\n".join(parts)
 
 
@@ -58,16 +64,32 @@ def _overview(techniques: list[type[Technique]]) -> str:
 
 def measured_table(results: Results) -> str:
     """Return what the arms with one technique did: speed, memory beside its prediction, and loss."""
-    subject = results.subject.description
+    about = f"## Measured on {_machine(results)}\n\n{_runs(results)}\n\n"
+    arms = [arm for arm in results.arms if arm.role == "arm" and len(_techniques(arm)) == 1]
+    headings = ["technique", "speed", "verdict", "memory", "predicted", *_LOSSES.values()]
+    return about + _table(headings, [_row(results, arm, _label(arm)) for arm in sorted(arms, key=_label)])
+
+
+def combined_table(results: Results) -> str:
+    """Return what the arms of an experiment did that combines techniques: speed, and memory beside its prediction."""
+    about = f"### {results.experiment.title}\n\nOn {_machine(results)}. {_runs(results)}\n\n"
+    arms = [arm for arm in results.arms if arm.role == "arm"]
+    headings = ["techniques", "speed", "verdict", "memory", "predicted"]
+    rows = [_row(results, arm, f"{arm.name}: {_parts(arm)}")[: len(headings)] for arm in arms]
+    return about + _table(headings, rows)
+
+
+def _runs(results: Results) -> str:
     blocks = [sum(cell.status == "ok" for cell in cells) for cells in results.cells_by_arm.values()]
     blocks = [count for count in blocks if count]
     runs = f"{counted(min(blocks), 'block')} or more of each" if blocks else "no blocks"
-    about = f"## Measured on {_machine(results)}\n\nRuns of {subject}; {runs}; {results.started[:10]}. "
+    about = f"Runs of {results.subject.description}; {runs}; {results.started[:10]}."
     noise = results.summary.noise.get("tokens_per_second")
-    about += f"The plain loop against itself: {interval(noise.low, noise.high)}.\n\n" if noise else "\n\n"
-    arms = [arm for arm in results.arms if arm.role == "arm" and len(_techniques(arm)) == 1]
-    headings = ["technique", "speed", "verdict", "memory", "predicted", *_LOSSES.values()]
-    return about + _table(headings, [_row(results, arm) for arm in sorted(arms, key=_label)])
+    return about + (f" The plain loop against itself: {interval(noise.low, noise.high)}." if noise else "")
+
+
+def _parts(arm: Arm) -> str:
+    return ", ".join(f"`{each}`" for each in sorted(_techniques(arm)))
 
 
 def _table(headings: list[str], rows: list[list[str]]) -> str:
@@ -95,18 +117,17 @@ def _label(arm: Arm) -> str:
     return f"[{technique}](#{technique})" + (f": {', '.join(parts)}" if parts else "")
 
 
-def _row(results: Results, arm: Arm) -> list[str]:
+def _row(results: Results, arm: Arm, label: str) -> list[str]:
     cells = results.cells_by_arm[arm.name]
     if not any(cell.status == "ok" for cell in cells) or any(cell.status == "gate" for cell in cells):
         status, reason = why_not_run([cell for cell in cells if cell.status != "ok"])
         word = "not run here" if status == "not run" else status
-        return [_label(arm), NOTHING, f"{word}: {reason}", NOTHING, NOTHING, *(NOTHING for _ in _LOSSES)]
+        return [label, NOTHING, f"{word}: {reason}", NOTHING, NOTHING, *(NOTHING for _ in _LOSSES)]
     speed = results.statistics(arm.name, "tokens_per_second")
-    (technique,) = _techniques(arm)
-    changes_loss = TECHNIQUE_CLASSES.get(technique).kind == "algorithmic"
+    changes_loss = any(TECHNIQUE_CLASSES.get(each).kind == "algorithmic" for each in _techniques(arm))
     losses = [_figure(results.statistics(arm.name, name)) if changes_loss else NOTHING for name in _LOSSES]
     memory = [_bytes(results, arm, name) for name in ("peak_memory", "predicted_memory")]
-    return [_label(arm), _figure(speed), verdict(speed), *memory, *losses]
+    return [label, _figure(speed), verdict(speed), *memory, *losses]
 
 
 def verdict(speed: Statistics) -> str:

@@ -45,17 +45,30 @@ def with_gradients(compute: Any, features: Tensor, weight: Tensor, targets: Tens
     return loss.detach(), features.grad, weight.grad
 
 
+def test_a_frozen_head_gets_no_gradient() -> None:
+    features, weight, targets = drawn()
+    features.requires_grad_()
+    expected = with_gradients(lambda *all_: linear_cross_entropy(*all_, at_once=20), features, weight, targets)
+    with Largest() as largest:
+        linear_cross_entropy(features, weight, targets, at_once=20).backward()
+    assert weight.grad is None and features.grad is not None and torch.equal(features.grad, expected[1])
+    # That of the head would be [vocabulary, width]; the logits of a chunk are larger.
+    assert (VOCABULARY, WIDTH) not in largest.shapes
+
+
 class Largest(TorchDispatchMode):
-    """Records the largest tensor that any operation returns."""
+    """Records the largest tensor that any operation returns, and the shapes of all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = 0
+        self.shapes: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = operator(*arguments, **(options or {}))
         if isinstance(result, Tensor):
             self.nbytes = max(self.nbytes, result.nbytes)
+            self.shapes.add(tuple(result.shape))
         return result
 
 

@@ -82,4 +82,5 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) ->
 
 @cache
 def _compiled_flex_attention() -> Any:
-    return torch.compile(flex_attention)
+    # Each shape by itself, so that a resumed run computes the same bits, although it has not seen the shapes before.
+    return torch.compile(flex_attention, dynamic=False)

@@ -1,4 +1,4 @@
-"""Compilation of the loss and its gradient by `torch.compile`, with every fallback to Python an error."""
+"""Compilation of the loss and its gradient by `torch.compile`; a loss that runs uncompiled is an error."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from msgspec import Meta
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.model.gpt import IGNORED
@@ -142,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         features: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -152,14 +152,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kernel: Kernel,
     ) -> Tensor:
         total = torch.zeros((), device=features.device)
-        by_features, by_weight = torch.empty_like(features), torch.zeros_like(weight)
+        by_features = torch.empty_like(features)
+        # None of a frozen head, as with lora.
+        by_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         factor = weight.to(dtype)
         for chunk in (slice(begin, begin + at_once) for begin in range(0, len(features), at_once)):
             inputs = features[chunk].to(dtype)
             grad, loss = kernel(inputs @ factor.T, targets[chunk], padding)
             total += loss
             by_features[chunk] = grad @ factor
-            by_weight += grad.T @ inputs
+            if by_weight is not None:
+                by_weight += grad.T @ inputs
         # Divided at the end: in float16 the gradient of a mean over many tokens would vanish.
         counted = (targets != IGNORED).sum()
         ctx.save_for_backward(by_features, by_weight, counted)
@@ -167,10 +170,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         by_features, by_weight, counted = ctx.saved_tensors
         scale = gradient / counted
-        return by_features.mul_(scale), by_weight.mul_(scale), None, None, None, None, None
+        of_weight = None if by_weight is None else by_weight.mul_(scale)
+        return by_features.mul_(scale), of_weight, None, None, None, None, None
 
 
 def gradient_and_loss(logits: Tensor, targets: Tensor, padding: int) -> tuple[Tensor, Tensor]:
@@ -208,5 +212,6 @@ def fusable_gradient_and_loss(logits: Tensor, targets: Tensor, padding: int) -> 
 
 @cache
 def _compiled_kernel() -> Kernel:
-    compiled: Kernel = torch.compile(fusable_gradient_and_loss)
+    # Each shape by itself, so that a resumed run computes the same bits, although it has not seen the shapes before.
+    compiled: Kernel = torch.compile(fusable_gradient_and_loss, dynamic=False)
     return compiled
