@@ -47,8 +47,8 @@ def with_gradients(compute: Any, features: Tensor, weight: Tensor, targets: Tens
 
 def test_a_frozen_head_gets_no_gradient() -> None:
     features, weight, targets = drawn()
-    features.requires_grad_()
     expected = with_gradients(lambda *all_: linear_cross_entropy(*all_, at_once=20), features, weight, targets)
+    features.requires_grad_()
     with Largest() as largest:
         linear_cross_entropy(features, weight, targets, at_once=20).backward()
     assert weight.grad is None and features.grad is not None and torch.equal(features.grad, expected[1])
