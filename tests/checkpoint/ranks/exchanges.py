@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d
 
 import tensorkeep
 from checkpoint.ranks import cases
@@ -111,3 +112,20 @@ def operations_with_other_timeouts(path: str) -> list[Any]:
         except tensorkeep.RanksDisagreeError as error:
             return [kept, error.message]
     return [kept, ""]
+
+
+def connect_beside_a_slow_rank() -> float:
+    """Connect; return when this rank may go on, and on rank 0, whose gloo is slow, when it has connected."""
+    real, times = distributed_c10d.ProcessGroupGloo, list[float]()
+
+    def slow(*arguments: Any) -> Any:
+        made = real(*arguments)
+        time.sleep(0.5)
+        times.append(time.monotonic())
+        return made
+
+    with pytest.MonkeyPatch.context() as patches:
+        if dist.get_rank() == 0:
+            patches.setattr(distributed_c10d, "ProcessGroupGloo", slow)
+        ranks_of(dist.group.WORLD, 20)
+    return times[-1] if times else time.monotonic()

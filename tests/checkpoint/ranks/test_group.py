@@ -49,6 +49,11 @@ def test_ranks_meet_again_that_gave_up_different_numbers_of_connections(tmp_path
     assert [each[-1] for each in errors] == ["", ""]
 
 
+def test_no_rank_goes_on_before_all_have_connected() -> None:
+    connected, *others = run_ranks(3, exchanges.connect_beside_a_slow_rank)
+    assert min(others) > connected
+
+
 def test_each_operation_has_its_timeout_and_ranks_with_others_meet(tmp_path: Path) -> None:
     for kept, error in run_ranks(2, exchanges.operations_with_other_timeouts, str(tmp_path / "c")):
         assert kept == [1.0] * 4

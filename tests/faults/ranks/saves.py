@@ -20,9 +20,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import tensorkeep
 from faults import injection as faults
 from tensorkeep.checkpoint.ranks import collective, connection
+from tensorkeep.checkpoint.ranks.group import ranks_of
 
 GRACE_SECONDS = 0.15
 """In place of a second, in which the living ranks would have to arrive on a busy machine."""
+
+CONNECTING = ["connect", "connect"]
+"""The operations with which the first save of a process group begins: its callers connect, and its writers."""
 
 ACTIONS: dict[str, faults.Action] = {
     "killed before": faults.die,
@@ -42,8 +46,9 @@ class Fault(NamedTuple):
 
     @property
     def is_found_at_timeout(self) -> bool:
-        """Whether the other ranks notice it by the timeout only: ranks that connect wait for each other."""
-        return self.action == "hung" or (self.operation == "connect" and self.action.startswith("killed"))
+        """Whether the other ranks notice it by the timeout only: it hangs, or ends before it has connected."""
+        done = self.index + (self.action == "killed after")
+        return self.action == "hung" or (self.action.startswith("killed") and done < len(CONNECTING))
 
 
 class Part(NamedTuple):
@@ -118,17 +123,20 @@ def take_part(rank: int, work: str, root: str, number: int, timeout: float, faul
 def save_again(rank: int, root: str, how: str) -> list[str]:
     """Save twice by one process group, the first time while rank 1 is disturbed; return the error of each."""
     state, errors = own_state(2), []
+    if how != "interrupted while connecting":
+        ranks_of(dist.group.WORLD, 20)
 
     def disturb(*arguments: Any, **options: Any) -> Any:
-        if how == "interrupted":
+        if how.startswith("interrupted"):
             raise KeyboardInterrupt
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3)
         return real(*arguments, **options)
 
-    owner: Any = {"interrupted": torch, "slow": collective.Coordination, "killed": collective.Coordination}[how]
-    name = {"interrupted": "zeros", "slow": "finish", "killed": "finish"}[how]
+    # Every exchange begins with zeros.
+    owner: Any = torch if how.startswith("interrupted") else collective.Coordination
+    name = "zeros" if how.startswith("interrupted") else "finish"
     real = getattr(owner, name)
     with mock.patch.object(connection, "_GRACE", GRACE_SECONDS):
         for attempt in range(2):

@@ -33,9 +33,14 @@ def test_the_next_save_connects_again_after_a_rank_was_slow(tmp_path: Path, fork
     assert names_in(tmp_path) == ["c"]
 
 
-def test_the_next_save_connects_again_after_an_interrupted_exchange(tmp_path: Path, forks: ForkedRanks) -> None:
-    first, second = forks.run(2, saves.save_again, str(tmp_path), "interrupted")
-    assert "RanksDisagreeError: rank 1 was interrupted, preparing to save" in first.value[0]
+@pytest.mark.parametrize(
+    ("how", "doing"), [("interrupted", "preparing to save"), ("interrupted while connecting", "connecting")]
+)
+def test_the_next_save_connects_again_after_an_interrupted_exchange(
+    tmp_path: Path, forks: ForkedRanks, how: str, doing: str
+) -> None:
+    first, second = forks.run(2, saves.save_again, str(tmp_path), how)
+    assert f"RanksDisagreeError: rank 1 was interrupted, {doing}" in first.value[0]
     assert second.value[0] == "KeyboardInterrupt: "
     assert [first.value[1], second.value[1]] == ["", ""]
     assert same(tensorkeep.load(tmp_path / "c"), saves.full_state(2))

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorkeep.train.run.setup
 from forked import ended, start
+from tensorkeep.bench.training.memory import live_bytes
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.testing.technique_suite import TINY, SilentListener, opened, train_run
 from tensorkeep.train.config.config import Config
@@ -194,9 +195,13 @@ def _collectives(given: Task) -> dict[str, int]:
 def _memory(given: Task) -> dict[str, int]:
     """Open a run; return the most bytes that torch allocated for it at any time, and those of its weights and states.
 
-    ``own`` are those of this process, ``full`` those of the model without optimizer states.
+    ``own`` are those of this process, ``full`` those of the model without optimizer states. ``held`` are the bytes of
+    all tensors that are new, whichever thread made them.
     """
     folder, data = RunFolder(Path(given["folder"])), Dataset.open(given["data"])
+    # It frees the runs of earlier tasks, which are garbage in cycles: if that happened in the profile, at any moment,
+    # their bytes would be taken off, because an earlier profile has counted them.
+    before = live_bytes()
     with (
         profile(profile_memory=True) as profiler,
         open_run(_config(given), folder, data, resume=given.get("resume", False)) as run,
@@ -207,10 +212,12 @@ def _memory(given: Task) -> dict[str, int]:
         ]
         sizes = [4 * weight.numel() for weight in weights]
         own = sum(map(_local_bytes, (*weights, *states)))
+        held = live_bytes() - before
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     # They are listed thread by thread.
     changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    return {"peak": max(accumulate(changes)), "own": own, "full": sum(sizes), "largest": max(sizes)}
+    peak = max(accumulate(changes))
+    return {"peak": peak, "held": held, "own": own, "full": sum(sizes), "largest": max(sizes)}
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:

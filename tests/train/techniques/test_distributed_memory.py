@@ -29,7 +29,7 @@ def test_no_rank_has_the_whole_model_when_a_run_is_opened_or_resumed(
             assert opened["own"] < 0.6 * opened["full"]
             # With the two averages of AdamW.
             assert resumed["own"] == pytest.approx(3 * opened["own"], rel=0.01)
-            assert opened["own"] <= opened["peak"]
-            # No lower bound after a resume: the profiler counts this thread only, and has counted less than is held.
             for found in (opened, resumed):
-                assert found["peak"] < found["own"] + found["largest"] + SLACK, name
+                assert found["own"] <= found["held"] < found["own"] + SLACK, name
+                # The profiler, which counts the memory of one thread, has seen all of it.
+                assert found["held"] <= found["peak"] < found["own"] + found["largest"] + SLACK, name

@@ -52,7 +52,7 @@ class Connection:
         self._connections = 0
 
     def open(self, what: str, timeout: float) -> None:
-        """Connect the ranks unless they are connected; all of them do so. ``what`` says what the ranks are doing.
+        """Connect the ranks unless they are connected, and wait for all. ``what`` says what the ranks are doing.
 
         Raises RanksDisagreeError if a rank does not, or has ended in an earlier call.
         """
@@ -65,8 +65,14 @@ class Connection:
         try:
             self._store = _asked(self._next_store, _STORE_SECONDS)
             self._gloo = ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=timeout))
+            # Gloo would let a rank go on whose peers are still connecting; if it ended then, they would try until the
+            # timeout. All that return from here notice it at once.
+            self.gather_numbers([self.rank], timeout)
         except RuntimeError as error:
             raise self.close(error, what, timeout) from error
+        except BaseException as error:
+            self.close(error, what, timeout)
+            raise
 
     def _next_store(self) -> "Store":
         """Return the store of the next connection that no rank has closed, having waited for this one in vain."""
