@@ -115,7 +115,7 @@ def operations_with_other_timeouts(path: str) -> list[Any]:
 
 
 def connect_beside_a_slow_rank() -> float:
-    """Connect; return when this rank may go on, and on rank 0, whose gloo is slow, when it has connected."""
+    """Connect; return when this rank may continue, and on rank 0, whose gloo is slow, when it has connected."""
     real, times = distributed_c10d.ProcessGroupGloo, list[float]()
 
     def slow(*arguments: Any) -> Any:

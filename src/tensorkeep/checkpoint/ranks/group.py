@@ -47,7 +47,7 @@ class Channel:
         return self._connection.lost
 
     def connect(self, what: str) -> None:
-        """Connect the ranks unless they are connected; none goes on before all are."""
+        """Connect the ranks unless they are connected; none continues before all are."""
         self._connection.open(what, self._timeout)
 
     def exchange(self, value: Any, what: str, *, of: Any = Any, to_coordinator: bool = False) -> list[Any]:
