@@ -65,7 +65,7 @@ class Connection:
         try:
             self._store = _asked(self._next_store, _STORE_SECONDS)
             self._gloo = ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=timeout))
-            # Gloo would let a rank continue whose peers are still connecting; if it ended then, they would try until the
+            # Gloo would let a rank continue whose peers still connect; if it ended then, they would try until the
             # timeout. All that return from here notice it at once.
             self.gather_numbers([self.rank], timeout)
         except RuntimeError as error:
