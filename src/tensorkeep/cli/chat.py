@@ -81,9 +81,7 @@ def _messages() -> Iterator[str]:
         import readline  # noqa: F401  # gives `input` line editing and a history
     while True:
         try:
-            # The prompt of `input` goes to stdout, which has nothing but one document with --json.
-            print(_PROMPT, end="", file=sys.stderr, flush=True)
-            text = input()
+            text = _read_line()
         except EOFError:
             print(file=sys.stderr)
             return
@@ -92,6 +90,15 @@ def _messages() -> Iterator[str]:
             continue
         if text.strip():
             yield text
+
+
+def _read_line() -> str:
+    if sys.stdout.isatty():
+        # The line editor shows the prompt itself when it is ready: a Ctrl-D that came before would be lost.
+        return input(_PROMPT)
+    # `input` would write the prompt to stdout, which has nothing but answers, or one document with --json.
+    print(_PROMPT, end="", file=sys.stderr, flush=True)
+    return input()
 
 
 def _answer(session: ChatSession, text: str, output: Output, *, terminal: bool) -> None:
