@@ -118,7 +118,13 @@ def test_an_answer_ends_before_a_text() -> None:
     whole = "".join(session(model).answer("one"))
     stop = whole[3:5]
     talk = session(model, stop=[stop])
-    assert "".join(talk.answer("one")) == whole[: whole.index(stop)] == talk.messages[-1]["content"]
+    shown = "".join(talk.answer("one"))
+    assert shown == whole[: whole.index(stop)] == talk.messages[-1]["content"]
+    # The next turn does not see the tokens of that text.
+    messages = [("user", "one"), ("assistant", shown), ("user", "two")]
+    prompt = [token for each in messages for token in CHAT.message(*each).tolist()]
+    drawn = CHAT.decode(expected_answer(model, [*prompt, CHAT.begin["assistant"]], seed=6))
+    assert "".join(talk.answer("two")) == drawn.partition(stop)[0]
 
 
 def test_a_model_of_other_text_is_refused() -> None:

@@ -127,19 +127,26 @@ class ChatSession:
             cache=self._cache,
         )
         self._seed += 1
+        begin, ended = len(turn), False
 
         def content() -> Generator[int]:
+            nonlocal ended
             for (token,) in drawn:
                 if token in tokenizer.stops:
-                    return
+                    break
                 turn.append(token)
                 self.tokens += 1
                 yield token
+            ended = True
 
         try:
             for piece in until(tokenizer.decode_stream(content()), self._stop):
                 message["content"] += piece
                 yield piece
+            if not ended:
+                # At a text of `stop`: the next turn must not see its tokens, which are in the cache, too.
+                turn[begin:] = tokenizer.message("assistant", message["content"]).tolist()[1:-1]
+                self._cache.clear()
         except GeneratorExit:
             raise
         except BaseException:
