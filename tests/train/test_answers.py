@@ -12,7 +12,8 @@ import tensorkeep
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.answers import AnswerBatches, AnswerRows, AnswerWindows, training_batches
 from tensorkeep.train.data.batches import Batches
-from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.dataset import TRAIN, VALIDATION, Dataset
+from tensorkeep.train.data.documents import SplitRule
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.base import Tokens
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer
@@ -122,6 +123,25 @@ def data(tmp_path: Path) -> Path:
     )
     (tmp_path / "talk.jsonl").write_text(text)
     return prepare(tmp_path / "talk.jsonl", tmp_path / "talk", tokenizer="byte").path
+
+
+def test_a_validation_split_without_an_answer_in_the_context_is_refused_at_once(tmp_path: Path) -> None:
+    rule = SplitRule(0.1, 0)
+    lines_of = {
+        split: json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "a"}]})
+        for split, question in ((TRAIN, "q"), (VALIDATION, "q" * 90))
+    }
+    lines_in = [lines_of[rule.of_document(f"talk.jsonl:{number}")] for number in range(1, 41)]
+    (tmp_path / "talk.jsonl").write_text("\n".join(lines_in))
+    dataset = prepare(tmp_path / "talk.jsonl", tmp_path / "talk", tokenizer="byte")
+    config = CONFIG.changed({"model.context_length": 64, "eval.every": 0})
+    message = r"talk: in the validation split, no answer begins within a context of 64 tokens"
+    with (
+        pytest.raises(tensorkeep.UsageError, match=message),
+        open_run(config, RunFolder(tmp_path / "run"), Dataset.open(dataset.path)),
+    ):
+        pass
+    assert not (tmp_path / "run").exists()
 
 
 ON_TALK = CONFIG.changed({"model.context_length": 32, "eval.every": 4, "checkpoint.every": 3, "loop.accumulate": 2})

@@ -113,6 +113,14 @@ def test_an_answer_that_the_caller_stops_is_kept_and_the_next_turn_continues() -
     assert isinstance("".join(talk.answer("two")), str)
 
 
+def test_an_answer_that_is_never_asked_for_adds_nothing() -> None:
+    model = build()
+    talk = session(model)
+    talk.answer("one")
+    assert talk.messages == []
+    assert "".join(talk.answer("two")) == "".join(session(model).answer("two"))
+
+
 def test_an_answer_ends_before_a_text() -> None:
     model = build()
     whole = "".join(session(model).answer("one"))

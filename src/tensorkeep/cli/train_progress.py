@@ -17,7 +17,6 @@ from tensorkeep.cli.text import Table, printable
 from tensorkeep.train.loop import Listener, Silent, Summary
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import METRIC, Run
-from tensorkeep.train.run.validation import validation_windows
 from tensorkeep.units import counted, format_bytes, format_seconds
 
 _SECONDS_BETWEEN = 5.0
@@ -161,8 +160,8 @@ def print_summary(run: Run, summary: Summary) -> None:
     if summary.steps:
         rows += _cost(summary)
         if run.config.eval.batches is None and _evaluates_long(summary):
-            tokens = validation_windows(run.config, run.dataset).targets
-            rows.append(("advice", f"evaluate fewer tokens, such as --eval.tokens {max(1, tokens // 10)}"))
+            tokens = max(1, run.validation.targets // 10)
+            rows.append(("advice", f"evaluate fewer tokens, such as --eval.tokens {tokens}"))
     rows.append(("run", str(run.folder.path)))
     Table(("", ""), rows).show()
     # Not wrapped, so that it can be copied.

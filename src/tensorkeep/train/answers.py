@@ -5,6 +5,8 @@ question. Of a conversation that is longer than the context, the beginning is tr
 in an epoch.
 """
 
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +45,10 @@ class AnswerRows:
     context_length : int
         Positions of a row.
     tokenizer : ChatTokenizer
+    what : str, optional
+        What an error calls the text.
+    path : Path, optional
+        The folder of the data, which an error names.
 
     Raises
     ------
@@ -60,7 +66,15 @@ class AnswerRows:
     ('<|user|>a<|end|><|assistant|>b<|end|>', [-1, -1, -1, 98, 260, -1, -1, -1])
     """
 
-    def __init__(self, tokens: Tokens, context_length: int, tokenizer: ChatTokenizer) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        context_length: int,
+        tokenizer: ChatTokenizer,
+        *,
+        what: str = "text",
+        path: Path | None = None,
+    ) -> None:
         self._tokens = tokens
         self._length = context_length
         self._filler = tokenizer.end_of_document or 0
@@ -73,8 +87,9 @@ class AnswerRows:
         self._begins, self._stops = begins[answers > 0], stops[answers > 0]
         if not len(self._begins):
             raise UsageError(
-                f"no answer begins within a context of {context_length:,} tokens",
-                remedy="use a longer context (--model.context_length)",
+                f"in the {what}, no answer begins within a context of {context_length:,} tokens",
+                path=path,
+                remedy="use a longer context (--model.context_length), or shorter conversations",
             )
 
     def __len__(self) -> int:
@@ -110,9 +125,10 @@ class AnswerBatches(Batches):
         seed: int,
         order: Order,
         tokenizer: ChatTokenizer,
+        path: Path | None = None,
     ) -> None:
         super().__init__(tokens, context_length=context_length, batch_size=batch_size, seed=seed, order=order)
-        self._answers = AnswerRows(tokens, context_length, tokenizer)
+        self._answers = AnswerRows(tokens, context_length, tokenizer, what="training split", path=path)
         self._offsets = (RandomNumbers if order == "random" else ShuffledNumbers)(len(self._answers), seed)
 
     def _read(self, begins: Places) -> Batch:
@@ -123,15 +139,21 @@ class AnswerWindows(EvaluationWindows):
     """The rows of a text of conversations, each once; see `EvaluationWindows`."""
 
     def __init__(
-        self, tokens: Tokens, context_length: int, tokenizer: ChatTokenizer, *, most: int | None = None
+        self,
+        tokens: Tokens,
+        context_length: int,
+        tokenizer: ChatTokenizer,
+        *,
+        most: int | None = None,
+        path: Path | None = None,
     ) -> None:
         super().__init__(tokens, context_length)
-        self._rows = AnswerRows(tokens, context_length, tokenizer)
+        self._rows = AnswerRows(tokens, context_length, tokenizer, what="validation split", path=path)
         self._all = len(self._rows)
         self._chosen = self._all if most is None else min(self._all, -(-most // context_length))
 
-    @property
-    def targets(self) -> int:
+    @cached_property
+    def targets(self) -> int:  # computed once, as it reads every row
         """The number of tokens that are predicted."""
         return sum(int((self.pair(number)[1] != IGNORED).sum()) for number in range(self._chosen))
 
@@ -154,14 +176,14 @@ def training_batches(config: Config, dataset: Dataset) -> Batches:
     for name, reason in _REFUSED.items():
         if name in config.techniques:
             raise UsageError(f"{name} {reason}", path=dataset.path, remedy=f"turn it off: --{TECHNIQUES}{name} off")
-    return AnswerBatches(dataset.train, **settings, tokenizer=tokenizer)
+    return AnswerBatches(dataset.train, **settings, tokenizer=tokenizer, path=dataset.path)
 
 
 def windows_of(dataset: Dataset, context_length: int, *, most: int | None = None) -> EvaluationWindows:
     """Return the windows of the validation split of a dataset; of conversations only answers count."""
     if dataset.chat_tokenizer is None:
         return EvaluationWindows(dataset.validation, context_length, most=most)
-    return AnswerWindows(dataset.validation, context_length, dataset.chat_tokenizer, most=most)
+    return AnswerWindows(dataset.validation, context_length, dataset.chat_tokenizer, most=most, path=dataset.path)
 
 
 class _Found(NamedTuple):

@@ -101,7 +101,8 @@ class ChatSession:
     def answer(self, text: str) -> Generator[str]:
         """Add a message of the user, and yield the answer as it is generated.
 
-        An answer that the caller stops early, or an exception ends, is kept as far as it came.
+        Nothing is added before the first piece is asked for. An answer that the caller stops early, or an exception
+        ends, is kept as far as it came.
 
         Raises UsageError if the message does not fit into the context, or the tokenizer cannot encode it; nothing is
         then added.
@@ -109,11 +110,12 @@ class ChatSession:
         begin = self._tokenizer.begin["assistant"]
         turn = [*self._tokenizer.message("user", text).tolist(), begin]
         self._make_space(turn)
-        self._turns.append(turn)
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
-        return self._generated(turn, self.messages[-1])
+        return self._generated(turn, text)
 
-    def _generated(self, turn: list[int], message: dict[str, str]) -> Generator[str]:
+    def _generated(self, turn: list[int], text: str) -> Generator[str]:
+        message = {"role": "assistant", "content": ""}
+        self._turns.append(turn)
+        self.messages += [{"role": "user", "content": text}, message]
         prompt = [*self._first, *(token for each in self._turns for token in each)]
         tokenizer = self._tokenizer
         drawn = generate_stream(

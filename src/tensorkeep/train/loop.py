@@ -33,7 +33,7 @@ from tensorkeep.train.optim.schedules import learning_rate_factor
 from tensorkeep.train.run.device import peak_memory
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import METRIC, Run
-from tensorkeep.train.run.validation import validation_loss, validation_windows
+from tensorkeep.train.run.validation import validation_loss
 
 
 class Listener(Protocol):
@@ -275,8 +275,7 @@ def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
     progress.loss = loss
     better = loss < progress.best
     progress.best, progress.waited = (loss, 0) if better else (progress.best, progress.waited + 1)
-    tokens = validation_windows(run.config, run.dataset).targets
-    _report(run, listener, "evaluate", {METRIC: loss, "best": progress.best, "tokens": tokens})
+    _report(run, listener, "evaluate", {METRIC: loss, "best": progress.best, "tokens": run.validation.targets})
     return {METRIC: loss}
 
 

@@ -134,6 +134,17 @@ def test_losses_of_other_data_are_not_compared_with_those_of_the_origin(tmp_path
     assert (fresh["share"], fresh["waited"]) == (kept["share"], 0)
 
 
+def test_a_branch_without_steps_of_its_own_is_resumed_and_branched(tmp_path: Path, origin: Path) -> None:
+    """As one that was killed before its next checkpoint: its schedule has not begun."""
+    data, config = tmp_path / "prepared", START.changed({**ANNEAL, "schedule.warmup_steps": 0})
+    with open_run(config, RunFolder(tmp_path / "new"), Dataset.open(data), branch=branch_point(f"{origin}@8")):
+        pass
+    other = config.changed({"optim.lr": config.optim.lr / 2})
+    branch(f"{tmp_path / 'new'}@8", tmp_path / "second", data, other)
+    run(other, tmp_path / "new", data, resume=True)
+    assert difference(last_state(tmp_path / "second"), last_state(tmp_path / "new")) is None
+
+
 def test_other_windows_of_evaluations_are_noted(tmp_path: Path, origin: Path) -> None:
     notes: list[tuple[str, ...]] = []
     config = START.changed({"loop.steps": 14, "eval.tokens": 32})

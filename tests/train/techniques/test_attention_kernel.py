@@ -132,6 +132,20 @@ class TestMatmul(TechniqueSuite):
         assert figures["attention-kernel"]["kernel"] == "matmul"
         assert figures["mixed-precision"]["attention"] == "torch.bfloat16"
 
+    def test_scores_have_32_bits_under_autocast(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(1, 2, 64, 32, generator=generator).bfloat16() for _ in range(3))
+        query.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            found = matmul_attention(8 * query, key, value, is_causal=True)
+        exact = functional.scaled_dot_product_attention(
+            (8 * query).double(), key.double(), value.double(), is_causal=True
+        )
+        rounded = matmul_attention(8 * query, key, value, is_causal=True)
+        assert torch.equal(found, rounded)
+        # Scores of 16 bits, up to about 30, would be off by up to 0.06, and so would the shares.
+        assert (found - exact).abs().max() < 0.015
+
 
 @pytest.mark.parametrize("kernel", ["auto", "efficient", "cudnn", "fa3", "flex"])
 def test_cuda_kernels_are_refused_on_a_cpu(kernel: str) -> None:

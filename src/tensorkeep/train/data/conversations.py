@@ -90,7 +90,10 @@ class ConversationReading(Reading):
             )
         if any("\0" in message.content for message in found.messages):
             raise UsageError(f"line {number:,} has a message with NUL", path=file.path, remedy="leave it out")
-        return msgspec.json.encode(found).decode()
+        text = msgspec.json.encode(found).decode()
+        # `_record_document` counts the characters of the JSON; those of the messages count.
+        self.characters += sum(len(message.content) for message in found.messages) - len(text)
+        return text
 
 
 def write_conversations(

@@ -68,7 +68,11 @@ class Table:
         try:
             text = read()
         except UnicodeDecodeError as error:
-            raise UsageError(f"row {number:,} is not utf-8 ({error.reason})", path=self._file.path) from error
+            raise UsageError(
+                f"row {number:,} is not utf-8 ({error.reason})",
+                path=self._file.path,
+                remedy="write the column in UTF-8, or leave such rows out",
+            ) from error
         if text is None:
             raise UsageError(f"row {number:,} has no text (null)", path=self._file.path, remedy="leave such rows out")
         return text

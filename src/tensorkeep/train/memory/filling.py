@@ -84,7 +84,8 @@ def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tup
     Raises OutOfMemoryError if there is not enough memory for the smallest batches.
     """
     sequences = config.loop.batch_size * config.loop.accumulate
-    replicas = _replicas(trial(config))
+    # With a batch of all sequences, because the given size, which may not divide among the ranks, is to be replaced.
+    replicas = _replicas(trial(with_batch_size(config, sequences)))
     memory.release()
     available = min(world.all_gather(memory.available()))
 
@@ -164,6 +165,8 @@ def _measured(trial: AbstractContextManager[TriedRun], memory: GpuMemory) -> Pea
     """Return the peaks of a step; None if the memory is not enough."""
     try:
         with trial as (run, techniques):
+            # The last steps, as windows may be shorter at first.
+            run.progress.step = max(0, run.config.loop.steps - 2)
             memory.reset_peak()
             techniques.warm_up(run)
             _add_gradients(run)

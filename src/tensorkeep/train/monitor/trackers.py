@@ -232,4 +232,6 @@ def _accepted_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _refused(setting: str, error: Exception, remedy: str) -> StoreError:
+    # Its record was written before.
+    remedy = f"{remedy}; then repeat the command with --resume"
     return StoreError(f"{setting}: the run cannot be logged there: {first_line(error)}", remedy=remedy)

@@ -172,7 +172,10 @@ def note_on_evaluations(before: Config, config: Config, step: int) -> str | None
 
 
 def _rate(config: Config, step: int) -> float:
-    return config.optim.lr * learning_rate_factor(config.schedule, max(step, 1), config.loop.steps)
+    # Of the first step at the least: a run or a branch that has not made one begins at its rate.
+    return config.optim.lr * learning_rate_factor(
+        config.schedule, max(step, config.schedule.start + 1), config.loop.steps
+    )
 
 
 def _is_as_from_the_start(before: Config, config: Config, step: int) -> bool:

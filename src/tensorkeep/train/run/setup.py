@@ -50,6 +50,7 @@ from tensorkeep.train.run.start import (
     start_new,
 )
 from tensorkeep.train.run.state import METRIC, Run, RunRandomState
+from tensorkeep.train.run.validation import validation_windows
 from tensorkeep.train.run.world import World, can_join, join, launched_ranks
 from tensorkeep.train.spinning import SpinControl
 from tensorkeep.train.techniques.defaults import agreed_defaults
@@ -97,7 +98,8 @@ def open_run(
     If settings differ that decide what a resumed run computes, a new leg of it begins; see
     `tensorkeep.train.run.resume`.
 
-    It seeds torch's global random state, from which dropout is drawn, and sets the number of torch's CPU threads.
+    It seeds torch's global random state, from which dropout is drawn, and sets the number of torch's CPU threads. On a
+    CPU, the process keeps the memory that it frees from then on; see `tensorkeep.train.memory.freed`.
 
     Parameters
     ----------
@@ -171,6 +173,9 @@ def open_run(
         if memory is not None:
             final, filling = filled(final, memory, world, lambda config: _trial(config, parts))
             techniques, final = _configured(final, world)
+        elif final.loop.fill_memory and record is None:
+            why = "a branch keeps its batches" if branch is not None else f"{device.type} memory is not only training's"
+            filling = f"loop.fill_memory has no effect: {why}"
         stack.enter_context(techniques.process())
         values = None if initial is None or record is not None else initial.values(final.model)
         run = _build(final, techniques, parts, values)
@@ -312,6 +317,7 @@ def _build(config: Config, techniques: Stack, parts: _Parts, values: Mapping[str
         optimizers=optimizers,
         plateau=Plateau(config.schedule),
         batches=training_batches(config, dataset),
+        validation=validation_windows(config, dataset),
         average=WeightAverage(dict(model.named_parameters()), config.ema.decay),
         operations=default_operations(
             model, optimizers, clip=config.optim.clip, accepts=lambda loss, norm: check_finite(run, loss, norm)

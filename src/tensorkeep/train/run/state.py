@@ -17,6 +17,7 @@ from tensorkeep.checkpoint.stateful import RandomState
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.batches import BatchSource
 from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.evaluate import EvaluationWindows
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.operations import Operations
 from tensorkeep.train.optim.average import WeightAverage
@@ -76,6 +77,8 @@ class Run:
 
     Attributes
     ----------
+    validation : EvaluationWindows
+        What the validation loss is computed on.
     operations : Operations
         What a step consists of; techniques replace or wrap them.
     world : World
@@ -106,6 +109,7 @@ class Run:
     optimizers: Optimizers
     plateau: Plateau
     batches: BatchSource
+    validation: EvaluationWindows
     average: WeightAverage
     operations: Operations
     manager: CheckpointManager

@@ -20,9 +20,7 @@ def validation_loss(run: Run) -> float:
     It is computed as training losses are: in the precision of the run, and by compiled code if the loss is compiled.
     Ranks with data of their own evaluate a part of the windows each; the result is equal on all ranks.
     """
-    batches = validation_windows(run.config, run.dataset).batches(
-        evaluation_rows(_training(run)), part=run.replica, parts=run.replicas
-    )
+    batches = run.validation.batches(evaluation_rows(_training(run)), part=run.replica, parts=run.replicas)
     with run.average.in_place():
         loss = evaluate(run.model, batches, loss=run.operations.evaluate, world=run.world)
     # Sums of the ranks may differ in the last bits, and decisions depend on this loss.

@@ -1,13 +1,11 @@
 """Attention by batched matmuls, with a gradient of its own: for short contexts on a CPU."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-_masks: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
-"""Causal masks to add to scores, by length, dtype and device."""
 
 
 class _MatmulAttention(torch.autograd.Function):
@@ -20,7 +18,9 @@ class _MatmulAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         ctx.scale = query.shape[-1] ** -0.5
-        scores = torch.baddbmm(mask, query.to(mask.dtype), key.to(mask.dtype).mT, alpha=ctx.scale)
+        # Autocast would multiply in 16 bits.
+        with torch.autocast(query.device.type, enabled=False):
+            scores = torch.baddbmm(mask, query.to(mask.dtype), key.to(mask.dtype).mT, alpha=ctx.scale)
         shares = scores.softmax(-1).to(query.dtype)
         ctx.save_for_backward(query, key, value, shares)
         return torch.bmm(shares, value)
@@ -50,8 +50,7 @@ def matmul_attention(
     return result.view(query.shape)
 
 
+@lru_cache(maxsize=2)
 def _causal_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    kind = length, dtype, device
-    if kind not in _masks:
-        _masks[kind] = torch.full((length, length), -torch.inf, dtype=dtype, device=device).triu(1)
-    return _masks[kind]
+    """Return what is added to scores so that no position attends to a later one."""
+    return torch.full((length, length), -torch.inf, dtype=dtype, device=device).triu(1)

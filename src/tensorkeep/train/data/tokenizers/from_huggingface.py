@@ -142,7 +142,8 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
         if path.exists():
             content = path.read_bytes()
         elif all((folder / name).exists() for name in _OLD_FILES):
-            content = _from_old_files(folder).encode()
+            # An error names the folder: the text is of both files.
+            path, content = folder, _from_old_files(folder).encode()
         else:
             return None
         stated = _stated_end(folder / _SETTINGS)
