@@ -9,8 +9,10 @@ DOCS := $(VENV)/.installed-docs
 # Four workers for two cores, as some tests wait; one thread of torch each, as more would compete for the cores. The
 # tests of a class or module share fixtures, so that one worker runs them; the files run in their order, so that long
 # ones at the end do not leave a worker idle. Compiled Python is cached even where the environment forbids it: the tests
-# start hundreds of processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadscope --no-loadscope-reorder
+# start hundreds of processes. Where a worker ends, its test has failed, and xdist runs it once more.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadscope --no-loadscope-reorder --max-worker-restart 2
+# Seconds that an exhaustive test may take, and after which its process is ended.
+LONG := --timeout 900 -o faulthandler_timeout=960
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_MINUTES ?= 10
@@ -64,12 +66,12 @@ bench-stores: $(DEV)  ## saves and loads in an object store on this machine, bes
 	$(BIN)/python benchmarks/stores.py --out bench-results/stores.json $(BENCH_ARGS)
 
 torture: $(DEV)  ## the exhaustive tests: every operation killed, every byte flipped, the coder fuzzed (tens of minutes)
-	$(PYTEST) -m slow --timeout 900
-	$(PYTEST) -m hypothesis --hypothesis-profile thorough --timeout 900
+	$(PYTEST) -m slow $(LONG)
+	$(PYTEST) -m hypothesis --hypothesis-profile thorough $(LONG)
 	$(BIN)/python tests/coder/sanitized.py $(FUZZ_MINUTES)
 
 torture-stores: $(DEV)  ## every request of every call on an object store failed in every way; torture does a sixth (an hour)
-	STORE_FAULTS=all $(PYTEST) -m slow --timeout 3600 tests/faults/stores
+	STORE_FAULTS=all $(PYTEST) -m slow --timeout 3600 -o faulthandler_timeout=3660 tests/faults/stores
 
 wheel: $(DEV)  ## build the wheel and the source distribution in dist/; install and try both in empty environments (PYTHONS)
 	@rm -rf dist
