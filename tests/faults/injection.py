@@ -146,4 +146,8 @@ def in_child(work: Callable[[], object]) -> int:
         except BaseException:
             os._exit(1)
         os._exit(0)
-    return os.waitpid(child, 0)[1]
+    try:
+        return os.waitpid(child, 0)[1]
+    except BaseException:
+        os.kill(child, signal.SIGKILL)  # of a test that took too long
+        raise
