@@ -34,7 +34,7 @@ class FusedOptimizer(Technique):
     # The kernel adds in another order, and Adam divides by numbers that may be tiny.
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "updates weights, momentum and variance in one pass over memory"
-    effect: ClassVar = "the update takes a fraction of its time, which is a small part of a step's"
+    effect: ClassVar = "the update is several times as fast, but it is a small part of a step"
     reference: ClassVar = "torch.optim.AdamW, fused"
     verify = prove_fused_adamw
 

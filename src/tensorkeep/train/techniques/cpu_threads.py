@@ -21,7 +21,7 @@ from tensorkeep.train.techniques.requirements import Machine
 
 _MAX_CPU = 65535
 """The highest processor number that is accepted."""
-_SEVERAL = "several processes of a machine would all take the same cores: use torchrun --numa-binding"
+_SEVERAL = "all processes on a machine would bind to the same cores: use torchrun --numa-binding"
 
 
 class CpuThreadsSettings(Section, frozen=True):
