@@ -2,8 +2,11 @@
 
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import NoReturn
 from unittest import mock
 
 import pytest
@@ -24,7 +27,18 @@ def test_the_first_failure_stops_the_other_tasks_and_is_raised() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorkeep")]
 
 
-def test_ctrl_c_pressed_twice_waits_for_running_tasks() -> None:
+def exits(*_: object) -> NoReturn:
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "raised"),
+    [(signal.SIGINT, signal.default_int_handler, KeyboardInterrupt), (signal.SIGTERM, exits, SystemExit)],
+)
+def test_signals_that_raise_twice_wait_for_running_tasks(
+    number: signal.Signals, handler: Callable[..., object], raised: type[BaseException]
+) -> None:
+    """Otherwise tasks would continue, with files that the caller closes or whose descriptors others get."""
     finished = threading.Event()
     started = threading.Event()
 
@@ -36,13 +50,17 @@ def test_ctrl_c_pressed_twice_waits_for_running_tasks() -> None:
     def press() -> None:
         started.wait()
         for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             time.sleep(0.15)
 
-    threading.Thread(target=press).start()
-    with pytest.raises(KeyboardInterrupt):
-        run([task], 1, Cancellation())
-    assert finished.is_set()
+    before = signal.signal(number, handler)
+    try:
+        threading.Thread(target=press, daemon=True).start()
+        with pytest.raises(raised):
+            run([task], 1, Cancellation())
+        assert finished.is_set()
+    finally:
+        signal.signal(number, before)
 
 
 def test_no_thread_is_left_if_one_cannot_start() -> None:

@@ -145,7 +145,8 @@ class Meter:
 def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancellation | None = None) -> None:
     """Call every task on ``threads`` threads; tasks start in order.
 
-    After the first exception, or Ctrl-C, no further task starts, and those that run are waited for before it is raised.
+    After the first exception, or a signal whose handler raises one (Ctrl-C), no further task starts, and those that
+    run are waited for before it is raised.
 
     Examples
     --------
@@ -157,14 +158,14 @@ def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancell
     [0, 1, 4, 9]
     """
     workers = _Workers(tasks, threads, cancellation or Cancellation())
-    # Python raises KeyboardInterrupt in the main thread only, at any instruction. So another thread starts the workers
-    # and waits for them, and the main thread only waits for that one, however often Ctrl-C is pressed: tasks may use
-    # files that the caller closes afterwards.
+    # Handlers of signals raise in the main thread only, at any instruction: KeyboardInterrupt of Ctrl-C, SystemExit of
+    # a program's own handler. So another thread starts the workers and waits for them, and the main thread only waits
+    # for that one, however often it is interrupted: tasks may use files that the caller closes afterwards.
     supervisor = threading.Thread(target=workers.supervise, name="tensorkeep-supervisor", daemon=True)
-    interrupted: KeyboardInterrupt | None = None
+    interrupted: BaseException | None = None
     try:
         supervisor.start()
-    except KeyboardInterrupt as error:
+    except BaseException as error:
         interrupted = error
     while True:
         try:
@@ -173,8 +174,8 @@ def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancell
             # An interrupt just before the supervisor began keeps it from ever starting.
             if workers.finished.wait(timeout=THREAD_START_SECONDS) or supervisor.ident is None:
                 break
-        except KeyboardInterrupt as error:
-            interrupted = error
+        except BaseException as error:
+            interrupted = interrupted or error
     if failure := interrupted or workers.failure:
         raise failure
 
