@@ -4,12 +4,14 @@ The imports take seconds, which is more than most of these processes do. The ser
 else, so that its forks are as good as new interpreters.
 """
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,17 @@ def start(work: Callable[..., object], *arguments: object, output: Path) -> Fork
         patches.setenv("PYTHONPATH", str(Path(__file__).parent))
         patches.setenv("OMP_NUM_THREADS", "1")
         process.start()
+    killed_at_exit(process)
     return process
+
+
+def killed_at_exit(process: BaseProcess) -> None:
+    """Let the process of a test that has failed not outlive this one.
+
+    multiprocessing would end it with SIGTERM, which a training run only notes, and then wait for it without a limit.
+    """
+    # The last function that was registered runs first, so before that of multiprocessing.
+    atexit.register(process.kill)
 
 
 def start_tensorkeep(*words: str | Path, output: Path) -> ForkServerProcess:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import example_runner
-from forked import CONTEXT
+from forked import CONTEXT, killed_at_exit
 from tensorkeep import CheckpointManager
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -27,6 +27,7 @@ class Run:
             target=example_runner.run, args=(EXAMPLES / name, words, self._log), kwargs=options
         )
         self.process.start()
+        killed_at_exit(self.process)
 
     def finish(self) -> str:
         """Return the last line that the example prints."""

@@ -5,10 +5,13 @@ import json
 import os
 import pty
 import select
+import signal
 import sys
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -70,6 +73,13 @@ class Terminal:
         self.pid = pid
         self.shown = ""
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(self.pid, signal.SIGKILL)
+
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
@@ -98,19 +108,19 @@ class Terminal:
 
 
 def test_on_a_terminal_there_is_a_prompt_and_ctrl_d_leaves(run: Path) -> None:
-    terminal = Terminal(run, "--temperature", "0")
-    assert "parameters, step 60; commands: /reset" in terminal.until("> ")
-    terminal.type("hi\n")
-    assert "yes." in terminal.until("> ")
-    # A message that does not fit ends nothing.
-    terminal.type("x" * 60 + "\n")
-    assert "error: the message needs 63 tokens" in terminal.until("> ")
-    terminal.type("/help\n")
-    assert "commands: /reset" in terminal.until("> ")
-    terminal.type("/reset\n")
-    assert "the conversation is forgotten" in terminal.until("> ")
-    terminal.type("\x04")
-    assert terminal.ended() == 0
+    with Terminal(run, "--temperature", "0") as terminal:
+        assert "parameters, step 60; commands: /reset" in terminal.until("> ")
+        terminal.type("hi\n")
+        assert "yes." in terminal.until("> ")
+        # A message that does not fit ends nothing.
+        terminal.type("x" * 60 + "\n")
+        assert "error: the message needs 63 tokens" in terminal.until("> ")
+        terminal.type("/help\n")
+        assert "commands: /reset" in terminal.until("> ")
+        terminal.type("/reset\n")
+        assert "the conversation is forgotten" in terminal.until("> ")
+        terminal.type("\x04")
+        assert terminal.ended() == 0
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(

@@ -138,10 +138,15 @@ def interrupt(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Run a function in a forked child and return its wait status: 0 if it returned, 9 if it was killed."""
+    """Run a function in a forked child and return its wait status: 0 if it returned, 9 if it was killed.
+
+    A child that does not end in two minutes gets SIGALRM.
+    """
     child = os.fork()
     if child == 0:
         try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(120)
             work()
         except BaseException:
             os._exit(1)

@@ -141,11 +141,15 @@ def test_a_forked_child_neither_keeps_the_lock_nor_removes_anything(tmp_path: Pa
     with Commit(tmp_path / "ckpt", directory=True, overwrite=False, replaceable=lambda path: True) as commit:
         child = os.fork()
         if child == 0:
-            commit.__exit__(None, None, None)
-            os.write(ready[1], b"x")
-            os.read(go[0], 1)
-            os._exit(0)
-        os.read(ready[0], 1)
+            try:
+                os.close(go[1])  # so that it ends with its parent
+                commit.__exit__(None, None, None)
+                os.write(ready[1], b"x")
+                os.read(go[0], 1)
+            finally:
+                os._exit(0)
+        os.close(ready[1])
+        assert os.read(ready[0], 1) == b"x"
         assert commit.path.exists()
         left = commit.path.rename(commit.path.with_name(commit.path.name.replace(SUFFIX, "0" + SUFFIX)))
     # The writer has ended, its child is still running.

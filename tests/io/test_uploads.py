@@ -91,13 +91,15 @@ def test_a_buffer_is_not_used_again_before_it_was_sent(memory: Any, monkeypatch:
         cancellation.cancel()
         with pytest.raises(Cancelled):
             pool.acquire(40 * MIB, cancellation)  # would wait
-        end = threading.Thread(target=lambda: upload.finish(40 * MIB))
+        end = threading.Thread(target=lambda: upload.finish(40 * MIB), daemon=True)
         end.start()
-        while not upload._pieces.exhausted:
-            time.sleep(0.001)
-        assert sum(len(piece) for piece in held.pieces) == 40 * MIB
-        assert all((piece == 7).all() for piece in held.pieces)
-        held.may_end.set()
+        try:
+            while not upload._pieces.exhausted:
+                time.sleep(0.001)
+            assert sum(len(piece) for piece in held.pieces) == 40 * MIB
+            assert all((piece == 7).all() for piece in held.pieces)
+        finally:
+            held.may_end.set()
         end.join()
         gc.collect()
         with pool.acquire(60 * MIB):

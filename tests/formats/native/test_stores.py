@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import tensorkeep
+from faults.injection import in_child
 from store_servers import SECRET, Fault, Proxy
 from tensorkeep.cli.main import main
 from tensorkeep.io import stores
@@ -241,15 +241,21 @@ def test_interrupted_while_parts_are_sent(bucket: Proxy) -> None:
     url = f"{BUCKET}/ctrl-c"
     bucket.start_again(Fault("slow", lambda number: True))
 
+    ended = threading.Event()
+
     def interrupt() -> None:
         while not any("partNumber=3" in request for request in bucket.requests):
-            time.sleep(0.01)
+            if ended.wait(0.01):
+                return
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        tensorkeep.save({"w": torch.randn(40 * MIB)}, url, memory_budget="64MiB")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tensorkeep.save({"w": torch.randn(40 * MIB)}, url, memory_budget="64MiB")
+    finally:
+        ended.set()
     thread.join()
     bucket.start_again(None)
     assert not objects(url)
@@ -259,12 +265,14 @@ def test_interrupted_while_parts_are_sent(bucket: Proxy) -> None:
 def test_a_forked_child_is_refused(bucket: Proxy) -> None:
     tensorkeep.save({}, f"{BUCKET}/parent")
     reading, writing = os.pipe()
-    if os.fork() == 0:
+
+    def work() -> None:
         try:
             tensorkeep.save({}, f"{BUCKET}/child")
         except tensorkeep.TensorkeepError as error:
             os.write(writing, str(error).encode())
-        os._exit(0)
+
+    assert in_child(work) == 0
     os.close(writing)
     with os.fdopen(reading) as answer:
         assert "was forked from one that has used an object store" in answer.read()

@@ -19,7 +19,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorkeep.train.run.setup
-from forked import ended, start
+from forked import ended, kill, start
 from tensorkeep.bench.training.memory import live_bytes
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.testing.technique_suite import TINY, SilentListener, opened, train_run
@@ -83,8 +83,13 @@ class ProcessPool:
     ) -> None:
         for each in self._tasks:
             each.close()
-        for process in self.processes:
-            ended(process, 0 if error else _TIMEOUT_SECONDS)
+        try:
+            if error is None:
+                for process in self.processes:
+                    ended(process, _TIMEOUT_SECONDS)
+        finally:
+            for process in self.processes:
+                kill(process)
 
     def outputs(self) -> list[str]:
         """Return what the processes wrote to their standard output and error."""
