@@ -37,11 +37,11 @@ changes the losses by no more than its stated tolerance; an *algorithmic* one ma
 [`tensorkeep bench training`](../how-to/bench-training.md) measures them there. This page is made from the classes and
 from `benchmarks/results/` by `python benchmarks/techniques_page.py`.
 
-Speed and loss are gains over the plain loop, with their 95% intervals: above 1 is better, so a loss of 1.01x is lower.
-*No difference within N%* and *undecided within N%*: the runs exclude a larger difference; undecided is what may differ by
-more than 5%. An interval is of one arm; a verdict also allows for the number of arms (Holm's correction). Memory is that of
-the tensors of a step, as measured and as the memory ledger predicts it from shapes, with the factor to the plain loop: below
-1 is less. Losses are shown of techniques that may change them.
+Speed and loss are gains over the plain loop, with their 95% intervals: above 1 is better, so a loss of 1.01x is
+lower. *No difference within N%* and *undecided within N%*: the runs exclude a larger difference; undecided is what may
+differ by more than 5%. An interval is that of one arm; a verdict also allows for the number of arms (Holm's
+correction). Memory is that of the tensors of a step, as measured and as the memory ledger predicts it from shapes, with
+the factor to the plain loop: below 1 is less. Losses are shown of techniques that may change them.
 """
 
 

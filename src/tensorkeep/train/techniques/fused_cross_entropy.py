@@ -50,8 +50,8 @@ class FusedCrossEntropy(Technique):
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "computes the head and the loss, with their gradients, for a chunk of the tokens at a time"
     effect: ClassVar = (
-        "logits and their gradients take an eighth of their memory; a vocabulary smaller than a few times d_model saves "
-        "nothing and makes steps slower"
+        "logits and their gradients take an eighth of their memory; a vocabulary smaller than a few times d_model "
+        "saves nothing and makes steps slower"
     )
     reference: ClassVar = "arXiv 2411.09009, arXiv 2410.10989"
     Settings: ClassVar = FusedCrossEntropySettings

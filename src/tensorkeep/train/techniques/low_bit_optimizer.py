@@ -52,7 +52,9 @@ class LowBitOptimizer(Technique):
     changes: ClassVar = "optimizer"
     tolerance: ClassVar = 0.05
     summary: ClassVar = "keeps AdamW's momentum and variance in 8 or 4 bits, in blocks that share a scale"
-    effect: ClassVar = "AdamW's states take 2 bytes per weight (8 bits) or 1 (4 bits) instead of 8; updates take several times as long"
+    effect: ClassVar = (
+        "AdamW's states take 2 bytes per weight (8 bits) or 1 (4 bits) instead of 8; updates take several times as long"
+    )
     reference: ClassVar = "arXiv 2110.02861, arXiv 2309.01507; torchao.optim"
     Settings: ClassVar = LowBitSettings
     settings: LowBitSettings

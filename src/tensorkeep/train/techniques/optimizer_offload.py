@@ -26,8 +26,8 @@ class OptimizerOffload(Technique):
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "keeps AdamW's states in CPU memory, and updates copies of the weights there"
     effect: ClassVar = (
-        "saves 8 bytes of GPU memory per weight and takes 16 on the CPU; each step moves 8 bytes per weight over the bus "
-        "and waits for AdamW on the CPU"
+        "saves 8 bytes of GPU memory per weight and takes 16 on the CPU; each step moves 8 bytes per weight over the "
+        "bus and waits for AdamW on the CPU"
     )
     reference: ClassVar = "arXiv 2101.06840"
     needs_cuda: ClassVar = True
