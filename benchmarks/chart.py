@@ -46,7 +46,7 @@ def chart() -> str:
     title = f"A durable save of {results.subject.bytes / 1e9:.2f} GB of bfloat16 weights, in GB/s"
     processor = results.environment["processor"]
     cores = f"{processor['usable_cores']} cores of {processor['model']}"
-    machine = f"{cores}, a virtual disk; medians of {results.blocks} runs"
+    machine = f"{cores}, a virtual disk; medians of {results.blocks} runs, mean ratios in brackets"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img" '
         'aria-labelledby="t">',
