@@ -43,7 +43,7 @@ from tensorkeep.bench.checkpoint.probes import check_capacity
 from tensorkeep.checkpoint.arguments import STORE_THREADS
 from tensorkeep.cli.text import Table
 from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.io.uploads import part_bytes
+from tensorkeep.io.objects.uploads import part_bytes
 from tensorkeep.paths import StorePath
 from tensorkeep.units import parse_bytes
 

@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from tensorkeep.io import stores
+from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
 
 ACCESS_KEY = "user-not-to-print"

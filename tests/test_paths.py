@@ -110,6 +110,27 @@ def test_an_unknown_user_is_an_error_and_not_a_folder(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://u:SECRET@host/x", "has a query, a fragment or a user"),
+        ("s3://bucket/x?sig=SECRET", "has a query, a fragment or a user"),
+        ("s3://bucket/a/../b", "has '..' in it"),
+    ],
+)
+def test_a_url_is_checked_before_it_is_used(url: str, message: str) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: tensorkeep.CheckpointManager(url),
+        lambda: tensorkeep.CheckpointManager("s3://bucket/run", local=url),
+        lambda: tensorkeep.load(url),
+        lambda: tensorkeep.save({}, url),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match=message) as caught:
+            call()
+        assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "url", ["s3a://AKIA:SECRET@bucket/x", "https://host/x?sig=SECRET", "s3://AKIA:SECRET@bucket/x"]
 )
 def test_secrets_in_urls_are_not_printed(url: str) -> None:

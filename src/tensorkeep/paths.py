@@ -53,7 +53,7 @@ class StorePath(PosixPath):
     @property
     def has_listing(self) -> bool:
         """Whether its store can list names; a plain web server cannot."""
-        return not self.bucket.startswith("http")
+        return not self.scheme.startswith("http")
 
     @property
     def is_step(self) -> bool:
@@ -70,13 +70,20 @@ def as_path(path: PathLike) -> Path:
 
 
 def check_url(path: StorePath) -> None:
-    """Raise UsageError for a URL without a bucket, or with more than a bucket and a path: it would be printed."""
+    """Raise UsageError for a URL without a bucket, with ``..``, or with what is secret: it would be printed."""
     if any(mark in str(path) for mark in "?#") or "@" in path.bucket:
         raise UsageError(
             "the URL has a query, a fragment or a user", remedy="give credentials in the store's environment variables"
         )
     if not path.bucket.partition("://")[2]:
         raise UsageError("the URL has no bucket", path=path, remedy="write s3://BUCKET/PATH")
+    if ".." in path.parts:
+        raise UsageError("the URL has '..' in it, and a store has no folders", path=path, remedy="write the whole path")
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL without what may be a secret: a user before the host, or a query."""
+    return re.sub(r"//[^/]*@", "//", url).partition("?")[0]
 
 
 def endpoint() -> str:
@@ -87,8 +94,8 @@ def endpoint() -> str:
 def checked_path(path: PathLike, *, stores: bool = False) -> PathLike:
     """Return the path with ``~`` and ``~user`` expanded; with ``stores``, URLs of object stores are allowed.
 
-    Raises UsageError if it contains a NUL, there is no such user, or a URL has no bucket; UnsupportedError if it is
-    another URL.
+    Raises UsageError if it contains a NUL, there is no such user, or a URL is one that `check_url` refuses;
+    UnsupportedError if it is another URL.
     """
     text = os.fspath(path)
     if "\0" in text:
@@ -100,6 +107,8 @@ def checked_path(path: PathLike, *, stores: bool = False) -> PathLike:
             # Its text would be that of a folder.
             if len(found.parts) < 2:
                 raise UsageError("the URL has no bucket", path=text, remedy=f"write {scheme[1]}://BUCKET/PATH")
+            if isinstance(found, StorePath):
+                check_url(found)
             return found
         raise _url_error(text, scheme[1])
     if not text.startswith("~"):
@@ -119,8 +128,7 @@ def _is_url(path: PathLike, scheme: re.Match[str]) -> bool:
 
 
 def _url_error(text: str, scheme: str) -> UnsupportedError:
-    # Without what may be a secret: a user before the host, or a query.
-    text = re.sub(r"//[^/]*@", "//", text).partition("?")[0]
+    text = without_secrets(text)
     if scheme.lower() == "file":
         return UnsupportedError("URLs are not supported", path=text, remedy="give the path without file://")
     if scheme.lower() in STORES:

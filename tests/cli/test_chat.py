@@ -189,3 +189,20 @@ def test_generate_ends_before_a_text(run: Path, capsys: pytest.CaptureFixture[st
     assert main([*command, "--stop", stop, "--stop", "unseen"]) == 0
     text = json.loads(capsys.readouterr().out)["text"]
     assert text == whole[: whole.index(stop, len("hi yes"))]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "note"),
+    [(1, "1 turn is left out, the oldest one\n"), (2, "2 turns are left out, the oldest ones\n")],
+)
+def test_turns_that_are_left_out_are_noted(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left_out: int, note: str
+) -> None:
+    def answer(self: ChatSession, text: str) -> Generator[str]:
+        self.left_out = left_out
+        return (piece for piece in ["yes"])
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    monkeypatch.setattr(ChatSession, "answer", answer)
+    assert main(["chat", str(run)]) == 0
+    assert capsys.readouterr().err == f"the context is full: {note}"

@@ -107,6 +107,20 @@ def test_bytes_of_conversations_are_those_of_the_answers(tmp_path: Path, capsys:
     assert "talk.jsonl: consists of conversations" in errors and "--tokenizer from:RUN" in errors
 
 
+def test_remedy_for_conversations_longer_than_the_context_is_no_option_of_eval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, length in (("short", 1), ("long", 90)):
+        talk = [{"role": "user", "content": "q" * length}, {"role": "assistant", "content": "a"}]
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 60)
+        prepare(tmp_path / f"{name}.jsonl", tmp_path / name, tokenizer="byte")
+    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+    train_run(CONFIG.changed({"loop.steps": 1}), tmp_path / "run", tmp_path / "short")
+    code, errors = refused(capsys, tmp_path / "run", "--data", tmp_path / "long")
+    assert code == 2 and "no answer begins within a context of 16 tokens" in errors
+    assert "use shorter conversations, or a model that was started with a longer context (tensorkeep train" in errors
+
+
 def test_prepared_data_of_another_text(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.txt"
     other.write_text(TEXT + "and again the lazy dog; " * 30)

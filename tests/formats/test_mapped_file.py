@@ -11,7 +11,7 @@ import pytest
 from tensorkeep.errors import StoreError
 from tensorkeep.formats.mapped_file import FetchedFile, FetchedParts
 from tensorkeep.io.files import Bytes
-from tensorkeep.io.store_directory import StoreFile
+from tensorkeep.io.objects.store_directory import StoreFile
 
 PIECE = 16 * 1024
 

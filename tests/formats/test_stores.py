@@ -25,7 +25,7 @@ from store_servers import SECRET, Fault, FaultAt, Proxy, upload
 from tensorkeep.cli.main import main
 from tensorkeep.distributed import DcpReader
 from tensorkeep.formats.tensorstore.in_store import kvstore_spec, retries
-from tensorkeep.io import stores
+from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
 from tensorkeep.safetensors.torch import load_file
 from tensorkeep.testing.equality import same

@@ -18,12 +18,12 @@ from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.base import Tokens
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.train.loop import make_step, take_step
+from tensorkeep.train.loop import make_step, take_step, train
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.world import World
-from train.tiny_training import CONFIG, last_state, lines, prepared, run
+from train.tiny_training import CONFIG, Witness, last_state, lines, prepared, run
 
 CHAT = ChatTokenizer(ByteTokenizer(documents=True))
 
@@ -190,3 +190,19 @@ def test_techniques_that_need_the_whole_text_are_refused(tmp_path: Path, data: P
             training_batches(ON_TALK.changed({f"techniques.{name}": "on"}), Dataset.open(data))
         assert f"--techniques.{name} off" in str(caught.value.remedy)
     assert type(training_batches(CONFIG, Dataset.open(prepared(tmp_path)))) is Batches
+
+
+def test_mfu_counts_all_positions_and_speed_those_that_count(tmp_path: Path, data: Path) -> None:
+    config = ON_TALK.changed({"loop.steps": 3, "eval.every": 0})
+    with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
+        train(opened, Witness())
+        # The first step of a process is not timed. A step has two batches of three rows.
+        positions = 2 * 2 * 3 * config.model.context_length
+        assert opened.speed.flops == positions * opened.config.model.flops_per_token(config.model.context_length)
+        assert 0 < opened.speed.tokens < positions / 2
+
+
+def test_fewer_tokens_than_the_context_are_trained(tmp_path: Path, data: Path) -> None:
+    config = ON_TALK.changed({"model.context_length": 4096, "loop.steps": 1, "loop.accumulate": 1})
+    assert len(Dataset.open(data).train) < 4096
+    assert run(config, tmp_path / "run", data).step == 1

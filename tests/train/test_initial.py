@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import tensorkeep
 from tensorkeep import CheckpointManager
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.equality import difference
@@ -309,3 +310,12 @@ def test_conversations_in_another_text_are_refused(tmp_path: Path, data: Path, s
     talk = conversations(tmp_path, "char")
     with pytest.raises(UsageError, match="is another one than that of the initial weights"):
         read_initial(source).check_data(Dataset.open(talk))
+
+
+def test_a_run_that_has_lost_its_initial_weights_does_not_resume(tmp_path: Path, data: Path, source: Path) -> None:
+    start(CONFIG, read_initial(source), tmp_path / "tuned", data, stop_at=3)
+    shutil.rmtree(tmp_path / "tuned" / "checkpoints")
+    config = RunFolder(tmp_path / "tuned").record().config
+    with pytest.raises(tensorkeep.CorruptCheckpointError, match="which began with step 0") as raised:
+        run(config, tmp_path / "tuned", data, resume=True)
+    assert "start again from the same weights (--init-from)" in str(raised.value.remedy)

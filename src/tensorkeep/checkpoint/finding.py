@@ -12,7 +12,7 @@ from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, Tens
 from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Reader
 from tensorkeep.formats.native import FORMAT as NATIVE
 from tensorkeep.formats.probe import exists, file_mode, names_in
-from tensorkeep.io.store_commit import is_tombstone
+from tensorkeep.io.objects.store_commit import is_tombstone
 from tensorkeep.paths import StorePath, as_path
 
 _MOST_LOOKED_AT = 1000

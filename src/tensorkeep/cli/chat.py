@@ -112,7 +112,8 @@ def _answer(session: ChatSession, text: str, output: Output, *, terminal: bool) 
         output.note(f"error: {error}")
         return
     if session.left_out > left_out:
-        output.note(f"the context is full: {counted(session.left_out, 'turn')} are left out, the oldest ones")
+        left = "is left out, the oldest one" if session.left_out == 1 else "are left out, the oldest ones"
+        output.note(f"the context is full: {counted(session.left_out, 'turn')} {left}")
     try:
         with closing(pieces):
             show_stream(pieces, output)

@@ -20,9 +20,9 @@ from tensorkeep.closing import Closing
 from tensorkeep.errors import StoreError
 from tensorkeep.io import parallel
 from tensorkeep.io.files import Bytes, store_errors
+from tensorkeep.io.objects.store_directory import StoreFile
+from tensorkeep.io.objects.stores import SMALL_REQUESTS
 from tensorkeep.io.source_file import SourceFile
-from tensorkeep.io.store_directory import StoreFile
-from tensorkeep.io.stores import SMALL_REQUESTS
 from tensorkeep.machine import libc, memory_file
 
 _PIECE = 16 * 1024

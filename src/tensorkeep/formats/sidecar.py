@@ -24,8 +24,8 @@ from tensorkeep.formats.structure import SourceT, Structure, check_structure
 from tensorkeep.io import parallel
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import write_small
+from tensorkeep.io.objects.stores import SMALL_REQUESTS
 from tensorkeep.io.places import open_directory
-from tensorkeep.io.stores import SMALL_REQUESTS
 from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Source

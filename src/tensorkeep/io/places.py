@@ -33,7 +33,7 @@ def open_directory(path: Path) -> Directory:
     """Open a directory; raises as `Directory`."""
     if not isinstance(path, StorePath):
         return Directory(path)
-    from tensorkeep.io.store_directory import StoreDirectory
+    from tensorkeep.io.objects.store_directory import StoreDirectory
 
     return StoreDirectory(path)
 
@@ -42,7 +42,7 @@ def open_file(path: Path) -> SourceFile:
     """Open a file; raises as `SourceFile`."""
     if not isinstance(path, StorePath):
         return SourceFile(path)
-    from tensorkeep.io.store_directory import StoreFile
+    from tensorkeep.io.objects.store_directory import StoreFile
 
     return StoreFile(path)
 
@@ -72,14 +72,14 @@ def write_file(path: Path, content: bytes) -> None:
     if not isinstance(path, StorePath):
         write_small(path, content)
         return
-    from tensorkeep.io import stores
+    from tensorkeep.io.objects import stores
 
     stores.put(path, content)
 
 
 def store_mode(path: StorePath) -> int:
     """Return the mode bits of an object, or of a prefix with objects; 0 if nothing is there."""
-    from tensorkeep.io import stores
+    from tensorkeep.io.objects import stores
 
     if path.key:
         try:
@@ -92,7 +92,7 @@ def store_mode(path: StorePath) -> int:
 
 def store_names(path: StorePath) -> list[str]:
     """Return the names below a prefix, one level deep, sorted; without those that a web server cannot list."""
-    from tensorkeep.io import stores
+    from tensorkeep.io.objects import stores
 
     if path.has_listing:
         return sorted({name for name, _ in stores.children(path)})
@@ -101,15 +101,15 @@ def store_names(path: StorePath) -> list[str]:
 
 def store_folders(path: StorePath) -> list[str]:
     """Return the names of the prefixes below a prefix, one level deep, sorted; none of a web server's."""
-    from tensorkeep.io import stores
+    from tensorkeep.io.objects import stores
 
     return sorted(name for name, status in stores.children(path) if status is None) if path.has_listing else []
 
 
 def store_first_bytes(path: StorePath, count: int) -> bytes | None:
     """Return the first bytes of an object; None if it does not exist, or is a page that a web server makes."""
-    from tensorkeep.io import stores
-    from tensorkeep.io.store_directory import first_bytes
+    from tensorkeep.io.objects import stores
+    from tensorkeep.io.objects.store_directory import first_bytes
 
     # A bucket itself is not an object.
     if not path.key:

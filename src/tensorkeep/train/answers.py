@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import TECHNIQUES, Config
-from tensorkeep.train.data.batches import Batch, Batches, Order, RandomNumbers, ShuffledNumbers
+from tensorkeep.train.data.batches import Batch, Batches, NumberedBatches, Order, RandomNumbers, ShuffledNumbers
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.tokenizers.base import Tokens
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
@@ -89,7 +89,8 @@ class AnswerRows:
             raise UsageError(
                 f"in the {what}, no answer begins within a context of {context_length:,} tokens",
                 path=path,
-                remedy="use a longer context (--model.context_length), or shorter conversations",
+                remedy="use shorter conversations, or a model that was started with a longer context "
+                "(tensorkeep train --model.context_length)",
             )
 
     def __len__(self) -> int:
@@ -113,8 +114,8 @@ class AnswerRows:
         return torch.stack([each for each, _ in pairs]), torch.stack([each for _, each in pairs])
 
 
-class AnswerBatches(Batches):
-    """An endless iterator of batches of `AnswerRows`; see `Batches`."""
+class AnswerBatches(NumberedBatches):
+    """Batches of `AnswerRows`; see `NumberedBatches`."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class AnswerBatches(Batches):
         tokenizer: ChatTokenizer,
         path: Path | None = None,
     ) -> None:
-        super().__init__(tokens, context_length=context_length, batch_size=batch_size, seed=seed, order=order)
+        super().__init__(context_length=context_length, batch_size=batch_size, seed=seed)
         self._answers = AnswerRows(tokens, context_length, tokenizer, what="training split", path=path)
         self._offsets = (RandomNumbers if order == "random" else ShuffledNumbers)(len(self._answers), seed)
 
@@ -162,7 +163,7 @@ class AnswerWindows(EvaluationWindows):
         return self._rows.row(number * self._all // self._chosen)
 
 
-def training_batches(config: Config, dataset: Dataset) -> Batches:
+def training_batches(config: Config, dataset: Dataset) -> NumberedBatches:
     """Return the batches of a run: of conversations those with answers, of any other data windows of the text."""
     settings: dict[str, Any] = {
         "context_length": config.model.context_length,

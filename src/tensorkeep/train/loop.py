@@ -209,6 +209,9 @@ def make_step(run: Run) -> MadeStep:
             operations.backward(loss)
             total += loss.detach()
     run.progress.tokens += round(counted * run.replicas)
+    run.positions = run.replicas * sum(
+        inputs.numel() for (inputs, _), count in zip(batches, counts, strict=True) if count
+    )
     total = run.world.mean(total)
     norm = operations.clip()
     if operations.accepts(total, norm):

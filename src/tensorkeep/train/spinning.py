@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from tensorkeep.closing import Closing
-from tensorkeep.machine import thread_wait_seconds
+from tensorkeep.machine import thread_wait_seconds, usable_processors
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +83,23 @@ class SpinControl(Closing):
         self._idle_teams = _IdleTeams() if limited else None
 
 
+def _teams(threads: int, processors: int) -> int:
+    """Return how many teams of so many threads are needed beside the main team."""
+    if threads < 2:
+        # torch was set to one thread meanwhile: no thread spins.
+        return 0
+    # Each team adds all of its threads but the first one to those of the main team.
+    return max(1, math.ceil((processors - threads + 1) / (threads - 1)))
+
+
 class _IdleTeams(Closing):
     """As many sleeping teams of OpenMP threads as make libgomp manage more threads than there are processors."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
-        # Each team adds all of its threads but the first one to those of the main team.
-        threads, processors = torch.get_num_threads(), os.cpu_count() or 1
-        count = max(1, math.ceil((processors - threads + 1) / (threads - 1)))
+        threads = torch.get_num_threads()
+        # libgomp counts the processors that the process may use, too.
+        count = _teams(threads, len(usable_processors()))
         self._threads = [threading.Thread(target=self._hold_team, args=(threads,), daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()

@@ -20,8 +20,9 @@ from forked import ended, start
 from store_servers import Fault, FaultAt, Proxy, environment_of
 from tensorkeep import CheckpointManager
 from tensorkeep.checkpoint.local_tier.transfer import Throttle, Transfer, copy_to_store
+from tensorkeep.checkpoint.manager.place import DiskPlace
 from tensorkeep.formats.probe import names_in
-from tensorkeep.io import stores
+from tensorkeep.io.objects import stores
 from tensorkeep.io.parallel import Cancellation
 from tensorkeep.paths import StorePath
 from tensorkeep.testing.equality import same
@@ -471,6 +472,47 @@ def test_a_step_that_is_saved_again_replaces_its_copy(url: str, tmp_path: Path, 
     assert same(tensorkeep.load(f"{url}@1"), state(3))
 
 
+def test_a_step_that_is_saved_again_is_not_removed_with_old_ones(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiered(url, tmp_path, keep_local=5) as manager:
+        for number in (1, 2, 3):
+            manager.save(number, state(number))
+    removing, saved = threading.Event(), threading.Event()
+    real = DiskPlace.remove
+
+    def remove(self: DiskPlace, path: Path) -> None:
+        real(self, path)
+        if path.name == "step-000001":
+            removing.set()
+            saved.wait(0.5)  # not longer: the save waits until this step is removed
+
+    monkeypatch.setattr(DiskPlace, "remove", remove)
+    with tiered(url, tmp_path, keep_local=1) as manager:
+        manager.save(4, state(4)).wait()
+        assert removing.wait(10)
+        with pytest.warns(UserWarning, match="later ones"):
+            manager.save(3, state(33), overwrite=True).wait()
+        saved.set()
+        manager.wait()
+        assert manager.uploads() == []
+    assert same(tensorkeep.load(f"{url}@3"), state(33))
+    assert 3 in on_disk(tmp_path)
+
+
+def test_a_step_that_others_delete_before_its_upload_is_reported(
+    url: str, tmp_path: Path, gate: threading.Event
+) -> None:
+    manager = tiered(url, tmp_path)
+    for number in (1, 2):
+        manager.save(number, state(number)).wait()
+    shutil.rmtree(tmp_path / "disk" / "step-000001")
+    gate.set()
+    with pytest.raises(tensorkeep.StoreError, match=r"1 step \(1\) could not be uploaded .*was deleted before"):
+        manager.close()
+    assert in_store(url) == [2]
+
+
 def test_prune_uploads_before_it_deletes(url: str, tmp_path: Path) -> None:
     with tiered(url, tmp_path) as manager:
         for number in (1, 2, 3):
@@ -489,18 +531,86 @@ def test_a_failure_that_nobody_waits_for_is_logged_at_the_end(url: str, tmp_path
     assert on_disk(tmp_path) == [1]
 
 
+def interrupt_in_wait(manager: CheckpointManager) -> None:
+    """Call `wait`, and press Ctrl-C once it waits for an upload, so that it comes nowhere else."""
+    uploader = manager._folder.place._uploader  # type: ignore[attr-defined]
+
+    def press() -> None:
+        while not uploader._changed._waiters:
+            if ended.wait(0.01):
+                return
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    ended = threading.Event()
+    threading.Thread(target=press, daemon=True).start()
+    try:
+        manager.wait()
+    finally:
+        ended.set()
+
+
 def test_ctrl_c_ends_the_uploads(url: str, tmp_path: Path, gate: threading.Event) -> None:
     manager = tiered(url, tmp_path)
     manager.save(1, state(1)).wait()
-    threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        manager.wait()
+        interrupt_in_wait(manager)
     gate.set()
     while [status.state for status in manager.uploads()] != ["waiting"]:
         time.sleep(0.01)
     assert in_store(url) == []
     manager.close()
     assert in_store(url) == [1]
+
+
+class Interrupted(BaseException):
+    """Stands for Ctrl-C at one instruction."""
+
+
+def test_ctrl_c_before_the_uploads_start(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise Interrupted
+
+    manager = tiered(url, tmp_path)
+    with monkeypatch.context() as patches:
+        patches.setattr("tensorkeep.checkpoint.local_tier.uploader.threading.Thread.start", interrupted)
+        with pytest.raises(Interrupted):
+            manager.claim()
+    assert manager._folder.place._uploader._thread is None, "wait() would wait for ever"  # type: ignore[attr-defined]
+    manager.save(1, state(1))
+    manager.close()
+    assert in_store(url) == [1]
+
+
+def test_what_ctrl_c_has_left_is_uploaded_when_the_manager_is_closed(
+    url: str, tmp_path: Path, gate: threading.Event
+) -> None:
+    manager = tiered(url, tmp_path)
+    manager.save(1, state(1)).wait()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_in_wait(manager)
+    threading.Timer(0.3, gate.set).start()  # until then the thread of the uploads is still ending
+    manager.close()
+    assert manager.uploads() == []
+    assert in_store(url) == [1]
+
+
+def test_ctrl_c_cannot_leave_the_lock_of_the_uploads_held(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiered(url, tmp_path) as manager:
+        uploader = manager._folder.place._uploader  # type: ignore[attr-defined]
+        entered: list[Any] = []
+        real = threading.Condition.__enter__
+
+        def enter(condition: threading.Condition) -> bool:
+            entered.append(condition)
+            return real(condition)
+
+        # It is written in Python: Ctrl-C can come between its last instruction and the block.
+        monkeypatch.setattr(threading.Condition, "__enter__", enter)
+        manager.save(1, state(1)).wait()
+        manager.wait()
+    assert not [condition for condition in entered if condition is uploader._changed]
 
 
 def test_a_bucket_that_does_not_exist_is_reported_at_once(url: str, tmp_path: Path) -> None:

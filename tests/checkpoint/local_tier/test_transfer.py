@@ -16,8 +16,8 @@ from tensorkeep.checkpoint.local_tier import transfer
 from tensorkeep.checkpoint.local_tier.transfer import Throttle, Transfer, copy_to_store, find_copy
 from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.formats.probe import names_in
-from tensorkeep.io import stores, uploads
 from tensorkeep.io.buffers import MINIMUM_BUDGET
+from tensorkeep.io.objects import stores, uploads
 from tensorkeep.io.parallel import Cancellation, Cancelled
 from tensorkeep.paths import StorePath
 from tensorkeep.testing.equality import same

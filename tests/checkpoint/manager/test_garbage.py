@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tensorkeep.checkpoint.manager.garbage import Namer, find_garbage, freed_bytes
 from tensorkeep.checkpoint.manager.steps import Garbage
-from tensorkeep.io.stores import ObjectStatus
+from tensorkeep.io.objects.stores import ObjectStatus
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 GRACE = timedelta(hours=1)

@@ -21,9 +21,9 @@ from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.cli.main import main
 from tensorkeep.formats.native.block_write import BlockFilesWrite
 from tensorkeep.formats.native.directory import read_contents
-from tensorkeep.io import stores
-from tensorkeep.io.store_commit import save_of
-from tensorkeep.io.store_directory import StoreDirectory
+from tensorkeep.io.objects import stores
+from tensorkeep.io.objects.store_commit import save_of
+from tensorkeep.io.objects.store_directory import StoreDirectory
 from tensorkeep.paths import StorePath
 from tensorkeep.testing.equality import same
 
@@ -468,3 +468,17 @@ def test_a_checkpoint_that_was_replaced_has_another_identity(root: StorePath) ->
             assert old.identity() == before
         except tensorkeep.StoreError as error:
             assert "was replaced" in str(error)
+
+
+def test_a_run_behind_a_web_server_is_not_an_empty_one(root: StorePath, bucket: Proxy) -> None:
+    with CheckpointManager(str(root)) as manager:
+        manager.save(7, state(7))
+    web = CheckpointManager(f"{bucket.url}/{str(root).removeprefix('s3://')}", keep_last=1)
+    for call in (web.latest, web.steps, web.restore, web.prune):
+        with pytest.raises(tensorkeep.UnsupportedError, match=r"lists no names.*\ngive the number of a step"):
+            call()
+    assert same(web.restore(7), state(7))
+    with pytest.raises(tensorkeep.NotFoundError, match="has no step 8"):
+        web.restore(8)
+    with pytest.raises(tensorkeep.UnsupportedError, match="is only read from"):
+        web.save(8, state(8))

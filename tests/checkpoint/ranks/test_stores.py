@@ -11,7 +11,7 @@ import tensorkeep
 from checkpoint.ranks import cases, store_cases
 from ranks import Outcome, outcomes, run_ranks
 from store_servers import SECRET, Fault, Proxy, environment_of, make_bucket
-from tensorkeep.io import stores
+from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
 
 pytest.importorskip("obstore")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
+from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.testing.equality import same
 from tensorkeep.testing.format_states import training_state
@@ -73,6 +75,14 @@ def test_other_formats_refuse_a_state_larger_than_the_budget(tmp_path: Path) -> 
 def test_a_budget_below_the_least_is_refused(tmp_path: Path) -> None:
     with pytest.raises(tensorkeep.UsageError, match="at least 128MiB"):
         tensorkeep.save_async({"a": torch.ones(1)}, tmp_path / "c", memory_budget="64MiB")
+
+
+def test_an_upload_of_differences_needs_a_larger_budget() -> None:
+    with pytest.raises(tensorkeep.UsageError, match="into a store\ngive at least 144MiB"):
+        SaveMemory(136 * 1024**2).working(4, delta=True, in_store=True)
+    with closing(SaveMemory(144 * 1024**2)) as memory:
+        memory.working(4, delta=True, in_store=True)
+        memory.staging(1000, from_cuda=False)
 
 
 def test_invalid_calls_raise_at_once(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ import pytest
 
 import tensorkeep
 from store_servers import ACCESS_KEY, SECRET, Fault, FaultAt, Proxy, environment_of
-from tensorkeep.io import store_commit, stores
-from tensorkeep.io.store_commit import is_tombstone
+from tensorkeep.io.objects import store_commit, stores
+from tensorkeep.io.objects.store_commit import is_tombstone
 from tensorkeep.paths import StorePath
 
 SECONDS = 1.0

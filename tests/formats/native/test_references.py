@@ -13,7 +13,7 @@ from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats import sealed
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.records import FileRecord
-from tensorkeep.io.store_directory import StoreDirectory
+from tensorkeep.io.objects.store_directory import StoreDirectory
 from tensorkeep.paths import StorePath
 
 PATH = StorePath("s3://bucket/run/step-000002/manifest.json")

@@ -18,8 +18,8 @@ import tensorkeep
 from faults.injection import in_child
 from store_servers import SECRET, Fault, Proxy
 from tensorkeep.cli.main import main
-from tensorkeep.io import stores
-from tensorkeep.io.store_commit import StoreCommit, save_of
+from tensorkeep.io.objects import stores
+from tensorkeep.io.objects.store_commit import StoreCommit, save_of
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.testing.equality import same
 
@@ -211,7 +211,7 @@ def test_a_store_that_fails_for_ever_ends_in_time(bucket: Proxy, monkeypatch: py
 
 KILLED = """
 import os, sys, torch, tensorkeep
-from tensorkeep.io.store_commit import StoreCommit
+from tensorkeep.io.objects.store_commit import StoreCommit
 StoreCommit.publish = lambda self, content: os._exit(9)
 tensorkeep.save({"w": torch.ones(10)}, sys.argv[1])
 """

@@ -203,3 +203,14 @@ for _ in EvaluationWindows(tokens, 512, most=51_200).batches(16):
     pass
 """
     limited(script, tmp_path / "sparse.bin")
+
+
+def test_a_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_PATIENCE", 0.1)
+    tokenizer = ByteTokenizer(documents=True)
+    for end in (encoding._Worker.close, encoding._Worker._ended):
+        worker = encoding._Worker(json.dumps(tokenizer.as_dict()).encode(), tokenizer)
+        os.kill(worker._process.pid, signal.SIGSTOP)
+        found = end(worker)
+        assert worker._process.returncode == -signal.SIGKILL
+    assert isinstance(found, StoreError) and "hung" in str(found)

@@ -15,6 +15,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.memory import filling
 from tensorkeep.train.memory.filling import GpuMemory, Peaks, TriedRun, filled, gpu_memory, largest_batch
+from tensorkeep.train.run.branch import branch_point
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.world import World
@@ -238,3 +239,28 @@ def test_a_batch_that_runs_out_of_memory_does_not_fit(
     monkeypatch.setattr(filling, "_add_gradients", lambda opened: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         filling._measured(built(FILLING, tmp_path / "other", data), Meter())
+
+
+def test_without_effect_is_noted_for_those_who_asked(tmp_path: Path, data: Path) -> None:
+    def notes(config: Config, folder: str, **how: Any) -> tuple[str, ...]:
+        with open_run(config, RunFolder(tmp_path / folder), Dataset.open(data), **how) as opened:
+            return tuple(note for note in opened.notes if note.startswith("loop.fill_memory"))
+
+    plain = FILLING.changed({"loop.fill_memory": False})
+    assert notes(FILLING, "filled") == ("loop.fill_memory has no effect: cpu memory is not only training's",)
+    run(FILLING, tmp_path / "filled", data, resume=True)
+    run(plain, tmp_path / "plain", data)
+    kept = "loop.fill_memory has no effect: a resumed run keeps its batches, and so does a branch"
+    assert notes(FILLING, "plain", resume=True) == (kept,)
+    # From now on it is a setting of the run.
+    assert notes(FILLING, "plain", resume=True) == notes(FILLING, "filled", resume=True) == ()
+    longer = {"loop.steps": 9}
+    assert notes(FILLING.changed(longer), "second", branch=branch_point(tmp_path / "filled")) == ()
+    assert notes(FILLING.changed(longer), "third", branch=branch_point(tmp_path / "plain")) == (kept,)
+
+
+def test_a_mode_of_compile_that_cannot_accumulate_is_refused_before_the_trials() -> None:
+    config = FILLING.changed({"techniques.compile.mode": "reduce-overhead"})
+    with pytest.raises(UsageError, match='compile in the mode "reduce-overhead" cannot accumulate') as raised:
+        filled(config, Meter(), World(), lambda config: pytest.fail("a step was tried"))
+    assert raised.value.remedy == "leave one of them out"

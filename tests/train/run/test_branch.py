@@ -187,3 +187,15 @@ def test_branch_is_not_made_where_a_run_is_and_needs_a_run(tmp_path: Path, origi
         branch_point(f"{origin}@9")
     with pytest.raises(tensorkeep.NotFoundError, match="holds no run"):
         branch_point(tmp_path / "nothing")
+
+
+def test_a_branch_that_has_lost_all_checkpoints_does_not_resume(tmp_path: Path, origin: Path) -> None:
+    data, config = tmp_path / "prepared", START.changed({"loop.steps": 14})
+    branch(f"{origin}@8", tmp_path / "new", data, config)
+    shutil.rmtree(tmp_path / "new" / "checkpoints")
+    before = (tmp_path / "new" / "log.jsonl").read_bytes()
+    with pytest.raises(tensorkeep.CorruptCheckpointError, match="lost all checkpoints of its run") as raised:
+        run(config, tmp_path / "new", data, resume=True)
+    assert raised.value.remedy == "copy step 8 or a later one back, or start the branch again in another --out"
+    assert (tmp_path / "new" / "log.jsonl").read_bytes() == before
+    assert RunFolder(tmp_path / "new").record().resumed == []

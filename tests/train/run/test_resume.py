@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tensorkeep
+from tensorkeep.cli.main import main
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
@@ -266,3 +267,34 @@ def test_run_of_a_gpu_resumes_on_a_cpu_without_its_techniques(tmp_path: Path, da
         "leg 2 begins after step 4: techniques.tf32 on -> none, techniques.cuda-graphs on -> none"
     )
     assert run(cpu, tmp_path / "run", data, resume=True).step == 12
+
+
+@pytest.mark.parametrize("changes", [{"optim.lr": 5e-10, "loop.steps": 10}, {"schedule.name": "constant"}])
+def test_rates_in_notes_are_those_that_plateau_has_reduced(
+    tmp_path: Path, data: Path, changes: dict[str, object]
+) -> None:
+    # Losses that stay the same: each evaluation but the first one halves the rate.
+    plateau = {"schedule.name": "plateau", "schedule.patience": 1, "schedule.factor": 0.5, "eval.every": 2}
+    start = CONFIG.changed({**plateau, "optim.lr": 1e-9, "loop.steps": 10})
+    run(start, tmp_path / "run", data, stop_at=6)
+    (note,) = notes(start.changed(changes), tmp_path / "run", data)
+    run(start.changed(changes), tmp_path / "run", data, resume=True, stop_at=7)
+    rate = lines(tmp_path / "run", "train")[-1]["learning_rate"]
+    assert f"; the learning rate goes to {rate:.3g} (" in note
+
+
+def test_remedy_for_a_schedule_that_begins_after_a_damaged_checkpoint_is_an_option(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(CONFIG.changed({"checkpoint.every": 4, "checkpoint.keep_last": 9}), tmp_path / "run", data, stop_at=8)
+    files = [each for each in (tmp_path / "run" / "checkpoints" / "step-000008").rglob("*") if each.is_file()]
+    damaged = max(files, key=lambda each: each.stat().st_size)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    command = ["train", "--out", str(tmp_path / "run"), "--resume", "--schedule.name", "cosine", "--quiet"]
+    with pytest.warns(UserWarning, match="step-000008 is skipped"):
+        assert main(command) == 2
+    assert "give 4 or less, such as --schedule.start 4" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="step-000008 is skipped"):
+        assert main([*command, "--schedule.start", "4"]) == 0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tensorkeep.train import spinning
 from tensorkeep.train.guard import check_steps
 from tensorkeep.train.run.speed import Clock, SlowdownDetector, Speedometer, data_sheet_peak
 from tensorkeep.train.run.state import Run
@@ -118,3 +119,13 @@ def test_mfu_of_a_known_card_is_given_twice() -> None:
     speed = Speedometer(500.0, data_sheet=1000.0)
     speed.add(10, 400, 1.0)
     assert speed.lap() == {"tokens_per_second": 10.0, "mfu": 0.8, "mfu_of_data_sheet": 0.4}
+
+
+def test_teams_that_limit_spinning_are_counted_by_the_usable_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spinning, "usable_processors", lambda: {0, 1, 2})
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    # With one thread, which torch may be set to meanwhile, there is nothing to limit.
+    for threads, teams in ((2, 2), (3, 1), (1, 0)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        with spinning._IdleTeams() as idle:
+            assert len(idle._threads) == teams

@@ -104,7 +104,7 @@ class TieredPlace(StepPlace):
         self._known: set[int] = set()  # the steps in the store, when it was looked at last
         self._broken: set[int] = set()  # those of them whose copy in the store is not whole
         self._damaged: dict[int, str | None] = {}  # with the digests of the manifests in the store
-        self._replaces: dict[int, bool] = {}
+        self._saving: dict[int, bool] = {}  # the steps that are being saved, with whether each replaces another one
         self._saved_last: int | None = None
         self._not_deleted: TensorkeepError | None = None
         self._mutex = threading.RLock()
@@ -195,20 +195,22 @@ class TieredPlace(StepPlace):
         self._uploader.start(look=True)
 
     def expect(self, number: int, *, overwrite: bool) -> None:
-        self._replaces[number] = overwrite
-        self._saved_last = number
-        self._uploader.drop_copy(number)
+        with self._mutex:
+            self._saving[number] = overwrite
+            self._saved_last = number
+            self._uploader.drop_copy(number)
 
     def saved(self, number: int) -> bool:
-        damaged, overwrite = self._damaged.pop(number, None), self._replaces.pop(number, False)
+        damaged, overwrite = self._damaged.pop(number, None), self._saving.get(number, False)
         # Unless another process has replaced the damaged one.
         overwrite = overwrite or (damaged is not None and damaged == manifest_digest(self._store.path_of(number)))
         self._uploader.add(number, overwrite=overwrite)
+        # Only now: `_clean_up` removes no step that is being saved, and none that is still to be uploaded.
+        self._saving.pop(number, None)
         return False
 
     def settle(self) -> None:
         if self._claimed:
-            self._uploader.start()
             self._uploader.drain()
             self._uploader.raise_failure()
 
@@ -229,6 +231,7 @@ class TieredPlace(StepPlace):
     def release(self) -> None:
         self._disk.release()
         self._claimed = False
+        self._saving.clear()  # of saves that have failed
 
     # In the thread that uploads
 
@@ -267,12 +270,17 @@ class TieredPlace(StepPlace):
             disk = self._disk.listing()
             needless = {step.number for step in self._unwanted(self._joined(disk).steps)}
             kept = self._kept_on_disk(disk.steps) | {uploaded}
-            with self._mutex:
-                for number in ((self._uploader.stored() - self._broken) | needless) - kept:
-                    self._disk.remove(self._disk.path_of(number))
-                    self._uploader.drop_copy(number)
+            for number in ((self._uploader.stored() - self._broken) | needless) - kept:
+                self._remove_from_disk(number)
         except TensorkeepError as error:
             self._not_deleted = error
+
+    def _remove_from_disk(self, number: int) -> None:
+        """Delete a step from the disk, unless it is saved again meanwhile."""
+        with self._mutex:
+            if number not in {*self._saving, *self._uploader.pending(), self._saved_last}:
+                self._disk.remove(self._disk.path_of(number))
+                self._uploader.drop_copy(number)
 
     def _kept_on_disk(self, steps: list[Step]) -> set[int | None]:
         """Return the steps that stay on the disk, and some that it does not have."""

@@ -23,15 +23,15 @@ from tensorkeep.formats.native.directory import commit_to, publish
 from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.pieces.records import Root
 from tensorkeep.formats.native.records import REFERENCES, FileRecord, Manifest
-from tensorkeep.io import stores
 from tensorkeep.io.buffers import ALIGNMENT, MINIMUM_BUDGET, BufferPool, round_up
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
+from tensorkeep.io.objects import stores
+from tensorkeep.io.objects.store_commit import object_name
+from tensorkeep.io.objects.uploads import Upload, part_bytes
 from tensorkeep.io.parallel import Cancellation, Meter
 from tensorkeep.io.places import open_directory
 from tensorkeep.io.source_file import SourceFile
-from tensorkeep.io.store_commit import object_name
-from tensorkeep.io.uploads import Upload, part_bytes
 from tensorkeep.paths import StorePath
 
 _BESIDE = "../"

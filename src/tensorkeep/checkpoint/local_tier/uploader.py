@@ -17,6 +17,7 @@ from tensorkeep.errors import (
     CorruptCheckpointError,
     DestinationExistsError,
     NotACheckpointError,
+    NotFoundError,
     StoreError,
     TensorkeepError,
     UnsupportedError,
@@ -61,7 +62,9 @@ class Uploader:
         self._prepare = prepare
         self._choose = choose
         self._uploaded = uploaded
-        self._changed = threading.Condition()
+        # Ctrl-C cannot come between taking a plain lock and entering its block; a condition is entered by Python code.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._cancellation = Cancellation()
         self._prepared = False
@@ -76,7 +79,7 @@ class Uploader:
 
     def add(self, number: int, *, overwrite: bool) -> None:
         """Upload a step that was saved, and all that wait; ``overwrite`` one of this number that the store has."""
-        with self._changed:
+        with self._lock:
             self._copies.pop(number, None)
             self._refused.pop(number, None)
             self._waiting[number] = overwrite
@@ -84,7 +87,7 @@ class Uploader:
 
     def start(self, *, look: bool = False) -> None:
         """Begin to upload what waits, unless that is being done; with ``look``, after another `prepare`."""
-        with self._changed:
+        with self._lock:
             self._prepared = self._prepared and not look
             if self._thread is not None:
                 return
@@ -92,26 +95,37 @@ class Uploader:
             if self._prepared and not self._waiting:
                 return
             self._cancellation = Cancellation()
-            thread = self._thread = threading.Thread(target=self._run, name="tensorkeep-uploads")
-        try:
-            thread.start()
-        except RuntimeError:
-            # The interpreter exits, and waits for the thread of a save, which is this one.
-            self._run()
+            try:
+                self._thread = threading.Thread(target=self._run, name="tensorkeep-uploads")
+                self._thread.start()
+                return
+            except RuntimeError:
+                # The interpreter exits, and waits for the thread of a save, which is this one.
+                self._thread = threading.current_thread()
+            except BaseException:
+                # Nobody must wait for a thread that may never run; one that does run ends at once.
+                self._thread = None
+                raise
+        self._run()
 
     def drain(self) -> None:
-        """Wait until all steps are uploaded or the store has failed; Ctrl-C ends the waiting and the uploads."""
+        """Upload what waits, until that is done or the store has failed; Ctrl-C ends the waiting and the uploads."""
         try:
-            with self._changed:
-                while self._thread is not None:
-                    self._changed.wait()
+            while True:
+                self.start()
+                with self._lock:
+                    while self._thread is not None:
+                        self._changed.wait()
+                    # Else the thread was about to end after an earlier Ctrl-C.
+                    if self._failure is not None or not self._waiting:
+                        return
         except KeyboardInterrupt:
             self._cancellation.cancel()
             raise
 
     def forget(self, number: int) -> None:
         """Do not upload a step, since it is to be deleted; one that is being uploaded is waited for."""
-        with self._changed:
+        with self._lock:
             while self._current is not None and self._current.step == number:
                 self._changed.wait()
             for steps in (self._waiting, self._refused, self._copies):
@@ -119,22 +133,22 @@ class Uploader:
 
     def drop_copy(self, number: int) -> None:
         """Forget the copy of a step that is saved again, or deleted from the disk."""
-        with self._changed:
+        with self._lock:
             self._copies.pop(number, None)
 
     def stored(self) -> set[int]:
         """Return the steps of the folder that the store has a copy of."""
-        with self._changed:
+        with self._lock:
             return set(self._copies)
 
     def pending(self) -> set[int]:
         """Return the steps that wait, or cannot be uploaded."""
-        with self._changed:
+        with self._lock:
             return {*self._waiting, *self._refused}
 
     def statuses(self) -> list[UploadStatus]:
         """Return the steps that are not in the store yet, by number."""
-        with self._changed:
+        with self._lock:
             reason = None if self._failure is None else str(self._failure)
             state: Literal["waiting", "failed"] = "waiting" if reason is None else "failed"
             found = {number: UploadStatus(number, state, error=reason) for number in self._waiting}
@@ -149,7 +163,7 @@ class Uploader:
 
     def raise_failure(self) -> None:
         """Raise StoreError with the steps that could not be uploaded, and the reason."""
-        with self._changed:
+        with self._lock:
             left = sorted({*self._waiting, *self._refused})
             reason = self._failure or next(iter(self._refused.values()), None)
         self.take_failure()
@@ -159,7 +173,7 @@ class Uploader:
         raise StoreError(
             f"{what} could not be uploaded from {self._root}: {in_short(reason)}",
             path=self._store,
-            remedy="the disk has them, and the next process that saves into this run uploads them",
+            remedy="the next process that saves into this run uploads those that are on the disk",
         ) from reason
 
     # Called in the thread that uploads
@@ -170,7 +184,7 @@ class Uploader:
             if not self._look_at_copy(number, replace=True):
                 self._refuse(number, self._conflict(number))
         except NotACheckpointError:
-            with self._changed:
+            with self._lock:
                 self._waiting.setdefault(number, False)
         except (CorruptCheckpointError, UnsupportedError) as error:
             self._refuse(number, error)
@@ -190,14 +204,17 @@ class Uploader:
             if not replace:
                 return False
             logger.warning("step %d of %s is uploaded again: %s", number, self._root, in_short(error))
-            with self._changed:
+            with self._lock:
                 self._waiting.setdefault(number, True)
         else:
             self._note_copy(number, copy)
         return True
 
     def _run(self) -> None:
-        thread = self._thread
+        thread = threading.current_thread()
+        with self._lock:
+            if self._thread is not thread:
+                return  # its start was interrupted
         try:
             if not self._prepared:
                 self._prepare()
@@ -208,20 +225,20 @@ class Uploader:
             pass
         except BaseException as error:
             logger.info("steps of %s are not uploaded: %s", self._root, in_short(error))
-            with self._changed:
+            with self._lock:
                 self._failure = _unreported[self] = error
         finally:
-            with self._changed:
+            with self._lock:
                 if self._thread is thread:
                     self._current = self._thread = None
                 self._changed.notify_all()
 
     def _next(self) -> tuple[int, bool] | None:
         """Return the next step, and whether it replaces another one; None if no step waits, which ends the thread."""
-        with self._changed:
+        with self._lock:
             waiting = sorted(self._waiting)
         wanted = self._choose(waiting) if len(waiting) > 1 else waiting
-        with self._changed:
+        with self._lock:
             self._current = None
             for number in {*waiting} - {*wanted}:
                 self._waiting.pop(number, None)
@@ -250,11 +267,13 @@ class Uploader:
             self._refuse(number, error)
             return
         except BaseException as error:
-            if not isinstance(error, NotACheckpointError) or exists(source):
-                with self._changed:
-                    self._waiting.setdefault(number, overwrite)
-                raise
-            return  # it was deleted meanwhile
+            if isinstance(error, NotACheckpointError) and not exists(source):
+                # Not by `forget`, which waits for this.
+                self._refuse(number, NotFoundError("was deleted before it was uploaded", path=source))
+                return
+            with self._lock:
+                self._waiting.setdefault(number, overwrite)
+            raise
         sent = self._current.bytes_total if self._current else 0
         logger.info("uploaded %s to %s: %s", source, destination, format_speed(sent, time.perf_counter() - started))
         self._uploaded(number)
@@ -263,7 +282,7 @@ class Uploader:
         """Copy a step, at a second attempt if a request fails once: not every one is repeated below."""
         source, destination = self._paths(number)
         transfer = Transfer(self._throttle, self._cancellation, partial(self._note_progress, number))
-        with self._changed:
+        with self._lock:
             earlier = list(self._copies.values())
         try:
             return copy_to_store(source, destination, transfer, earlier=earlier, overwrite=overwrite)
@@ -276,7 +295,7 @@ class Uploader:
         return source, self._store / source.name
 
     def _note_progress(self, number: int, done: int, total: int) -> None:
-        with self._changed:
+        with self._lock:
             self._current = UploadStatus(number, "uploading", done, total)
 
     def _conflict(self, number: int) -> TensorkeepError:
@@ -286,7 +305,7 @@ class Uploader:
         )
 
     def _note_copy(self, number: int, copy: StoredCopy) -> None:
-        with self._changed:
+        with self._lock:
             # Unless it was saved again meanwhile.
             if number not in self._waiting:
                 self._copies[number] = copy
@@ -294,7 +313,7 @@ class Uploader:
     def _refuse(self, number: int, error: TensorkeepError) -> None:
         """Note a step that cannot be uploaded, while others can."""
         logger.info("step %d of %s cannot be uploaded: %s", number, self._root, in_short(error))
-        with self._changed:
+        with self._lock:
             _unreported[self] = error
             if number not in self._waiting:
                 self._refused[number] = error

@@ -6,8 +6,8 @@ from datetime import datetime, timedelta
 
 from tensorkeep.checkpoint.manager.steps import Garbage
 from tensorkeep.formats.native.directory import is_ours
-from tensorkeep.io.store_commit import LEFTOVER_AGE, save_of
-from tensorkeep.io.stores import ObjectStatus
+from tensorkeep.io.objects.store_commit import LEFTOVER_AGE, save_of
+from tensorkeep.io.objects.stores import ObjectStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,16 @@ from tensorkeep.errors import (
     NotFoundError,
     StoreError,
     TensorkeepError,
+    UnsupportedError,
     UsageError,
 )
 from tensorkeep.formats.native.directory import Contents, Summary, read_contents, summarise, summarise_contents
-from tensorkeep.io import parallel, stores
+from tensorkeep.io import parallel
+from tensorkeep.io.objects import stores
+from tensorkeep.io.objects.store_commit import is_tombstone, put_tombstone
+from tensorkeep.io.objects.store_directory import StoreDirectory
+from tensorkeep.io.objects.stores import ObjectStatus
 from tensorkeep.io.places import MANIFEST_NAME
-from tensorkeep.io.store_commit import is_tombstone, put_tombstone
-from tensorkeep.io.store_directory import StoreDirectory
-from tensorkeep.io.stores import ObjectStatus
 from tensorkeep.paths import StorePath
 from tensorkeep.units import parse_seconds
 
@@ -64,6 +66,8 @@ class StorePlace(StepPlace):
         self._known: dict[tuple[str, str], Contents] = {}  # by the key of the manifest and its tag
 
     def numbers(self) -> list[int]:
+        if not self._url.has_listing:
+            return []
         return step_numbers(key.split("/")[-2] for key in self._objects() if key.endswith(f"/{MANIFEST_NAME}"))
 
     def exists(self, path: Path) -> bool:
@@ -157,9 +161,13 @@ class StorePlace(StepPlace):
             logger.info("deleted %d objects below %s that no step needs", len(found), self.root)
 
     def _objects(self) -> Objects:
-        """Return the objects that lie directly below the steps, by key."""
+        """Return the objects that lie directly below the steps, by key; UnsupportedError for a web server."""
         if not self._url.has_listing:
-            return {}
+            raise UnsupportedError(
+                "a web server lists no names, so the steps of a run are not found",
+                path=self.root,
+                remedy="give the number of a step",
+            )
         depth = len(self._url.key.split("/")) + 2 if self._url.key else 2
         found = ((each.key.split("/"), each) for each in stores.objects(self._url))
         return {each.key: each for parts, each in found if len(parts) == depth and step_numbers([parts[-2]])}

@@ -32,8 +32,8 @@ from tensorkeep.formats.native.pieces.root import check_plan, plan_root, root_co
 from tensorkeep.formats.native.pieces.writer import PiecesWrite
 from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
+from tensorkeep.io.objects.store_commit import StoreCommit
 from tensorkeep.io.parallel import Cancelled
-from tensorkeep.io.store_commit import StoreCommit
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.sharded import Piece

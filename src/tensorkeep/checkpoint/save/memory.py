@@ -5,7 +5,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.formats.blockfile.data_file import buffers_per_thread
 from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
-from tensorkeep.io.uploads import part_bytes
+from tensorkeep.io.objects.uploads import part_bytes
 from tensorkeep.machine import available_bytes
 from tensorkeep.state.cuda import CudaPageLock
 from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
@@ -27,12 +27,25 @@ class SaveMemory:
         self._page_lock = CudaPageLock()
 
     def working(self, threads: int, *, delta: bool, in_store: bool = False) -> BufferPool:
-        """Return the pool for that many writing threads, which may have to compute differences, or to upload."""
+        """Return the pool for that many writing threads, which may have to compute differences, or to upload.
+
+        Raises UsageError if the budget is too small to upload: `checked_budget` does not know where a save goes.
+        """
         each = thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=True, delta=delta))
-        each += part_bytes(0) if in_store else 0
+        if in_store:
+            each += part_bytes(0)
+            self._check_budget(max(MINIMUM_BUDGET, each) + MINIMUM_BUDGET)
         limit = threads * each if self._budget is None else self._budget // 4
         self._working = _with_budget(self._working, max(MINIMUM_BUDGET, each, min(threads * each, limit)))
         return self._working
+
+    def _check_budget(self, least: int) -> None:
+        if self._budget is not None and self._budget < least:
+            found = format_bytes(self._budget)
+            raise UsageError(
+                f"a memory budget of {found} for each copy of the state is too small for saving into a store",
+                remedy=f"give at least {format_least_bytes(least)} for each",
+            )
 
     def staging(self, needed: int, *, from_cuda: bool) -> BufferPool:
         """Return the pool for copies that take ``needed`` bytes, or for as much as the budget leaves.

@@ -23,9 +23,9 @@ from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import Buffer, BufferPool, aligned_copy
 from tensorkeep.io.files import Bytes, DirectFile
+from tensorkeep.io.objects.store_commit import object_name
+from tensorkeep.io.objects.uploads import Upload, part_bytes
 from tensorkeep.io.parallel import Cancellation, Meter, Pace
-from tensorkeep.io.store_commit import object_name
-from tensorkeep.io.uploads import Upload, part_bytes
 from tensorkeep.paths import StorePath
 
 StagedTask = Callable[[], Buffer]

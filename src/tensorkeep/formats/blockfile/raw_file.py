@@ -12,7 +12,7 @@ from tensorkeep.formats.blockfile.plan import BlockRecord, FilePlan
 from tensorkeep.formats.sealed import digest
 from tensorkeep.io.buffers import ALIGNMENT, Buffer, round_down, round_up
 from tensorkeep.io.files import Bytes, DirectFile
-from tensorkeep.io.uploads import Upload
+from tensorkeep.io.objects.uploads import Upload
 
 
 class RawDataFile(DataFile):

@@ -16,8 +16,8 @@ from tensorkeep.formats.sealed import digest, is_wide, new_hasher
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.buffers import ALIGNMENT, BufferPool, round_up
 from tensorkeep.io.files import Bytes
+from tensorkeep.io.objects.store_directory import StoreFile
 from tensorkeep.io.source_file import SourceFile
-from tensorkeep.io.store_directory import StoreFile
 from tensorkeep.state.dtypes import DType
 
 _HASH_BYTES = 1024**2

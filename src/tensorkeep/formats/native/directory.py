@@ -17,8 +17,8 @@ from tensorkeep.formats.probe import first_bytes, names_in
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_error, store_errors, write_small
+from tensorkeep.io.objects.store_commit import TOMBSTONE_NAME, StoreCommit, save_of
 from tensorkeep.io.places import read_directory
-from tensorkeep.io.store_commit import TOMBSTONE_NAME, StoreCommit, save_of
 from tensorkeep.paths import StorePath
 
 _SUFFIXES = "|".join(map(re.escape, (manifests.FILE_NAME, SUFFIX, CODED_SUFFIX, INDEX_SUFFIX)))

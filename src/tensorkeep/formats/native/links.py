@@ -17,7 +17,7 @@ from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.records import FILE_NAME_PATTERN, FileRecord
 from tensorkeep.formats.sealed import MANIFEST_NAME
 from tensorkeep.io.files import store_errors
-from tensorkeep.io.store_directory import StoreDirectory
+from tensorkeep.io.objects.store_directory import StoreDirectory
 from tensorkeep.paths import StorePath
 
 _PREFIX = "from-"

@@ -18,7 +18,7 @@ from tensorkeep.formats.native.rules import StoredRules, check_dtype, check_refe
 from tensorkeep.formats.sealed import Body, Content
 from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.directory import Directory
-from tensorkeep.io.store_commit import object_name
+from tensorkeep.io.objects.store_commit import object_name
 from tensorkeep.state.dtypes import BY_NAME
 
 FILE_NAME = sealed.MANIFEST_NAME

@@ -14,8 +14,8 @@ from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.native.records import VERSION, FileRecord, LeafRecord, Manifest
 from tensorkeep.formats.structure import AliasRecord
 from tensorkeep.formats.write import BLOCK_BYTES, WriteResult, WriteSettings
+from tensorkeep.io.objects.store_commit import object_name
 from tensorkeep.io.places import write_file
-from tensorkeep.io.store_commit import object_name
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.version import __version__

@@ -23,9 +23,9 @@ from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
+from tensorkeep.io.objects.store_commit import save_of
 from tensorkeep.io.places import read_directory
 from tensorkeep.io.source_file import SourceFile
-from tensorkeep.io.store_commit import save_of
 from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from tensorkeep.state.names import DEFAULT_PART, assign_names

@@ -26,8 +26,8 @@ from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
+from tensorkeep.io.objects.uploads import ObjectCommit
 from tensorkeep.io.parallel import Cancellation, Meter, Pace
-from tensorkeep.io.uploads import ObjectCommit
 from tensorkeep.paths import StorePath
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import DEFAULT_PART

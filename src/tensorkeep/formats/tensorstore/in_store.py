@@ -1,4 +1,4 @@
-"""Arrays in object stores: TensorStore's own drivers, with the endpoint and the limits of `tensorkeep.io.stores`.
+"""Arrays in object stores: TensorStore's own drivers, with the endpoint and limits of `tensorkeep.io.objects.stores`.
 
 TensorStore takes credentials from the same places, but neither an endpoint nor a limit of time.
 """
@@ -8,7 +8,7 @@ from bisect import bisect_left
 from typing import Any
 
 from tensorkeep.errors import UnsupportedError
-from tensorkeep.io import stores
+from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath, endpoint
 
 _FIRST_DELAY = 0.1

@@ -20,8 +20,8 @@ from tensorkeep.formats.probe import file_mode
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values, load_untrusted
 from tensorkeep.formats.torch_file.zip_file import TorchZip, begins_like_old_pickle
 from tensorkeep.io.files import Bytes
+from tensorkeep.io.objects.store_directory import StoreFile
 from tensorkeep.io.places import open_file
-from tensorkeep.io.store_directory import StoreFile
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.tree import Flat, flatten
 

@@ -4,6 +4,7 @@ Random numbers are drawn from Philox (Salmon et al., 2011, https://doi.org/10.11
 state is a counter: any batch can be computed from the seed and its number, without the batches before it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
@@ -58,8 +59,69 @@ class BatchSource(Protocol):
         """Continue where `state_dict` was called."""
 
 
-class Batches:
-    """An endless iterator of batches; each is a function of the seed and its number only.
+class NumberedBatches(ABC):
+    """An endless iterator of batches, of which each is a function of the seed and its number only.
+
+    Subclasses choose which numbers are drawn, such as the offsets of windows, and what rows they stand for.
+    """
+
+    _offsets: "Drawn"
+
+    def __init__(self, *, context_length: int, batch_size: int, seed: int) -> None:
+        for name, count in (("context length", context_length), ("batch size", batch_size)):
+            if count < 1:
+                raise UsageError(f"the {name} is {count}", remedy="give 1 or more")
+        if not 0 <= seed < 1 << 64:
+            raise UsageError(f"the seed is {seed}", remedy="give 0 or more, below 2**64")
+        self.context_length = context_length
+        self.batch_size = batch_size
+        self.position = 0
+        self._rows = slice(None)
+
+    def draw_part(self, part: int, parts: int) -> None:
+        """Draw only one of equal parts of the rows of each batch from now on; the windows of others are not read.
+
+        Parts are numbered from 0. Raises UsageError if the rows cannot be divided equally.
+        """
+        if self.batch_size % parts:
+            raise UsageError(
+                f"a batch of {self.batch_size} sequences cannot be split equally among {parts} processes",
+                remedy=f"give a batch size (--loop.batch_size) that is a multiple of {parts}",
+            )
+        rows = self.batch_size // parts
+        self._rows = slice(part * rows, (part + 1) * rows)
+
+    def at(self, position: int) -> Batch:
+        """Return the batch of a number."""
+        # The offsets of all rows: a generator that skips takes longer than it takes to draw them.
+        return self._read(self._offsets.take(position * self.batch_size, self.batch_size)[self._rows])
+
+    @abstractmethod
+    def _read(self, begins: Offsets) -> Batch:
+        """Return the rows of some numbers that were drawn."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self.at(self.position)
+        self.position += 1
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position that a checkpoint stores, to continue with the next batch."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was called; UsageError if that did not return the state."""
+        position = state.get("position")
+        if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+            raise UsageError(f"the position of the batches is {position!r}", remedy="give what state_dict() returned")
+        self.position = position
+
+
+class Batches(NumberedBatches):
+    """Batches of windows of a text; see `NumberedBatches`.
 
     Parameters
     ----------
@@ -105,14 +167,10 @@ class Batches:
         order: Order = "random",
         mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
-        check_window(tokens, context_length, batch_size)
+        super().__init__(context_length=context_length, batch_size=batch_size, seed=seed)
+        check_window(tokens, context_length)
         if order not in _ORDERS:
             raise UsageError(f"there is no order {order!r}", remedy=f"give one of {', '.join(_ORDERS)}")
-        if not 0 <= seed < 1 << 64:
-            raise UsageError(f"the seed is {seed}", remedy="give 0 or more, below 2**64")
-        self.context_length = context_length
-        self.batch_size = batch_size
-        self.position = 0
         # A view without a copy: indexing its rows is faster than slicing in a loop.
         self._windows = np.lib.stride_tricks.sliding_window_view(tokens, context_length)
         self._offsets: Drawn = (
@@ -120,49 +178,11 @@ class Batches:
             if mixture
             else _ORDERS[order](len(tokens), context_length, seed)
         )
-        self._rows = slice(None)
-
-    def draw_part(self, part: int, parts: int) -> None:
-        """Draw only one of equal parts of the rows of each batch from now on; the windows of others are not read.
-
-        Parts are numbered from 0. Raises UsageError if the rows cannot be divided equally.
-        """
-        if self.batch_size % parts:
-            raise UsageError(
-                f"a batch of {self.batch_size} sequences cannot be split equally among {parts} processes",
-                remedy=f"give a batch size (--loop.batch_size) that is a multiple of {parts}",
-            )
-        rows = self.batch_size // parts
-        self._rows = slice(part * rows, (part + 1) * rows)
-
-    def at(self, position: int) -> Batch:
-        """Return the batch of a number."""
-        # The offsets of all rows: a generator that skips takes longer than it takes to draw them.
-        return self._read(self._offsets.take(position * self.batch_size, self.batch_size)[self._rows])
 
     def _read(self, begins: Offsets) -> Batch:
         """Return the rows at some offsets."""
         inputs, targets = (torch.from_numpy(self._windows[each].astype(np.int64)) for each in (begins, begins + 1))
         return inputs, targets
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Batch:
-        batch = self.at(self.position)
-        self.position += 1
-        return batch
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the position that a checkpoint stores, to continue with the next batch."""
-        return {"position": self.position}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was called; UsageError if that did not return the state."""
-        position = state.get("position")
-        if isinstance(position, bool) or not isinstance(position, int) or position < 0:
-            raise UsageError(f"the position of the batches is {position!r}", remedy="give what state_dict() returned")
-        self.position = position
 
 
 class Drawn(Protocol):
@@ -315,13 +335,8 @@ def check_weights(weights: Mapping[str, float]) -> None:
             )
 
 
-def check_window(
-    tokens: Tokens, context_length: int, batch_size: int = 1, *, what: str = "text", path: Path | None = None
-) -> None:
-    """Raise UsageError if a batch or its windows are empty, or the text is not longer than a window."""
-    for name, count in (("context length", context_length), ("batch size", batch_size)):
-        if count < 1:
-            raise UsageError(f"the {name} is {count}", remedy="give 1 or more")
+def check_window(tokens: Tokens, context_length: int, *, what: str = "text", path: Path | None = None) -> None:
+    """Raise UsageError if a text is not longer than a window."""
     if len(tokens) <= context_length:
         raise UsageError(
             f"the {what} has {len(tokens):,} tokens, and a context of {context_length:,} needs {context_length + 1:,}",

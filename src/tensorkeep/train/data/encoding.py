@@ -36,6 +36,9 @@ _JOB = 1 << 18
 _JOBS_PER_PROCESS = 3
 """Jobs that are computed or wait for each process; more would only take memory."""
 
+_PATIENCE = 10.0
+"""Seconds that a process has to end after its connection was closed."""
+
 
 class Piece(NamedTuple):
     """Text of a split that can be encoded by itself, and whether a document ends with it."""
@@ -152,7 +155,9 @@ class _Worker:
             raise self._ended() from error
 
     def _ended(self) -> TensorkeepError:
-        status = self._process.wait()
+        status = self._status()
+        if status is None:
+            return StoreError("a process that tokenizes hung", remedy="see its last output, or use one process")
         if status == -signal.SIGKILL:
             return OutOfMemoryError(
                 "a process that tokenizes was killed, probably because memory ran out", remedy="use fewer processes"
@@ -164,7 +169,16 @@ class _Worker:
     def close(self) -> None:
         """End the process."""
         self._connection.close()
-        self._process.wait()
+        self._status()
+
+    def _status(self) -> int | None:
+        """Wait for the process, which ends with its connection, and return its status; None if it had to be killed."""
+        try:
+            return self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return None
 
 
 def _import_path() -> str:

@@ -81,8 +81,15 @@ def gpu_memory(device: torch.device) -> GpuMemory | None:
 def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tuple[Config, str]:
     """Return a configuration whose batches fill the memory, and a note on the choice; a collective.
 
-    Raises OutOfMemoryError if there is not enough memory for the smallest batches.
+    Raises OutOfMemoryError if there is not enough memory for the smallest batches; UsageError if a technique cannot
+    accumulate batches, as the trials do.
     """
+    if config.techniques.get("compile", {}).get("mode") == "reduce-overhead":
+        raise UsageError(
+            'loop.fill_memory is true, and compile in the mode "reduce-overhead" cannot accumulate batches, of which '
+            "small ones are tried",
+            remedy="leave one of them out",
+        )
     sequences = config.loop.batch_size * config.loop.accumulate
     # With a batch of all sequences, because the given size, which may not divide among the ranks, is to be replaced.
     replicas = _replicas(trial(with_batch_size(config, sequences)))

@@ -23,8 +23,9 @@ def timed_step(run: Run) -> Iterator[None]:
             check_steps(run)
     if not first:
         trained = run.progress.tokens - tokens
-        # Attention over a shorter context, as techniques may draw, takes fewer operations.
-        flops = trained * run.config.model.flops_per_token(run.batches.context_length)
+        # Positions whose targets do not count are computed as well. Attention over a shorter context, as techniques may
+        # draw, takes fewer operations.
+        flops = run.positions * run.config.model.flops_per_token(run.batches.context_length)
         seconds = run.clock.seconds["train"] - before
         _count(run, trained, flops, seconds, steps=1)
 

@@ -117,13 +117,16 @@ class Muon(torch.optim.Muon):
             parameters = [part for each in parameters for part in each.chunk(count)]
             directions = [part for each in directions for part in each.chunk(count)]
         for chosen in _batches(parameters):
-            wide = [directions[each].mT if _is_tall(directions[each]) else directions[each] for each in chosen]
-            for each, update in zip(chosen, self._orthogonalised(wide, group), strict=True):
-                parameter = parameters[each]
-                rows, columns = parameter.shape
-                # The factor gives updates of all shapes the same size.
-                rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
-                parameter.add_(update.mT if _is_tall(parameter) else update, alpha=-rate)
+            changed = [parameters[each] for each in chosen]
+            rows, columns = changed[0].shape
+            # The factor gives updates of all shapes the same size.
+            rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
+            # Without a name, so that the updates of a batch are freed before the next one.
+            torch._foreach_add_(
+                changed,
+                self._orthogonalised([directions[each] for each in chosen], group).to(changed[0].dtype).unbind(),
+                alpha=-rate,
+            )
 
     def _update_shards(self, group: dict[str, Any], parameters: list[Any], directions: list[Tensor]) -> None:
         """Gather the directions of sharded parameters, compute their updates, and add the rows of this rank."""
@@ -141,21 +144,21 @@ class Muon(torch.optim.Muon):
             placed = distribute_tensor(change, each.device_mesh, each.placements, src_data_rank=None)
             each.to_local().add_(placed.to_local())
 
-    def _orthogonalised(self, wide: list[Tensor], group: dict[str, Any]) -> Tensor:
+    def _orthogonalised(self, matrices: list[Tensor], group: dict[str, Any]) -> Tensor:
         """Return the orthogonal matrices of a batch; with several ranks each computes some of them."""
         polynomials, express = tuple(_polynomials(group)), bool(group.get("polar_express"))
-        ranks, dtype = self.ranks, dtype_of_steps(wide[0].device.type)
+        ranks, dtype = self.ranks, dtype_of_steps(matrices[0].device.type)
         if ranks is None or ranks.size == 1:
-            return self.orthogonal(torch.stack(wide), polynomials, group["eps"], express, dtype)
-        count = -(-len(wide) // ranks.size)
-        matrices = wide[0].new_zeros(count, *wide[0].shape)
-        for place, each in enumerate(wide[ranks.rank * count : (ranks.rank + 1) * count]):
-            matrices[place] = each
-        own = self.orthogonal(matrices, polynomials, group["eps"], express, dtype).contiguous()
+            return self.orthogonal(torch.stack(matrices), polynomials, group["eps"], express, dtype)
+        count = -(-len(matrices) // ranks.size)
+        chosen = matrices[0].new_zeros(count, *matrices[0].shape)
+        for place, each in enumerate(matrices[ranks.rank * count : (ranks.rank + 1) * count]):
+            chosen[place] = each
+        own = self.orthogonal(chosen, polynomials, group["eps"], express, dtype).contiguous()
         found = own.new_empty(ranks.size * count, *own.shape[1:])
         # As bytes: not every backend exchanges bfloat16.
         dist.all_gather_into_tensor(found.view(torch.uint8), own.view(torch.uint8), group=ranks.group)
-        return found[: len(wide)]
+        return found[: len(matrices)]
 
 
 def _is_sharded(tensor: Any) -> bool:
@@ -180,7 +183,7 @@ def _batches(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield the positions of the parameters of each batch."""
     by_shape: dict[tuple[Any, ...], list[int]] = {}
     for position, each in enumerate(parameters):
-        by_shape.setdefault((each.device, *sorted(each.shape)), []).append(position)
+        by_shape.setdefault((each.device, *each.shape), []).append(position)
     for same in by_shape.values():
         most = max(1, _AT_ONCE // parameters[same[0]].numel())
         for begin in range(0, len(same), most):
@@ -203,10 +206,6 @@ def update_bytes(parameters: Sequence[Tensor], dtype: torch.dtype) -> int:
     return 4 * sum(each.numel() for each in parameters) + max(stacks, default=0)
 
 
-def _is_tall(matrix: Tensor) -> bool:
-    return matrix.shape[0] > matrix.shape[1]
-
-
 def orthogonal(
     matrices: Tensor, polynomials: Sequence[Polynomial], eps: float, with_margin: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -214,7 +213,10 @@ def orthogonal(
     found = matrices.to(dtype)
     norm = found.norm(dim=(1, 2), keepdim=True)
     found = found / (norm * _MARGIN if with_margin else norm).clamp(min=eps)
+    # The smaller Gram matrix; nothing is transposed in memory, which takes as long as a product.
+    tall = found.shape[1] > found.shape[2]
     for a, b, c in polynomials:
-        gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+        gram = found.mT @ found if tall else found @ found.mT
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.baddbmm(found, found, factor, beta=a) if tall else torch.baddbmm(found, factor, found, beta=a)
     return found

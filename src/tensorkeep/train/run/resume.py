@@ -120,7 +120,8 @@ def check_steps(config: Config, step: int, folder: RunFolder) -> None:
     if config.schedule.start > step:
         raise UsageError(
             f"schedule.start is {config.schedule.start}, and the next step is {step + 1}",
-            remedy=f"give {step} or less" if step else "leave it out",
+            # The start need not be what the user gave: it is that of a checkpoint that has turned out to be damaged.
+            remedy=f"give {step} or less, such as --schedule.start {step}" if step else "leave it out",
         )
 
 
@@ -135,22 +136,24 @@ def with_schedule_start(config: Config, before: Config, given: Collection[str], 
     return config.changed({name: value for name, value in defaults.items() if name not in given})
 
 
-def note_on_leg(number: int, leg: Leg, before: Config) -> str:
-    """Return what changes in a leg, and how its learning rate continues."""
+def note_on_leg(number: int, leg: Leg, before: Config, reduced: float) -> str:
+    """Return what changes in a leg, and how its learning rate continues; see `note_on_rates`."""
     config, step = leg.config, leg.step
     text = f"leg {number} begins after step {step}: {describe(leg.settings)}"
     whole = f"that of a run of {config.loop.steps} steps from the start"
     extended = set(leg.settings) == {"loop.steps"}
     if extended and _is_as_from_the_start(before, config, step):
         return f"{text}; its result is {whole}"
-    rates = note_on_rates(before, config, step)
+    rates = note_on_rates(before, config, step, reduced)
     return f"{text}; {rates}, and the result differs from {whole}" if extended else f"{text}; {rates}"
 
 
-def note_on_rates(before: Config, config: Config, step: int) -> str:
-    """Return how the learning rate continues after a step."""
+def note_on_rates(before: Config, config: Config, step: int, reduced: float) -> str:
+    """Return how the learning rate continues after a step, given the factor to which "plateau" has reduced it."""
+    # The evaluation after the step may have reduced the rate that "plateau" had: the step itself had a higher one.
+    earlier = "" if before.schedule.name == "plateau" else f"from {_rate(before, step):.3g} "
     return (
-        f"the learning rate goes from {_rate(before, step):.3g} to {_rate(config, step + 1):.3g} "
+        f"the learning rate goes {earlier}to {_rate(config, step + 1) * reduced:.3g} "
         f"({config.schedule.name} over steps {config.schedule.start + 1} to {config.loop.steps})"
     )
 

@@ -150,11 +150,14 @@ def open_run(
         origin = None if branch is None else branch.config
         described = with_data(config, folder, dataset, resume=record is not None, origin=origin)
         techniques, final = _configured(described, world)
+        before: Config | None = None
         if record is not None:
-            leg_settings(current_config(record), final, folder)  # refuses settings that must not change
+            before = current_config(record)
+            leg_settings(before, final, folder)  # refuses settings that must not change
         elif branch is not None:
             branch.check_data(dataset)
-            leg_settings(branch.config, final, branch.folder, branch=True)
+            before = branch.config
+            leg_settings(before, final, branch.folder, branch=True)
         elif initial is not None:
             initial.check(final.model)
             initial.check_data(dataset)
@@ -162,7 +165,9 @@ def open_run(
             check_steps(final, 0 if branch is None else branch.step, folder)
         if final.optim != config.optim:
             check_optimizers(final.optim, device)
-        for split, tokens in (("training split", dataset.train), ("validation split", dataset.validation)):
+        # Rows of conversations are filled up.
+        splits = {"training split": dataset.train, "validation split": dataset.validation}
+        for split, tokens in splits.items() if dataset.chat_tokenizer is None else ():
             check_window(tokens, final.model.context_length, what=split, path=dataset.path)
         check_masking(final, dataset)
         if final.sample.every:
@@ -173,9 +178,10 @@ def open_run(
         if memory is not None:
             final, filling = filled(final, memory, world, lambda config: _trial(config, parts))
             techniques, final = _configured(final, world)
-        elif final.loop.fill_memory and record is None:
-            why = "a branch keeps its batches" if branch is not None else f"{device.type} memory is not only training's"
-            filling = f"loop.fill_memory has no effect: {why}"
+        elif final.loop.fill_memory and before is None:
+            filling = f"loop.fill_memory has no effect: {device.type} memory is not only training's"
+        elif final.loop.fill_memory and before is not None and not before.loop.fill_memory:
+            filling = "loop.fill_memory has no effect: a resumed run keeps its batches, and so does a branch"
         stack.enter_context(techniques.process())
         values = None if initial is None or record is not None else initial.values(final.model)
         run = _build(final, techniques, parts, values)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tensorkeep.errors import DestinationExistsError, RanksDisagreeError, StateMismatchError
+from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, RanksDisagreeError, StateMismatchError
 from tensorkeep.train.config.config import Config, differences
 from tensorkeep.train.initial import InitialWeights
 from tensorkeep.train.optim.schedules import Plateau, RangeTest
@@ -72,7 +72,9 @@ def resume_run(run: Run, config: Config, record: RunRecord, state: State) -> Non
     """Restore the last undamaged checkpoint of a run, begin a leg if settings changed, and add it to the record."""
     fresh, folder, current = _group_settings(run), run.folder, current_config(record)
     changed = bool(leg_settings(current, config, folder))
-    if run.manager.latest() is not None:
+    if run.manager.latest() is None:
+        _check_began_without_checkpoint(run, record)
+    else:
         _restore(run, lambda into: run.manager.restore(into=into), state, changed=changed)
     step = run.progress.step
     legs = legs_after(record, config, step, folder)
@@ -80,7 +82,8 @@ def resume_run(run: Run, config: Config, record: RunRecord, state: State) -> Non
     if begins:
         _adapt(run, legs[-1].settings, fresh)
     if begins and legs != record.legs:
-        run.notes += (note_on_leg(len(legs) + 1, legs[-1], legs[-2].config if legs[1:] else record.config),)
+        before = legs[-2].config if legs[1:] else record.config
+        run.notes += (note_on_leg(len(legs) + 1, legs[-1], before, run.plateau.factor),)
     note = note_on_evaluations(current, config, step)
     run.notes += (note,) if note else ()
     here = _here(run)
@@ -120,7 +123,7 @@ def branch_run(run: Run, config: Config, point: BranchPoint, state: State) -> No
     )
     start_new(run, config, origin)
     changed = f"branches from {point.folder.path} after step {point.step}: {describe(origin.settings) or 'no changes'}"
-    run.notes += (f"{changed}; {note_on_rates(point.config, config, point.step)}",)
+    run.notes += (f"{changed}; {note_on_rates(point.config, config, point.step, run.plateau.factor)}",)
     note = note_on_evaluations(point.config, config, point.step) if same_data else None
     run.notes += (note,) if note else ()
 
@@ -142,6 +145,19 @@ def _save_first(run: Run, step: int, state: State, metrics: Mapping[str, float] 
     if run.world.is_main:
         run.folder.begin_start(step)
     run.manager.save(step, state(), metrics).wait()
+
+
+def _check_began_without_checkpoint(run: Run, record: RunRecord) -> None:
+    """Raise CorruptCheckpointError if a run began with a checkpoint, and so has lost it: its weights are unknown."""
+    if record.origin is None and record.initial is None:
+        return
+    first = 0 if record.origin is None else record.origin.step
+    again = "start again from the same weights (--init-from)" if record.origin is None else "start the branch again"
+    raise CorruptCheckpointError(
+        f"has lost all checkpoints of its run, which began with step {first}",
+        path=run.folder.checkpoints if run.config.checkpoint.store is None else run.config.checkpoint.store,
+        remedy=f"copy step {first} or a later one back, or {again} in another --out",
+    )
 
 
 def _restore(run: Run, restore: Callable[[Any], object], state: State, *, changed: bool) -> None:

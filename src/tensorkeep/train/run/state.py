@@ -93,6 +93,8 @@ class Run:
         Warnings for the user, known when the run was opened.
     drawn : range
         The numbers of the batches of the last step.
+    positions : int
+        The positions that all ranks together computed in the last step, whether their targets count or not.
     gradient_norms : dict of str to float
         The norm of each layer's gradient in the last step, if it is to be logged.
     checks_later : bool
@@ -124,6 +126,7 @@ class Run:
     in_checkpoint: dict[str, Callable[[], Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     drawn: range = field(default=range(0), init=False)
+    positions: int = field(default=0, init=False)
     gradient_norms: dict[str, float] = field(default_factory=dict, init=False)
     checks_later: bool = field(default=False, init=False)
     unchecked: list[UncheckedStep] = field(default_factory=list, init=False)

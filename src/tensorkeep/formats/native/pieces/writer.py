@@ -27,8 +27,8 @@ from tensorkeep.formats.native.pieces.records import (
 from tensorkeep.formats.native.records import FileRecord
 from tensorkeep.formats.structure import PartKey
 from tensorkeep.formats.write import WriteResult, WriteSettings
+from tensorkeep.io.objects.store_commit import object_name
 from tensorkeep.io.places import write_file
-from tensorkeep.io.store_commit import object_name
 from tensorkeep.paths import StorePath
 from tensorkeep.state.names import part_file_stems
 from tensorkeep.state.sharded import Piece

@@ -1,7 +1,12 @@
 """Checkpoints are read from object stores as they are from disks, and failures end in time with a clear error."""
 
 import os
+import re
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,8 @@ import torch
 import tensorkeep
 from store_servers import SECRET, Fault, Proxy, on_every_server, upload
 from tensorkeep.cli.main import main
-from tensorkeep.io import parallel, store_commit, stores
+from tensorkeep.io import parallel
+from tensorkeep.io.objects import store_commit, store_directory, stores
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.testing.equality import same
 
@@ -244,6 +250,22 @@ def test_an_answer_that_stays_too_short_is_named(bucket: Proxy, monkeypatch: pyt
             call()
 
 
+@pytest.mark.parametrize("action", ["short", "reset"])
+def test_the_error_has_the_number_of_all_repetitions(
+    bucket: Proxy, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    path = StorePath(f"{BUCKET}/counted")
+    stores.put(path, b"0123456789")
+    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "2.5")
+    bucket.start_again(Fault(action, lambda number: True))
+    with pytest.raises(tensorkeep.StoreError) as caught:
+        stores.read(path)
+    found = re.search(r"\(repeated (\d+) times in \d+\.\ds\)\n", str(caught.value))
+    assert found is not None, caught.value
+    assert int(found[1]) == len(bucket.requests) - 1
+    assert "max_retries" not in str(caught.value)
+
+
 def test_ranges_that_end_after_the_object_are_no_short_answers(bucket: Proxy) -> None:
     path = StorePath(f"{BUCKET}/ten")
     stores.put(path, b"0123456789")
@@ -336,7 +358,7 @@ def test_mapping_is_refused(tmp_path: Path, bucket: Proxy) -> None:
 def test_an_unreachable_endpoint_ends_in_time(monkeypatch: pytest.MonkeyPatch, bucket: Proxy) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "0.5")
-    with pytest.raises(tensorkeep.StoreError, match=r"retry_timeout: 500ms.*\ncheck the network and the endpoint"):
+    with pytest.raises(tensorkeep.StoreError, match=r"\(repeated \d+ times.*\ncheck the network and the endpoint"):
         tensorkeep.load(f"{BUCKET}/c")
 
 
@@ -347,6 +369,116 @@ def test_the_remedy_is_that_of_the_store(monkeypatch: pytest.MonkeyPatch) -> Non
         tensorkeep.StoreError, match=r"Account must be specified\ncheck .* \(AZURE_STORAGE_ACCOUNT_NAME"
     ):
         tensorkeep.load("az://container/c")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("AWS_SESSION_TOKEN", f"{SECRET}\n"), ("AWS_ENDPOINT_URL", f"http://user:{SECRET}@@:xx/")]
+)
+def test_settings_on_which_obstore_panics(
+    bucket: Proxy, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "17.5")  # so that no connection of another test is used
+    monkeypatch.setenv(name, value)
+    with pytest.raises(
+        tensorkeep.StoreError, match="obstore has failed\ncheck the credentials and the endpoint"
+    ) as caught:
+        tensorkeep.load(f"{BUCKET}/c")
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("GOOGLE_SERVICE_ACCOUNT_KEY", f'"{SECRET}"'),
+        ("GOOGLE_APPLICATION_CREDENTIALS", f'{{"private_key": "{SECRET}"}}'),
+    ],
+)
+def test_settings_that_are_refused_are_not_printed(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(tensorkeep.StoreError, match="service account file\ncheck the credentials") as caught:
+        tensorkeep.load("gs://bucket/c")
+    assert SECRET not in str(caught.value)
+
+
+def test_the_user_of_an_endpoint_is_not_printed(bucket: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_commit, "_refusing", set())
+    bucket.start_again(Fault("unconditional", lambda number: True))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.url.replace("//", f"//user:{SECRET}@"))
+    with pytest.raises(tensorkeep.UnsupportedError, match=r"at http://127\.0\.0\.1:") as refused:
+        tensorkeep.save(state(1), f"{BUCKET}/with-user")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:{SECRET}@127.0.0.1:9")
+    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "0.5")
+    with pytest.raises(tensorkeep.StoreError, match=r"GET http://127\.0\.0\.1:9/") as unreachable:
+        tensorkeep.load(f"{BUCKET}/c")
+    assert SECRET not in f"{refused.value}{unreachable.value}"
+
+
+class WeakServer(BaseHTTPRequestHandler):
+    """A web server with one file, whose tag is weak."""
+
+    content = b"first"
+
+    def do_GET(self) -> None:
+        tag = f'W/"{self.content.decode()}"'
+        refused = "If-Match" in self.headers
+        self.send_response(412 if refused else 206)
+        self.send_header("ETag", tag)
+        self.send_header("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
+        self.send_header("Content-Range", f"bytes 0-{len(self.content) - 1}/{len(self.content)}")
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(self.content)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def weak_file() -> Iterator[StorePath]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), WeakServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield StorePath(f"http://127.0.0.1:{server.server_address[1]}/file")
+        server.shutdown()
+
+
+def test_a_weak_tag_is_compared_here(weak_file: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    tag = stores.head(weak_file).tag
+    assert bytes(stores.get(weak_file, 0, 5, tag=tag)) == b"first"
+    monkeypatch.setattr(WeakServer, "content", b"other")
+    with pytest.raises(tensorkeep.StoreError, match="was replaced while it was read"):
+        stores.get(weak_file, 0, 5, tag=tag)
+
+
+def test_first_bytes_are_read_by_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[BaseException] = []
+
+    def read(path: StorePath, stop: int | None = None) -> tuple[bytes, Any]:
+        return b"0123456789", stores.ObjectStatus(path.key, 10, None, "tag")  # type: ignore[arg-type]
+
+    def work(thread: int) -> None:
+        try:
+            for number in range(1000):
+                store_directory.first_bytes(StorePath(f"s3://b/{thread}-{number}"), 5)
+        except BaseException as error:
+            errors.append(error)
+
+    monkeypatch.setattr(stores, "read", read)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert len(store_directory._first) <= 8 + 16
 
 
 def test_a_forked_child_is_refused(bucket: Proxy) -> None:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tensorkeep.errors import StoreError
-from tensorkeep.io import parallel, stores, uploads
+from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool
+from tensorkeep.io.objects import stores, uploads
+from tensorkeep.io.objects.uploads import Upload
 from tensorkeep.io.parallel import Cancellation, Cancelled
-from tensorkeep.io.uploads import Upload
 from tensorkeep.paths import StorePath
 
 obstore = pytest.importorskip("obstore")

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Self
 
 from tensorkeep.errors import NotFoundError, TensorkeepError, UnsupportedError
-from tensorkeep.io import stores
 from tensorkeep.io.buffers import Buffer, BufferPool, round_up
 from tensorkeep.io.files import Bytes
+from tensorkeep.io.objects import stores
+from tensorkeep.io.objects.store_commit import check_replaceable, save_of
 from tensorkeep.io.parallel import POLL_SECONDS, Cancellation, Cancelled
-from tensorkeep.io.store_commit import check_replaceable, save_of
 from tensorkeep.paths import StorePath
 
 _PART_BYTES = 8 * 1024**2
@@ -217,7 +217,7 @@ class Upload:
 
 
 class ObjectCommit:
-    """A checkpoint of one object: a context manager like `tensorkeep.io.store_commit.StoreCommit`.
+    """A checkpoint of one object: a context manager like `tensorkeep.io.objects.store_commit.StoreCommit`.
 
     ``path`` is the object, which its upload makes visible, complete; so there is nothing to publish or to remove. Its
     name has no id: if another save creates it meanwhile, the one that ends last replaces the other.

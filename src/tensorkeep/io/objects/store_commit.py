@@ -21,10 +21,10 @@ from typing import Any, Self
 import msgspec
 
 from tensorkeep.errors import DestinationExistsError, NotFoundError, StoreError, TensorkeepError
-from tensorkeep.io import stores
+from tensorkeep.io.objects import stores
+from tensorkeep.io.objects.store_errors import unsafe_server
 from tensorkeep.io.places import MANIFEST_NAME
-from tensorkeep.io.stores import ObjectStatus
-from tensorkeep.paths import StorePath, endpoint
+from tensorkeep.paths import StorePath, endpoint, without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class StoreCommit:
         self._manifest = destination / MANIFEST_NAME
         self._replaceable = replaceable
         self._listed = listed
-        self._seen: ObjectStatus | None = None
+        self._seen: stores.ObjectStatus | None = None
         self._old: bytes | None = None
         self._replaced: set[str] = set()
         self._content: bytes | None = None
@@ -168,7 +168,7 @@ class StoreCommit:
         if not self.destination.is_step:
             self._replaced = set(self._listed(self.destination))
 
-    def _is_still(self, seen: ObjectStatus) -> bool:
+    def _is_still(self, seen: stores.ObjectStatus) -> bool:
         found = self._read_back()
         return found is not None and found[1].tag == seen.tag
 
@@ -228,8 +228,8 @@ class StoreCommit:
         if not own or self.destination.scheme != "s3" or endpoint() in {"", *_refusing}:
             return
         if stores.put_unless_changed(self.destination / own[0], b"", None):
-            problem = f"at {endpoint()} replaces an object although asked not to (If-None-Match)"
-            raise stores.unsafe_server(self.destination, problem)
+            problem = f"at {without_secrets(endpoint())} replaces an object although asked not to (If-None-Match)"
+            raise unsafe_server(self.destination, problem)
         _refusing.add(endpoint())
 
     def _check_objects(self, content: bytes) -> None:
@@ -271,7 +271,7 @@ class StoreCommit:
                 remedy=error.remedy,
             ) from error
 
-    def _read_back(self) -> tuple[bytes, ObjectStatus] | None:
+    def _read_back(self) -> tuple[bytes, stores.ObjectStatus] | None:
         try:
             return stores.read(self._manifest)
         except NotFoundError:
@@ -337,7 +337,7 @@ class _Content(msgspec.Struct):
     body: _Body
 
 
-def _described(content: bytes, status: ObjectStatus) -> str:
+def _described(content: bytes, status: stores.ObjectStatus) -> str:
     """Return which save wrote a manifest, in words."""
     when = f"{status.modified:%Y-%m-%d %H:%M:%S} UTC"
     try:

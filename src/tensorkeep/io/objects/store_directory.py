@@ -10,9 +10,9 @@ from typing import NoReturn
 import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError, UnsupportedError
-from tensorkeep.io import stores
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
+from tensorkeep.io.objects import stores
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.paths import StorePath
 
@@ -33,8 +33,9 @@ def first_bytes(path: StorePath, count: int) -> bytes:
     if not known or stores.head(path).tag != known[0]:
         content, status = stores.read(path, _FIRST_BYTES)
         known = status.tag or "", content
-        while len(_first) >= _MOST_OBJECTS:
-            _first.pop(next(iter(_first)), None)
+        # Listed by one call of C code: other threads change the dictionary, which must not happen within an iteration.
+        for oldest in list(_first)[: 1 - _MOST_OBJECTS]:
+            _first.pop(oldest, None)
         _first[path] = known
     return known[1][:count]
 

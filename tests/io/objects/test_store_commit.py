@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from tensorkeep.errors import DestinationExistsError, StoreError
-from tensorkeep.io import store_commit, stores
-from tensorkeep.io.store_commit import StoreCommit, is_tombstone, object_name, put_tombstone
-from tensorkeep.io.uploads import ObjectCommit
+from tensorkeep.io.objects import store_commit, stores
+from tensorkeep.io.objects.store_commit import StoreCommit, is_tombstone, object_name, put_tombstone
+from tensorkeep.io.objects.uploads import ObjectCommit
 from tensorkeep.paths import StorePath
 
 obstore = pytest.importorskip("obstore")

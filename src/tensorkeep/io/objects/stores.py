@@ -1,22 +1,21 @@
-"""Requests to object stores, through obstore: what is refused, what is retried, and what an error says.
+"""Requests to object stores, through obstore: what is refused, and what is retried.
 
 HTTP, signing, credentials and retries are obstore's (https://developmentseed.org/obstore). It reads the environment
 variables of the stores' own tools, such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
 ``GOOGLE_APPLICATION_CREDENTIALS`` and ``AZURE_STORAGE_ACCOUNT_NAME``.
 """
 
-import errno
 import os
-import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from tensorkeep.errors import NotFoundError, StoreError, TensorkeepError, UnsupportedError, UsageError, import_extra
+from tensorkeep.errors import UnsupportedError, UsageError, import_extra
+from tensorkeep.io.objects.store_errors import DETAILS, TRIED, replaced, store_request, unusable
 from tensorkeep.paths import StorePath, check_url, endpoint
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ GIVE_UP_SECONDS = 60.0
 """A request is repeated for so long; ``TENSORKEEP_STORE_TIMEOUT`` replaces it."""
 
 MOST_RETRIES = 10
-"""A request is repeated at most so often."""
+"""obstore repeats a request at most so often; see `_repeated`."""
 
 SMALL_REQUESTS = 32
 """Requests for a few bytes each that are made at once: they wait for answers, not for the network."""
@@ -94,15 +93,20 @@ def _get(path: StorePath, start: int, stop: int | None, tag: str | None) -> tupl
 
     # Always a range: the answer then states the size of the object beside the length of what it sends.
     options: dict[str, Any] = {"range": {"offset": start} if stop is None else (start, stop)}
-    if tag is not None:
+    # A weak tag never matches in a condition (RFC 9110, 13.1.1), so that of the answer is compared.
+    weak = tag is not None and tag.startswith("W/")
+    if tag is not None and not weak:
         options["if_match"] = tag
     with store_request(path, "read it"):
         try:
-            return _repeated(lambda: _whole(obstore.get(store, path.key, options=options)))  # type: ignore[arg-type]
+            found = _repeated(lambda: _whole(obstore.get(store, path.key, options=options)))  # type: ignore[arg-type]
         except Exception as error:
             if start or "InvalidRange" not in str(error):
                 raise
-    return memoryview(b""), head(path)  # it is empty, and has no range
+            found = memoryview(b""), head(path)  # it is empty, and has no range
+        if weak and found[1].tag != tag:
+            raise replaced(path)
+        return found
 
 
 def _whole(answer: Any) -> tuple[memoryview, ObjectStatus]:
@@ -207,14 +211,24 @@ def objects(path: StorePath) -> list[ObjectStatus]:
 
 
 def _repeated(request: Callable[[], T]) -> T:
-    """Make a request again if its answer was lost or cut short, which obstore does not do for every request."""
-    end = time.monotonic() + give_up_seconds()
+    """Make a request again if its answer was lost or cut short, which obstore does not do for every request.
+
+    The last error has the number of all requests, also of those that obstore has repeated.
+    """
+    started, retries = time.monotonic(), 0
     while True:
         try:
             return request()
         except Exception as error:
-            if not any(text in str(error) for text in _BROKEN_ANSWERS) or time.monotonic() > end:
+            text = str(error).partition(DETAILS)[0]
+            if not any(broken in text for broken in _BROKEN_ANSWERS):
                 raise
+        tried = TRIED.search(text)
+        retries += int(tried[2]) if tried else 0
+        seconds = time.monotonic() - started
+        if seconds > give_up_seconds():
+            raise OSError(f"{TRIED.sub('', text)} in {seconds:.1f}s, after {retries} retries")
+        retries += 1
         time.sleep(_AGAIN_SECONDS)
 
 
@@ -239,22 +253,19 @@ def _store_of(path: StorePath) -> "ObjectStore":
 def _connect(bucket: str, endpoint: str, seconds: float) -> "ObjectStore":
     from_url = import_extra("obstore.store", "cloud", f"{bucket} needs the package obstore").from_url
     limit = timedelta(seconds=seconds)
+    retry: Any = {
+        "max_retries": MOST_RETRIES,
+        "retry_timeout": limit,
+        # The first pause must be the shorter one: obstore panics otherwise.
+        "backoff": {"init_backoff": min(timedelta(milliseconds=100), limit / 16), "max_backoff": limit / 8, "base": 2},
+    }
+    # A plain endpoint is one that the user has named.
+    client: Any = {"timeout": limit, "allow_http": f"{endpoint} {bucket}".count("http://") > 0}
     with store_request(bucket, "use the store"):
-        store: ObjectStore = from_url(
-            bucket,
-            # A plain endpoint is one that the user has named.
-            client_options={"timeout": limit, "allow_http": f"{endpoint} {bucket}".count("http://") > 0},
-            retry_config={
-                "max_retries": MOST_RETRIES,
-                "retry_timeout": limit,
-                # The first pause must be the shorter one: obstore panics otherwise.
-                "backoff": {
-                    "init_backoff": min(timedelta(milliseconds=100), limit / 16),
-                    "max_backoff": limit / 8,
-                    "base": 2,
-                },
-            },
-        )
+        try:
+            store: ObjectStore = from_url(bucket, client_options=client, retry_config=retry)
+        except Exception as error:
+            raise unusable(bucket, str(error)) from None
     return store
 
 
@@ -268,79 +279,3 @@ def give_up_seconds() -> float:
     if not 0 < seconds < 1e6:
         raise UsageError(f"TENSORKEEP_STORE_TIMEOUT is {given!r}", remedy="give a number of seconds")
     return seconds
-
-
-@contextmanager
-def store_request(path: "StorePath | str", action: str) -> Iterator[None]:
-    """Raise errors of obstore as errors of this package: "cannot <action>", with what the store answered."""
-    try:
-        yield
-    except TensorkeepError:
-        raise
-    except Exception as error:
-        if isinstance(error, FileNotFoundError) or "NoSuchBucket" in str(error):
-            raise NotFoundError(_missing(str(error)), path=path, remedy="check the URL") from None
-        kind = type(error).__name__
-        if type(error).__module__.partition(".")[0] != "obstore" and not isinstance(error, OSError):
-            raise
-        if re.search("ETag (Header missing|required)", str(error)):
-            raise unsafe_server(path, "gives objects no ETag") from None
-        if kind == "PreconditionError":
-            raise StoreError("was replaced while it was read", path=path, remedy="read it again") from None
-        if kind == "NotSupportedError":
-            raise UnsupportedError(
-                "the server does not answer requests for a part of a file",
-                path=path,
-                remedy="use a web server that does, such as nginx; or copy it to a disk",
-            ) from None
-        refused = kind in ("PermissionDeniedError", "UnauthenticatedError")
-        # Without credentials, the metadata service of a cloud machine is asked for some.
-        lacking = refused or any(mark in str(error) for mark in (_METADATA_SERVICE, "must be specified"))
-        remedy = _remedy(str(path).partition(":")[0], credentials=lacking)
-        number = errno.EACCES if refused else None
-        raise StoreError(f"cannot {action}: {_reason(str(error))}", path=path, remedy=remedy, errno=number) from None
-
-
-def unsafe_server(path: "StorePath | str", problem: str) -> UnsupportedError:
-    """Return the error for a server that cannot write to an object on a condition."""
-    return UnsupportedError(
-        f"the server {problem}, so that a save could overwrite another one unnoticed",
-        path=path,
-        remedy="use a server with conditional requests, such as a current MinIO, or save to a disk",
-    )
-
-
-_METADATA_SERVICE = "//169.254.169.254/"
-
-_CREDENTIALS = {
-    "s3": "and the region (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, ...)",
-    "gs": "(GOOGLE_APPLICATION_CREDENTIALS)",
-    "az": "and the account (AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY, ...)",
-}
-
-
-def _remedy(scheme: str, *, credentials: bool) -> str:
-    if credentials:
-        return f"check the credentials {_CREDENTIALS[scheme]}" if scheme in _CREDENTIALS else "check the URL"
-    endpoint = " and the endpoint (AWS_ENDPOINT_URL)" if scheme == "s3" else ""
-    return f"check the network{endpoint}; TENSORKEEP_STORE_TIMEOUT sets how long is tried"
-
-
-_TRIED = re.compile(r" in (\d\S*), after (\d+) retries")
-
-
-def _missing(text: str) -> str:
-    return "its bucket does not exist" if "NoSuchBucket" in text else "does not exist"
-
-
-def _reason(text: str) -> str:
-    """Return the part of an error's text that a user can use, without the request, which may have signatures."""
-    text = re.sub(r"\b(\d+\.\d)\d+(?=m?s\b)", r"\1", text.partition("\n\nDebug source")[0])
-    code = text.partition("<Code>")[2].partition("</Code>")[0]
-    message = text.partition("<Message>")[2].partition("</Message>")[0]
-    if code:
-        tried = _TRIED.search(text)
-        times = f" (repeated {tried[2]} times in {tried[1]})" if tried else ""
-        return (f"{code}: {message}" if message else code) + times
-    words = [word.partition("?")[0] if "://" in word else word for word in text.split()]
-    return " ".join(words)

@@ -1,0 +1,1 @@
+"""Checkpoints in object stores: requests, the commit, directories of objects, and uploads."""
