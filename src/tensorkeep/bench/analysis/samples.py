@@ -8,7 +8,7 @@ Where a cell took turns with the baseline, its pairs of turns are compared inste
 import math
 from collections.abc import Sequence
 
-from tensorkeep.bench.analysis.statistics import Comparison, compare
+from tensorkeep.bench.analysis.statistics import Comparison, Spread, compare
 from tensorkeep.bench.results import Arm, Cell, Measure, Results, Statistics
 
 
@@ -21,6 +21,7 @@ class Samples:
         self.measures = results.measures
         self.arms = results.arms
         self.baseline = results.baseline
+        self._spreads: dict[str, Spread | None] = {}
         self._in_turns = {name for cell in results.cells for name in cell.turns}
         self.primary = [measure for measure in results.measures if measure.primary]
 
@@ -73,8 +74,19 @@ class Samples:
 
     def compare(self, arm: str | None, over: str | None, measure: Measure | None) -> Comparison | None:
         """Return how many times better an arm is than another; None if no block has both, or one does not exist."""
-        gains = [] if arm is None or over is None or measure is None else self.log_gains(arm, over, measure)
-        return compare(gains) if gains else None
+        if arm is None or over is None or measure is None:
+            return None
+        gains = self.log_gains(arm, over, measure)
+        in_turns = over == self.baseline and measure.name in self._in_turns
+        return compare(gains, self._spread(measure) if in_turns else None) if gains else None
+
+    def _spread(self, measure: Measure) -> Spread | None:
+        """Return what all arms' blocks show of the noise of a measure in which arms took turns with the baseline."""
+        if measure.name not in self._spreads:
+            others = [arm.name for arm in self.arms if arm.name != self.baseline]
+            gains = [self.log_gains(name, self.baseline or "", measure) for name in others]
+            self._spreads[measure.name] = Spread.of(gains)
+        return self._spreads[measure.name]
 
     def arm_at(self, kind: str, change: str = "") -> Arm | None:
         """Return the arm at a place of the design, such as ``("alone", "zstd")``; None if it has none."""

@@ -87,7 +87,7 @@ def _detectable(comparison: Comparison, tests: int, noise: Noise | None, least: 
     """Return the smallest gain that would have counted: shown by the test, above the noise floor and ``least``."""
     if comparison.std is None:
         return None
-    by_test = detectable_gain(comparison.std, comparison.n, tests)
+    by_test = detectable_gain(comparison.std, comparison.n, tests, comparison.lent)
     return None if by_test is None else max(by_test, least, noise.floor if noise else 1.0)
 
 

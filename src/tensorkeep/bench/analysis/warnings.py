@@ -195,7 +195,7 @@ def _undecided(samples: Samples, measure: Measure, unsure: Sequence[str], tests:
         found = samples.compare(name, samples.baseline or "", measure)
         if found is None or not found.std or max(found.gain, 1 / found.gain) <= floor:
             continue
-        needed = blocks_needed(found.std, found.gain, tests)
+        needed = blocks_needed(found.std, found.gain, tests, found.lent)
         if needed is not None and needed > found.n:
             wanted.append((needed, f"{name} ({gain(found.gain)})"))
     if wanted:
