@@ -56,7 +56,9 @@ STAGES = {"pieces": [4, 1], "shares": [0.65, 0.35]}
 
 VARIANTS = {
     "AdamW, averaged, random order": Variant({"ema.decay": 0.9, "data.order": "random", "loop.accumulate": 3}),
-    "Muon, shuffled order": Variant({"optim.name": "muon", "data.order": "shuffled", "loop.accumulate": 3}),
+    "Muon, shuffled order": Variant(
+        {"optim.name": "muon", "optim.muon_beta2": 0.9, "data.order": "shuffled", "loop.accumulate": 3}
+    ),
     "one batch a step, differences": Variant({"data.order": "shuffled", "checkpoint.incremental": "delta"}),
     "a leg on answers, shuffled": Variant({"data.order": "shuffled", "loop.accumulate": 3}, "talk", "leg"),
     "a branch on answers, at random": Variant({"data.order": "random", "loop.accumulate": 3}, "talk", "branch"),

@@ -274,8 +274,12 @@ def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
     progress = run.progress
     with run.clock.spent_on("evaluate"):
         loss = validation_loss(run)
+    if progress.evaluated != run.validation.targets:
+        # A resume has changed the windows. What was best on the others would end the run, or lower its rate.
+        progress.best, progress.waited = math.inf, 0
+        run.plateau.forget_losses()
     run.plateau.add(loss)
-    progress.loss = loss
+    progress.loss, progress.evaluated = loss, run.validation.targets
     better = loss < progress.best
     progress.best, progress.waited = (loss, 0) if better else (progress.best, progress.waited + 1)
     _report(run, listener, "evaluate", {METRIC: loss, "best": progress.best, "tokens": run.validation.targets})

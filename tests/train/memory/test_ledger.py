@@ -125,7 +125,9 @@ def test_unpredicted_activations_are_counted() -> None:
     assert plain.requires_grad
 
 
-@pytest.mark.parametrize("settings", [{}, {"optim.name": "muon"}, {"optim.name": "muon", "optim.muon_split": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"optim.name": "muon"}, {"optim.name": "muon", "optim.muon_split": True, "optim.muon_beta2": 0.95}]
+)
 def test_states_of_optimizers_are_predicted_byte_for_byte(settings: dict[str, Any]) -> None:
     config = CONFIG.changed(settings)
     model = GPT(config.model)
@@ -259,7 +261,7 @@ def test_a_technique_that_changes_the_model_is_counted() -> None:
     assert predict(gated, device="cpu").activations > predict(CONFIG, device="cpu").activations
 
 
-@pytest.mark.parametrize("changes", [{}, {"model.activation": "swiglu", "model.d_ff": 200}])
+@pytest.mark.parametrize("changes", [{}, {"model.activation": "swiglu", "model.d_ff": 200}, {"optim.muon_beta2": 0.95}])
 def test_memory_of_a_muon_update_is_predicted_within_a_tenth(changes: dict[str, Any]) -> None:
     config = CONFIG.changed({"optim.name": "muon", "optim.implementation": "fused", **changes})
     model = GPT(config.model)

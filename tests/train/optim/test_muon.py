@@ -112,3 +112,42 @@ def test_the_polynomials_of_polar_express_converge(shape: tuple[int, int]) -> No
         Muon([{"params": [parameter], **settings}], lr=1.0, ns_steps=9, weight_decay=0.0).step()
         errors.append((torch.linalg.svdvals(parameter.detach()) - 1).abs().max().item())
     assert errors[0] < 0.02 < 0.1 < errors[1]
+
+
+@pytest.mark.parametrize("projections", [1, 3])
+def test_rows_are_normalised_by_the_mean_of_their_squares(projections: int) -> None:
+    """The formula of NorMuon, matrix by matrix, from updates whose rows are not normalised."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.zeros(24, 4)) for _ in range(4)]
+    split = {"projections": projections} if projections > 1 else {}
+    normalised = Muon([{"params": weights[:2], "beta2": 0.9, **split}], lr=1.0, weight_decay=0.0)
+    plain = Muon([{"params": weights[2:], **split}], lr=1.0, weight_decay=0.0)
+    variance = torch.zeros(2, 24, 1)
+    for _ in range(3):
+        before = [each.detach().clone() for each in weights]
+        for one, other in zip(weights[:2], weights[2:], strict=True):
+            # Some rows get small gradients.
+            one.grad = torch.randn(24, 4, generator=generator) * torch.linspace(0.01, 1, 24)[:, None]
+            other.grad = one.grad.clone()
+        normalised.step()
+        plain.step()
+        changes = torch.stack([each.detach() - old for each, old in zip(weights, before, strict=True)])
+        variance = torch.lerp(variance, changes[2:].square().mean(2, keepdim=True), 0.1)
+        parts, divided = changes[2:].chunk(projections, 1), (changes[2:] / variance.sqrt()).chunk(projections, 1)
+        expected = [
+            b * a.norm(dim=(1, 2), keepdim=True) / b.norm(dim=(1, 2), keepdim=True)
+            for a, b in zip(parts, divided, strict=True)
+        ]
+        torch.testing.assert_close(changes[:2], torch.cat(expected, 1), rtol=1e-3, atol=1e-5)
+        assert not torch.allclose(changes[:2], changes[2:], atol=0.01)
+
+
+def test_rows_without_gradients_stay_as_they_are() -> None:
+    weight, empty = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(6, 4))
+    optimizer = Muon([{"params": [weight, empty], "beta2": 0.9}], lr=0.1, weight_decay=0.0)
+    for _ in range(2):
+        weight.grad, empty.grad = torch.zeros(6, 4), torch.zeros(6, 4)
+        weight.grad[:3] = torch.eye(3, 4)
+        optimizer.step()
+    assert torch.equal(empty, torch.ones(6, 4)) and torch.equal(weight[3:], torch.ones(3, 4))
+    assert (weight[:3] - 1).norm(dim=1).min() > 0.05

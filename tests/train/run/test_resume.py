@@ -14,6 +14,7 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import current_config, with_schedule_start
 from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from train.tiny_training import CONFIG, last_state, lines, run
 
 COSINE = {"schedule.name": "cosine"}
@@ -89,6 +90,21 @@ def test_other_windows_of_evaluations_are_noted(tmp_path: Path, data: Path, sett
     run(CONFIG, tmp_path / "run", data, stop_at=5)
     (note,) = notes(CONFIG.changed({setting: 1}), tmp_path / "run", data)
     assert note.startswith("validation losses are measured on other windows from now on")
+
+
+@pytest.mark.parametrize(("tokens", "ends"), [(16, True), (None, False)])
+def test_losses_of_other_windows_do_not_end_a_run(tmp_path: Path, data: Path, tokens: int | None, ends: bool) -> None:
+    """A best loss that no later one reaches ends the run, unless it is of other windows."""
+    config = CONFIG.changed({"eval.every": 1, "eval.patience": 2, "eval.tokens": 16, "schedule.name": "plateau"})
+    run(config, tmp_path / "run", data, stop_at=1)
+
+    def unreachable(opened: Run) -> None:
+        opened.progress.best = 1e-3
+        opened.plateau.load_state_dict({**opened.plateau.state_dict(), "best": 1e-3})
+
+    changed = config.changed({"eval.tokens": tokens})
+    summary = run(changed, tmp_path / "run", data, resume=True, arrange=unreachable)
+    assert (summary.step == 3, summary.best == 1e-3) == (ends, ends)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
 from tensorkeep.testing.equality import difference
@@ -250,14 +251,25 @@ def test_modes_of_inductor_are_refused_for_other_backends() -> None:
         CompileSettings(mode="max-autotune", backend="aot_eager")
 
 
-def test_newton_schulz_steps_of_muon_are_compiled(tmp_path: Path, data: Path) -> None:
-    muon = ONE_BLOCK.changed({"optim.name": "muon"})
-    traced = with_techniques(muon, {"compile": {"backend": "aot_eager"}})
+@pytest.mark.parametrize("others", [[], ["fused-optimizer"]], ids=str)
+def test_newton_schulz_steps_of_muon_are_compiled(tmp_path: Path, data: Path, others: list[str]) -> None:
+    muon = with_techniques(ONE_BLOCK.changed({"optim.name": "muon"}), {name: {} for name in others})
+    traced = with_techniques(muon, {"compile": {"backend": "aot_eager", "fullgraph": True}})
     with opened(traced, tmp_path / "run", data) as run:
         optimizer = run.optimizers["muon"]
         assert isinstance(optimizer, Muon)
         assert optimizer.orthogonal is not orthogonal
+        update, graphs = run.operations.update, []
+
+        def counted_update() -> None:
+            before = counters["stats"]["unique_graphs"]
+            update()
+            graphs.append(counters["stats"]["unique_graphs"] - before)
+
+        run.operations.update = counted_update
         first_step(run)
+        # One for each shape of the matrices: those of attention's projections, its output, and both of the MLP.
+        assert graphs == [4]
     for name, config in (("plain", muon), ("traced", traced)):
         train_run(config, tmp_path / name, data, stop_after=3)
     assert [each[2] for each in losses(tmp_path / "traced")] == pytest.approx(

@@ -12,6 +12,7 @@ import torch
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run, with_techniques
+from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
@@ -100,6 +101,29 @@ def test_pair_is_proved_and_resumes_exactly(
         }
         with pool if count == 8 else nullcontext():
             pool.run(tasks)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+
+
+def test_fsdp_checkpoints_activations_of_compiled_code(tmp_path: Path, data: Path, two_processes: ProcessPool) -> None:
+    """Hooks of the blocks run in plain Python only, for a few rows, and FSDP computes with weights of its own."""
+    config = with_techniques(CONFIG, settings("fsdp", "compile", "activation-checkpointing"))
+    results = two_processes.run({"run": task("train", config, tmp_path / "run", data)})
+    assert all("message" not in (each or {}) for process in results for each in process.values()), results
+    assert [each[0] for each in losses(tmp_path / "run")] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("recipe", ["shakespeare-char-gpu", "chatgot-85m", "gpt2-124m"])
+def test_defaults_of_a_gpu_recipe_are_proved_together_and_resume_exactly(
+    tmp_path: Path, data: Path, recipe: str, optimizer: str
+) -> None:
+    names = [name for name in get_recipe(recipe).default_techniques if name in HERE]
+    assert set(names) >= {"compile", "fused-optimizer", "mixed-precision"}
+    config = with_techniques(CONFIG.changed({"optim.name": optimizer}), settings(*names))
+    train_run(config, tmp_path / "whole", data)
+    train_run(config, tmp_path / "parts", data, stop_after=1)
+    train_run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", data, resume=True)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
 

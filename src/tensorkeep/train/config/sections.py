@@ -158,6 +158,9 @@ class OptimConfig(Section, frozen=True):
     muon_polynomials : str
         Of these steps: ``"quintic"``, the same in each (Jordan et al., 2024), or ``"polar-express"``, the best one for
         each (Amsel et al., arXiv 2505.16932), of which four are about as good as five of the former.
+    muon_beta2 : float
+        With which the running mean of squares forgets by which Muon divides each row of an update (NorMuon, Li et al.,
+        arXiv 2510.05491); 0 for none.
     muon_split : bool
         Whether Muon orthogonalises queries, keys and values each by itself, not their fused projection.
     weight_decay : float
@@ -179,6 +182,7 @@ class OptimConfig(Section, frozen=True):
     muon_momentum: Decay = 0.95
     muon_steps: Annotated[int, Meta(ge=1, le=99)] = 5  # torch allows no more
     muon_polynomials: Literal["quintic", "polar-express"] = "quintic"
+    muon_beta2: Decay = 0.0
     muon_split: bool = False
     weight_decay: NonNegative = 0.1
     beta1: Decay = 0.9

@@ -7,6 +7,9 @@ from typing import Any
 from tensorkeep.train.model.config import ModelConfig
 
 FLOAT, HALF, _INDEX = 4, 2, 8
+_BLOCKS_NOT_SWAPPED = 2
+"""With activation swapping, the activations of this many blocks are on the GPU at once."""
+
 _LOGITS_COPIES = 3
 """Copies of the logits that exist at once: their log-softmax, and the gradient twice."""
 
@@ -41,7 +44,11 @@ class Activations:
         return kernel
 
     def kept(self) -> int:
-        """Return the bytes kept from the forward to the backward pass, without the logits."""
+        """Return the bytes on the device kept from the forward to the backward pass, without the logits."""
+        kept = self._kept()
+        return min(kept, _BLOCKS_NOT_SWAPPED * self.block()) if "activation-swapping" in self.techniques else kept
+
+    def _kept(self) -> int:
         model = self.model
         # Token ids, the final norm with its output, and the dropout of the embeddings.
         ends = _INDEX * self.tokens + self._norm() + self.width * self.tokens * model.d_model + self._dropout(FLOAT)

@@ -30,8 +30,6 @@ _KNOWN = (
     *("optimizer-offload", "activation-swapping", "fused-cross-entropy", "activation-function", "cpu-threads", "tf32"),
     *("lr-range-test", "lr-plateau", "length-curriculum", "progressive-length"),
 )
-_BLOCKS_ON_GPU = 2
-"""With activation swapping, the activations of this many blocks are on the GPU at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +98,15 @@ def predict(config: Config, *, device: str) -> Ledger:
     parts = int(on.get("gradient-accumulation", {}).get("batches", 2)) if "gradient-accumulation" in on else 1
     rows = -(-config.loop.batch_size // parts)
     activations = Activations(config.model, rows=rows, on_cuda=device == "cuda", techniques=on)
-    kept = activations.kept()
     # The 16-bit copies of all weights of matmuls are made for each micro-batch; a tied weight counts once.
     linear = {id(each.weight): 2 * each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear)}
-    if "activation-swapping" in on:
-        kept = min(kept, _BLOCKS_ON_GPU * activations.block())
     return Ledger(
         parameters=nbytes,
         gradients=FLOAT * sum(each.numel() for each in model.parameters() if each.requires_grad),
         optimizer=sum(_states(config, model, device)),
         average=nbytes if config.ema.decay else 0,
         copies=sum(linear.values()) if activations.width < FLOAT else 0,
-        activations=kept,
+        activations=activations.kept(),
         recomputed=activations.recomputed(),
         logits=activations.logits(),
         update=_update(config, model, device),
@@ -126,7 +121,7 @@ def _states(config: Config, model: GPT, device: str) -> Iterator[int]:
     offloaded = device == "cuda" and "optimizer-offload" in config.techniques
     for name, each in _trained(model).items():
         if _updated_by_muon(config, name, each):
-            yield _MUON * each.numel()
+            yield _MUON * each.numel() + (FLOAT * each.shape[0] if config.optim.muon_beta2 else 0)
         elif not offloaded:
             yield _adamw(config, each.numel())
 

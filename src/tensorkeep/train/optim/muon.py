@@ -45,9 +45,11 @@ class Muon(torch.optim.Muon):
     torch processes one matrix after another. Batched matmuls of all matrices of one shape take about half the time if
     the matrices are small (a few hundred rows on a CPU). The updates are equal up to rounding.
 
-    Two more keys of a parameter group change them: ``projections``, how many matrices of equal shape each
-    parameter has one above the other, which are orthogonalised each by itself; and ``polar_express``, true if the steps
-    take the polynomials of `POLAR_EXPRESS` in place of ``ns_coefficients``.
+    More keys of a parameter group change them: ``projections``, how many matrices of equal shape each parameter has one
+    above the other, which are orthogonalised each by itself; ``polar_express``, true if the steps take the polynomials
+    of `POLAR_EXPRESS` in place of ``ns_coefficients``; and ``beta2``, with which the rows of an update are normalised
+    (see `normalise_rows`). Then the state of a parameter also has ``row_variance``, float32 of shape [rows, 1], which
+    is whole where the parameter is sharded.
 
     Attributes
     ----------
@@ -80,8 +82,9 @@ class Muon(torch.optim.Muon):
             momenta: list[Tensor] = []
             self._init_group(group, parameters, gradients, momenta)
             if parameters:
-                with self._undone_where_not_finite(parameters + momenta):
-                    self._update(group, parameters, gradients, momenta)
+                variances = self._row_variances(parameters) if "beta2" in group else []
+                with self._undone_where_not_finite(parameters + momenta + variances):
+                    self._update(group, parameters, gradients, momenta, variances)
         return loss
 
     @contextmanager
@@ -96,8 +99,19 @@ class Muon(torch.optim.Muon):
         for each, old in zip(own, before, strict=True):
             each.copy_(torch.where(self.found_inf > 0, old, each))
 
+    def _row_variances(self, parameters: list[Tensor]) -> list[Tensor]:
+        for each in parameters:
+            if "row_variance" not in self.state[each]:
+                self.state[each]["row_variance"] = torch.zeros(each.shape[0], 1, device=each.device)
+        return [self.state[each]["row_variance"] for each in parameters]
+
     def _update(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        momenta: list[Tensor],
+        variances: list[Tensor],
     ) -> None:
         own, own_gradients, own_momenta = (list(map(_local, each)) for each in (parameters, gradients, momenta))
         torch._foreach_lerp_(own_momenta, own_gradients, 1 - group["momentum"])
@@ -106,29 +120,40 @@ class Muon(torch.optim.Muon):
         torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
         if _is_sharded(parameters[0]):
             for chosen in _batches(parameters):
-                self._update_shards(group, [parameters[each] for each in chosen], [directions[each] for each in chosen])
+                self._update_shards(group, *(_chosen(each, chosen) for each in (parameters, directions, variances)))
         else:
-            self._add(group, parameters, list(directions))
+            self._add(group, parameters, list(directions), variances)
 
-    def _add(self, group: dict[str, Any], parameters: list[Tensor], directions: list[Tensor]) -> None:
+    def _add(
+        self, group: dict[str, Any], parameters: list[Tensor], directions: list[Tensor], variances: list[Tensor]
+    ) -> None:
         """Subtract the orthogonalised directions, times the learning rate, from the parameters."""
         if "projections" in group:
-            count = group["projections"]
-            parameters = [part for each in parameters for part in each.chunk(count)]
-            directions = [part for each in directions for part in each.chunk(count)]
+            parameters, directions, variances = (
+                [part for each in tensors for part in each.chunk(group["projections"])]
+                for tensors in (parameters, directions, variances)
+            )
         for chosen in _batches(parameters):
-            changed = [parameters[each] for each in chosen]
+            changed = _chosen(parameters, chosen)
             rows, columns = changed[0].shape
             # The factor gives updates of all shapes the same size.
             rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
             # Without a name, so that the updates of a batch are freed before the next one.
             torch._foreach_add_(
                 changed,
-                self._orthogonalised([directions[each] for each in chosen], group).to(changed[0].dtype).unbind(),
+                self._direction(group, _chosen(directions, chosen), _chosen(variances, chosen)).unbind(),
                 alpha=-rate,
             )
 
-    def _update_shards(self, group: dict[str, Any], parameters: list[Any], directions: list[Tensor]) -> None:
+    def _direction(self, group: dict[str, Any], matrices: list[Tensor], variances: list[Tensor]) -> Tensor:
+        found = self._orthogonalised(matrices, group)
+        if variances:
+            found = normalise_rows(found, variances, group["beta2"])
+        return found.to(matrices[0].dtype)
+
+    def _update_shards(
+        self, group: dict[str, Any], parameters: list[Any], directions: list[Tensor], variances: list[Tensor]
+    ) -> None:
         """Gather the directions of sharded parameters, compute their updates, and add the rows of this rank."""
         from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -139,7 +164,7 @@ class Muon(torch.optim.Muon):
             for each, own in zip(parameters, directions, strict=True)
         ]
         changes = [torch.zeros_like(each) for each in full]
-        self._add(group, changes, full)
+        self._add(group, changes, full, variances)
         for each, change in zip(parameters, changes, strict=True):
             placed = distribute_tensor(change, each.device_mesh, each.placements, src_data_rank=None)
             each.to_local().add_(placed.to_local())
@@ -164,6 +189,11 @@ class Muon(torch.optim.Muon):
 def _is_sharded(tensor: Any) -> bool:
     # Without the import of DTensor, which a run of one process does not need.
     return hasattr(tensor, "device_mesh")
+
+
+def _chosen(tensors: Sequence[Tensor], positions: Sequence[int]) -> list[Tensor]:
+    """Return the tensors at some positions; none of none."""
+    return [tensors[each] for each in positions] if tensors else []
 
 
 def _local(tensor: Any) -> Tensor:
@@ -220,3 +250,20 @@ def orthogonal(
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         found = torch.baddbmm(found, found, factor, beta=a) if tall else torch.baddbmm(found, factor, found, beta=a)
     return found
+
+
+def normalise_rows(matrices: Tensor, variances: Sequence[Tensor], beta2: float) -> Tensor:
+    """Divide the rows of a batch of updates by the root of the mean of their squares, over all steps so far.
+
+    Orthogonal matrices of fewer columns than rows have rows of very different norms, of which the largest would decide
+    the learning rate of all. Each matrix keeps its norm (NorMuon; Li et al., arXiv 2510.05491). ``variances``, of shape
+    [rows, 1] each, are running means that forget with ``beta2``, and are changed in place.
+    """
+    squares = torch.linalg.vector_norm(matrices, dim=2, keepdim=True, dtype=torch.float32).square()
+    torch._foreach_lerp_(list(variances), (squares / matrices.shape[2]).unbind(), 1 - beta2)
+    tiny = torch.finfo(torch.float32).tiny
+    factors = torch.stack(list(variances)).clamp(min=tiny).rsqrt()
+    sums = (each.sum(1, keepdim=True) for each in (squares, squares * factors.square()))
+    before, after = (each.clamp(min=tiny) for each in sums)
+    result: Tensor = matrices * (factors * (before / after).sqrt())
+    return result

@@ -55,7 +55,9 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
 
 def _muon_groups(hidden: Mapping[str, nn.Parameter], config: OptimConfig) -> Iterator[dict[str, Any]]:
     """Yield the groups of Muon. Keys that torch's Muon lacks are there only where their setting is on."""
-    shared = {_PEAK: config.muon_lr} | ({"polar_express": True} if config.muon_polynomials == "polar-express" else {})
+    shared: dict[str, Any] = {_PEAK: config.muon_lr}
+    shared |= {"polar_express": True} if config.muon_polynomials == "polar-express" else {}
+    shared |= {"beta2": config.muon_beta2} if config.muon_beta2 else {}
     groups: dict[int, list[nn.Parameter]] = {1: []}
     for name, each in hidden.items():
         groups.setdefault(fused_projections(name) if config.muon_split else 1, []).append(each)

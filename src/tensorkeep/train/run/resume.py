@@ -171,7 +171,10 @@ def note_on_evaluations(before: Config, config: Config, step: int) -> str | None
     """Return what a change of the evaluations means for the validation losses."""
     if (config.eval.tokens, config.eval.batches) == (before.eval.tokens, before.eval.batches) or not step:
         return None
-    return "validation losses are measured on other windows from now on: do not compare them with earlier ones"
+    return (
+        "validation losses are measured on other windows from now on: do not compare them with earlier ones; early "
+        "stopping and plateau begin again"
+    )
 
 
 def _rate(config: Config, step: int) -> float:

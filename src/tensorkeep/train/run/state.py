@@ -46,6 +46,8 @@ class Progress:
     """Evaluations since the best one."""
     loss: float = math.inf
     """The last validation loss; infinite before the first evaluation."""
+    evaluated: int = 0
+    """The targets of that evaluation: a loss of more or of fewer cannot be compared with it."""
     skipped: int = 0
     """Updates skipped because the loss or the gradient norm was not finite."""
     skipped_in_a_row: int = 0

@@ -19,7 +19,7 @@ from tensorkeep.train.model.config import GATED, ModelConfig
 from tensorkeep.train.optim.schedules import learning_rate_factor
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.observe import hooked, observe_inputs, observe_outputs, replace_operation
+from tensorkeep.train.techniques.observe import hooked, observe_inputs, observe_outputs
 from tensorkeep.train.techniques.update_proof import observe_adamw
 
 _SAME_RATE = 1e-6
@@ -38,14 +38,21 @@ _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def prove_fused_adamw(technique: Technique, run: Run) -> Verification:
     """Record which weights the fused kernel updates: it must update all those of AdamW, by AdamW's formula."""
-    adamw, update, observer = run.optimizers["adamw"], run.operations.update, _FusedKernelObserver()
+    adamw, observer = run.optimizers["adamw"], _FusedKernelObserver()
+    step = adamw.step
 
-    def observed_update() -> None:
+    def observed_step(*arguments: Any, **options: Any) -> Any:
+        # Around AdamW alone: torch compiles nothing in a dispatch mode, and a function that it has met in one, such as
+        # the Newton-Schulz steps of a compiled Muon, it would never compile.
         with observer:
-            update()
+            return step(*arguments, **options)
 
-    with replace_operation(run, "update", observed_update), observe_adamw(run) as observed:
-        yield
+    adamw.step = observed_step  # type: ignore[method-assign]
+    try:
+        with observe_adamw(run) as observed:
+            yield
+    finally:
+        del adamw.step
     if not observed.updates:
         return None
     missed = [group for group in adamw.param_groups if not observer.weights.issuperset(map(id, group["params"]))]

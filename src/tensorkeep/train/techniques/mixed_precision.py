@@ -184,10 +184,8 @@ def _formatted(dtypes: Counter[torch.dtype]) -> str:
 def _fastest(device: torch.device) -> _Precision:
     """Return the precision to compute in, by measured matmuls: a device may support both without being faster."""
     plain, bf16, fp16 = _peaks(device)
-    if bf16 >= _CLEARLY_FASTER * plain and fp16 < _WORTH_SCALING * bf16:
-        return "bf16"
-    if fp16 >= _CLEARLY_FASTER * plain:
-        return "fp16"
+    if max(bf16, fp16) >= _CLEARLY_FASTER * plain:
+        return "fp16" if fp16 >= _WORTH_SCALING * bf16 else "bf16"
     measured = {"float32": plain, "bf16": bf16, "fp16": fp16}
     figures = ", ".join(f"{name} {peak / 1e9:,.0f}" for name, peak in measured.items())
     raise UnsupportedError(

@@ -8,14 +8,15 @@ because plain Python may need memory for a whole batch that compiled code does n
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.observe import replace_operation
+from tensorkeep.train.techniques.observe import hooked, replace_operation
 
 PROVED_TOKENS = 1024
 """Tokens of a batch that are computed in plain Python; at least one row."""
@@ -53,7 +54,7 @@ def plain_rows_computed(run: Run) -> Iterator[None]:
         return
 
     def with_plain_rows(inputs: Tensor, targets: Tensor) -> Tensor:
-        _compute_and_discard(run, plain, *_few_rows(inputs, targets))
+        _compute_and_discard(run, plain, *few_rows(inputs, targets))
         with _without_function_modes():
             return loss(inputs, targets)
 
@@ -61,8 +62,8 @@ def plain_rows_computed(run: Run) -> Iterator[None]:
         yield
 
 
-def _few_rows(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return some rows of a batch; rows without targets, whose mean loss does not exist, come last."""
+def few_rows(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return some rows of a batch, `PROVED_TOKENS` or one row; those without targets, whose mean is NaN, come last."""
     rows = max(1, PROVED_TOKENS // inputs.shape[1])
     chosen = (targets != IGNORED).any(1).int().argsort(descending=True, stable=True)[:rows]
     return inputs[chosen], targets[chosen]
@@ -70,11 +71,17 @@ def _few_rows(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _compute_and_discard(run: Run, loss: Loss, inputs: Tensor, targets: Tensor) -> None:
     """Compute a loss and go back through the model, without a change of gradients or random states."""
-    # The gradient of the first layer: the backward pass goes through all others, and computes no gradient of theirs,
-    # whose memory is needed for those of the step.
-    first = next(each for each in run.model.parameters() if each.requires_grad)
-    with _restored_random_states(run):
-        torch.autograd.grad(loss(inputs, targets), [first], allow_unused=True)
+    # The gradient of the input of the blocks: the backward pass goes through all of them, and computes none of their
+    # weights' gradients, whose memory is needed for those of the step. A weight in its place is not always part of the
+    # graph: FSDP computes with others.
+    into: list[Tensor] = []
+
+    def hook(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        into.append(given[0].detach().requires_grad_())
+        return (into[0], *given[1:])
+
+    with _restored_random_states(run), hooked([run.model.blocks[0].register_forward_pre_hook(hook, prepend=True)]):
+        torch.autograd.grad(loss(inputs, targets), into)
 
 
 @contextmanager

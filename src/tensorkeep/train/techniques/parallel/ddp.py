@@ -13,7 +13,7 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
 from tensorkeep.train.techniques.observe import fingerprint, replace_operation
 from tensorkeep.train.techniques.parallel import Parallel, before_each_batch, shard_batches, share_muon
-from tensorkeep.train.techniques.warm_up import Loss, next_batch
+from tensorkeep.train.techniques.warm_up import Loss, few_rows, next_batch
 
 
 class Ddp(Parallel):
@@ -56,7 +56,8 @@ class Ddp(Parallel):
         was never interrupted.
         """
         with next_batch(run) as (inputs, targets):
-            self.parallel(inputs, targets).backward()
+            # A few rows: beside `compile`, a whole batch would need more memory here than in the steps.
+            self.parallel(*few_rows(inputs, targets)).backward()
         run.model.zero_grad()
 
     def verify(self, run: Run) -> Verification:
