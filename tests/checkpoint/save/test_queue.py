@@ -460,3 +460,37 @@ def test_a_state_larger_than_half_of_the_memory_keeps_its_buffers(monkeypatch: p
             loan.release()
         assert pool.budget == 300 * MIB
     memory.close()
+
+
+class _InterruptingLock:
+    """The lock of a queue. After a save was queued under it, the thread takes that save, and only then comes Ctrl-C."""
+
+    def __init__(self, queue: SaveQueue, gate: threading.Event) -> None:
+        self._queue, self._gate, self._lock, self._caller = queue, gate, queue._lock, threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        queued = self._queue._queued
+        self._lock.release()
+        if queued is None or threading.get_ident() != self._caller or self._gate.is_set():
+            return
+        self._gate.set()
+        while self._queue._running is not queued and not queued.finished.is_set():
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_does_not_take_the_copies_of_a_save_that_the_thread_has_begun(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    state = many(25, 2)
+    with CheckpointManager(tmp_path, when_busy="replace") as manager:
+        manager.save(1, state)
+        saves = manager._queue
+        saves._lock = _InterruptingLock(saves, gate)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(2, state)
+        manager.save(3, state).wait()
+        assert same(manager.restore(2), state)

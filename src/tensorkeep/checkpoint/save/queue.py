@@ -102,10 +102,15 @@ class SaveQueue:
                     self._queued = job
                     return
         except BaseException as error:
-            if self._queued is not job:
+            if not self._has(job):
                 job.abandon(error)
             raise
         self._start(job)
+
+    def _has(self, job: SaveJob) -> bool:
+        """Return whether a save is queued, or was and the thread has taken it: its copies are needed."""
+        with self._lock:
+            return job is self._queued or job is self._running or job in self._ended
 
     def _start(self, job: SaveJob) -> None:
         """Copy the state and let a new thread write it."""
