@@ -10,7 +10,7 @@ DOCS := $(VENV)/.installed-docs
 # tests of a class or module share fixtures, so that one worker runs them; the files run in their order, so that long
 # ones at the end do not leave a worker idle. Compiled Python is cached even where the environment forbids it: the tests
 # start hundreds of processes. Where a worker ends, its test has failed, and xdist runs it once more.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadscope --no-loadscope-reorder --max-worker-restart 2
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 # Seconds that an exhaustive test may take, and after which its process is ended.
 LONG := --timeout 900 -o faulthandler_timeout=960
 DEMO_ARGS ?=
