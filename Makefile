@@ -9,7 +9,7 @@ DOCS := $(VENV)/.installed-docs
 # Four workers for two cores, as some tests wait; one thread of torch each, as more would compete for the cores. The
 # tests of a class or module share fixtures, so that one worker runs them; the files run in their order, so that long
 # ones at the end do not leave a worker idle. Compiled Python is cached even where the environment forbids it: the tests
-# start hundreds of processes. Where a worker ends, its test has failed, and xdist runs it once more.
+# start hundreds of processes. Where a worker ends, the run does, too: xdist may wait for ever for another one.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 # Seconds that an exhaustive test may take, and after which its process is ended.
 LONG := --timeout 900 -o faulthandler_timeout=960

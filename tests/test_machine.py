@@ -1,6 +1,8 @@
 """Memory, control groups and processors are read from the kernel's files; each test lays out files of its own."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,20 @@ def test_peak_memory_without_vmhwm_is_that_of_getrusage(tmp_path: Path, status: 
 def test_private_memory_of_this_process_and_of_one_that_ended() -> None:
     assert 0 < machine.private_bytes(os.getpid()) <= machine.resident_bytes()
     assert machine.private_bytes(2**30) == 0
+
+
+def test_processes_that_a_process_has_started_are_found() -> None:
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = machine.family(os.getpid())
+        assert process.pid in found and len(machine.family(process.pid)) == 2
+        assert set(machine.family(process.pid)) < set(found)
+        process.communicate(b"\n")
+    assert machine.family(2**30) == [2**30]
 
 
 def test_physical_cores_are_the_first_of_their_hyper_threads(tmp_path: Path) -> None:

@@ -165,6 +165,21 @@ def reset_peak_resident() -> None:
         raise UnsupportedError(f"peak memory cannot be measured here: {error.strerror}") from error
 
 
+def family(process: int) -> list[int]:
+    """Return the ids of a process and of all processes that it has started, directly or not, as far as they run."""
+    children: dict[int, list[int]] = {}
+    for place in _PROC.iterdir():
+        if place.name.isdecimal():
+            # The name of the program, in brackets, may hold anything.
+            fields = "".join(_lines(place / "stat")).rpartition(")")[2].split()
+            if len(fields) > 1:
+                children.setdefault(int(fields[1]), []).append(int(place.name))
+    found = [process]
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
 def private_bytes(process: int) -> int:
     """Return the memory of a process, by its id, without the files that it maps; 0 if it has ended."""
     sizes = _sizes(_PROC / str(process) / "status")

@@ -9,7 +9,7 @@ import torch
 
 import tensorkeep
 from tensorkeep.cli.main import main
-from tensorkeep.cli.text import Table, elided, print_lines, print_verdict
+from tensorkeep.cli.text import Table, elided, print_lines, print_verdict, printable_text
 
 WIDTHS = (50, 80, 140)
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -32,6 +32,13 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         return capsys.readouterr().out
 
     return show
+
+
+def test_generated_text_is_shown_as_it_is_but_for_what_controls_a_terminal() -> None:
+    text = "\tx = 1\n\N{IDEOGRAPHIC SPACE}\N{NO-BREAK SPACE}\N{WOMAN}\N{ZERO WIDTH JOINER}\N{MICROSCOPE}"
+    assert printable_text(text) == text
+    hostile = "\x1b[2J\r\x9b\N{RIGHT-TO-LEFT OVERRIDE}\N{POP DIRECTIONAL ISOLATE}\x00"
+    assert printable_text(hostile) == r"\x1b[2J\r\x9b\u202e\u2069\x00"
 
 
 @pytest.fixture(scope="module")

@@ -210,6 +210,13 @@ def test_legs_and_branches_are_announced_and_logged(
     assert main(["log", str(new)]) == 0
     out = capsys.readouterr().out
     assert f"branched from {run} after step 6: optim.lr" in out
+    # A run that exists is resumed only as what it is.
+    for option, address in (("--branch", f"{run}@3"), ("--branch", str(new)), ("--init-from", str(run))):
+        assert main(["train", option, address, "--out", str(new), "--resume"]) == 2
+        assert f"the run is a branch of {run}@6, and {option} is {address}" in capsys.readouterr().err
+    # Data is taken as it was prepared.
+    assert main(["train", "--branch", str(new), "--out", str(tmp_path / "b"), "--data.tokenizer", "byte"]) == 2
+    assert "data.tokenizer is 'byte', and the data was prepared with" in capsys.readouterr().err
     assert "leg 2 began after step 8, " in out
     (new / "run.json").write_text("{")
     assert main(["log", str(new)]) == 0

@@ -89,6 +89,12 @@ def test_arms_that_took_turns_share_what_they_show_of_the_noise() -> None:
     assert {each["verdict"] for name, each in found["turns"].items() if name.startswith("same")} == {"about the same"}
     assert found["turns"]["fast"]["detectable"] == pytest.approx(1.05)
     assert found["whole runs"]["fast"]["detectable"] > 1.1
+    # An arm that took no turns in a block is judged by its own blocks, and says nothing of the others.
+    alone = next(one for one in results["cells"] if one["arm"] == "fast")
+    alone["turns"] = {}
+    found["but one"] = {name: each[cell.SPEED] for name, each in summarise(results)["arms"].items()}
+    width = {kind: found[kind]["fast"]["gain_high"] / found[kind]["fast"]["gain_low"] for kind in ("turns", "but one")}
+    assert math.log(width["but one"]) > 1.5 * math.log(width["turns"])
 
 
 def reported(results: dict[str, Any]) -> Results:

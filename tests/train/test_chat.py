@@ -105,12 +105,16 @@ def test_an_answer_that_is_interrupted_is_kept_as_far_as_it_came(monkeypatch: py
 
 
 def test_an_answer_that_the_caller_stops_is_kept_and_the_next_turn_continues() -> None:
-    talk = session(build())
+    model = build()
+    talk = session(model)
     pieces = talk.answer("one")
     first = next(pieces)
     pieces.close()
     assert talk.messages[-1]["content"] == first
-    assert isinstance("".join(talk.answer("two")), str)
+    messages = [("user", "one"), ("assistant", first), ("user", "two")]
+    prompt = [token for each in messages for token in CHAT.message(*each).tolist()]
+    drawn = expected_answer(model, [*prompt, CHAT.begin["assistant"]], seed=6)
+    assert "".join(talk.answer("two")) == CHAT.decode(drawn)
 
 
 def test_an_answer_that_is_never_asked_for_adds_nothing() -> None:

@@ -20,6 +20,8 @@ from tensorkeep.errors import (
     UnsupportedError,
     UsageError,
 )
+from tensorkeep.train.data.tokenizers.bpe import BpeTokenizer
+from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.export import export
 from tensorkeep.train.generate import generate
 from tensorkeep.train.model.config import ModelConfig, RopeScaling
@@ -120,6 +122,24 @@ def test_transformers_opens_the_tokenizer(transformers: Any, tmp_path: Path) -> 
     assert tokenizer("a b<end> zzz")["input_ids"] == [0, 1, 3, 2]
     assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.model_max_length) == ("<end>", 3, 10)
     assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 3
+
+
+def test_transformers_ends_answers_and_has_the_template_of_conversations(transformers: Any, tmp_path: Path) -> None:
+    chat = ChatTokenizer(BpeTokenizer.learn(iter([iter(["user and assistant say hi"] * 9)]), True, vocab_size=270))
+    model = build(**{**GPT2, "vocab_size": chat.vocab_size})
+    text = chat.hugging_face_json()
+    ends = {"end_of_document": chat.end_of_document, "end_of_message": chat.end}
+    export(model, model.config, tmp_path / "out", tokenizer_json=text, **ends)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|end|>", chat.end)
+    assert theirs.generation_config.eos_token_id == [chat.end, chat.end_of_document]
+    messages = [{"role": "system", "content": "the"}, {"role": "user", "content": "hi"}]
+    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    expected = [*chat.message("system", "the"), *chat.message("user", "hi"), chat.begin["assistant"]]
+    assert list(found) == expected
 
 
 def test_state_dict_is_exported_like_its_model(tmp_path: Path) -> None:

@@ -175,6 +175,18 @@ def test_padding_of_the_vocabulary_is_penalised_as_no_other_token() -> None:
     assert sampling.choose(torch.tensor([[1.5, 2.0]]), generator, torch.tensor([[2, 7]])).tolist() == [1]
 
 
+def test_tokens_that_end_a_sequence_are_not_penalised() -> None:
+    """The likeliest token is drawn again and again with a penalty, if it may end the sequence."""
+    model = build()
+    likeliest = int(generate(model, [1], max_new_tokens=1, temperature=0)[-1])
+    options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0, "repetition_penalty": 100.0}
+    prompt = [1, likeliest]
+    again = int(generate(model, prompt, max_new_tokens=1, temperature=0)[-1])
+    assert int(generate(model, [*prompt, again], **{**options, "repetition_penalty": 1.0})[-1]) == int(
+        generate(model, [*prompt, again], **options, stop=range(model.config.vocab_size))[-1]
+    )
+
+
 @pytest.mark.parametrize("penalty", [0.0, 1e-300, 0.009, 101.0, math.inf, math.nan])
 def test_repetition_penalties_out_of_bounds_are_refused(penalty: float) -> None:
     with pytest.raises(UsageError, match="repetition_penalty is"):

@@ -19,6 +19,8 @@ from tensorkeep.train.data.tokenizers.known import tokenizer_at
 from tensorkeep.train.export import export
 from tensorkeep.train.initial import InitialWeights, read_initial
 from tensorkeep.train.loop import train
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.trained import load_trained
@@ -212,6 +214,36 @@ def test_tokenizer_that_is_not_byte_level_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     with pytest.raises(UnsupportedError, match="has no token '</s>' to end a document"):
         tokenizer_at(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["none", "not byte-level"])
+def test_text_is_not_tokenized_by_a_tokenizer_that_the_weights_do_not_know(
+    tmp_path: Path, data: Path, source: Path, kind: str
+) -> None:
+    model = GPT(ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4, activation="gelu_tanh"))
+    export(model, model.config, tmp_path / "exported")
+    if kind != "none":
+        tokenizers = pytest.importorskip("tokenizers")
+        other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="a"))
+        other.save(str(tmp_path / "exported" / "tokenizer.json"))
+    initial = read_initial(tmp_path / "exported")
+    reason = "its folder has none" if kind == "none" else "it is not byte-level"
+    with pytest.raises(UsageError, match=rf"the tokenizer of the initial weights is not known: .*{reason}"):
+        initial.check_source("text.txt", {})
+    initial.check_source("text.txt", {"data.tokenizer"})
+    initial.check_source(str(data), {})
+    read_initial(source).check_source("text.txt", {})
+
+
+def test_frequencies_of_rotary_positions_may_be_stored_beside_the_weights(tmp_path: Path) -> None:
+    parts = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+    model = GPT(ModelConfig(vocab_size=9, context_length=8, n_layers=2, n_heads=1, d_model=4, **parts))
+    export(model, model.config, tmp_path / "exported")
+    file = tmp_path / "exported" / "model.safetensors"
+    tensors = dict(tensorkeep.load(file))
+    extra = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(2) for n in range(2)}
+    tensorkeep.save({**tensors, **extra}, file, overwrite=True)
+    assert torch.equal(read_initial(tmp_path / "exported").tensors["tokens.weight"], model.tokens.weight)
 
 
 TALK = [[("user", "the quick fox"), ("assistant", "jumps over the dog")], [("user", "lazy"), ("assistant", "dog")]]

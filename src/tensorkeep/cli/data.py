@@ -124,7 +124,8 @@ def _print_about(folder: Path, about: dict[str, Any], *more: str) -> None:
         "",
     )
     columns = ["tokens"] if source["documents"] is None else ["tokens", "documents"]
-    rows = [(split, *(f"{about['splits'][split][column] or 0:,}" for column in columns)) for split in SPLITS]
+    counts = ((split, (about["splits"][split][column] for column in columns)) for split in SPLITS)
+    rows = [(split, *("-" if each is None else f"{each:,}" for each in found)) for split, found in counts]
     Table(("split", *(f">{column}" for column in columns)), rows).show()
     if mixture := about.get("mixture"):
         print_lines("")

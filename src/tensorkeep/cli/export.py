@@ -7,6 +7,7 @@ from typing import Annotated
 from tensorkeep.cli.options import Run, Switch, Which
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines
+from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.export import export as write_export
 from tensorkeep.train.run.trained import load_trained_at
 from tensorkeep.units import format_bytes
@@ -44,6 +45,7 @@ def export(
         out,
         tokenizer_json=tokenizer_json,
         end_of_document=tokenizer.end_of_document,
+        end_of_message=tokenizer.end if isinstance(tokenizer, ChatTokenizer) else None,
         dtype=dtype,
         overwrite=overwrite,
     )

@@ -11,7 +11,7 @@ from cyclopts.validators import Number
 
 from tensorkeep.cli.options import Run, Which
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import printable
+from tensorkeep.cli.text import printable_text
 from tensorkeep.train.generate import Sampling, generate_stream, prompt_ids
 from tensorkeep.train.run.trained import load_trained_at
 from tensorkeep.train.spinning import SpinControl
@@ -131,7 +131,7 @@ def show_stream(pieces: Iterator[str], output: Output) -> str:
         for piece in pieces:
             text += piece
             if output.shows_text:
-                print("\n".join(map(printable, piece.split("\n"))), end="", flush=True)
+                print(printable_text(piece), end="", flush=True)
     finally:
         # Also after Ctrl-C, so that the message and the shell's prompt begin on a new line.
         if output.shows_text and text and not text.endswith("\n"):

@@ -3,6 +3,7 @@
 import shutil
 import sys
 import textwrap
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -27,6 +28,16 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_text(text: str) -> str:
+    """Return a generated text as it is, but for what could control a terminal or reorder what it shows."""
+    return "".join(c.encode("unicode_escape").decode() if _controls(c) else c for c in text)
+
+
+def _controls(character: str) -> bool:
+    bidirectional = character in "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    return bidirectional or (unicodedata.category(character) in ("Cc", "Cs") and character not in "\t\n")
 
 
 def print_lines(*lines: str) -> None:

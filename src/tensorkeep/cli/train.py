@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
+from tensorkeep.checkpoint.manager.address import split_address
 from tensorkeep.checkpoint.manager.triggers import OnSignal
 from tensorkeep.cli.errors import Interrupted
 from tensorkeep.cli.list_techniques import check_names, names_among, names_in
@@ -99,6 +100,8 @@ def train(
     resume = resume and (folder.exists() or branch is None)
     point = None if branch is None or resume else _branch_point(branch, out)
     base = _base(name, folder, point, resume=resume)
+    if resume:
+        _check_origin(folder, branch, init_from)
     initial = None if init_from is None or (resume and folder.exists()) else _initial(init_from, branch)
     if initial is not None:
         base = base.changed(initial.model_settings(base))
@@ -110,6 +113,8 @@ def train(
     config = base.changed(given)
     if "data.source" in given:
         config = config.changed({"data.source": absolute_source(config.data.source)})
+    if initial is not None:
+        initial.check_source(config.data.source, given)
     if any(name.startswith("schedule.") for name in given) and (point is not None or (resume and folder.exists())):
         step = _last_step(folder, config) if point is None else point.step
         config = with_schedule_start(config, base, given, step)
@@ -236,6 +241,34 @@ def _branch_point(address: str, out: Path | None) -> BranchPoint:
     if out is None:
         raise UsageError("a branch is a new run, and no --out is given", remedy="give its folder: --out NEW")
     return branch_point(address)
+
+
+def _check_origin(folder: RunFolder, branch: str | None, init_from: str | None) -> None:
+    """Raise UsageError if a run that exists began otherwise than stated; a step that is not a number may be any."""
+    if not folder.exists():
+        return
+    origin, initial = folder.record().origin, folder.record().initial
+    began = "began with new weights"
+    if origin is not None:
+        began = f"is a branch of {origin.run}@{origin.step}"
+    elif initial is not None:
+        began = f"began with the weights of {initial.path}" + ("" if initial.step is None else f"@{initial.step}")
+    known: dict[str, tuple[str, int | None] | None] = {
+        "branch": None if origin is None else (origin.run, origin.step),
+        "init-from": None if initial is None else (initial.path, initial.step),
+    }
+    for option, address in (("branch", branch), ("init-from", init_from)):
+        if address is None:
+            continue
+        place, step = split_address(address)
+        found = known[option]
+        same = found is not None and os.path.abspath(found[0]) == os.path.abspath(place)
+        if not same or (step is not None and step.isdecimal() and found is not None and int(step) != found[1]):
+            raise UsageError(
+                f"the run {began}, and --{option} is {address}",
+                path=folder.path,
+                remedy=f"leave --{option} out to resume the run, or give another --out",
+            )
 
 
 def _last_step(folder: RunFolder, config: Config) -> int:

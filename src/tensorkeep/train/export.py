@@ -17,6 +17,7 @@ from tensorkeep.io.files import write_small
 from tensorkeep.io.temporaries import remove_abandoned
 from tensorkeep.paths import checked_path
 from tensorkeep.train.data.tokenizers.base import library
+from tensorkeep.train.data.tokenizers.chat import TEMPLATE
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.huggingface import Architecture, architecture_of
@@ -64,6 +65,7 @@ def export(
     *,
     tokenizer_json: str | None = None,
     end_of_document: int | None = None,
+    end_of_message: int | None = None,
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
 ) -> ExportReport:
@@ -84,6 +86,8 @@ def export(
         The text of a ``tokenizer.json`` of Hugging Face's tokenizers, for ``AutoTokenizer``.
     end_of_document : int, optional
         The token that ends generation.
+    end_of_message : int, optional
+        The token that ends the messages of a conversation, and generation, too; the tokenizer gets a chat template.
     dtype : torch.dtype or str, optional
         float32, bfloat16 or float16, to which the weights are rounded; by default the dtype of the token embedding.
     overwrite : bool
@@ -117,8 +121,8 @@ def export(
     state, config = merged(_checked_state(model_or_state, config), config)
     state, config = _without_padding(state, config)
     target = _checked_dtype(state["tokens.weight"].dtype if dtype is None else dtype)
-    contents = {CONFIG: _config_document(architecture, config, target, end_of_document)}
-    contents |= _tokenizer_files(tokenizer_json, config, end_of_document)
+    contents = {CONFIG: _config_document(architecture, config, target, end_of_document, end_of_message)}
+    contents |= _tokenizer_files(tokenizer_json, config, end_of_document, end_of_message)
     named = architecture.tensors(state, config)
     # Copies, because of tensors that share memory, safetensors writes only the first.
     tensors = {name: tensor.detach().to("cpu", _DTYPES[target], copy=True) for name, tensor in named}
@@ -192,13 +196,21 @@ def _checked_dtype(dtype: torch.dtype | str) -> str:
     return name
 
 
-def _config_document(architecture: Architecture, config: ModelConfig, dtype: str, end_of_document: int | None) -> bytes:
+def _config_document(
+    architecture: Architecture,
+    config: ModelConfig,
+    dtype: str,
+    end_of_document: int | None,
+    end_of_message: int | None,
+) -> bytes:
     """Return the ``config.json``."""
-    if end_of_document is not None and not 0 <= end_of_document < config.vocab_size:
-        raise UsageError(
-            f"the end of document is token {end_of_document}, and the model has tokens 0 to {config.vocab_size - 1}",
-            remedy="give that of the tokenizer, or leave it out",
-        )
+    for end, what in ((end_of_document, "document"), (end_of_message, "message")):
+        if end is not None and not 0 <= end < config.vocab_size:
+            raise UsageError(
+                f"the end of {what} is token {end}, and the model has tokens 0 to {config.vocab_size - 1}",
+                remedy="give that of the tokenizer, or leave it out",
+            )
+    ends = [each for each in (end_of_message, end_of_document) if each is not None]
     return _json(
         {
             "architectures": [architecture.name],
@@ -209,13 +221,15 @@ def _config_document(architecture: Architecture, config: ModelConfig, dtype: str
             "torch_dtype": dtype,
             # Without these entries, transformers uses those of the published models.
             "bos_token_id": end_of_document,
-            "eos_token_id": end_of_document,
+            "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
             "pad_token_id": None,
         }
     )
 
 
-def _tokenizer_files(text: str | None, config: ModelConfig, end_of_document: int | None) -> dict[str, bytes]:
+def _tokenizer_files(
+    text: str | None, config: ModelConfig, end_of_document: int | None, end_of_message: int | None
+) -> dict[str, bytes]:
     """Return both files of a tokenizer, after a check that all tokens are in the vocabulary of the model."""
     if text is None:
         return {}
@@ -226,12 +240,14 @@ def _tokenizer_files(text: str | None, config: ModelConfig, end_of_document: int
             f"the tokenizer has the token {largest}, and the model has tokens 0 to {config.vocab_size - 1}",
             remedy="give the tokenizer that the model was trained with",
         )
-    ends = [token for token, number in tokens.items() if number == end_of_document]
+    end = end_of_document if end_of_message is None else end_of_message
+    ends = [token for token, number in tokens.items() if number == end]
     document = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.context_length,
         "clean_up_tokenization_spaces": False,
         **({"eos_token": ends[0]} if ends else {}),
+        **({"chat_template": TEMPLATE} if end_of_message is not None else {}),
     }
     return {TOKENIZER_CONFIG: _json(document), TOKENIZER: text.encode()}
 

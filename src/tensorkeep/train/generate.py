@@ -163,8 +163,8 @@ def generate(
         Draw from the tokens that are at least this many times as likely as the likeliest, after ``top_p`` (Nguyen et
         al., arXiv 2407.01082).
     repetition_penalty : float
-        Logits of tokens that the sequence has already are divided by this if they are positive, else multiplied (Keskar
-        et al., arXiv 1909.05858); from 0.01 to 100, 1 changes nothing.
+        Logits of tokens that the sequence has already, but for those of ``stop``, are divided by this if they are
+        positive, else multiplied (Keskar et al., arXiv 1909.05858); from 0.01 to 100, 1 changes nothing.
     seed : int
         Of the draws, which are made on the CPU. The draws of a prompt depend on the number of prompts.
     stop : int or collection of int, optional
@@ -279,7 +279,10 @@ def generate_stream(
         # Not inference_mode, which does not support sharded weights. Not open while the caller uses the token.
         with torch.no_grad(), evaluating(model):
             logits = _next_logits(model, ids[:, :position], cache)[:, :vocab_size]
-        drawn = sampling.choose(logits, generator, ids[:, :position].cpu())
+        earlier = ids[:, :position].cpu()
+        # Tokens beyond the logits are not penalised, nor those that end a sequence: each message before had one.
+        earlier = earlier.masked_fill(torch.isin(earlier, stops), logits.shape[-1])
+        drawn = sampling.choose(logits, generator, earlier)
         return torch.where(ended, ids[:, position - 1].cpu(), drawn)
 
     def stream() -> Iterator[list[int]]:

@@ -1,6 +1,7 @@
 """Weights that a run starts from: those of another run, or of a Hugging Face folder."""
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,19 @@ from torch import Tensor
 
 from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.manager.address import split_address
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, TensorkeepError, UsageError
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    NotACheckpointError,
+    PathLike,
+    TensorkeepError,
+    UnsupportedError,
+    UsageError,
+)
 from tensorkeep.formats.sealed import new_hasher
 from tensorkeep.io.files import store_errors
 from tensorkeep.train.config.config import Config, flat
 from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import is_prepared
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.data.tokenizers.known import FROM, tokenizer_at
@@ -47,6 +56,8 @@ class InitialWeights:
         That they were trained with, if it is known.
     folder : Path
         Of the run or the model.
+    without_tokenizer : str
+        Why the tokenizer is not known.
     """
 
     record: InitialRecord
@@ -54,6 +65,7 @@ class InitialWeights:
     tensors: dict[str, Tensor]
     tokenizer: Tokenizer | None
     folder: Path
+    without_tokenizer: str = ""
 
     @property
     def known_tokens(self) -> int:
@@ -107,6 +119,16 @@ class InitialWeights:
                 "initial weights: their embeddings would never be trained",
                 path=self.record.path,
                 remedy="leave lora out, or start from a run that was trained on conversations",
+            )
+
+    def check_source(self, source: str, given: Collection[str]) -> None:
+        """Raise UsageError if text would get other tokens than those of the weights, and nobody has asked for that."""
+        if self.tokenizer is None and "data.tokenizer" not in given and not is_prepared(source):
+            raise UsageError(
+                f"the tokenizer of the initial weights is not known: {self.without_tokenizer}",
+                path=self.record.path,
+                remedy="save it beside the weights (tokenizer.save_pretrained), or state the one that they were "
+                "trained with (--data.tokenizer)",
             )
 
     def check_data(self, dataset: Dataset) -> None:
@@ -203,7 +225,11 @@ def _of_hugging_face(folder: Path) -> InitialWeights:
         error.path = error.path or os.fspath(folder)
         raise
     record = InitialRecord(path=str(folder), kind="hugging-face", step=None, fingerprint=_fingerprint(tensors))
-    return InitialWeights(record, config, tensors, tokenizer_at(folder), folder)
+    try:
+        tokenizer, reason = tokenizer_at(folder), "its folder has none"
+    except UnsupportedError as error:
+        tokenizer, reason = None, error.message
+    return InitialWeights(record, config, tensors, tokenizer, folder, reason)
 
 
 def _fingerprint(tensors: dict[str, Tensor]) -> str:

@@ -127,8 +127,9 @@ def test_the_spread_of_many_arms_is_found() -> None:
     spread = statistics.Spread.of(random.normal(size=(4000, 4)) * stds)
     assert spread.df == pytest.approx(8, rel=0.15)
     assert spread.variance == pytest.approx(0.02**2, rel=0.05)
-    # Half of an estimate is the arm's own if it has as many degrees of freedom.
-    assert spread.shrink(0.06, spread.df)[0] == pytest.approx(math.sqrt((0.06**2 + spread.variance) / 2))
+    # Half of an estimate is the arm's own if it has as many degrees of freedom; all of it if it is larger.
+    assert spread.shrink(0.01, spread.df)[0] == pytest.approx(math.sqrt((0.01**2 + spread.variance) / 2))
+    assert spread.shrink(0.06, spread.df)[0] == 0.06
 
 
 def test_arms_of_one_spread_lend_each_other_all_their_degrees_of_freedom() -> None:
@@ -137,7 +138,6 @@ def test_arms_of_one_spread_lend_each_other_all_their_degrees_of_freedom() -> No
     # Chance makes some variances look different: then fewer are lent.
     assert np.median([each.df for each in spreads]) > 20
     assert all(each.df <= each.most == 60 for each in spreads)
-    assert all(each.shrink(1.0, 2)[1] <= 60 for each in spreads)
 
 
 @pytest.mark.parametrize("spread_of_stds", [0.0, 0.5])
@@ -152,8 +152,19 @@ def test_with_the_spread_of_many_arms_three_blocks_show_what_they_hold(spread_of
         hits += [each.low <= 1 <= each.high for each in found]
         widths += [math.log(each.high / each.low) for each in found]
         alone += [math.log(each.high / each.low) for each in map(statistics.compare, values)]
-    assert 0.935 <= np.mean(hits) <= 0.97
-    assert np.mean(widths) < 0.65 * np.mean(alone)
+    assert 0.935 <= np.mean(hits) <= 0.98
+    assert np.mean(widths) < 0.7 * np.mean(alone)
+
+
+def test_arms_that_are_noisier_than_the_others_have_wider_intervals() -> None:
+    # Measured with 750 simulations: 89%; with the standard deviations of the paper, 82%.
+    random = np.random.default_rng(5)
+    stds = np.repeat([0.02, 0.04], [20, 5])[:, None]
+    hits = []
+    for _ in range(120):
+        found = moderated(random.normal(size=(25, 3)) * stds)
+        hits += [each.low <= 1 <= each.high for each in found[20:]]
+    assert np.mean(hits) >= 0.86
 
 
 def test_with_the_spread_of_many_arms_holm_keeps_its_promise() -> None:

@@ -43,8 +43,9 @@ def test_run_that_ends_before_has_a_shorter_trace(tmp_path: Path, data: Path) ->
     assert (values["steps"], Path(values["path"]).name) == (3, "steps-4-6-rank-0.json.gz")
 
 
-def test_run_that_ends_before_the_first_profiled_step_has_no_trace(tmp_path: Path, data: Path) -> None:
-    witness = profiled(tmp_path / "run", data, 5, {"loop.steps": 2})
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_run_that_ends_before_the_first_profiled_step_has_no_trace(tmp_path: Path, data: Path, steps: int) -> None:
+    witness = profiled(tmp_path / "run", data, 5, {"loop.steps": steps})
     assert not witness.of("profile")
     assert not (tmp_path / "run" / "profile").exists()
 

@@ -92,6 +92,26 @@ def test_other_windows_of_evaluations_are_noted(tmp_path: Path, data: Path, sett
     assert note.startswith("validation losses are measured on other windows from now on")
 
 
+@pytest.mark.parametrize(
+    ("technique", "setting", "remedy"),
+    [
+        ("lr-plateau", "schedule.name", "state another schedule.name, too"),
+        ("fused-optimizer", "optim.implementation", "leave the technique on"),
+    ],
+)
+def test_what_a_technique_has_set_does_not_stay_unnoticed(
+    tmp_path: Path, data: Path, technique: str, setting: str, remedy: str
+) -> None:
+    run(CONFIG.changed({f"techniques.{technique}": "on", "eval.every": 2}), tmp_path / "run", data, stop_at=4)
+    began = current_config(RunFolder(tmp_path / "run").record())
+    without = began.changed({f"techniques.{technique}": "off", "loop.steps": 30})
+    with pytest.raises(tensorkeep.UsageError, match=rf"{technique} is turned off, and {setting} would stay") as raised:
+        run(without, tmp_path / "run", data, resume=True)
+    assert raised.value.remedy == remedy
+    if technique == "lr-plateau":
+        run(without.changed({"schedule.name": "cosine"}), tmp_path / "run", data, resume=True, stop_at=5)
+
+
 @pytest.mark.parametrize(("tokens", "ends"), [(16, True), (None, False)])
 def test_losses_of_other_windows_do_not_end_a_run(tmp_path: Path, data: Path, tokens: int | None, ends: bool) -> None:
     """A best loss that no later one reaches ends the run, unless it is of other windows."""

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from tensorkeep.bench.analysis.samples import Samples
-from tensorkeep.bench.analysis.statistics import compare
+from tensorkeep.bench.analysis.statistics import Comparison, compare
 from tensorkeep.bench.results import Effect, Interaction, Measure, Step
 
 Levels = tuple[int, ...]
@@ -38,7 +38,8 @@ def _step(samples: Samples, change: str, arms: Sequence[str], index: int, measur
     without, why_not_without = _arm_at(samples, "without", change)
     gain_alone = samples.compare(alone, base, measure)
     gain_without = samples.compare(last, without, measure)
-    fraction = _fraction(samples.log_gains(arm, before, measure), samples.log_gains(last, base, measure))
+    whole = samples.compare(last, base, measure)
+    fraction = _fraction(samples.log_gains(arm, before, measure), samples.log_gains(last, base, measure), whole)
     notes = [
         *([] if step else [f"{change}: {arm} and {before} have no block in common"]),
         *([] if gain_alone else [f"alone: {why_not_alone}"]),
@@ -71,11 +72,10 @@ def _arm_at(samples: Samples, kind: str, change: str) -> tuple[str | None, str]:
     return None, "it was not planned"
 
 
-def _fraction(step: Sequence[float], total: Sequence[float]) -> float | str:
+def _fraction(step: Sequence[float], total: Sequence[float], full: Comparison | None) -> float | str:
     """Return which fraction of the total log gain a step contributes, or why that is not defined."""
-    if not step or not total:
+    if not step or not total or full is None:
         return "this step, or the full stack, has no figures"
-    full = compare(total)
     if min(full.gain, full.low or full.gain) <= 1:
         return "the full stack is not shown to be better than the base"
     return (sum(step) / len(step)) / (sum(total) / len(total))

@@ -77,13 +77,15 @@ class Samples:
         if arm is None or over is None or measure is None:
             return None
         gains = self.log_gains(arm, over, measure)
-        in_turns = over == self.baseline and measure.name in self._in_turns
-        return compare(gains, self._spread(measure) if in_turns else None) if gains else None
+        if not gains:
+            return None
+        # Without turns, an arm shares the errors of the baseline's cells, and they are larger.
+        return compare(gains, self._spread(measure) if over == self.baseline and self.in_turns(arm, measure) else None)
 
     def _spread(self, measure: Measure) -> Spread | None:
-        """Return what all arms' blocks show of the noise of a measure in which arms took turns with the baseline."""
+        """Return what the arms that took turns with the baseline show of the noise of a measure."""
         if measure.name not in self._spreads:
-            others = [arm.name for arm in self.arms if arm.name != self.baseline]
+            others = [arm.name for arm in self.arms if arm.name != self.baseline and self.in_turns(arm.name, measure)]
             gains = [self.log_gains(name, self.baseline or "", measure) for name in others]
             self._spreads[measure.name] = Spread.of(gains)
         return self._spreads[measure.name]
@@ -106,8 +108,10 @@ class Samples:
         return any(cell.status == "gate" for cell in self.cells_of(arm))
 
     def in_turns(self, arm: str, measure: Measure) -> bool:
-        """Return whether an arm took turns with the baseline when it was measured."""
-        return any(cell.turns.get(measure.name) for cell in self.cells_of(arm))
+        """Return whether an arm took turns with the baseline in each block that has its figure."""
+        figures = self.raw(arm, measure)
+        turns = [cell.turns.get(measure.name) for cell in self.cells_of(arm) if cell.block in figures]
+        return bool(turns) and all(turns)
 
 
 def typical_log_ratio(pairs: Sequence[tuple[float, float]]) -> float:

@@ -9,7 +9,7 @@ with normal errors covered the truth in 50% of cases at 2 blocks, 76% at 3, 78% 
 Where the errors are as skewed as an exponential distribution, the interval covers 88 to 92%; ratios of times are less
 skewed. The tests repeat these simulations.
 
-**Few blocks of many arms**: three blocks say little about an arm's standard deviation, so their interval is 2.5 times
+**Few blocks of many arms**: three blocks say little about an arm's standard deviation, so their interval is 2.2 times
 as wide as that of a known one. But all arms were measured on the same machine: the standard deviations of the others
 are evidence, too. `Spread` states it, and `compare` weighs it against the arm's own blocks (the moderated t-test; Smyth
 2004, Linear models and empirical Bayes methods for assessing differential expression in microarray experiments). It
@@ -69,7 +69,7 @@ class Comparison:
     low: float | None = None  # 95% interval
     high: float | None = None
     p: float | None = None  # of the two-sided paired t-test on the log-ratios
-    std: float | None = None  # of the log-ratios (n - 1)
+    std: float | None = None  # of the log-ratios (n - 1), or as the `Spread` of all arms changes it
     lent: float = 0.0  # degrees of freedom of `std` that other arms add to n - 1
 
 
@@ -107,9 +107,14 @@ class Spread:
         return cls(math.exp(float(logs.mean() + special.psi(other)) - math.log(other)), min(2 * other, most), most)
 
     def shrink(self, std: float, df: float) -> tuple[float, float]:
-        """Return an arm's standard deviation and its degrees of freedom, this evidence included."""
+        """Return an arm's standard deviation and its degrees of freedom, this evidence included.
+
+        It does not become smaller, unlike in the paper: the interval of an arm that is noisier than the others would be
+        too narrow. In simulations of arms twice as noisy as the others, 95% intervals of 3 blocks cover the truth in
+        89%, with a smaller standard deviation in 82%; those of all arms in 95 to 96%.
+        """
         variance = (self.df * self.variance + df * std**2) / (self.df + df)
-        return math.sqrt(variance), max(df, min(self.df + df, self.most))
+        return max(std, math.sqrt(variance)), max(df, min(self.df + df, self.most))
 
 
 def require_scipy() -> Any:
@@ -231,7 +236,7 @@ def _bootstrap(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _inverse_trigamma(value: float) -> float:
-    """Return x > 0 whose trigamma is ``value`` > 0, by Newton's method, which converges from below (Smyth 2004)."""
+    """Return x > 0 whose trigamma is ``value`` > 0, by Newton's method (Smyth 2004)."""
     polygamma = require_scipy().polygamma
     x = 0.5 + 1 / value
     for _ in range(50):

@@ -16,7 +16,7 @@ from tensorkeep.bench.checkpoint.probes import remove
 from tensorkeep.bench.experiment.workload import Outcome, Task
 from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run.worker import MARK
-from tensorkeep.machine import private_bytes
+from tensorkeep.machine import family, private_bytes
 from tensorkeep.units import format_bytes, format_seconds
 
 _POLL_SECONDS = 0.2
@@ -62,9 +62,11 @@ def _wait(process: subprocess.Popen[bytes], limits: Limits, begin: float) -> Out
             return None
         if limits.seconds is not None and time.perf_counter() - begin > limits.seconds:
             return Outcome("timeout", f"took longer than its limit of {format_seconds(limits.seconds)}")
-        if limits.memory_bytes is not None and (used := private_bytes(process.pid)) > limits.memory_bytes:
-            reason = f"used {format_bytes(used)} of memory, its limit is {format_bytes(limits.memory_bytes)}"
-            return Outcome("memory", reason)
+        if limits.memory_bytes is not None:
+            used = sum(private_bytes(each) for each in family(process.pid))
+            if used > limits.memory_bytes:
+                reason = f"used {format_bytes(used)} of memory, its limit is {format_bytes(limits.memory_bytes)}"
+                return Outcome("memory", reason)
 
 
 def _end_of(file: IO[bytes]) -> str:

@@ -15,6 +15,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 TILE = 128
 """Positions of queries, and of keys, that FlexAttention computes or skips together."""
 
+SMALLEST_HEAD = 16
+"""Elements of a head for which FlexAttention has a kernel; torch refuses smaller ones."""
+
 Mask = Tensor | BlockMask
 """Bool, of shape [batch, 1, queries, keys], or for FlexAttention."""
 

@@ -23,6 +23,8 @@ _MOST_NAMED = 5
 _GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")
 """Masks, which old files have beside the weights."""
+_LLAMA_BUFFERS = (".rotary_emb.inv_freq",)
+"""Frequencies, likewise; they follow from the configuration."""
 
 # Far above every model, so that a damaged number is refused before anything of its size is made.
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
@@ -128,7 +130,8 @@ def weights_of(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
     prefix = "transformer." if learned else "model."
     # Files of the model without its head have no prefix.
     found = {name if name == "lm_head.weight" else name.removeprefix(prefix): each for name, each in tensors.items()}
-    found = {name: each for name, each in found.items() if not (learned and name.endswith(_GPT2_BUFFERS))}
+    buffers = _GPT2_BUFFERS if learned else _LLAMA_BUFFERS
+    found = {name: each for name, each in found.items() if not name.endswith(buffers)}
     read: dict[str, Tensor] = {}
     missing: list[str] = []
     unequal: list[str] = []

@@ -12,7 +12,7 @@ from tensorkeep.train.model.attention import Attention
 from tensorkeep.train.model.block import Block, build_norm
 from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.model.document_mask import Mask, dense_mask, document_numbers, tiled_mask
+from tensorkeep.train.model.document_mask import SMALLEST_HEAD, Mask, dense_mask, document_numbers, tiled_mask
 from tensorkeep.train.model.lora import initial_adapter, is_adapter
 from tensorkeep.train.model.positions import LearnedPositions, RotaryPositions
 from tensorkeep.train.model.shift import TokenShift
@@ -202,16 +202,22 @@ class GPT(nn.Module):
     def mask(self, tokens: Tensor, cache: Cache | None = None) -> Mask | None:
         """Return what keeps attention within documents, if ``document_end`` is set; None otherwise.
 
-        On CUDA, FlexAttention computes whole windows, if they have no dropout; everything else has a dense mask.
+        On CUDA, FlexAttention computes whole windows of training, if they have no dropout; everything else, of many
+        lengths for each of which it would be compiled, has a dense mask.
         """
         if self.document_end is None:
             return None
         documents = document_numbers(tokens, self.document_end, None if cache is None else cache.documents)
         if cache is not None:
             cache.documents = documents
-        elif tokens.is_cuda and not (self.training and self.config.dropout):
+        elif self._takes_tiles(tokens):
             return tiled_mask(documents)
         return dense_mask(documents, tokens.shape[1])
+
+    def _takes_tiles(self, tokens: Tensor) -> bool:
+        config = self.config
+        whole = tokens.shape[1] == config.context_length and not (self.training and config.dropout)
+        return tokens.is_cuda and whole and config.head_size >= SMALLEST_HEAD
 
     def embed(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the input of the first block, of shape [batch, positions, d_model]; see `forward`."""

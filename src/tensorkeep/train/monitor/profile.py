@@ -34,6 +34,8 @@ def profiled(run: Run, steps: int, written: Callable[[Path, int], None]) -> Iter
 
     def write(profiler: profile) -> None:
         last = min(first + steps - 1, run.progress.step)
+        if last < first:
+            return  # the run has ended in the warm-up
         path = run.folder.path / FOLDER / f"steps-{first}-{last}-rank-{run.world.rank}.json.gz"
         with store_errors(path, "write the profile"):
             path.parent.mkdir(parents=True, exist_ok=True)

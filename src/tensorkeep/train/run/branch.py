@@ -17,7 +17,7 @@ from tensorkeep.io.files import store_errors
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import is_prepared
-from tensorkeep.train.run.data import Meter, open_data
+from tensorkeep.train.run.data import Meter, check_preparation, open_data
 from tensorkeep.train.run.folder import RunFolder, RunRecord
 
 
@@ -71,12 +71,14 @@ def open_branch_data(
 
     Data that was prepared within the folder of that run is copied, so that the branch does not need it later.
 
-    Raises UsageError if the data has another tokenizer; and the errors of `open_data`.
+    Raises UsageError if the data has another tokenizer, or was prepared by other settings than those that are given;
+    and the errors of `open_data`.
     """
     if "data.source" in given:
         dataset = open_data(config, folder, given=given, meter=meter)
         point.check_data(dataset)
         return dataset
+    check_preparation(config, given, point.config, point.folder.path)
     dataset = open_data(point.config, point.folder, resume=True, meter=meter)
     inside = Path(os.path.abspath(dataset.path)).is_relative_to(point.folder.path)
     return Dataset.open(_copied(dataset.path, folder.data)) if inside else dataset

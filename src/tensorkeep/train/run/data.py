@@ -125,6 +125,11 @@ def _check_given(config: Config, given: Collection[str], actual: dict[str, Any],
             )
 
 
+def check_preparation(config: Config, given: Collection[str], before: Config, path: Path) -> None:
+    """Raise UsageError if a given setting contradicts how the data of a run was prepared."""
+    _check_given(config, given, {name: before.setting(name) for name in _PREPARATION}, path)
+
+
 def _prepared(config: Config, folder: RunFolder, meter: Meter, *, overwrite: bool) -> Path:
     with meter(f"preparing {config.data.source}") as progress:
         return prepare_mixture(
@@ -142,7 +147,7 @@ def _prepared(config: Config, folder: RunFolder, meter: Meter, *, overwrite: boo
 def _open_again(config: Config, folder: RunFolder, given: Collection[str], meter: Meter) -> Dataset:
     """Open the data of a run that is resumed."""
     started = folder.record().config
-    _check_given(config, given, {name: started.setting(name) for name in _PREPARATION}, folder.path)
+    check_preparation(config, given, started, folder.path)
     source = config.data.source
     moved = "data.source" in given and source != absolute_source(started.data.source)
     if moved and is_prepared(source):

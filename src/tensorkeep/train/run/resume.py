@@ -29,6 +29,9 @@ _OF_A_LEG = (
 # fmt: on
 """Prefixes of the settings that begin a new leg, because the state of a run fits them; restoring checks techniques."""
 
+_SET_BY = {"lr-plateau": "schedule.name", "lr-range-test": "schedule.name", "fused-optimizer": "optim.implementation"}
+"""Settings that a technique has set when the run began, and which stay when it is turned off."""
+
 _OF_A_BRANCH = ("data.", "loop.seed")
 """Prefixes of the settings that a branch may change, too. Its data must have the tokenizer of the run."""
 
@@ -44,6 +47,14 @@ def current_config(record: RunRecord) -> Config:
 def leg_settings(before: Config, config: Config, folder: RunFolder, *, branch: bool = False) -> Changes:
     """Return the changed settings that begin a leg or a branch; UsageError if one of the others must not change."""
     changes = differences(before, config)
+    for technique, name in _SET_BY.items():
+        if technique in before.techniques and technique not in config.techniques and name not in changes:
+            raise UsageError(
+                f"techniques.{technique} is turned off, and {name} would stay as it has set it: "
+                f"{before.setting(name)!r}",
+                path=folder.path,
+                remedy=f"state another {name}, too" if name.startswith(_OF_A_LEG) else "leave the technique on",
+            )
     found = {name: values for name, values in changes.items() if _begins_leg(name, before)}
     free = (*_KEPT, *_OF_ONE_RESUME, *(_OF_A_BRANCH if branch else ()))
     refused = [
@@ -142,7 +153,7 @@ def note_on_leg(number: int, leg: Leg, before: Config, reduced: float) -> str:
     text = f"leg {number} begins after step {step}: {describe(leg.settings)}"
     whole = f"that of a run of {config.loop.steps} steps from the start"
     extended = set(leg.settings) == {"loop.steps"}
-    if extended and _is_as_from_the_start(before, config, step):
+    if extended and number == 2 and _is_as_from_the_start(before, config, step):
         return f"{text}; its result is {whole}"
     rates = note_on_rates(before, config, step, reduced)
     return f"{text}; {rates}, and the result differs from {whole}" if extended else f"{text}; {rates}"
@@ -190,5 +201,6 @@ def _is_as_from_the_start(before: Config, config: Config, step: int) -> bool:
         return False
     # The last step of a run is evaluated in any case, which the schedule "plateau" counts.
     evaluated = step == before.loop.steps and step % (before.eval.every or step) != 0
-    plateau = before.schedule.name == "plateau" and evaluated
-    return not plateau and not any(each.depends_on_steps for each in Stack.of(before.techniques).techniques)
+    # So does early stopping, which a leg begins again.
+    counted = (before.schedule.name == "plateau" and evaluated) or before.eval.patience is not None
+    return not counted and not any(each.depends_on_steps for each in Stack.of(before.techniques).techniques)

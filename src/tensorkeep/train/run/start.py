@@ -64,6 +64,8 @@ def start_from_weights(run: Run, config: Config, initial: InitialWeights, state:
     start_new(run, config, initial=record)
     step = "" if record.step is None else f", step {record.step}"
     run.notes += (f"initial weights: {record.path}{step}",)
+    if initial.tokenizer is None:
+        run.notes += ("the tokenizer of the initial weights is not known: the tokens of the data were not compared",)
     if new := initial.new_tokens(config.model):
         run.notes += (f"{new} tokens of conversations are new to the weights, and begin as the mean of all others",)
 

@@ -13,6 +13,11 @@ SUFFIX = "+chat"
 
 ROLES = ("system", "user", "assistant")
 _RESERVED = (*(f"<|{role}|>" for role in ROLES), "<|end|>")
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""The same format for transformers' ``apply_chat_template``."""
 
 
 class ChatTokenizer(Tokenizer):
