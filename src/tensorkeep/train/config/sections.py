@@ -154,13 +154,12 @@ class OptimConfig(Section, frozen=True):
     muon_lr, muon_momentum : float
         The peak learning rate and the momentum of Muon.
     muon_steps : int
-        Newton-Schulz steps by which Muon orthogonalises an update: fewer are faster and less exact.
+        Newton-Schulz steps of each update: fewer are faster and less exact.
     muon_polynomials : str
-        Of these steps: ``"quintic"``, the same in each (Jordan et al., 2024), or ``"polar-express"``, the best one for
-        each (Amsel et al., arXiv 2505.16932), of which four are about as good as five of the former.
+        ``"quintic"``, the same in each step, or ``"polar-express"``, the best one for each (see `POLAR_EXPRESS`), of
+        which four are about as good as five of the former.
     muon_beta2 : float
-        With which the running mean of squares forgets by which Muon divides each row of an update (NorMuon, Li et al.,
-        arXiv 2510.05491); 0 for none.
+        Of the mean squares by which Muon divides the rows of an update (NorMuon, arXiv 2510.05491); 0 for none.
     muon_split : bool
         Whether Muon orthogonalises queries, keys and values each by itself, not their fused projection.
     weight_decay : float
@@ -250,10 +249,8 @@ class LoopConfig(Section, frozen=True):
         it, so that a step has the same sequences. A resumed run keeps the choice.
     seed : int
         Of the initial weights, the order of the data, and dropout.
-    device : str
-        ``"auto"`` is the GPU if there is one, else the CPU.
-    threads : int, optional
-        CPU threads of torch; its own choice by default.
+    device, threads : str, int, optional
+        ``"auto"`` is the GPU if there is one, else the CPU; the CPU threads of torch, by default its own choice.
     on_divergence : str
         At a loss or gradient that is not finite: ``"stop"``, or ``"skip"`` the update.
     """
@@ -276,8 +273,7 @@ class EvalConfig(Section, frozen=True):
     every : int
         Steps from one evaluation to the next; 0 for one at the end only.
     tokens : int, optional
-        How many tokens of the validation split, in windows of the context length that are spread evenly over it; the
-        same each time. All of them if there are fewer, or if it is none.
+        Of the validation split, in windows that are spread evenly over it, the same each time; none for all of it.
     batches : int, optional
         The former of ``tokens``, which it overrides: batches of up to 16,384 tokens.
     patience : int, optional
