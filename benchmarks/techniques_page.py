@@ -28,6 +28,9 @@ _LOSSES = {"loss": "loss at equal tokens", "loss_in_time": "loss in equal time"}
 _COMBINED = ("combinations", "best-stack", "training-claims")
 """Experiments that combine techniques; their results are named after them."""
 
+_MANY_ARMS = 20
+"""With fewer arms, results are of chosen techniques."""
+
 _HEAD = """# Techniques
 
 Each technique is a switch of `tensorkeep train` (`--technique NAME`, or a setting: `--techniques.NAME.SETTING VALUE`).
@@ -66,7 +69,9 @@ def _overview(techniques: list[type[Technique]]) -> str:
 
 def measured_table(results: Results) -> str:
     """Return what the arms with one technique did: speed, memory beside its prediction, and loss."""
-    about = f"## Measured on {_machine(results)}\n\n{_runs(results)}\n\n"
+    chosen = len(results.arms) < _MANY_ARMS
+    claim = ": what claims speed there, more often" if chosen else ""
+    about = f"## Measured on {_machine(results)}{claim}\n\n{_runs(results)}\n\n"
     arms = [arm for arm in results.arms if arm.role == "arm" and len(_techniques(arm)) == 1]
     headings = ["technique", "speed", "verdict", "memory", "predicted", *_LOSSES.values()]
     return about + _table(headings, [_row(results, arm, _label(arm)) for arm in sorted(arms, key=_label)])

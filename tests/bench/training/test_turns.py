@@ -55,9 +55,27 @@ def test_a_cell_takes_turns_with_the_baseline(data: Path, tmp_path: Path) -> Non
 
 
 def test_a_baseline_that_cannot_run_is_an_error(tmp_path: Path) -> None:
-    given = PartnerTask(CONFIG.as_dict(), str(tmp_path / "none"), str(tmp_path / "run"), 1, 0.1, 1)
+    given = PartnerTask(CONFIG.as_dict(), str(tmp_path / "none"), str(tmp_path / "run"), 1, 0.1, None)
     with pytest.raises(TensorkeepError, match="the process of the baseline ended with exit code 1"):
         Partner(given)
+
+
+@pytest.mark.parametrize("threads", [None, "3"])
+def test_the_baseline_has_the_threads_of_a_cell_without_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str | None
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in a rank
+    environments = []
+
+    def start(*arguments: Any, env: dict[str, str], **options: Any) -> None:
+        environments.append(env)
+        raise OSError
+
+    monkeypatch.setattr("tensorkeep.bench.training.turns.subprocess.Popen", start)
+    with pytest.raises(OSError):
+        Partner(PartnerTask(CONFIG.as_dict(), "", "", 1, 0.1, threads))
+    assert environments[0].get("OMP_NUM_THREADS") == threads
+    assert "PATH" in environments[0]
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from tensorkeep.bench.training.arms import (
 )
 from tensorkeep.bench.training.ranks import run_on_ranks
 from tensorkeep.bench.training.reference_losses import LossGate, reference_losses
-from tensorkeep.bench.training.turns import PartnerTask
+from tensorkeep.bench.training.turns import THREADS, PartnerTask
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
@@ -173,7 +173,7 @@ def _partner(given: TrainingInput, data: Dataset, task: Task) -> PartnerTask | N
         folder=str(Path(task.directory, "baseline")),
         warmup=settings.warmup,
         turn=settings.turn,
-        threads=config.loop.threads or torch.get_num_threads(),
+        threads=os.environ.get(THREADS),
     )
 
 
