@@ -45,6 +45,8 @@ lower. *No difference within N%* and *undecided within N%*: the runs exclude a l
 differ by more than 5%. An interval is that of one arm; a verdict also allows for the number of arms (Holm's
 correction). Memory is that of the tensors of a step, as measured and as the memory ledger predicts it from shapes, with
 the factor to the plain loop: below 1 is less. Losses are shown of techniques that may change them.
+The runs below are of a version whose plain loop, beside an arm, was started with a fixed number of threads, which may
+have made it some per cent slower.
 """
 
 
