@@ -169,6 +169,7 @@ def _answer(
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count, timeout=timeout
         )
+        dist.barrier()  # a rank that ended before the others were connected to it would fail them
         return (function(*arguments, **options),)
     except BaseException as error:
         return None, type(error).__name__, str(error), traceback.format_exc()
