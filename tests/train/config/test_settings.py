@@ -116,6 +116,15 @@ def test_new_tokenizer_resets_the_vocabulary_size() -> None:
     assert BASE.changed({"data.vocab_size": 300, "data.tokenizer": "bpe"}).data.vocab_size == 300
 
 
+def test_a_given_batch_size_is_not_replaced_by_one_that_fills_the_memory() -> None:
+    recipe = get_recipe("gpt2-124m")
+    assert recipe.loop.fill_memory
+    given = recipe.changed({"loop.batch_size": 4}).loop
+    assert (given.batch_size, given.fill_memory) == (4, False)
+    assert recipe.changed({"loop.batch_size": 4, "loop.fill_memory": True}).loop.fill_memory
+    assert recipe.changed({"loop.accumulate": 4}).loop.fill_memory
+
+
 def test_optimizer_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_optimizers(OptimConfig(implementation="fused"), torch.device("cpu"))
     # Which devices have it changes with torch.

@@ -263,4 +263,4 @@ def test_a_mode_of_compile_that_cannot_accumulate_is_refused_before_the_trials()
     config = FILLING.changed({"techniques.compile.mode": "reduce-overhead"})
     with pytest.raises(UsageError, match='compile in the mode "reduce-overhead" cannot accumulate') as raised:
         filled(config, Meter(), World(), lambda config: pytest.fail("a step was tried"))
-    assert raised.value.remedy == "leave one of them out"
+    assert raised.value.remedy == "give loop.batch_size, loop.fill_memory false, or another mode"

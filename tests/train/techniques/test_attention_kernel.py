@@ -274,11 +274,20 @@ def test_auto_chooses_by_the_gpu_and_the_model(
 ) -> None:
     monkeypatch.setattr(attention_kernel, "Machine", machine)
     technique = AttentionKernel(AttentionKernelSettings(kernel="auto"))
-    config = technique.configure(with_techniques(NO_DROPOUT.changed(changes), {"attention-kernel": {"kernel": "auto"}}))
-    assert config.techniques == {"attention-kernel": {"kernel": chosen}}
+    auto = {"mixed-precision": {"dtype": "bf16"}, "attention-kernel": {"kernel": "auto"}}
+    config = technique.configure(with_techniques(NO_DROPOUT.changed(changes), auto))
+    assert config.techniques == {**auto, "attention-kernel": {"kernel": chosen}}
     # As a resumed run does.
     again = AttentionKernel(AttentionKernelSettings(kernel=chosen))  # type: ignore[arg-type]
     assert again.configure(config) == config
+
+
+@pytest.mark.parametrize("mixed", [{}, {"mixed-precision": {"attention": "float32"}}])
+def test_auto_does_not_round_what_is_asked_for_in_32_bits(on_cuda: None, mixed: dict[str, dict[str, object]]) -> None:
+    technique = AttentionKernel(AttentionKernelSettings(kernel="auto"))
+    config = with_techniques(NO_DROPOUT, {**mixed, "attention-kernel": {"kernel": "auto"}})
+    with pytest.raises(UsageError, match="chooses among kernels of 16 bits, and attention computes in float32"):
+        technique.configure(config)
 
 
 @pytest.mark.parametrize(

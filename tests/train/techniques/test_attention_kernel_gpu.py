@@ -70,7 +70,8 @@ class TestFlashAttention3(TechniqueSuite):
 def test_auto_chooses_a_kernel_that_computes(
     tmp_path: Path, data: Path, compiled: dict[str, dict[str, object]]
 ) -> None:
-    config = with_techniques(IN_32, {"attention-kernel": {"kernel": "auto"}, **compiled})
+    auto = {"mixed-precision": {"dtype": "bf16"}, "attention-kernel": {"kernel": "auto"}}
+    config = with_techniques(IN_32, {**auto, **compiled})
     with opened(config, tmp_path / "run", data) as run:
         chosen = run.config.techniques["attention-kernel"]["kernel"]
         assert chosen in ("fa3", "cudnn", "flash")

@@ -53,6 +53,15 @@ def test_a_default_gives_way_to_a_requested_technique() -> None:
     assert "cannot be combined" in off[0]
 
 
+def test_a_default_gives_way_to_masked_documents() -> None:
+    defaults = {"default_techniques": {"attention-kernel": {"kernel": "math"}}}
+    config, off = turn_on_defaults(TINY.changed({**defaults, "data.mask_documents": True}), ON_CPU)
+    assert not config.techniques
+    assert off[0].startswith("attention-kernel: data.mask_documents is true")
+    config, off = turn_on_defaults(TINY.changed(defaults), ON_CPU)
+    assert (list(config.techniques), off) == (["attention-kernel"], [])
+
+
 def test_a_precision_that_is_not_faster_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_precision, "measured_peak", lambda *arguments: 1e9)
     config, off = turn_on_defaults(defaulting("mixed-precision"), ON_CPU)
@@ -101,4 +110,5 @@ def test_an_open_run_notes_what_is_off(tmp_path: Path, data: Path) -> None:
 def test_all_defaults_of_a_recipe_run_together_on_a_gpu(recipe: str) -> None:
     config = get_recipe(recipe)
     Stack.of(config.default_techniques).check(Hopper(torch.device("cuda")))
-    assert {"mixed-precision", "compile", "fused-optimizer", "tf32"} <= set(config.default_techniques)
+    expected = {"mixed-precision", "compile", "fused-optimizer", "tf32", "attention-kernel"}
+    assert expected <= set(config.default_techniques)

@@ -23,6 +23,8 @@ _FIXED: Settings = {
     "sample.every": 0,
     "log.every": 1,
     "eval.patience": None,
+    # Arms are compared at equal batches.
+    "loop.fill_memory": False,
     # An arm states what is on: the same experiment compares the same techniques on each machine.
     "default_techniques": None,
 }

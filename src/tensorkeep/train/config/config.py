@@ -80,7 +80,7 @@ class Config(Section, frozen=True):
         if self.loop.fill_memory and splits:
             raise UsageError(
                 f"loop.fill_memory is true, and {splits[0]} needs the batch size that you give",
-                remedy="leave one of them out",
+                remedy="give loop.batch_size, or loop.fill_memory false",
             )
         if self.model.lora.rank and "lora" not in self.techniques:
             raise UsageError(
@@ -113,7 +113,8 @@ class Config(Section, frozen=True):
     def changed(self, settings: Mapping[str, object]) -> Self:
         """Return the configuration with some settings changed.
 
-        A new ``data.tokenizer`` resets ``data.vocab_size``, unless that is changed as well.
+        A new ``data.tokenizer`` resets ``data.vocab_size``, and ``loop.batch_size`` turns ``loop.fill_memory`` off,
+        unless these are changed as well.
 
         Parameters
         ----------
@@ -131,6 +132,8 @@ class Config(Section, frozen=True):
         known = flat(values)
         if settings.get("data.tokenizer", self.data.tokenizer) != self.data.tokenizer:
             values["data"]["vocab_size"] = None
+        if "loop.batch_size" in settings:
+            values["loop"]["fill_memory"] = False
         for name, value in settings.items():
             if name.startswith(TECHNIQUES):
                 _set_technique(values, name.removeprefix(TECHNIQUES), value)

@@ -17,7 +17,13 @@ _FROM_DATA = 1
 _PADDED = 128
 """Vocabularies are padded to a multiple of it for GPUs."""
 
-_FAST: dict[str, dict[str, Any]] = {"mixed-precision": {}, "tf32": {}, "fused-optimizer": {}, "compile": {}}
+_FAST: dict[str, dict[str, Any]] = {
+    "mixed-precision": {},
+    "tf32": {},
+    "fused-optimizer": {},
+    "compile": {},
+    "attention-kernel": {"kernel": "auto"},
+}
 """What makes training on a GPU faster at the same loss; see `Config.default_techniques`."""
 
 
@@ -133,7 +139,7 @@ def chatgot_85m() -> Config:
         data=sections.DataConfig(tokenizer="bpe", vocab_size=8192),
         optim=sections.OptimConfig(lr=6e-4),
         schedule=sections.ScheduleConfig(name="wsd", warmup_steps=500, final=0.0),
-        loop=sections.LoopConfig(steps=20_000, batch_size=8, accumulate=8),
+        loop=sections.LoopConfig(steps=20_000, batch_size=8, accumulate=8, fill_memory=True),
         eval=sections.EvalConfig(every=500),
         sample=sections.SampleConfig(every=500),
         checkpoint=sections.CheckpointConfig(every=500),
@@ -158,7 +164,7 @@ def gpt2_124m() -> Config:
         data=sections.DataConfig(tokenizer="tiktoken:gpt2"),
         optim=sections.OptimConfig(lr=6e-4, weight_decay=0.1),
         schedule=sections.ScheduleConfig(name="cosine", warmup_steps=700),
-        loop=sections.LoopConfig(steps=19_000, batch_size=16, accumulate=32),
+        loop=sections.LoopConfig(steps=19_000, batch_size=16, accumulate=32, fill_memory=True),
         eval=sections.EvalConfig(every=500),
         checkpoint=sections.CheckpointConfig(every=1000),
         log=sections.LogConfig(every=10),

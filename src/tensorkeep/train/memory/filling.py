@@ -88,7 +88,7 @@ def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tup
         raise UsageError(
             'loop.fill_memory is true, and compile in the mode "reduce-overhead" cannot accumulate batches, of which '
             "small ones are tried",
-            remedy="leave one of them out",
+            remedy="give loop.batch_size, loop.fill_memory false, or another mode",
         )
     sequences = config.loop.batch_size * config.loop.accumulate
     # With a batch of all sequences, because the given size, which may not divide among the ranks, is to be replaced.

@@ -27,7 +27,6 @@ _PREPARATION = ("data.tokenizer", "data.vocab_size", "data.validation")
 
 _NOT_MASKED = {
     "sparse-attention": "its activity check expects every position to attend to as many blocks as the settings give",
-    "attention-kernel": "masked documents need a kernel that takes a mask, which is chosen by the device",
     "pipeline-parallel": "only the first stage of a pipeline has the tokens that the mask comes from",
 }
 """Techniques that documents cannot be masked with, and why."""

@@ -80,9 +80,9 @@ class AttentionKernelSettings(Section, frozen=True):
         only; ``"flex"``: FlexAttention, compiled, CUDA only, without dropout; ``"math"``: matmuls and a softmax, the
         reference; ``"matmul"``: the same with one gradient for all of it, and scores in 32 bits, without dropout: in
         bfloat16 on a CPU, for contexts up to a few hundred tokens, about half the time of flash; ``"auto"``: on CUDA,
-        fa3 if it is installed, else cudnn from Hopper on, else flash. The choice is stored with the run. On CUDA,
-        flash, fa3 and cudnn compute in 16 bits only: without mixed-precision, in bfloat16, between layers that stay in
-        float32.
+        fa3 if it is installed, else cudnn from Hopper on, else flash; needs mixed-precision. The choice is stored with
+        the run. On CUDA, flash, fa3 and cudnn compute in 16 bits only: without mixed-precision, in bfloat16, between
+        layers that stay in float32.
     """
 
     kernel: _Kernel = "flash"
@@ -121,7 +121,19 @@ class AttentionKernel(Technique):
     def configure(self, config: Config) -> Config:
         """Check that the kernel can compute with this configuration; choose one for ``"auto"``, and store it."""
         device = chosen_device(config.loop.device)
+        if config.data.mask_documents:
+            raise UsageError(
+                "data.mask_documents is true, and attention-kernel is on: masked documents need a kernel that takes a "
+                "mask, which is chosen by the device",
+                remedy="leave one of them out",
+            )
+        mixed = config.techniques.get("mixed-precision")
         if self.settings.kernel == "auto":
+            if mixed is None or mixed.get("attention") == "float32":
+                raise UsageError(
+                    "attention-kernel chooses among kernels of 16 bits, and attention computes in float32",
+                    remedy="turn mixed-precision on, or name a kernel, such as flash, which then computes in bfloat16",
+                )
             self.settings = AttentionKernelSettings(kernel=_best_kernel(Machine(device), config))
             config = config.changed({f"techniques.{self.name}": {"kernel": self.settings.kernel}})
         kernel, on_cuda = self.settings.kernel, device.type == "cuda"
@@ -136,7 +148,6 @@ class AttentionKernel(Technique):
                 "the attention kernel 'matmul' cannot be seen in compiled code",
                 remedy='leave out compile, or give the kernel "math", which is compiled',
             )
-        mixed = config.techniques.get("mixed-precision")
         if on_cuda and kernel in _IN_16_BITS:
             if mixed is not None and mixed.get("attention") == "float32":
                 raise UsageError(
