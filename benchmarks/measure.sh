@@ -17,6 +17,11 @@ is_wanted() {
 	echo "$(date +%H:%M:%S) $1"
 }
 
+keep() {
+	# Files of the folder by their names alone.
+	sed "s#$PWD/##g" "$1/results.json" >"$here/results/$1.json"
+}
+
 run() {
 	local name=$1
 	shift
@@ -26,7 +31,7 @@ run() {
 	else
 		tensorkeep bench checkpoint --out "$name" "$@" >"$name.txt"
 	fi
-	cp "$name/results.json" "$here/results/$name.json"
+	keep "$name"
 }
 
 train() {
@@ -34,7 +39,7 @@ train() {
 	shift 2
 	is_wanted "$name" || return 0
 	tensorkeep bench training --data "$TEXT" --experiment "$experiment" --out "$name" "$@" >"$name.txt"
-	cp "$name/results.json" "$here/results/$name.json"
+	keep "$name"
 }
 
 wanted=("$@")

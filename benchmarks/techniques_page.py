@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tensorkeep.bench.analysis.verdicts import PRACTICAL
 from tensorkeep.bench.analysis.wording import NOTHING, difference, gain, interval
 from tensorkeep.bench.results import Arm, Results, Statistics
 from tensorkeep.bench.results_file import read_results
@@ -40,13 +41,14 @@ changes the losses by no more than its stated tolerance; an *algorithmic* one ma
 [`tensorkeep bench training`](../how-to/bench-training.md) measures them there. This page is made from the classes and
 from `benchmarks/results/` by `python benchmarks/techniques_page.py`.
 
-Speed and loss are gains over the plain loop, with their 95% intervals: above 1 is better, so a loss of 1.01x is
-lower. *No difference within N%* and *undecided within N%*: the runs exclude a larger difference; undecided is what may
-differ by more than 5%. An interval is that of one arm; a verdict also allows for the number of arms (Holm's
-correction). Memory is that of the tensors of a step, as measured and as the memory ledger predicts it from shapes, with
-the factor to the plain loop: below 1 is less. Losses are shown of techniques that may change them.
-The runs below are of a version whose plain loop, beside an arm, was started with a fixed number of threads, which may
-have made it some per cent slower.
+Speed and loss are gains over the plain loop, with their 95% intervals: above 1 is better, so a loss of 1.01x is lower.
+*No difference within N%* and *undecided within N%*: the runs exclude a larger difference; undecided is what may differ
+by more than 5%. *A little*: a difference is shown, and 5% or less is the most likely. An interval is that of one arm; a
+verdict also allows for the number of arms (Holm's correction). Memory is that of the tensors of a step, as measured and
+as the memory ledger predicts it from shapes, with the factor to the plain loop: below 1 is less. Losses are shown of
+techniques that may change them.
+The runs of 90 steps below are of a version whose plain loop, beside an arm, was started with a fixed number of
+threads, which may have made it some per cent slower.
 """
 
 
@@ -140,12 +142,16 @@ def _row(results: Results, arm: Arm, label: str) -> list[str]:
 
 
 def verdict(speed: Statistics) -> str:
-    """Return a verdict on speed in words: faster, slower, no difference within so many percent, or undecided."""
+    """Return a verdict on speed in words: (a little) faster or slower, no difference within so much, or undecided."""
     words = {"helps": "faster", "hurts": "slower"}
     if speed.verdict in words or speed.gain_low is None or speed.gain_high is None:
         return words.get(speed.verdict or "", speed.verdict or NOTHING)
-    within = difference(max(speed.gain_high, 1 / speed.gain_low))
-    return f"no difference within {within}" if speed.verdict == "about the same" else f"undecided within {within}"
+    largest = max(speed.gain_high, 1 / speed.gain_low)
+    if speed.verdict != "about the same":
+        return f"undecided within {difference(largest)}"
+    if largest > PRACTICAL:
+        return "a little faster" if speed.gain_low > 1 else "a little slower"
+    return f"no difference within {difference(largest)}"
 
 
 def _bytes(results: Results, arm: Arm, measure: str) -> str:

@@ -156,6 +156,11 @@ def test_the_page_of_techniques_shows_effects_and_reasons(monkeypatch: pytest.Mo
     found = msgspec.convert({**results, "summary": summarise(results)}, Results)
     table = page.measured_table(found)
     assert "| [compile](#compile): mode default | 1.50x (1.49 to 1.51) | faster | - | - | - | - |" in table
+    speed = found.statistics("on", "tokens_per_second")
+    shown = {(1.02, 1.08): "a little faster", (0.93, 0.99): "a little slower", (0.98, 1.04): "no difference within 4%"}
+    for (low, high), words in shown.items():
+        same = {"verdict": "about the same", "gain_low": low, "gain_high": high}
+        assert page.verdict(msgspec.structs.replace(speed, **same)) == words
     assert "| [tf32](#tf32) | - | not run here: tf32 needs a CUDA device | - | - | - | - |" in table
 
 
