@@ -43,7 +43,7 @@ from `benchmarks/results/` by `python benchmarks/techniques_page.py`.
 
 Speed and loss are gains over the plain loop, with their 95% intervals: above 1 is better, so a loss of 1.01x is lower.
 *No difference within N%* and *undecided within N%*: the runs exclude a larger difference; undecided is what may differ
-by more than 5%. *A little*: a difference is shown, and 5% or less is the most likely. An interval is that of one arm; a
+by more than 5%. *A little*: a difference is shown, and its best estimate is below 5%. An interval is that of one arm; a
 verdict also allows for the number of arms (Holm's correction). Memory is that of the tensors of a step, as measured and
 as the memory ledger predicts it from shapes, with the factor to the plain loop: below 1 is less. Losses are shown of
 techniques that may change them.

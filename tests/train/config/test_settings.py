@@ -122,7 +122,8 @@ def test_a_given_batch_size_is_not_replaced_by_one_that_fills_the_memory() -> No
     given = recipe.changed({"loop.batch_size": 4}).loop
     assert (given.batch_size, given.fill_memory) == (4, False)
     assert recipe.changed({"loop.batch_size": 4, "loop.fill_memory": True}).loop.fill_memory
-    assert recipe.changed({"loop.accumulate": 4}).loop.fill_memory
+    assert not recipe.changed({"loop.accumulate": 4}).loop.fill_memory
+    assert recipe.changed({"loop.steps": 4}).loop.fill_memory
 
 
 def test_optimizer_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,9 @@ def test_on_a_cpu_the_given_batch_size_is_used(tmp_path: Path, data: Path) -> No
 @pytest.mark.parametrize("technique", ["gradient-accumulation", "loss-curriculum", "pipeline-parallel"])
 def test_techniques_that_depend_on_the_batch_size_are_refused(technique: str) -> None:
     with pytest.raises(UsageError, match=rf"loop\.fill_memory is true, and {technique} needs the batch size"):
-        FILLING.changed({f"techniques.{technique}": "on"})
+        FILLING.changed({f"techniques.{technique}": "on", "loop.fill_memory": True})
+    # That of a recipe gives way.
+    assert not FILLING.changed({f"techniques.{technique}": "on"}).loop.fill_memory
 
 
 @contextmanager

@@ -147,7 +147,7 @@ class TestMatmul(TechniqueSuite):
         assert (found - exact).abs().max() < 0.015
 
 
-@pytest.mark.parametrize("kernel", ["auto", "efficient", "cudnn", "fa3", "flex"])
+@pytest.mark.parametrize("kernel", ["efficient", "cudnn", "fa3", "flex"])
 def test_cuda_kernels_are_refused_on_a_cpu(kernel: str) -> None:
     technique = AttentionKernel(AttentionKernelSettings(kernel=kernel))  # type: ignore[arg-type]
     assert "needs a CUDA device" in str(technique.lacks(Machine(torch.device("cpu"))))
@@ -246,6 +246,10 @@ class Ampere(Gpu):
     capability = (8, 0)  # type: ignore[assignment]
 
 
+class Turing(Gpu):
+    capability = (7, 5)  # type: ignore[assignment]
+
+
 class Blackwell(Gpu):
     capability = (10, 0)  # type: ignore[assignment]
 
@@ -264,9 +268,11 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         (WithoutPackages, {}, "cudnn"),
         (Blackwell, {}, "cudnn"),
         (Ampere, {}, "flash"),
+        (Turing, {}, "efficient"),
         # Heads of 20, and of 256.
-        (Gpu, {"model.d_model": 40}, "flash"),
-        (Gpu, {"model.d_model": 512}, "flash"),
+        (Gpu, {"model.d_model": 40}, "math"),
+        (Gpu, {"model.d_model": 512}, "efficient"),
+        (Gpu, {"techniques.mixed-precision.attention": "float32"}, "efficient"),
     ],
 )
 def test_auto_chooses_by_the_gpu_and_the_model(
@@ -274,20 +280,29 @@ def test_auto_chooses_by_the_gpu_and_the_model(
 ) -> None:
     monkeypatch.setattr(attention_kernel, "Machine", machine)
     technique = AttentionKernel(AttentionKernelSettings(kernel="auto"))
-    auto = {"mixed-precision": {"dtype": "bf16"}, "attention-kernel": {"kernel": "auto"}}
-    config = technique.configure(with_techniques(NO_DROPOUT.changed(changes), auto))
-    assert config.techniques == {**auto, "attention-kernel": {"kernel": chosen}}
+    mixed = {"techniques.mixed-precision.dtype": "bf16", "techniques.attention-kernel.kernel": "auto"}
+    config = technique.configure(NO_DROPOUT.changed({**mixed, **changes}))
+    assert config.techniques["attention-kernel"] == {"kernel": chosen}
     # As a resumed run does.
     again = AttentionKernel(AttentionKernelSettings(kernel=chosen))  # type: ignore[arg-type]
     assert again.configure(config) == config
 
 
-@pytest.mark.parametrize("mixed", [{}, {"mixed-precision": {"attention": "float32"}}])
-def test_auto_does_not_round_what_is_asked_for_in_32_bits(on_cuda: None, mixed: dict[str, dict[str, object]]) -> None:
+@pytest.mark.parametrize("machine", [Gpu, Ampere, Turing])
+def test_auto_does_not_round_what_is_asked_for_in_32_bits(
+    on_cuda: None, monkeypatch: pytest.MonkeyPatch, machine: type[Machine]
+) -> None:
+    monkeypatch.setattr(attention_kernel, "Machine", machine)
     technique = AttentionKernel(AttentionKernelSettings(kernel="auto"))
-    config = with_techniques(NO_DROPOUT, {**mixed, "attention-kernel": {"kernel": "auto"}})
-    with pytest.raises(UsageError, match="chooses among kernels of 16 bits, and attention computes in float32"):
-        technique.configure(config)
+    config = technique.configure(with_techniques(NO_DROPOUT, {"attention-kernel": {"kernel": "auto"}}))
+    assert config.techniques == {"attention-kernel": {"kernel": "efficient"}}
+
+
+@pytest.mark.parametrize(("dropout", "chosen"), [(0.0, "flash"), (0.1, "math")])
+def test_auto_on_a_cpu_takes_what_torch_takes(tmp_path: Path, data: Path, dropout: float, chosen: str) -> None:
+    config = with_techniques(TINY.changed({"model.dropout": dropout}), {"attention-kernel": {"kernel": "auto"}})
+    with opened(config, tmp_path / "run", data) as run:
+        assert verified_step(run)["attention-kernel"]["kernel"] == chosen
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ class Config(Section, frozen=True):
     def changed(self, settings: Mapping[str, object]) -> Self:
         """Return the configuration with some settings changed.
 
-        A new ``data.tokenizer`` resets ``data.vocab_size``, and ``loop.batch_size`` turns ``loop.fill_memory`` off,
-        unless these are changed as well.
+        A new ``data.tokenizer`` resets ``data.vocab_size``; a batch size, and a technique that depends on it, turn
+        ``loop.fill_memory`` off; unless these are changed as well.
 
         Parameters
         ----------
@@ -132,8 +132,6 @@ class Config(Section, frozen=True):
         known = flat(values)
         if settings.get("data.tokenizer", self.data.tokenizer) != self.data.tokenizer:
             values["data"]["vocab_size"] = None
-        if "loop.batch_size" in settings:
-            values["loop"]["fill_memory"] = False
         for name, value in settings.items():
             if name.startswith(TECHNIQUES):
                 _set_technique(values, name.removeprefix(TECHNIQUES), value)
@@ -151,6 +149,9 @@ class Config(Section, frozen=True):
                 raise unknown_setting(name, known)
             *path, field = name.split(".")
             reduce(getitem, path, values)[field] = None if value == "none" else value
+        given = settings.keys() & {"loop.batch_size", "loop.accumulate"}
+        if "loop.fill_memory" not in settings and (given or values["techniques"].keys() & set(_CHOOSE_FROM_BATCHES)):
+            values["loop"]["fill_memory"] = False
         # All at once: settings may be valid in combination only.
         return read_settings(values, type(self))
 

@@ -42,9 +42,11 @@ _FA3_TORCH = (2, 13)
 """The first version of torch whose FlashAttention-3 has a gradient."""
 _FA3_WHEELS = "https://download.pytorch.org/whl/flash-attn-3/"
 
-_HOPPER = (9, 0)
+_AMPERE, _HOPPER = (8, 0), (9, 0)
 _LARGEST_HEAD = 128
-"""Of the kernels that ``"auto"`` prefers; they need multiples of 8, too."""
+"""For which each GPU has the kernels of 16 bits, gradients included."""
+_ALIGNED = 8
+"""Head sizes are a multiple of it in all kernels but math."""
 
 _NODES = {
     "ScaledDotProductEfficientAttention": "efficient",
@@ -61,8 +63,9 @@ _FA3_ERROR = "FA3 "
 _NO_KERNEL = ("No available kernel", "No viable backend", _FA3_ERROR)
 """Parts of the errors with which torch refuses inputs. That of FlashAttention-3 has the reason."""
 
-_PASS_THROUGH_NODES = ("View", "UnsafeView", "Reshape", "Clone", "Transpose", "Permute", "ToCopy")
-"""Nodes that do not compute. The kernel "math" computes in 32 bits, and casts its result to the dtype of its input."""
+_PASS_THROUGH_NODES = ("View", "UnsafeView", "Reshape", "Clone", "Transpose", "Permute", "ToCopy", "Slice")
+"""Nodes that do not compute. The kernel "math" computes in 32 bits, and casts its result to the dtype of its input;
+torch pads heads for flash, and cuts its result."""
 
 
 _Kernel = Literal["auto", "math", "matmul", "efficient", "flash", "fa3", "cudnn", "flex"]
@@ -79,10 +82,11 @@ class AttentionKernelSettings(Section, frozen=True):
         capability 9.0), without dropout; ``"efficient"``: xFormers' kernel, CUDA only; ``"cudnn"``: like flash, CUDA
         only; ``"flex"``: FlexAttention, compiled, CUDA only, without dropout; ``"math"``: matmuls and a softmax, the
         reference; ``"matmul"``: the same with one gradient for all of it, and scores in 32 bits, without dropout: in
-        bfloat16 on a CPU, for contexts up to a few hundred tokens, about half the time of flash; ``"auto"``: on CUDA,
-        fa3 if it is installed, else cudnn from Hopper on, else flash; needs mixed-precision. The choice is stored with
-        the run. On CUDA, flash, fa3 and cudnn compute in 16 bits only: without mixed-precision, in bfloat16, between
-        layers that stay in float32.
+        bfloat16 on a CPU, for contexts up to a few hundred tokens, about half the time of flash; ``"auto"``: with
+        16-bit attention on CUDA, fa3 if it is installed, else cudnn from Hopper on, else flash; efficient where these
+        cannot compute, or attention is in float32; on a CPU, flash; and math where no other can. The choice is stored
+        with the run. On CUDA, flash, fa3 and cudnn compute in 16 bits only: named without mixed-precision, in bfloat16,
+        between layers that stay in float32.
     """
 
     kernel: _Kernel = "flash"
@@ -114,8 +118,8 @@ class AttentionKernel(Technique):
         if kernel == "flex":
             # torch implements its gradient for CUDA only.
             return machine.lacks_cuda() or machine.lacks_compiler()
-        if kernel in ("auto", "efficient", "cudnn") or (kernel == "flash" and machine.on_cuda):
-            return machine.lacks_cuda(least=(5, 0) if kernel == "efficient" else (8, 0))
+        if kernel in ("efficient", "cudnn") or (kernel == "flash" and machine.on_cuda):
+            return machine.lacks_cuda(least=(5, 0) if kernel == "efficient" else _AMPERE)
         return None
 
     def configure(self, config: Config) -> Config:
@@ -129,11 +133,6 @@ class AttentionKernel(Technique):
             )
         mixed = config.techniques.get("mixed-precision")
         if self.settings.kernel == "auto":
-            if mixed is None or mixed.get("attention") == "float32":
-                raise UsageError(
-                    "attention-kernel chooses among kernels of 16 bits, and attention computes in float32",
-                    remedy="turn mixed-precision on, or name a kernel, such as flash, which then computes in bfloat16",
-                )
             self.settings = AttentionKernelSettings(kernel=_best_kernel(Machine(device), config))
             config = config.changed({f"techniques.{self.name}": {"kernel": self.settings.kernel}})
         kernel, on_cuda = self.settings.kernel, device.type == "cuda"
@@ -236,11 +235,18 @@ def _lacks_fa3(machine: Machine) -> str | None:
 
 
 def _best_kernel(machine: Machine, config: Config) -> _Kernel:
-    """Return the kernel that is expected to be the fastest for a model on a GPU."""
-    size = config.model.head_size
-    if machine.capability >= _HOPPER and size <= _LARGEST_HEAD and size % 8 == 0:
-        return "fa3" if _lacks_fa3(machine) is None and not config.model.dropout else "cudnn"
-    return "flash"
+    """Return the kernel that is expected to be the fastest for a model, of those that can compute."""
+    if not machine.on_cuda:
+        return "math" if config.model.dropout else "flash"
+    size, mixed = config.model.head_size, config.techniques.get("mixed-precision")
+    if size % _ALIGNED:
+        return "math"
+    in_16_bits = mixed is not None and mixed.get("attention") != "float32"
+    if not in_16_bits or size > _LARGEST_HEAD or machine.capability < _AMPERE:
+        return "efficient"
+    if machine.capability < _HOPPER or torch.version.hip is not None:
+        return "flash"
+    return "fa3" if _lacks_fa3(machine) is None and not config.model.dropout else "cudnn"
 
 
 @contextmanager
