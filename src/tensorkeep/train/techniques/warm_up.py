@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from tensorkeep.train.model.gpt import IGNORED
@@ -81,7 +82,14 @@ def _compute_and_discard(run: Run, loss: Loss, inputs: Tensor, targets: Tensor) 
         return (into[0], *given[1:])
 
     with _restored_random_states(run), hooked([run.model.blocks[0].register_forward_pre_hook(hook, prepend=True)]):
-        torch.autograd.grad(loss(inputs, targets), into)
+        value = loss(inputs, targets)
+        if isinstance(run.model, FSDPModule):
+            # Else it would exchange the gradients of the batches before: another sum than without an observation. The
+            # loss of the batch itself says again whether to exchange.
+            run.model.set_requires_gradient_sync(False)
+        torch.autograd.grad(value, into)
+        if isinstance(run.model, FSDPModule):
+            run.model.set_requires_gradient_sync(True)
 
 
 @contextmanager
