@@ -108,9 +108,16 @@ def test_pair_is_proved_and_resumes_exactly(
 def test_fsdp_checkpoints_activations_of_compiled_code(tmp_path: Path, data: Path, two_processes: ProcessPool) -> None:
     """Hooks of the blocks run in plain Python only, for a few rows, and FSDP computes with weights of its own."""
     config = with_techniques(CONFIG, settings("fsdp", "compile", "activation-checkpointing"))
-    results = two_processes.run({"run": task("train", config, tmp_path / "run", data)})
+    tasks = {
+        "whole": task("train", config, tmp_path / "whole", data),
+        "first part": task("train", config, tmp_path / "parts", data, stop_after=1),
+        "second part": task("train", config, tmp_path / "parts", data, resume=True),
+    }
+    results = two_processes.run(tasks)
     assert all("message" not in (each or {}) for process in results for each in process.values()), results
-    assert [each[0] for each in losses(tmp_path / "run")] == [1, 2, 3, 3]
+    assert [each[0] for each in losses(tmp_path / "whole")] == [1, 2, 3, 3]
+    # The observed first step of a process exchanges the gradients of its batches as often as any other step.
+    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
