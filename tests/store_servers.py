@@ -128,6 +128,13 @@ def environment_of(url: str, *, seconds: float = 20) -> dict[str, str]:
     }
 
 
+def give_up_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Stop repeating broken answers after some seconds, though one request may take longer: a busy machine is late."""
+    connect = stores._connect
+    monkeypatch.setattr(stores, "_connect", lambda bucket, endpoint, _: connect(bucket, endpoint, 20.0))
+    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", str(seconds))
+
+
 @dataclass
 class Fault:
     """What happens to some of the requests: those whose number, from 0, ``hits`` accepts.

@@ -14,7 +14,7 @@ import torch
 
 import tensorkeep
 from simulated_ranks import save_by_ranks
-from store_servers import Fault, FaultAt, Proxy
+from store_servers import Fault, FaultAt, Proxy, give_up_after
 from tensorkeep import CheckpointManager
 from tensorkeep.checkpoint.manager import garbage, store_place
 from tensorkeep.checkpoint.manager.place import place_of
@@ -391,7 +391,7 @@ def test_a_step_that_cannot_be_read_now_is_neither_ignored_nor_deleted(
 ) -> None:
     """A run would otherwise seem to have fewer steps, and keep or delete others than it should."""
     save_all(root, range(1, 4))
-    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "20" if times == 2 else "0.5")
+    give_up_after(monkeypatch, 20 if times == 2 else 0.5)
     server.start_again(FaultAt("short", "step-000001/manifest.json", times))
     with CheckpointManager(root, keep_last=1) as manager:
         if times == 2:
