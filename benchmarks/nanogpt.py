@@ -124,7 +124,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="the text of tiny Shakespeare")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000, help="of nanogpt and ours")
-    parser.add_argument("--best-steps", type=int, default=800)
+    parser.add_argument("--best-steps", type=int, default=600)
     parser.add_argument("--out", type=Path, help="a JSON file for the samples")
     options = parser.parse_args()
     missing = [name for name in ("train.py", "model.py", "configurator.py") if not (options.nanogpt / name).is_file()]

@@ -1,7 +1,8 @@
 """What the trainer costs: its loop beside a minimal one in plain PyTorch, and beside itself with saving.
 
 ``python benchmarks/plain_training.py`` lets three loops train the model of the recipe ``shakespeare-char-cpu``, in
-float32 and in one process, in rounds of as many steps each and in alternating order:
+float32 and in one process, in rounds of as many steps each. The first two take turns of ten steps, as a step of the
+same code can take a quarter more time a few seconds later; the third is first or last:
 
 * *plain*: a minimal loop, without anything that training does not need;
 * *trainer*: `tensorkeep.train.loop.train` with its log, no evaluation and no checkpoint;
@@ -50,6 +51,9 @@ SLOWER = "saving / trainer, time, by rounds"
 BESIDE = "saving / not saving, time, by steps"
 BOUNDS = {FASTER: 0.97, BESIDE: 1.02}
 
+TURN = 10
+"""Steps after which the other loop continues."""
+
 _DISTURBED = 10
 """Steps after a save, of which each takes some 40 ms and a save in the background less than 100."""
 
@@ -77,12 +81,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--data", default="stdlib", help="any text; by default Python's standard library")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=3 * SAVE_EVERY, help="of each loop in a round")
+    parser.add_argument("--steps", type=int, default=3 * SAVE_EVERY, help="of each loop in a round; a multiple of 10")
     parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk that is saved to")
     parser.add_argument("--out", type=Path, help="a JSON file for the samples")
     options = parser.parse_args()
-    if options.rounds < 2 or options.steps < 2 * SAVE_EVERY:
-        parser.error(f"--rounds takes 2 or more, --steps {2 * SAVE_EVERY} or more")
+    if options.rounds < 2 or options.steps < 2 * SAVE_EVERY or options.steps % TURN:
+        parser.error(f"--rounds takes 2 or more, --steps {2 * SAVE_EVERY} or more, a multiple of {TURN}")
     return options
 
 
@@ -120,22 +124,8 @@ class Gpt(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(tokens) + self.places.weight)))
 
 
-class Plain:
-    """A loop that a person would write by hand; each call makes some steps of it and returns their seconds."""
-
-    def __init__(self, model: Gpt, tokens: np.ndarray[Any, Any], steps: int) -> None:
-        self._steps = _steps_by_hand(model, tokens)
-        self._count = steps
-
-    def __call__(self) -> float:
-        begin = time.perf_counter()
-        for _ in range(self._count):
-            next(self._steps)
-        return time.perf_counter() - begin
-
-
-def _steps_by_hand(model: Gpt, tokens: np.ndarray[Any, Any]) -> Iterator[None]:
-    """Make a step each time one is asked for."""
+def steps_by_hand(model: Gpt, tokens: np.ndarray[Any, Any]) -> Iterator[None]:
+    """Make a step of a loop that a person would write by hand each time one is asked for."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     draw = np.random.default_rng(0)
     for step in itertools.count(1):
@@ -167,22 +157,17 @@ def measure(options: argparse.Namespace, folder: Path) -> Samples:
         model = Gpt(run.config.model.vocab_size)
         if sum(each.numel() for each in model.parameters()) != run.config.model.parameter_count():
             raise AssertionError("the plain model is not that of the recipe")
-        loops: dict[str, Callable[[], float]] = {
-            "plain": Plain(model, dataset.train, options.steps),
-            "trainer": lambda: _trained(run, options.steps),
-            "saving": lambda: _trained_and_saved(saved, options.steps, beside),
-        }
-        beside: list[float] = []
-        samples: Samples = {name: [] for name in loops} | {"beside": beside}
+        plain = steps_by_hand(model, dataset.train)
+        samples: Samples = {"plain": [], "trainer": [], "saving": [], "beside": []}
+        loops: list[Callable[[], dict[str, list[float]]]] = [
+            lambda: _trained_in_turns(run, plain, options.steps),
+            lambda: _trained_and_saved(saved, options.steps),
+        ]
         for number in range(options.rounds + 1):
             print(f"round {number} of {options.rounds}", file=sys.stderr)
-            # The trainer stays between the two that it is compared with.
-            for name in list(loops)[:: -1 if number % 2 else 1]:
-                seconds = loops[name]()
-                if number:
-                    samples[name].append(seconds)
-                elif name == "saving":
-                    beside.clear()
+            for loop in loops[:: -1 if number % 2 else 1]:
+                for name, seconds in loop().items():
+                    samples[name] += seconds if number else []
     return samples
 
 
@@ -192,24 +177,29 @@ class Silence:
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
-def _trained(run: Run, steps: int) -> float:
-    """Return the seconds of some steps of the trainer, without the checkpoint with which every training ends."""
-    last, end = run.progress.step + steps, math.nan
+def _trained_in_turns(run: Run, plain: Iterator[None], steps: int) -> dict[str, list[float]]:
+    """Return the seconds of some steps of the trainer and of as many by hand.
+
+    The checkpoint with which every training ends is not among them.
+    """
+    last, begin, by_hand, by_trainer = run.progress.step + steps, time.perf_counter(), 0.0, 0.0
 
     def stop() -> bool:
-        nonlocal end
-        if run.progress.step < last:
-            return False
-        end = time.perf_counter()
-        return True
+        nonlocal begin, by_hand, by_trainer
+        if (last - run.progress.step) % TURN == 0:
+            middle = time.perf_counter()
+            for _ in range(TURN):
+                next(plain)
+            end = time.perf_counter()
+            by_trainer, by_hand, begin = by_trainer + middle - begin, by_hand + end - middle, end
+        return run.progress.step >= last
 
-    begin = time.perf_counter()
     train(run, Silence(), stop=stop)
-    return end - begin
+    return {"plain": [by_hand], "trainer": [by_trainer]}
 
 
-def _trained_and_saved(run: Run, steps: int, beside: list[float]) -> float:
-    """Return the seconds of some steps of the trainer, until every checkpoint is durable; add what each save costs."""
+def _trained_and_saved(run: Run, steps: int) -> dict[str, list[float]]:
+    """Return the seconds of some steps of the trainer, until every checkpoint is durable, and what each save costs."""
     last, ends = run.progress.step + steps, [time.perf_counter()]
 
     def stop() -> bool:
@@ -220,10 +210,9 @@ def _trained_and_saved(run: Run, steps: int, beside: list[float]) -> float:
     seconds = time.perf_counter() - ends[0]
     # `stop` runs before the save, so the cost of a save appears in the next steps.
     each = np.diff(ends)
-    for first in range(SAVE_EVERY, steps - SAVE_EVERY + 1, SAVE_EVERY):
-        window = each[first : first + SAVE_EVERY]
-        beside.append(float(window.sum() / (window[_DISTURBED:].mean() * SAVE_EVERY)))
-    return seconds
+    windows = [each[first : first + SAVE_EVERY] for first in range(SAVE_EVERY, steps - SAVE_EVERY + 1, SAVE_EVERY)]
+    beside = [float(window.sum() / (window[_DISTURBED:].mean() * SAVE_EVERY)) for window in windows]
+    return {"saving": [seconds], "beside": beside}
 
 
 def _compared(above: list[float], below: list[float]) -> Comparison:

@@ -47,8 +47,6 @@ by more than 5%. *A little*: a difference is shown, and its best estimate is bel
 verdict also allows for the number of arms (Holm's correction). Memory is that of the tensors of a step, as measured and
 as the memory ledger predicts it from shapes, with the factor to the plain loop: below 1 is less. Losses are shown of
 techniques that may change them.
-The runs of 90 steps below are of a version whose plain loop, beside an arm, was started with a fixed number of
-threads, which may have made it some per cent slower.
 """
 
 

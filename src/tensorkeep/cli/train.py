@@ -159,10 +159,10 @@ def _train(
         print_start(run, output)
         for note in run.notes:
             output.note(note)
-        with listener(run, output) as shown, _out_of_memory_remedy(folder):
+        remedy = f"resume with: {resume_command(folder, processes=run.world.size)}"
+        with listener(run, output) as shown, _out_of_memory_remedy(folder), _compiler_ended_by_signal(stop, remedy):
             summary = run_loop(run, shown, stop=stop, profile=profile)
     if summary.reason == "stopped":
-        remedy = f"resume with: {resume_command(folder, processes=run.world.size)}"
         raise Interrupted(f"stopped after step {summary.step}, which is saved", remedy=remedy)
     output.show(document(run, summary), lambda: print_summary(run, summary))
 
@@ -195,6 +195,23 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
             yield lambda: signals.received or bool(hangups)
         finally:
             signal.signal(signal.SIGHUP, before)
+
+
+@contextmanager
+def _compiler_ended_by_signal(stop: Callable[[], bool], remedy: str) -> Iterator[None]:
+    """Raise the end of torch's compiler as an interrupt if a signal was received: Ctrl-C ends every process it starts.
+
+    The step in which it compiled cannot be completed, so that nothing is saved.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason: BaseException | None = error
+        while reason is not None and type(reason).__name__ != "CppCompileError":
+            reason = reason.__cause__ or reason.__context__
+        if reason is None or not stop():
+            raise
+        raise Interrupted("stopped while torch compiled; nothing is saved of this step", remedy=remedy) from error
 
 
 @contextmanager

@@ -27,6 +27,8 @@ INTERVAL = 0.25
 _CONTENDED = 0.05
 _FREE = 0.02
 """Seconds waited per second, of all threads together: above the first one spinning is limited, below the second not."""
+_LOOKS = 3
+"""So many looks in a row must find that threads wait, so that the save of a small model does not limit spinning."""
 
 _CHOSEN_BY_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
@@ -43,6 +45,7 @@ class SpinControl(Closing):
     def __init__(self, waited: Callable[[], float] = thread_wait_seconds) -> None:
         self._waited = waited
         self._idle_teams: _IdleTeams | None = None
+        self._contended = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tensorkeep-spinning", daemon=True)
         if torch.get_num_threads() > 1 and not any(name in os.environ for name in _CHOSEN_BY_USER):
@@ -64,7 +67,8 @@ class SpinControl(Closing):
 
     def update(self, waited: float) -> None:
         """Limit spinning, or no longer, by the seconds that threads waited for a processor per second."""
-        if waited > _CONTENDED:
+        self._contended = self._contended + 1 if waited > _CONTENDED else 0
+        if self._contended >= _LOOKS:
             self._limit(True)
         elif waited < _FREE:
             self._limit(False)
