@@ -6,11 +6,13 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.installed-demo
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
-# Four workers for two cores, as some tests wait; one thread of torch each, as more would compete for the cores. The
-# tests of a class or module share fixtures, so that one worker runs them; the files run in their order, so that long
-# ones at the end do not leave a worker idle. Compiled Python is cached even where the environment forbids it: the tests
-# start hundreds of processes. Where a worker ends, the run does, too: xdist may wait for ever for another one.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadscope --no-loadscope-reorder --max-worker-restart 0
+# Four workers for two cores, as some tests wait; one thread of torch each, as more would compete for the cores. One
+# worker runs the tests of a file, which share fixtures, or of a group (`xdist_group`). Compiled Python is cached even where
+# the environment forbids it: the tests start hundreds of processes. Where a worker ends, the run does, too: xdist may wait
+# for ever for another one.
+TESTING := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
+WORKERS := -n 4 --dist loadgroup --max-worker-restart 0
+PYTEST := $(TESTING) $(BIN)/pytest $(WORKERS)
 # Seconds that an exhaustive test may take, and after which its process is ended.
 LONG := --timeout 900 -o faulthandler_timeout=960
 DEMO_ARGS ?=
@@ -20,7 +22,7 @@ FUZZ_MINUTES ?= 10
 PYTHONS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench bench-ranks bench-stores torture torture-stores wheel clean
+.PHONY: help demo test test-unit test-ci check docs bench bench-ranks bench-stores torture torture-stores sanitized wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,8 +39,16 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard src/cod
 demo: $(DEMO)  ## saves, loads, a flipped bit, kills and a resumed training run, beside other tools (two minutes)
 	@$(BIN)/tensorkeep demo $(DEMO_ARGS)
 
-test: $(DEV)  ## all tests but the exhaustive ones (about seven minutes on 2 cores)
-	$(PYTEST) -m "not slow"
+test: $(DEV)  ## all tests but the exhaustive ones (about MINUTES on 2 cores)
+	$(PYTEST) -m "not exhaustive"
+
+test-unit: $(DEV)  ## the unit tests, which start no process, server, compiler or rank (about MINUTES)
+	$(PYTEST) -m "not integration and not exhaustive"
+
+# A test that fails runs once more there, alone. The coder in Python runs the tests that depend on the coder.
+test-ci: $(DEV)  ## what CI runs: all of `test`, and today's share of the exhaustive tests
+	TENSORKEEP_CODER=compiled $(TESTING) $(BIN)/python .ci/tests.py $(WORKERS) $(LONG)
+	TENSORKEEP_CODER=python $(PYTEST) -m "coder and not exhaustive" tests/codecs tests/formats tests/golden
 
 check: $(DEV)  ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -66,12 +76,15 @@ bench-stores: $(DEV)  ## saves and loads in an object store on this machine, bes
 	$(BIN)/python benchmarks/stores.py --out bench-results/stores.json $(BENCH_ARGS)
 
 torture: $(DEV)  ## the exhaustive tests: every operation killed, every byte flipped, the coder fuzzed (tens of minutes)
-	$(PYTEST) -m slow $(LONG)
+	$(PYTEST) -m exhaustive $(LONG) --store-server ministack
 	$(PYTEST) -m hypothesis --hypothesis-profile thorough $(LONG)
+	$(MAKE) sanitized
+
+sanitized: $(DEV)  ## the coder with sanitizers, fuzzed for FUZZ_MINUTES
 	$(BIN)/python tests/coder/sanitized.py $(FUZZ_MINUTES)
 
 torture-stores: $(DEV)  ## every request of every call on an object store failed in every way; torture does a sixth (an hour)
-	STORE_FAULTS=all $(PYTEST) -m slow --timeout 3600 -o faulthandler_timeout=3660 tests/faults/stores
+	STORE_FAULTS=all $(PYTEST) -m exhaustive --timeout 3600 -o faulthandler_timeout=3660 --store-server ministack tests/faults/stores
 
 wheel: $(DEV)  ## build the wheel and the source distribution in dist/; install and try both in empty environments (PYTHONS)
 	@rm -rf dist

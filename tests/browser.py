@@ -1,8 +1,8 @@
-"""Pages in a real browser: one browser, pages of a width and a colour scheme, and what goes wrong in them."""
+"""Pages in a real browser: one page of a width and a colour scheme, and what goes wrong in it."""
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
+
+# A phone and a screen, each with one of the colour schemes; `make torture` exchanges them as well.
+VIEWS = [
+    (400, "light"),
+    (1400, "dark"),
+    pytest.param(400, "dark", marks=pytest.mark.exhaustive),
+    pytest.param(1400, "light", marks=pytest.mark.exhaustive),
+]
 
 # Of every element that holds text: the contrast between its colour and the ground below it, as WCAG 2 defines it.
 CONTRASTS = """() => {
@@ -36,9 +44,32 @@ CONTRASTS = """() => {
 }"""
 
 
+class Visitor:
+    """A page of the browser that visits one file after another, and notes whatever goes wrong in them."""
+
+    def __init__(self, page: "Page") -> None:
+        self._page, self._file = page, ""
+        self.messages: list[str] = []
+        note = self.messages.append
+        page.on("console", lambda message: note(f"console: {message.text}"))
+        page.on("pageerror", lambda error: note(f"error: {error}"))
+        page.on("dialog", lambda dialog: (note(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: None if request.url == self._file else note(f"request: {request.url}"))
+        page.on("requestfailed", lambda request: note(f"failed: {request.url}"))
+
+    def __call__(self, file: Path, width: int = 1400, scheme: Any = "light") -> "Page":
+        """Open a file on a screen of this width, with a colour scheme, and nothing below the pointer."""
+        self._file = file.as_uri()
+        self._page.set_viewport_size({"width": width, "height": 900})
+        self._page.emulate_media(color_scheme=scheme, media="screen")
+        self._page.mouse.move(0, 0)
+        self._page.goto(self._file)
+        return self._page
+
+
 @contextmanager
-def opened_browser() -> "Iterator[Browser]":
-    """Yield Chromium; without one the test is skipped, or fails where it must be installed."""
+def opened_browser() -> Iterator[Visitor]:
+    """Yield a page of Chromium; without one the test is skipped, or fails where it must be installed."""
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         reason = "no Chromium on this machine (chromium, chromium-browser or google-chrome)"
@@ -49,30 +80,13 @@ def opened_browser() -> "Iterator[Browser]":
 
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield opened
+        yield Visitor(opened.new_page())
         opened.close()
 
 
 @contextmanager
-def visits(browser: "Browser", page_file: Path | None = None) -> Iterator[Callable[..., "Page"]]:
-    """Yield a function that opens a page with a width and a colour scheme; no error and no request may occur."""
-    pages: list[Page] = []
-    messages: list[str] = []
-
-    def visit(width: int = 1400, scheme: Any = "light", file: Path | None = page_file) -> "Page":
-        assert file is not None
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        pages.append(page)
-        own = file.as_uri()
-        page.on("console", lambda message: messages.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: messages.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (messages.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: None if request.url == own else messages.append(f"request: {request.url}"))
-        page.on("requestfailed", lambda request: messages.append(f"failed: {request.url}"))
-        page.goto(own)
-        return page
-
-    yield visit
-    for page in pages:
-        page.close()
-    assert messages == []
+def without_messages(visitor: Visitor) -> Iterator[None]:
+    """Require that no error, no message and no request occurs in the pages that are visited within."""
+    visitor.messages.clear()
+    yield
+    assert visitor.messages == []

@@ -1,6 +1,7 @@
-"""The profile and the order of tests, shared servers; a report with the coder, and the fault cases of each file."""
+"""The tiers and profiles of the tests, shared servers; a report with the coder, and the fault cases of each file."""
 
 import gc
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,40 +24,54 @@ for profile, examples in {"sample": 30, "sanitized": 100, "thorough": 400}.items
     )
 settings.load_profile("sample")
 
-# These take longest. They start first, so that no worker is busy with one of them while the others have ended.
-LONGEST = (
-    "train/techniques/test_distributed_",
-    "train/techniques/test_compile.py",
-    "faults/test_interrupted_",
-    "faults/test_killed_training.py",
-    "bench/run/test_cell.py",
-    "cli/test_bench",
-    "cli/test_train.py",
-    "test_examples.py",
-    "train/test_loop.py",
-)
+# Where the tests are a background job, or run under nohup, these are ignored, in the processes that they start as well.
+for each in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD):
+    signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
-# These fork from the server of `forked`, which imports for seconds.
-FORKED = (
-    "train/techniques/test_distributed_",
-    "faults/test_killed_training.py",
-    "faults/test_readers_beside_a_writer.py",
-    "faults/stores/test_killed_writers.py",
-    "faults/stores/test_racing_writers.py",
-    "faults/test_killed_starts.py",
-    "bench/checkpoint/test_first_load.py",
-    "cli/test_demo.py",
-    "cli/test_generate.py",
-    "cli/test_train.py",
-    "test_examples.py",
-    "::test_many_readers_beside_a_writer",
-    "::test_a_killed_process_leaves_its_steps_to_the_next",
-    "::test_killed_at_any_operation_beside_threads",
-    "::test_interrupted_run_keeps_its_results_and_resumes",
-    # These call the ranks of `ranks`.
-    "ranks",
-    "distributed/test_",
-)
+
+# The tiers: a test that starts a process, a server, a compiler or a rank is marked `integration`; one that tries all
+# cases is marked `exhaustive`; all others are unit tests, and fail where they start anything.
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "socket.bind", "socket.connect"}
+_started: set[str] = set()
+
+
+def _note_start(event: str, given: tuple[Any, ...], starts: set[str] = STARTS, started: set[str] = _started) -> None:
+    # The sets are bound here, as the interpreter clears this module at its end before it stops calling this.
+    # urllib3 binds a socket to that address when it is imported, to look for IPv6.
+    if event in starts and not (event == "socket.bind" and given[1] == ("::1", 0)):
+        started.add(event)
+
+
+sys.addaudithook(_note_start)
+
+
+def _compiled_frames() -> int:
+    """Return how many functions torch has compiled, or traced to be compiled."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["frames"]["total"] if dynamo else 0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--store-server", default="memory", help="the S3 server of tests: memory, ministack or moto")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    _started.clear()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a unit test that has started something; its module's and session's fixtures count as well."""
+    frames = _compiled_frames()
+    result = yield
+    if _compiled_frames() != frames:
+        _started.add("torch.compile")
+    if _started and not any(map(item.get_closest_marker, ("integration", "exhaustive", "gpu"))):
+        pytest.fail(f"mark this test `integration`: it starts something ({', '.join(sorted(_started))})")
+    return result
 
 
 @pytest.fixture(scope="session")
@@ -70,10 +85,13 @@ def s3_url_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 
 @pytest.fixture(scope="module")
 def server(s3_url_of: Callable[[str], str], request: pytest.FixtureRequest) -> "Iterator[Proxy]":
-    """Return a proxy before a server of `store_servers.SERVERS`; ``on_every_server`` runs a test with each of them."""
+    """Return a proxy before a server of `store_servers.SERVERS`; ``on_every_server`` runs a test with each of them.
+
+    By default it is the server in this process, which is quick. `make torture` has another implementation, ministack.
+    """
     from store_servers import proxy_for
 
-    with proxy_for(s3_url_of(getattr(request, "param", "ministack"))) as proxy:
+    with proxy_for(s3_url_of(getattr(request, "param", request.config.option.store_server))) as proxy:
         yield proxy
 
 
@@ -108,20 +126,16 @@ def pytest_sessionfinish() -> None:
         sys.modules["ranks"].close_ranks()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not any(each in item.nodeid for each in LONGEST))
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run all tests that fork from a server in one worker, so that the server and the two ranks start once."""
-    if config.getvalue("dist") != "loadscope":
+    """With ``--dist loadgroup``, let one worker run the tests of a file, unless they name another group."""
+    if config.getvalue("dist") != "loadgroup":
         return None
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import LoadGroupScheduling
 
-    class Scheduling(LoadScopeScheduling):
+    class Scheduling(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "forked" if any(each in nodeid for each in FORKED) else super()._split_scope(nodeid)
+            return super()._split_scope(nodeid).partition("::")[0]
 
     return Scheduling(config, log)
 

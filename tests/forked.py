@@ -5,11 +5,14 @@ else, so that its forks are as good as new interpreters.
 """
 
 import atexit
+import faulthandler
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,6 +36,27 @@ def start(work: Callable[..., object], *arguments: object, output: Path) -> Fork
         process.start()
     killed_at_exit(process)
     return process
+
+
+class Server:
+    """A process that calls a function of a module with a pipe, and the other end of that."""
+
+    def __init__(self, work: Callable[[Connection], object]) -> None:
+        descriptor, output = tempfile.mkstemp(prefix="output-")
+        os.close(descriptor)
+        self._output = Path(output)
+        self.pipe, theirs = Pipe()
+        self.process = start(work, theirs, output=self._output)
+        theirs.close()
+
+    def tail(self) -> str:
+        """Return the end of the output."""
+        return self._output.read_text(errors="replace")[-4000:]
+
+    def close(self) -> None:
+        kill(self.process)
+        self.pipe.close()
+        self._output.unlink()
 
 
 def killed_at_exit(process: BaseProcess) -> None:
@@ -69,6 +93,7 @@ def _run(module: str, work: str, arguments: Sequence[object], output: Path) -> N
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(file, standard)
+    faulthandler.enable(2)  # a crash in native code then shows where
     getattr(import_module(module), work)(*arguments)
 
 

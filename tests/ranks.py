@@ -4,23 +4,19 @@ The processes are forks of the server of `forked`; they are started when a test 
 one was killed or did not answer. Each call makes a new process group, so that no call meets what another left.
 """
 
-import os
-import shutil
 import sys
 import tempfile
 import time
 import traceback
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from importlib import import_module
-from multiprocessing import Pipe
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forked import kill, start
+from forked import Server
 
 
 class Outcome(NamedTuple):
@@ -38,16 +34,9 @@ class Outcome(NamedTuple):
         return self.error is None and self.exit_code is None and not self.hung
 
 
-def run_ranks(
-    count: int,
-    function: Callable[..., Any],
-    *arguments: Any,
-    seconds: float = 60,
-    group_seconds: float = 30,
-    **options: Any,
-) -> list[Any]:
+def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
     """Call a function on ranks, and return their values by rank; it must return on all of them. See `outcomes`."""
-    found = outcomes(count, function, *arguments, seconds=seconds, group_seconds=group_seconds, **options)
+    found = outcomes(count, function, *arguments, **options)
     failed = [f"rank {rank}: {each.trace or each.message}" for rank, each in enumerate(found) if not each.returned]
     assert not failed, "\n".join(failed)
     return [each.value for each in found]
@@ -69,31 +58,21 @@ def outcomes(
     """
     while len(_ranks) < count:
         _ranks.append(_Rank())
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    call = (
-        function.__module__,
-        function.__qualname__,
-        arguments,
-        options,
-        count,
-        str(folder / uuid.uuid4().hex),
-        group_seconds,
-    )
-    try:
-        for rank in range(count):
-            _ranks[rank].call(rank, call)
-        deadline = time.monotonic() + seconds
-        found = [_ranks[rank].outcome(deadline) for rank in range(count)]
-        for rank, outcome in enumerate(found):
-            if outcome.hung or outcome.exit_code is not None:
-                _ranks[rank].close()
-                _ranks[rank] = _Rank()
-        return found
-    except BaseException:
-        close_ranks()
-        raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
+        call = (count, f"{folder}/store", group_seconds, partial(function, *arguments, **options))
+        try:
+            for rank in range(count):
+                _ranks[rank].pipe.send((rank, *call))
+            deadline = time.monotonic() + seconds
+            found = [_ranks[rank].outcome(deadline) for rank in range(count)]
+            for rank, outcome in enumerate(found):
+                if outcome.hung or outcome.exit_code is not None:
+                    _ranks[rank].close()
+                    _ranks[rank] = _Rank()
+        except BaseException:
+            close_ranks()
+            raise
+    return found
 
 
 def close_ranks() -> None:
@@ -102,42 +81,24 @@ def close_ranks() -> None:
         _ranks.pop().close()
 
 
-class _Rank:
-    """A process, and the pipe to it."""
-
+class _Rank(Server):
     def __init__(self) -> None:
-        descriptor, output = tempfile.mkstemp(prefix="rank-output-")
-        os.close(descriptor)
-        self._output = Path(output)
-        self._pipe, theirs = Pipe()
-        self._process = start(_serve, theirs, output=self._output)
-        theirs.close()
-
-    def call(self, rank: int, call: tuple[Any, ...]) -> None:
-        self._pipe.send((rank, *call))
+        super().__init__(_serve)
 
     def outcome(self, deadline: float) -> Outcome:
         with suppress(EOFError, ConnectionResetError):
-            if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
-                return Outcome(hung=True, message=f"did not answer in time\n{self._tail()}")
-            return Outcome(*self._pipe.recv())
-        self._process.join()
-        code = self._process.exitcode
-        return Outcome(exit_code=code, message=f"its process ended with {code}\n{self._tail()}")
-
-    def close(self) -> None:
-        kill(self._process)
-        self._pipe.close()
-        self._output.unlink()
-
-    def _tail(self) -> str:
-        return self._output.read_text(errors="replace")[-4000:]
+            if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
+                return Outcome(hung=True, message=f"did not answer in time\n{self.tail()}")
+            return Outcome(*self.pipe.recv())
+        self.process.join()
+        code = self.process.exitcode
+        return Outcome(exit_code=code, message=f"its process ended with {code}\n{self.tail()}")
 
 
 _ranks: list[_Rank] = []
 
 
-def _serve(calls: Connection) -> None:
+def serve(calls: Connection, work: Callable[..., Any]) -> None:
     """Do the calls of a test process until it ends."""
     import torch
 
@@ -146,33 +107,34 @@ def _serve(calls: Connection) -> None:
     torch.set_num_threads(1)
     with suppress(EOFError):
         while True:
-            calls.send(_answer(*calls.recv()))
+            calls.send(work(*calls.recv()))
 
 
-def _answer(
-    rank: int,
-    module: str,
-    name: str,
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
-    count: int,
-    store: str,
-    group_seconds: float,
-) -> tuple[Any, ...]:
+def answer(rank: int, count: int, store: str, group_seconds: float, work: Callable[[], Any]) -> tuple[Any, ...]:
+    """Call a function as a rank of a new process group; return what became of the call, for an `Outcome`."""
     from torch import distributed as dist
 
     try:
-        function: Any = import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
-        timeout = timedelta(seconds=group_seconds)
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count, timeout=timeout
-        )
-        dist.barrier()  # a rank that ended before the others were connected to it would fail them
-        return (function(*arguments, **options),)
+        shared, timeout = dist.FileStore(store, count), timedelta(seconds=group_seconds)
+        dist.init_process_group("gloo", store=shared, rank=rank, world_size=count, timeout=timeout)
+        return (work(),)
     except BaseException as error:
         return None, type(error).__name__, str(error), traceback.format_exc()
+
+
+def _serve(calls: Connection) -> None:
+    serve(calls, _answer)
+
+
+def _answer(rank: int, count: int, store: str, group_seconds: float, function: Callable[[], Any]) -> tuple[Any, ...]:
+    from torch import distributed as dist
+
+    def work() -> Any:
+        dist.barrier()  # a rank that ended before the others were connected to it would fail them
+        return function()
+
+    try:
+        return answer(rank, count, store, group_seconds, work)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

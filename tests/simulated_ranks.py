@@ -3,6 +3,7 @@
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -121,8 +122,6 @@ class SimulatedSave:
             PiecesWrite(share, flat.parts, path, settings, SimulatedRank(self, rank), **more)
             for rank, share in enumerate(shares)
         ]
-        self.results: dict[int, WriteResult] = {}
-        self._errors: list[BaseException] = []
 
     def publish(self) -> None:
         """Write the root and make the checkpoint visible, as the coordinator does."""
@@ -131,23 +130,20 @@ class SimulatedSave:
 
     def run(self) -> list[WriteResult]:
         """Save, each rank in a thread."""
-        with self.commit:
+        with self.commit, ThreadPoolExecutor(self.ranks) as threads:
             write_plan(self.commit, self.plan)
-            threads = [threading.Thread(target=self._write, args=(rank,)) for rank in range(self.ranks)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(2 * SECONDS)
-        if self._errors:
-            raise next((e for e in self._errors if not isinstance(e, threading.BrokenBarrierError)), self._errors[0])
-        return [self.results[rank] for rank in range(self.ranks)]
+            ranks = [threads.submit(self._write, write) for write in self._writes]
+        errors = [error for rank in ranks if (error := rank.exception())]
+        if errors:
+            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        return [rank.result() for rank in ranks]
 
-    def _write(self, rank: int) -> None:
+    def _write(self, write: PiecesWrite) -> WriteResult:
         try:
-            self.results[rank] = self._writes[rank].run()
-        except BaseException as error:
-            self._errors.append(error)
+            return write.run()
+        except BaseException:
             self.barrier.abort()
+            raise
 
 
 def save_by_ranks(
@@ -159,8 +155,6 @@ def save_by_ranks(
     compression: str = "none",
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    threads: int = 2,
-    memory_budget: int | None = None,
     grid_bytes: int | None = None,
     layouts: Mapping[str, str] | None = None,
     **options: Any,
@@ -170,8 +164,8 @@ def save_by_ranks(
         overwrite=overwrite,
         metadata=dict(metadata or {}),
         compression=compression,
-        threads=threads,
-        pool=BufferPool(memory_budget) if memory_budget else BufferPool(),
+        threads=2,
+        pool=BufferPool(),
         options=NativeOptions(**options),
     )
     more: dict[str, Any] = {"layouts": layouts} | ({"grid": Grid(grid_bytes)} if grid_bytes else {})

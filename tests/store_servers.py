@@ -1,7 +1,12 @@
-"""Object stores for tests: S3 servers on this machine, and a proxy before them that fails requests on purpose."""
+"""Object stores for tests: S3 servers on this machine, and a proxy before them that fails requests on purpose.
+
+While a proxy runs, its process waits by a clock on which time passes only while code sleeps: no test waits until a
+request is repeated or given up, or depends on how fast the machine is.
+"""
 
 import math
 import os
+import queue
 import select
 import signal
 import socket
@@ -10,9 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,81 +28,95 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from memory_store import MemoryStore, Reply
+from tensorkeep.io.clock import Clock, use_clock
 from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
+
+ACTIONS = ("500", "503", "reset", "lost", "truncated", "short", "slow", "stalled")
+"""What happens to requests, and may pass; `Fault` says what each is."""
 
 ACCESS_KEY = "user-not-to-print"
 SECRET = "do-not-print-this"
 
 _HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 
+_ERRORS = {"500": "InternalError", "503": "SlowDown"}
+
 _LEFT_OUT = {"unconditional": {"if-none-match"}, "untagged": {"etag"}}
 """Headers that a server without conditional requests ignores, or does not send."""
 
 
-def free_port() -> int:
-    """Return a port that nothing listens on."""
+class JumpingClock(Clock):
+    """A clock on which each sleep takes no time and passes fifty times as long; libraries hardly pause."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self._seconds
+
+    def sleep(self, seconds: float) -> None:
+        self._seconds += 50 * seconds
+
+    def library_pause(self, seconds: float) -> float:
+        return seconds / 1000
+
+
+@contextmanager
+def _memory_server(folder: Path) -> Iterator[str]:
+    """Run an S3 server in the memory of this process; yield its URL."""
+    proxy = Proxy("", MemoryStore().answer)
+    with proxy.serving() as url:
+        _in_memory[url] = proxy.answer
+        yield url
+
+
+@contextmanager
+def _process_server(folder: Path, module: str, *options: str) -> Iterator[str]:
+    """Run an S3 server in the memory of another process until the end of the context; yield its URL once it listens."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
-        return port
-
-
-@contextmanager
-def s3_server(folder: Path) -> Iterator[str]:
-    """Run ministack, an S3 server in memory; yield its URL."""
-    port = free_port()
-    environment = {
-        "BIND_HOST": "127.0.0.1",
-        "GATEWAY_PORT": str(port),
-        "SERVICES": "s3",
-        "IOT_MTLS_ENABLED": "0",
-        "TMPDIR": str(folder),
-    }
-    with _running([sys.executable, "-m", "ministack"], environment, port, folder) as url:
-        yield url
-
-
-@contextmanager
-def moto_server(folder: Path) -> Iterator[str]:
-    """Run moto, another S3 server in memory; yield its URL.
-
-    It looks for an object and then writes it, in two steps: of writers that race, several may win.
-    """
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with _running(command, {}, port, folder) as url:
-        yield url
-
-
-SERVERS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"ministack": s3_server, "moto": moto_server}
-"""Independent implementations of S3, both with conditional requests."""
-
-on_every_server = pytest.mark.parametrize("server", SERVERS, indirect=True)
-
-
-@contextmanager
-def _running(command: Sequence[str], environment: Mapping[str, str], port: int, folder: Path) -> Iterator[str]:
-    """Run a server until the end of the context; yield its URL once it listens."""
+    options = tuple(option.format(port) for option in options)
+    environment = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3", "IOT_MTLS_ENABLED": "0"}
     with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(command, env={**os.environ, **environment}, cwd=folder, stdout=log, stderr=log)
+        server = subprocess.Popen(
+            [sys.executable, "-m", module, *options],
+            env={**os.environ, **environment, "TMPDIR": str(folder)},
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+        )
         try:
-            _wait_for(port, server, folder / "server.log")
+            end = time.monotonic() + 60
+            while not _listens(port):
+                ended = server.poll() is not None or time.monotonic() > end
+                assert not ended, f"the server did not start: {(folder / 'server.log').read_text()}"
+                time.sleep(0.05)
             yield f"http://127.0.0.1:{port}"
         finally:
             server.kill()  # it has no state to keep, and would wait for idle connections
             server.wait()
 
 
-def _wait_for(port: int, server: "subprocess.Popen[bytes]", log: Path) -> None:
-    end = time.monotonic() + 60
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        if server.poll() is not None or time.monotonic() > end:
-            raise AssertionError(f"the server did not start: {log.read_text()}")
-        time.sleep(0.05)
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+SERVERS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {
+    "memory": _memory_server,
+    "ministack": lambda folder: _process_server(folder, "ministack"),
+    # It looks for an object and then writes it, in two steps: of writers that race, several may win.
+    "moto": lambda folder: _process_server(folder, "moto.server", "-H", "127.0.0.1", "-p", "{}"),
+}
+"""Ours, which most tests use, and independent implementations of S3, all with conditional requests."""
+
+_in_memory: dict[str, "Answer"] = {}
+"""What answers at the URL of each server in memory."""
+
+on_every_server = pytest.mark.parametrize("server", SERVERS, indirect=True)
 
 
 def make_bucket(url: str, name: str) -> None:
@@ -117,8 +137,14 @@ def upload(path: Path, url: str) -> str:
     return url
 
 
+def damage(path: StorePath) -> None:
+    """Flip the last bit of an object."""
+    content = bytes(stores.get(path))
+    stores.put(path, content[:-1] + bytes([content[-1] ^ 1]))
+
+
 def environment_of(url: str, *, seconds: float = 20) -> dict[str, str]:
-    """Return the environment variables with which a process uses a server, and gives up after some seconds."""
+    """Return the environment variables with which a process uses a server; one request may take so many seconds."""
     return {
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -128,11 +154,8 @@ def environment_of(url: str, *, seconds: float = 20) -> dict[str, str]:
     }
 
 
-def give_up_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Stop repeating broken answers after some seconds, though one request may take longer: a busy machine is late."""
-    connect = stores._connect
-    monkeypatch.setattr(stores, "_connect", lambda bucket, endpoint, _: connect(bucket, endpoint, 20.0))
-    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", str(seconds))
+def always(number: int) -> bool:
+    return True
 
 
 @dataclass
@@ -148,7 +171,7 @@ class Fault:
     * ``short``: an object's content comes without its last byte, and with a length that fits;
     * ``unconditional``: it is carried out as if it had no ``If-None-Match``;
     * ``untagged``: the answer comes without its ``ETag``;
-    * ``slow``: the request is carried out 0.1 s later;
+    * ``slow``: the request is carried out 0.02 s later;
     * ``stalled``: the request is carried out, and half of the answer sent, until the client closes the connection;
     * ``kill`` and ``kill after``: the client is killed before or after the request is carried out.
     """
@@ -170,43 +193,34 @@ class FaultAt(Fault):
     def __init__(self, action: str, which: int | str, times: float = math.inf) -> None:
         super().__init__(action, lambda number: number == which)
         self._which = which
-        self._left = times
+        self.left = times
         self._request: str | None = None
 
     def strikes(self, number: int, request: str) -> bool:
         named = isinstance(self._which, str) and self._which in request
         if self._request is None and (named or self.hits(number)):
             self._request = request
-        if request != self._request or not self._left:
+        if request != self._request or not self.left:
             return False
-        self._left -= 1
+        self.left -= 1
         return True
+
+
+Answer = Callable[[str, str, Mapping[str, str], bytes], Reply]
+"""Returns the answer to a request: its method, path, headers and body."""
 
 
 @dataclass
 class Proxy:
-    """A proxy that counts requests, and fails some.
+    """A proxy that counts requests, and fails some."""
 
-    Attributes
-    ----------
-    url : str
-    target : str
-        The URL of the server itself, which no fault disturbs.
-    fault : Fault or None
-    requests : list of str
-        Method, path and range of each request so far.
-    answered_bytes : int
-        Bytes of the contents of all answers so far.
-    client : int or None
-        The process to kill; a request that is to kill waits until it is known.
-    """
-
-    url: str
-    target: str
+    target: str  # the URL of the server itself, which no fault disturbs
+    answer: Answer  # carries out a request
+    url: str = ""
     fault: Fault | None = None
-    requests: list[str] = field(default_factory=list)
-    answered_bytes: int = 0
-    client: int | None = None
+    requests: list[str] = field(default_factory=list)  # method, path and range of each request so far
+    answered_bytes: int = 0  # of the contents of all answers so far
+    client: "queue.Queue[int]" = field(default_factory=queue.Queue)  # gets the process that a request is to kill
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start_again(self, fault: Fault | None) -> None:
@@ -214,7 +228,7 @@ class Proxy:
         with self._lock:
             self.requests = []
             self.answered_bytes = 0
-            self.client = None
+            self.client = queue.Queue()
             self.fault = fault
 
     def _action(self, request: str) -> str:
@@ -225,27 +239,43 @@ class Proxy:
             fault = self.fault
             return fault.action if fault is not None and fault.strikes(number, request) else "none"
 
-    def _kill_client(self) -> None:
-        end = time.monotonic() + 30
-        while self.client is None and time.monotonic() < end:
-            time.sleep(0.001)
-        if self.client is not None:
-            os.kill(self.client, signal.SIGKILL)
+    @contextmanager
+    def serving(self) -> Iterator[str]:
+        """Answer until the end of the context; yield the URL."""
+
+        class Handler(_Handler):
+            shared: ClassVar[Proxy] = self
+
+        with serving(Handler) as self.url:
+            yield self.url
 
 
 @contextmanager
 def proxy_for(target: str) -> Iterator[Proxy]:
-    """Run a proxy in front of a server."""
-    proxy = Proxy("", target)
+    """Run a proxy in front of a server, and a clock on which no time passes while requests are repeated."""
+    proxy = Proxy(target, _in_memory.get(target, partial(_sent_on, target)))
+    with proxy.serving(), use_clock(JumpingClock()):
+        yield proxy
 
-    class Handler(_Handler):
-        shared: ClassVar[Proxy] = proxy
 
-    with _Server(("127.0.0.1", 0), Handler) as server:
-        proxy.url = f"http://127.0.0.1:{server.server_address[1]}"
+def _sent_on(target: str, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
+    """Return the answer of a server in another process."""
+    with closing(HTTPConnection(target.removeprefix("http://"), timeout=30)) as connection:
+        connection.request(method, path, body, dict(headers))
+        reply = connection.getresponse()
+        content = reply.read()
+    kept = [(name, value) for name, value in reply.getheaders() if name.lower() not in _HOP_BY_HOP]
+    announced = int(reply.getheader("content-length") or len(content))
+    return Reply(reply.status, kept, content or bytes(announced))
+
+
+@contextmanager
+def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Run a web server on a thread until the end of the context; yield its URL."""
+    with _Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
-        yield proxy
+        yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join()
 
@@ -268,49 +298,42 @@ class _Handler(BaseHTTPRequestHandler):
     shared: ClassVar[Proxy]
 
     def _forward(self) -> None:
-        proxy = self.shared
-        action = proxy._action(" ".join([self.command, self.path, self.headers.get("range", "")]).strip())
+        """Send the request to the server, and its answer, or what the action leaves of it, to the client."""
+        action = self.shared._action(" ".join([self.command, self.path, self.headers.get("range", "")]).strip())
         if action == "reset":
-            self._reset()
+            # Closed with a linger time of 0, a connection is reset.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
             return
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
-        if action in ("500", "503"):
-            code = {"500": "InternalError", "503": "SlowDown"}[action]
-            self._answer(int(action), [], f"<Error><Code>{code}</Code></Error>".encode())
-        elif action == "kill":
-            proxy._kill_client()
-            self._hang_up()
-        else:
-            if action == "slow":
-                time.sleep(0.1)
-            self._pass_on(body, action)
-
-    def _pass_on(self, body: bytes, action: str) -> None:
-        """Send the request to the server, and its answer, or what the action leaves of it, to the client."""
-        with closing(HTTPConnection(self.shared.target.removeprefix("http://"), timeout=30)) as connection:
-            kept = {name: self.headers[name] for name in self.headers if name.lower() not in _LEFT_OUT.get(action, ())}
-            connection.request(self.command, self.path, body, kept)
-            reply = connection.getresponse()
-            content = reply.read()
-        dropped = _HOP_BY_HOP | _LEFT_OUT.get(action, set())
-        headers = [(name, value) for name, value in reply.getheaders() if name.lower() not in dropped]
-        length = int(reply.getheader("content-length") or len(content))
+        if action in _ERRORS:
+            self._answer(int(action), [], f"<Error><Code>{_ERRORS[action]}</Code></Error>".encode())
+            return
+        if action == "kill":
+            self._kill_client()
+            return
+        if action == "slow":
+            time.sleep(0.02)
+        left_out = _LEFT_OUT.get(action, set())
+        asked = {name: self.headers[name] for name in self.headers if name.lower() not in left_out}
+        status, headers, content = self.shared.answer(self.command, self.path, asked, body)
+        headers = [(name, value) for name, value in headers if name.lower() not in left_out]
         if action == "kill after":
-            self.shared._kill_client()
-            self._hang_up()
+            self._kill_client()
         elif action == "lost":
             self._hang_up()
         elif action in ("truncated", "stalled"):
-            self._answer_half(reply.status, headers, content, length)
+            self._answer_half(status, headers, content)
             if action == "stalled":
                 select.select([self.connection], [], [], 30)
             self._hang_up()
-        elif action == "short" and self.command == "GET" and len(content) > 1:
-            self._answer(reply.status, headers, content[:-1])
         else:
-            self._answer(reply.status, headers, content, length=length)
+            short = action == "short" and self.command == "GET" and len(content) > 1
+            self._answer(status, headers, content[:-1] if short else content)
 
-    def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes, length: int | None = None) -> None:
+    def _answer(
+        self, status: int, headers: list[tuple[str, str]], content: bytes | memoryview, length: int | None = None
+    ) -> None:
         self.send_response_only(status)
         for name, value in headers:
             self.send_header(name, value)
@@ -321,10 +344,10 @@ class _Handler(BaseHTTPRequestHandler):
             with self.shared._lock:
                 self.shared.answered_bytes += len(content)
 
-    def _answer_half(self, status: int, headers: list[tuple[str, str]], content: bytes, length: int) -> None:
+    def _answer_half(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
         """Send half of the content, or, of an answer without content, half of the first line."""
         if content and self.command != "HEAD":
-            self._answer(status, headers, content[: len(content) // 2], length=length)
+            self._answer(status, headers, memoryview(content)[: len(content) // 2], len(content))
         else:
             self.wfile.write(f"HTTP/1.1 {status}".encode())
 
@@ -333,10 +356,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_RDWR)
         self.close_connection = True
 
-    def _reset(self) -> None:
-        # Closed with a linger time of 0, a connection is reset.
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close_connection = True
+    def _kill_client(self) -> None:
+        os.kill(self.shared.client.get(timeout=60), signal.SIGKILL)
+        self._hang_up()
 
     def log_message(self, *_: Any) -> None:
         """Print nothing."""

@@ -13,6 +13,8 @@ import example_runner
 from forked import CONTEXT, killed_at_exit
 from tensorkeep import CheckpointManager
 
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -85,7 +87,7 @@ def needs(package: str) -> pytest.MarkDecorator:
     ("name", "steps"),
     [
         ("plain_loop.py", 400),
-        pytest.param("transformers_trainer.py", 60, marks=[needs("transformers"), pytest.mark.slow]),
+        pytest.param("transformers_trainer.py", 60, marks=[needs("transformers"), pytest.mark.exhaustive]),
     ],
 )
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str, steps: int) -> None:
@@ -100,7 +102,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str, 
         assert float(manager.steps()[-1].metrics["loss"]) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_run_of_two_ranks_resumes_on_three(tmp_path: Path) -> None:
     steps = 60
     whole = RankRuns("fsdp_train.py", tmp_path / "whole", steps, ranks=2).finished_lines()
@@ -114,7 +116,7 @@ def test_a_killed_run_of_two_ranks_resumes_on_three(tmp_path: Path) -> None:
     assert float(final[1][1]) == pytest.approx(float(final[0][1]), abs=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs("lightning")
 def test_ranks_of_lightning_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     name = "lightning_sharded.py"
@@ -127,7 +129,7 @@ def test_ranks_of_lightning_resume_on_another_number_of_ranks(tmp_path: Path) ->
     assert (tmp_path / "resumed" / "step=60.ckpt" / "manifest.json").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs("accelerate")
 def test_ranks_of_accelerate_resume_with_their_random_states(tmp_path: Path) -> None:
     name = "accelerate_checkpoints.py"
@@ -139,7 +141,7 @@ def test_ranks_of_accelerate_resume_with_their_random_states(tmp_path: Path) -> 
     assert whole.startswith("step 40: loss ")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs("lightning")
 def test_lightning_resumes_as_from_its_own_checkpoints(tmp_path: Path) -> None:
     lines: dict[bool, list[str]] = {}

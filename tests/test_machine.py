@@ -10,6 +10,7 @@ import pytest
 from tensorkeep import machine
 from tensorkeep.errors import NotFoundError
 from tensorkeep.machine import available_bytes, memory_limit, physical_cores
+from tensorkeep.testing.cases import case
 
 MIB = 1024**2
 
@@ -27,53 +28,40 @@ def kernel(tmp_path: Path, cgroup: str, files: dict[str, str]) -> dict[str, Path
     return {"proc": tmp_path / "proc", "groups": tmp_path / "groups"}
 
 
-def test_available_memory_without_a_control_group_is_that_of_meminfo(tmp_path: Path) -> None:
-    assert available_bytes(**kernel(tmp_path, "0::/\n", {})) == 2 * MIB
-
-
-def test_a_parent_group_limits_memory_and_its_page_cache_counts_as_free(tmp_path: Path) -> None:
-    files = {
+def test_control_groups_limit_the_available_memory(tmp_path: Path) -> None:
+    parent = {
         "a/memory.max": "1000000\n",
         "a/memory.current": "900000\n",
         "a/memory.stat": "anon 5\ninactive_file 50000\n",
         "a/b/memory.max": "max\n",
         "a/b/memory.current": "800000\n",
     }
-    assert available_bytes(**kernel(tmp_path, "0::/a/b\n", files)) == 150_000
+    root = {"memory.max": "7000\n", "memory.current": "8000\n"}
+    first = {"memory/x/memory.limit_in_bytes": "5000\n", "memory/x/memory.usage_in_bytes": "4000\n"}
+    version_1 = "5:cpu:/x\n4:hugetlb,memory:/x\n"
+    for label, cgroup, files, available in (
+        ("no group: that of meminfo", "0::/\n", {}, 2 * MIB),
+        ("a parent, whose page cache counts as free", "0::/a/b\n", parent, 150_000),
+        ("a group that is mounted as the root", "0::/not/visible/here\n", root, 0),
+        ("version 1", version_1, first, 1000),
+    ):
+        with case(label):
+            assert available_bytes(**kernel(tmp_path / label, cgroup, files)) == available
+    assert memory_limit(**kernel(tmp_path, version_1, first)) == 5000
+    unlimited = {**first, "memory/x/memory.limit_in_bytes": "9223372036854771712\n"}
+    assert list(machine._group_limits(**kernel(tmp_path, version_1, unlimited))) == []
 
 
-def test_a_version_1_group_limits_memory(tmp_path: Path) -> None:
-    files = {"memory/x/memory.limit_in_bytes": "5000\n", "memory/x/memory.usage_in_bytes": "4000\n"}
-    cgroup = "5:cpu:/x\n4:hugetlb,memory:/x\n"
-    assert available_bytes(**kernel(tmp_path, cgroup, files)) == 1000
-    assert memory_limit(**kernel(tmp_path, cgroup, files)) == 5000
-
-
-def test_a_version_1_group_without_a_limit(tmp_path: Path) -> None:
-    files = {"memory/x/memory.limit_in_bytes": "9223372036854771712\n", "memory/x/memory.usage_in_bytes": "4000\n"}
-    places = kernel(tmp_path, "4:memory:/x\n", files)
-    assert list(machine._group_limits(**places)) == []
-
-
-def test_a_group_that_is_mounted_as_the_root_limits_memory(tmp_path: Path) -> None:
-    files = {"memory.max": "7000\n", "memory.current": "8000\n"}
-    assert available_bytes(**kernel(tmp_path, "0::/not/visible/here\n", files)) == 0
-
-
-def test_without_meminfo_free_pages_are_available(tmp_path: Path) -> None:
-    assert available_bytes(proc=tmp_path, groups=tmp_path) > 0
-
-
-def test_available_memory_of_this_machine() -> None:
+def test_available_memory_of_this_machine_and_without_meminfo(tmp_path: Path) -> None:
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < available_bytes() < physical
+    assert available_bytes(proc=tmp_path, groups=tmp_path) > 0  # free pages
 
 
-@pytest.mark.parametrize("status", [None, "VmRSS:\t1 kB\n"])
-def test_peak_memory_without_vmhwm_is_that_of_getrusage(tmp_path: Path, status: str | None) -> None:
-    if status is not None:
-        (tmp_path / "self").mkdir()
-        (tmp_path / "self" / "status").write_text(status)
+def test_peak_memory_without_vmhwm_is_that_of_getrusage(tmp_path: Path) -> None:
+    assert machine.peak_resident_bytes(proc=tmp_path) > MIB
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "status").write_text("VmRSS:\t1 kB\n")
     assert machine.peak_resident_bytes(proc=tmp_path) > MIB
 
 
@@ -82,6 +70,7 @@ def test_private_memory_of_this_process_and_of_one_that_ended() -> None:
     assert machine.private_bytes(2**30) == 0
 
 
+@pytest.mark.integration
 def test_processes_that_a_process_has_started_are_found() -> None:
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
     with subprocess.Popen(
@@ -105,12 +94,9 @@ def test_physical_cores_are_the_first_of_their_hyper_threads(tmp_path: Path) -> 
     assert physical_cores({0, 4, 9}, cpus=tmp_path) == {0, 9}
 
 
-def test_storage_names_a_missing_folder(tmp_path: Path) -> None:
+def test_storage_of_a_folder_leaves_it_empty(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such folder"):
         machine.storage(tmp_path / "missing")
-
-
-def test_storage_of_a_folder_leaves_it_empty(tmp_path: Path) -> None:
     found = machine.storage(tmp_path)
     assert found["path"] == str(tmp_path.resolve())
     assert found["problem"] is None
@@ -137,9 +123,6 @@ def test_a_file_in_memory_needs_nothing_of_python_and_is_not_inherited(monkeypat
         assert not os.get_inheritable(fd)
     finally:
         os.close(fd)
-
-
-def test_a_file_in_memory_that_the_kernel_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_MFD_CLOEXEC", 1 << 30)  # a flag that does not exist
     with pytest.raises(OSError, match="Invalid argument"):
         machine.memory_file()

@@ -47,7 +47,7 @@ def check_source(source: Path) -> None:
     with tarfile.open(source) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
     missing = {str(path.relative_to(ROOT)) for path in tracked(".") if path.name != ".gitignore"} - files
-    missing = {name for name in missing if not name.startswith((".ci/", ".github/"))}
+    missing = {name for name in missing if not name.startswith(".github/")}
     assert not missing, f"the source distribution lacks {sorted(missing)}"
     assert not [name for name in files if name.endswith((".so", ".pyc"))]
     print(f"{source.name}: {source.stat().st_size:,} bytes")

@@ -3,6 +3,8 @@
 import json
 import os
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem, setitem
 from pathlib import Path
 from typing import Any
 
@@ -12,69 +14,51 @@ from report import documents
 from tensorkeep import errors
 from tensorkeep.bench import results_file as module
 from tensorkeep.bench.results_file import read_results
+from tensorkeep.testing.cases import case
 
 
-def test_a_folder_stands_for_its_results_file(tmp_path: Path) -> None:
-    documents.write(documents.document(), tmp_path)
-    assert read_results(tmp_path) == read_results(str(tmp_path / "results.json"))
-    assert read_results(tmp_path).baseline == "baseline"
-
-
-def test_missing_file(tmp_path: Path) -> None:
+def test_results_file_must_be_a_regular_file_and_not_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (tmp_path, tmp_path / "absent.json", tmp_path / "absent" / "results.json"):
         with pytest.raises(errors.NotACheckpointError, match="the results file does not exist") as caught:
             read_results(path)
         assert caught.value.exit_code == 5
         assert caught.value.remedy
-
-
-def test_a_named_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "results.json")
     with pytest.raises(errors.UsageError, match="not a regular file"):
         read_results(tmp_path)
-
-
-def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "results.json").unlink()
     documents.write(documents.document(), tmp_path)
+    assert read_results(tmp_path) == read_results(str(tmp_path / "results.json"))
+    assert read_results(tmp_path).baseline == "baseline"
     monkeypatch.setattr(module, "MAX_BYTES", 1000)
     with pytest.raises(errors.UnsupportedError, match="larger than"):
         read_results(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "error", "expected"),
-    [
-        (b"", errors.CorruptCheckpointError, "not a valid results file"),
-        (b'{"kind": "tensorkeep-results", "sch', errors.CorruptCheckpointError, "not a valid results file"),
-        (b"\xff\xfe", errors.CorruptCheckpointError, "not a valid results file"),
-        (b"[" * 200_000, errors.CorruptCheckpointError, "not a valid results file"),
-        (b'{"kind": "tensorkeep-results", "x": ' + b"[" * 200_000, errors.CorruptCheckpointError, "nested too deeply"),
-        (b'{"kind": "tensorkeep-results", "x": 1' + b"0" * 5000 + b"}", errors.CorruptCheckpointError, "out of range"),
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    corrupt = errors.CorruptCheckpointError
+    for content, error, expected in (
+        (b"", corrupt, "not a valid results file"),
+        (b'{"kind": "tensorkeep-results", "sch', corrupt, "not a valid results file"),
+        (b"\xff\xfe", corrupt, "not a valid results file"),
+        (b"[" * 200_000, corrupt, "not a valid results file"),
+        (b'{"kind": "tensorkeep-results", "x": ' + b"[" * 200_000, corrupt, "nested too deeply"),
+        (b'{"kind": "tensorkeep-results", "x": 1' + b"0" * 5000 + b"}", corrupt, "out of range"),
         (b"{}", errors.UsageError, "not a results file of Tensorkeep"),
         (b'{"kind": "something", "schema": 1}', errors.UsageError, "not a results file of Tensorkeep"),
         (b'{"kind": "tensorkeep-results", "schema": 2}', errors.UnsupportedError, "has schema 2"),
         (b'{"kind": "tensorkeep-results"}', errors.UnsupportedError, "schema"),
-        (b'{"kind": "tensorkeep-results", "schema": 1}', errors.CorruptCheckpointError, "experiment"),
-    ],
-)
-def test_other_files_are_refused(
-    content: bytes, error: type[errors.TensorkeepError], expected: str, tmp_path: Path
-) -> None:
-    (tmp_path / "results.json").write_bytes(content)
-    with pytest.raises(error, match=expected) as caught:
-        read_results(tmp_path)
-    assert caught.value.path == str(tmp_path / "results.json")
-    assert caught.value.remedy
+        (b'{"kind": "tensorkeep-results", "schema": 1}', corrupt, "experiment"),
+    ):
+        (tmp_path / "results.json").write_bytes(content)
+        with case(content[:50]), pytest.raises(error, match=expected) as caught:
+            read_results(tmp_path)
+        assert caught.value.path == str(tmp_path / "results.json")
+        assert caught.value.remedy
 
 
 def _of(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(document: dict[str, Any]) -> None:
-        place: Any = document
-        for key in keys[:-1]:
-            place = place[key]
-        place[keys[-1]] = value
-
-    return change
+    return lambda document: setitem(reduce(getitem, keys[:-1], document), keys[-1], value)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +97,7 @@ def test_broken_documents_are_refused(change: Callable[[dict[str, Any]], None], 
         read_results(documents.write(document, tmp_path))
 
 
-def test_deeply_nested_files_are_refused(tmp_path: Path) -> None:
+def test_deeply_nested_files_and_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     def nested(depth: int) -> dict[str, Any]:
         document = documents.document(runs=1)
         document["environment"]["note"] = 'brackets in a string \\" do not count: ' + "[" * 100
@@ -125,11 +109,9 @@ def test_deeply_nested_files_are_refused(tmp_path: Path) -> None:
     for depth in (60, 800):
         with pytest.raises(errors.CorruptCheckpointError, match="nested too deeply"):
             read_results(documents.write(nested(depth), tmp_path))
-
-
-@pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity"])
-def test_numbers_that_are_not_finite_are_refused(number: str, tmp_path: Path) -> None:
-    text = json.dumps(documents.document()).replace('"seed": 0', f'"seed": 0, "limits": {{"a": {number}}}', 1)
-    (tmp_path / "results.json").write_text(text)
-    with pytest.raises(errors.CorruptCheckpointError):
-        read_results(tmp_path)
+    text = json.dumps(documents.document())
+    for number in ("1e999", "NaN", "-Infinity"):
+        changed = text.replace('"seed": 0', f'"seed": 0, "limits": {{"a": {number}}}', 1)
+        (tmp_path / "results.json").write_text(changed)
+        with pytest.raises(errors.CorruptCheckpointError):
+            read_results(tmp_path)

@@ -1,8 +1,10 @@
 """``progress=True`` draws a bar where stderr is a terminal."""
 
 import io
+import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 import tensorkeep
 from tensorkeep import CheckpointManager
+from tensorkeep.testing.cases import case
 
 STATE = {"w": torch.zeros(2**20)}
 
@@ -29,40 +32,28 @@ CALLS: dict[str, Callable[[Path, Any], Any]] = {
 }
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
+@pytest.mark.parametrize("doing", CALLS)
+def test_a_bar_is_drawn_on_a_terminal_only_and_a_function_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], doing: str
+) -> None:
     tensorkeep.save(STATE, tmp_path / "a")
     tensorkeep.save({"w": torch.ones(2**20)}, tmp_path / "b")
-    return tmp_path
-
-
-@pytest.mark.parametrize("doing", CALLS)
-def test_a_bar_is_drawn_on_a_terminal(path: Path, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
+    seen: list[tuple[int, int]] = []
+    CALLS[doing](tmp_path, lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (4 * 2**20, 4 * 2**20)
+    shutil.rmtree(tmp_path / "new", ignore_errors=True)
+    CALLS[doing](tmp_path, True)
+    assert capsys.readouterr() == ("", "")
+    shutil.rmtree(tmp_path / "new", ignore_errors=True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    CALLS[doing](path, True)
+    CALLS[doing](tmp_path, True)
     assert doing in terminal.getvalue()
     assert "4.2/4.2 MB" in terminal.getvalue()
 
 
-@pytest.mark.parametrize("doing", CALLS)
-def test_nothing_is_drawn_elsewhere(path: Path, capsys: pytest.CaptureFixture[str], doing: str) -> None:
-    CALLS[doing](path, True)
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("doing", CALLS)
-def test_a_function_is_called(path: Path, doing: str) -> None:
-    seen: list[tuple[int, int]] = []
-    CALLS[doing](path, lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (4 * 2**20, 4 * 2**20)
-
-
 def test_a_background_save_draws_no_bar(tmp_path: Path) -> None:
-    for call in (
-        lambda: tensorkeep.save_async(STATE, tmp_path / "c", progress=True),
-        lambda: CheckpointManager(tmp_path / "run", progress=True),
-    ):
-        with pytest.raises(tensorkeep.UsageError, match="progress=True draws a bar"):
-            call()
+    for call in (partial(tensorkeep.save_async, STATE), CheckpointManager):
+        with case(call), pytest.raises(tensorkeep.UsageError, match="progress=True draws a bar"):
+            call(tmp_path / "c", progress=True)
     tensorkeep.save_async(STATE, tmp_path / "c", progress=False).wait()

@@ -15,6 +15,8 @@ from tensorkeep.checkpoint.settings import SaveTable
 from tensorkeep.formats.base import FORMATS
 from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.io.parallel import default_threads
+from tensorkeep.testing.cases import case
+from tensorkeep.testing.disk import names_in
 
 STATE = {"w": torch.zeros(100_000)}
 
@@ -26,7 +28,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_save_follows_the_given_file_and_no_other(tmp_path: Path) -> None:
+def test_a_save_follows_the_given_file_or_table_and_no_other(tmp_path: Path) -> None:
     write(tmp_path / "runs", '[save]\ncompression = "none"\nthreads = 1\n')
     path = write(tmp_path / "elsewhere", '[save]\ncompression = "lossless"\ndirect_io = false\n')
     report = tensorkeep.save(STATE, tmp_path / "runs" / "step-1", settings=path)
@@ -34,19 +36,20 @@ def test_a_save_follows_the_given_file_and_no_other(tmp_path: Path) -> None:
     assert tensorkeep.load(tmp_path / "runs" / "step-1")["w"].sum() == 0
     without = tensorkeep.save(STATE, tmp_path / "runs" / "step-2")
     assert (without.compression, without.settings_from) == ("none", None)
-
-
-def test_a_table_in_memory_is_followed(tmp_path: Path) -> None:
     report = tensorkeep.save(STATE, tmp_path / "a", settings={"compression": "lossless", "memory_budget": "64MiB"})
     assert (report.compression, report.settings_from) == ("lossless", None)
     with pytest.raises(tensorkeep.UsageError, match="unknown key 'thread'"):
         tensorkeep.save(STATE, tmp_path / "b", settings={"thread": 1})
 
 
-def test_a_background_save_and_a_manager_follow_them_too(tmp_path: Path) -> None:
+def test_a_background_save_a_manager_and_convert_follow_them_too(tmp_path: Path) -> None:
     path = write(tmp_path, '[save]\ncompression = "lossless"\nmemory_budget = "64MiB"\n')
     report = tensorkeep.save_async(STATE, tmp_path / "a", settings=path).wait()
     assert (report.compression, report.settings_from) == ("lossless", str(path))
+    report = tensorkeep.convert(tmp_path / "a", tmp_path / "copy", settings=path)
+    assert (report.compression, report.settings_from) == ("lossless", str(path))
+    call = {"compression": "none", "memory_budget": "64MiB"}
+    assert tensorkeep.convert(tmp_path / "a", tmp_path / "raw", settings=path, **call).settings_from is None
     with CheckpointManager(tmp_path / "run", settings=path) as manager:
         path.unlink()  # it is read once
         assert manager.save(1, STATE).wait().compression == "lossless"
@@ -74,10 +77,12 @@ def test_the_call_wins_over_the_file(tmp_path: Path) -> None:
     assert tensorkeep.save(STATE, tmp_path / "a", compression="none", settings=path).compression == "none"
 
 
-def test_without_settings_the_defaults_apply(tmp_path: Path) -> None:
+def test_without_settings_or_their_table_the_defaults_apply(tmp_path: Path) -> None:
     found = request(tmp_path / "a", None)
     assert (found.write.compression, found.write.threads, found.memory_budget) == ("none", default_threads(), None)
     assert (found.write.options, found.settings_from) == (NativeOptions(), None)
+    others = write(tmp_path, "[convert]\nto = 'native'\n[tune.checkpoint]\nseconds = 3\n")
+    assert settings.read_settings(others) == SaveTable()
 
 
 def test_files_for_other_tools_are_not_compressed_by_it(tmp_path: Path) -> None:
@@ -87,22 +92,6 @@ def test_files_for_other_tools_are_not_compressed_by_it(tmp_path: Path) -> None:
     assert tensorkeep.save(STATE, tmp_path / "w.pt", settings=path).settings_from == str(path)
     path.write_text('[save]\ncompression = "lossless"\n')
     assert tensorkeep.save(STATE, tmp_path / "w2.pt", settings=path).settings_from is None
-
-
-def test_convert_follows_it_too(tmp_path: Path) -> None:
-    path = write(tmp_path, '[save]\ncompression = "lossless"\n')
-    tensorkeep.save(STATE, tmp_path / "from")
-    report = tensorkeep.convert(tmp_path / "from", tmp_path / "copy", settings=path)
-    assert (report.compression, report.settings_from) == ("lossless", str(path))
-    raw = tensorkeep.convert(tmp_path / "from", tmp_path / "raw", compression="none", settings=path)
-    assert raw.settings_from is None
-
-
-def test_other_tables_are_ignored(tmp_path: Path) -> None:
-    assert (
-        settings.read_settings(write(tmp_path, "[convert]\nto = 'native'\n[tune.checkpoint]\nseconds = 3\n"))
-        == SaveTable()
-    )
 
 
 @pytest.mark.parametrize(
@@ -138,41 +127,32 @@ def test_a_mistake_is_an_error_that_names_the_file(tmp_path: Path, text: str, ex
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "binary", "huge"])
-def test_anything_but_a_small_text_file_is_refused(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "tensorkeep.toml"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.write_bytes(b"\xff\xfe" if kind == "binary" else b"#" * (1024**2 + 1))
-    with pytest.raises(tensorkeep.UsageError, match=r"regular|TOML|larger"):
-        tensorkeep.save(STATE, tmp_path / "a", settings=path)
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe", "file"])
-def test_no_file_stays_open(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "tensorkeep.toml"
-    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "file": path.touch}[kind]()
-    opened = Path("/proc/self/fd")
+def test_anything_but_a_small_text_file_is_refused_and_no_file_stays_open(tmp_path: Path) -> None:
+    path, opened = tmp_path / "tensorkeep.toml", Path("/proc/self/fd")
     before = len(list(opened.iterdir()))
-    for _ in range(3):
-        try:
-            settings.read_settings(path)
-        except tensorkeep.UsageError:
-            assert kind != "file"
+    path.symlink_to("absent")
+    for missing in (path, tmp_path / "none.toml"):
+        with pytest.raises(tensorkeep.StoreError, match="No such file"):
+            tensorkeep.save(STATE, tmp_path / "a", settings=missing)
+    path.unlink()
+    for name, make in {
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "binary": lambda: path.write_bytes(b"\xff\xfe"),
+        "huge": lambda: path.write_bytes(b"#" * (1024**2 + 1)),
+    }.items():
+        with case(name):
+            make()
+            with pytest.raises(tensorkeep.UsageError, match=r"regular|TOML|larger"):
+                tensorkeep.save(STATE, tmp_path / "a", settings=path)
+            path.rmdir() if path.is_dir() else path.unlink()
+    path.touch()
+    settings.read_settings(path)
     assert len(list(opened.iterdir())) == before
+    assert names_in(tmp_path) == [path.name]
 
 
 def test_the_docstring_of_save_names_all_formats() -> None:
     docstring = " ".join((tensorkeep.save.__doc__ or "").split())
     docstring = docstring[docstring.index("format : str") : docstring.index("overwrite : bool")]
     assert [name for name in FORMATS.names() if f'"{name}"' not in docstring] == []
-
-
-def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "tensorkeep.toml").symlink_to("absent")
-    for path in (tmp_path / "tensorkeep.toml", tmp_path / "none.toml"):
-        with pytest.raises(tensorkeep.StoreError, match="No such file"):
-            tensorkeep.save(STATE, tmp_path / "a", settings=path)

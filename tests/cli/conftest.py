@@ -2,15 +2,17 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 import tensorkeep
+from cli.calls import Call, RunJson, Shown
+from tensorkeep import machine
 from tensorkeep.bench.checkpoint.probes import remove
 from tensorkeep.bench.experiment.workload import Outcome, Task
 from tensorkeep.bench.results import Limits
@@ -18,6 +20,16 @@ from tensorkeep.bench.run import runner
 from tensorkeep.bench.run.worker import run_task
 from tensorkeep.cli.main import main
 from tensorkeep.report import files as report_files
+
+
+@pytest.fixture(scope="module")
+def quick_training() -> Iterator[None]:
+    """Let runs measure no speed of this machine and record nothing of the repository, which take longer than they."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("tensorkeep.train.run.folder._git", lambda: None)
+        patches.setattr(machine, "versions", cache(machine.versions))
+        patches.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +70,7 @@ def cells_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write reports without plots, which take seconds, where the report is not what is tested."""
-    monkeypatch.setattr(report_files, "draw_plots", lambda results: [])
+    monkeypatch.setattr(report_files, "draw_plots", lambda results, **_: [])
 
 
 @pytest.fixture
@@ -74,31 +86,37 @@ def damaged(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
-    """Call the command line with ``--json`` and return its exit code and the one document."""
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Call the command line, which must exit with a code, and return what it printed."""
 
-    def call(*arguments: str | Path) -> tuple[int, Any]:
-        code = main([*map(str, arguments), "--json"])
-        return code, json.loads(capsys.readouterr().out)
+    def call(*words: object, code: int = 0) -> Shown:
+        capsys.readouterr()
+        found = main([*map(str, words)])
+        shown = Shown(*capsys.readouterr())
+        assert found == code, shown
+        return shown
 
     return call
 
 
 @pytest.fixture
-def check_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[list[str], int, str], list[str]]:
-    """Call the command line, which must end with a code and an error; return the error, which has at most two lines."""
+def run_json(call: Call) -> RunJson:
+    """Call the command line with ``--json``, which must exit with a code, and return the one document."""
+    return lambda *words, code=0: json.loads(call(*words, "--json", code=code).out)
+
+
+@pytest.fixture
+def check_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> Callable[..., list[str]]:
+    """Call the command line, which must end with a code and an error; return the error and its remedy."""
 
     def check(arguments: list[str], code: int, message: str) -> list[str]:
         monkeypatch.chdir(tmp_path)
-        assert main(arguments) == code
-        out, err = capsys.readouterr()
+        out, err = call(*arguments, code=code)
         assert out == ""
         assert message in err
         assert "Traceback" not in err
         lines = err.splitlines()
-        assert len(lines) <= 2
+        assert len(lines) == 2
         return lines
 
     return check

@@ -11,38 +11,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tensorkeep
+from cli.calls import Call, RunJson, results
 from forked import ended, start
 from tensorkeep.bench.run.scratch import NAME
 from tensorkeep.cli.main import main
 from tensorkeep.report import files as report_files
+from tensorkeep.testing.cases import case
 
 SMALL = "openllama-3b:scale=0.0005:layers=1"
 ARMS = ["pytorch", "pytorch (again)", "safetensors", "tensorkeep"]
 RUN = ["bench", "checkpoint", "--model", SMALL, "--arms", "safetensors", "--arms", "tensorkeep", "--no-progress"]
 
 
-def results(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    return found
-
-
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("cells_in_process")
-def test_run_reports_and_its_results_give_the_same_report_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_reports_and_its_results_give_the_same_report_again(tmp_path: Path, call: Call) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
-    assert main([*RUN, "--runs", "2", "--out", str(out)]) == 0
-    output, err = capsys.readouterr()
+    output, err = call(*RUN, "--runs", "2", "--out", out)
     assert err == ""
     found = results(out)
     assert [arm["name"] for arm in found["arms"]] == ARMS
     assert [cell["status"] for cell in found["cells"]] == ["ok"] * 8
-    assert {path.name for path in out.iterdir() if path.suffix} == {
-        *("results.json", "report.html", "summary.csv", "samples.csv"),
-    }
+    files = {"results.json", "report.html", "summary.csv", "samples.csv"}
+    assert {path.name for path in out.iterdir() if path.suffix} == files
     assert not (out / NAME).exists()
     for text in ("durable save", "load, cold", "is too small to time", *ARMS, f"wrote {out / 'report.html'}"):
         assert text in output
@@ -51,8 +45,7 @@ def test_run_reports_and_its_results_give_the_same_report_again(
     assert all(arm in page for arm in ARMS)
     again.mkdir()
     (again / "results.json").write_bytes((out / "results.json").read_bytes())
-    assert main(["report", str(again)]) == 0
-    assert capsys.readouterr().out == output.replace(str(out), str(again))
+    assert call("report", again).out == output.replace(str(out), str(again))
     for name in ("report.html", "summary.csv", "samples.csv"):
         assert (again / name).read_bytes() == (out / name).read_bytes()
     plots = {path.name: path.read_bytes() for path in (out / "plots").iterdir()}
@@ -60,21 +53,25 @@ def test_run_reports_and_its_results_give_the_same_report_again(
 
 
 @pytest.mark.usefixtures("cells_in_process", "without_plots")
-def test_own_checkpoint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
+@pytest.mark.integration
+def test_own_checkpoint_is_measured_and_results_are_only_overwritten_on_request(
+    tmp_path: Path, call: Call, run_json: RunJson
+) -> None:
     own, out = tmp_path / "own", tmp_path / "out"
     tensorkeep.save({"model": {"w": torch.randn(300, 200)}, "step": 3}, own)
-    arguments = ["bench", "checkpoint", "--from", str(own), "--arms", "tensorkeep", "--runs", "1", "--out", str(out)]
-    assert main([*arguments, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    out.mkdir()
+    (out / "results.json").write_text("{}")
+    command = ["bench", "checkpoint", "--from", own, "--arms", "tensorkeep", "--runs", "1", "--out", out]
+    assert "--overwrite" in call(*command, code=6).err
+    assert (out / "results.json").read_text() == "{}"
+    document = run_json(*command, "--overwrite")
     assert document["experiment"] == "peers"
     assert document["summary"]["arms"]["tensorkeep"]["save"]["n"] == 1
-    assert results(out)["subject"]["bytes"] == 300 * 200 * 4
+    assert (results(out)["complete"], results(out)["subject"]["bytes"]) == (True, 300 * 200 * 4)
     assert tensorkeep.verify(own).ok
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("cells_in_process", "without_plots")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_keeps_its_results_and_resumes(number: int, tmp_path: Path) -> None:
@@ -104,7 +101,7 @@ def test_interrupted_run_keeps_its_results_and_resumes(number: int, tmp_path: Pa
 
 def bench_without_plots(words: list[str]) -> None:
     """Run a command in this process, whose report has no plots, which take seconds."""
-    report_files.draw_plots = lambda results: []
+    report_files.draw_plots = lambda results, **_: []
     sys.exit(main(words))
 
 
@@ -113,35 +110,26 @@ def measured_cells(folder: Path) -> int:
     return sum(cell["status"] == "ok" for cell in results(folder)["cells"])
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("cells_in_process", "without_plots")
-def test_configuration_of_an_isolated_suite_runs_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_of_an_isolated_suite_runs_unchanged(tmp_path: Path, call: Call) -> None:
     file = tmp_path / "phase4_config.json"
-    file.write_text(
-        """{
-      "testing": {"num_runs": 1, "save_dir": "%s", "use_gpu": false},
-      "test_configurations": [
-        {"name": "baseline", "chunk_size_elements": 64, "concurrency_limit": 1, "compression": null},
-        {"name": "my_custom_test", "chunk_size_elements": 16384, "concurrency_limit": 64, "compression": "gzip"}
-      ],
-      "custom_tests": {"enabled": true, "configurations": [
-        {"name": "test_512kb_chunks", "chunk_size_elements": 131072, "concurrency_limit": 128, "compression": "gzip"}
-      ]}
-    }"""
-        % (tmp_path / "there")
-    )
-    assert main(["bench", "checkpoint", "--experiment", str(file), "--model", SMALL]) == 0
-    found = results(tmp_path / "there")
-    assert [arm["name"] for arm in found["arms"]] == [
-        *("baseline", "baseline (again)", "my_custom_test", "test_512kb_chunks"),
+    keys = ("name", "chunk_size_elements", "concurrency_limit", "compression")
+    tests = [
+        dict(zip(keys, row, strict=True))
+        for row in (("baseline", 64, 1, None), ("mine", 16384, 64, "gzip"), ("test_512kb_chunks", 131072, 128, "gzip"))
     ]
+    content = {
+        "testing": {"num_runs": 1, "save_dir": str(tmp_path / "there"), "use_gpu": False},
+        "test_configurations": tests[:2],
+        "custom_tests": {"enabled": True, "configurations": tests[2:]},
+    }
+    file.write_text(json.dumps(content))
+    out = call("bench", "checkpoint", "--experiment", file, "--model", SMALL).out
+    found = results(tmp_path / "there")
+    assert [arm["name"] for arm in found["arms"]] == ["baseline", "baseline (again)", "mine", "test_512kb_chunks"]
     assert {cell["status"] for cell in found["cells"]} == {"ok"}
-    assert re.search(r"^baseline +\d+\.\d+( ± |  )", capsys.readouterr().out, re.MULTILINE)
-
-
-def write_experiment(folder: Path, content: object) -> str:
-    path = folder / "mine.json"
-    path.write_text(json.dumps(content))
-    return str(path)
+    assert re.search(r"^baseline +\d+\.\d+( ± |  )", out, re.MULTILINE)
 
 
 def isolated_suite(**changes: object) -> dict[str, Any]:
@@ -149,62 +137,21 @@ def isolated_suite(**changes: object) -> dict[str, Any]:
     return {"testing": {"num_runs": 1}, "test_configurations": [{**one, **changes}]}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (isolated_suite(chunk_size=3), "has no field 'chunk_size'"),
-        (isolated_suite(chunk_size_elements=-1), "chunk_size_elements: expected `int` >= 1"),
+def test_invalid_file_is_one_clear_line(tmp_path: Path, check_refused: Callable[..., list[str]]) -> None:
+    for content, message in (
         (isolated_suite(compression="gzipp"), "gzipp"),
         ({"arms": [{"name": "a", "settings": {"tool": "tosch"}}]}, "arm 'a': the tool 'tosch' does not exist"),
-        ({"arms": [{"name": "a", "settings": {"tool": "torch"}}], "run": 3}, "has no field 'run'"),
-    ],
-)
-def test_invalid_file_is_one_clear_line(
-    content: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "checkpoint", "--experiment", write_experiment(tmp_path, content)]) == 2
-    out, err = capsys.readouterr()
-    lines = err.splitlines()
-    assert out == ""
-    assert message in lines[0]
-    assert "mine.json" in lines[0]
-    assert len(lines) == 2
+    ):
+        with case(message):
+            (tmp_path / "mine.json").write_text(json.dumps(content))
+            lines = check_refused(["bench", "checkpoint", "--experiment", str(tmp_path / "mine.json")], 2, message)
+            assert "mine.json" in lines[0] and len(lines) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--experiment", "sixway"], 2, "six-way"),
-        (["--model", "openllama-4b"], 2, "is not a known model"),
-        (["--model", "openllama-3b:scale=16"], 3, "the measurement needs"),
-        (["--model", SMALL, "--from", "x"], 2, "exclude each other"),
-        (["--from", "absent"], 5, "does not exist"),
-        (["--arms", "nothing"], 2, "no arm 'nothing'"),
-        (["--runs", "0"], 2, "--runs"),
-        (["--with-optimizer", "sgd"], 2, "with_optimizer: invalid enum value 'sgd'"),
-        (["--time-limit", "-1"], 2, "--time-limit"),
-        (["--resume"], 5, "the results file does not exist"),
-    ],
-)
-def test_invalid_arguments_are_refused_at_once(
-    arguments: list[str], code: int, message: str, tmp_path: Path, check_refused: Callable[..., list[str]]
-) -> None:
-    check_refused(["bench", "checkpoint", "--out", "out", *arguments], code, message)
-    assert not (tmp_path / "out" / NAME).exists()
-
-
-@pytest.mark.usefixtures("cells_in_process", "without_plots")
-def test_results_are_only_overwritten_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "results.json").write_text("{}")
-    assert main([*RUN, "--out", str(tmp_path)]) == 6
-    assert "--overwrite" in capsys.readouterr().err
-    assert (tmp_path / "results.json").read_text() == "{}"
-    assert main([*RUN, "--runs", "1", "--out", str(tmp_path), "--overwrite", "-q"]) == 0
-    assert results(tmp_path)["complete"]
-
-
-def test_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "checkpoint", "--list", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["experiments"]) == {
-        *("three-way", "six-way", "isolated", "from-baseline-to-tensorkeep", "factorial", "peers", "claims"),
-    }
+def test_the_experiments_of_each_workload_are_listed(run_json: RunJson) -> None:
+    for workload, names in (
+        ("checkpoint", "three-way six-way isolated from-baseline-to-tensorkeep factorial peers claims"),
+        ("training", "techniques combinations best-stack training-claims training-claims-gpt2"),
+    ):
+        document = run_json("bench", workload, "--list")
+        assert document["experiments"].keys() == set(names.split())

@@ -1,23 +1,17 @@
 """``tensorkeep bench training``: runs, reports, resumes, and invalid arguments."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from cli.calls import Call, results
 from tensorkeep.cli.main import main
 from tensorkeep.report import files as report_files
 
-SMALL = {
-    "model.n_layers": 1,
-    "model.d_model": 16,
-    "model.n_heads": 2,
-    "model.context_length": 16,
-    "loop.batch_size": 2,
-    "loop.threads": 1,
-    "loop.device": "cpu",
-}
+SMALL = {"model.n_layers": 1, "model.d_model": 16, "model.n_heads": 2, "model.context_length": 16}
+SMALL |= {"loop.batch_size": 2, "loop.threads": 1, "loop.device": "cpu"}
 ARMS = ["plain", "plain (again)", "checkpointing", "swapping"]
 
 
@@ -41,20 +35,14 @@ def experiment(tmp_path: Path) -> Path:
     return tmp_path / "small.json"
 
 
-def results(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    return found
-
-
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("cells_in_process")
 def test_run_reports_resumes_and_its_results_give_the_same_report_again(
-    experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    experiment: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
     command = ["bench", "training", "--experiment", str(experiment), "--no-progress"]
-    assert main([*command, "--out", str(out)]) == 0
-    output, err = capsys.readouterr()
+    output, err = call(*command, "--out", out)
     assert err == ""
     found = results(out)
     assert found["complete"]
@@ -77,10 +65,9 @@ def test_run_reports_resumes_and_its_results_give_the_same_report_again(
     assert "per raw byte" not in page and "had to be observed as active" in page
     again.mkdir()
     (again / "results.json").write_bytes((out / "results.json").read_bytes())
-    assert main(["report", str(again)]) == 0
-    assert capsys.readouterr().out == output.replace(str(out), str(again))
+    assert call("report", again).out == output.replace(str(out), str(again))
     assert (again / "report.html").read_bytes() == (out / "report.html").read_bytes()
-    monkeypatch.setattr(report_files, "draw_plots", lambda results: [])
+    monkeypatch.setattr(report_files, "draw_plots", lambda results, **_: [])
     _resumes(out)
 
 
@@ -97,42 +84,7 @@ def _resumes(out: Path) -> None:
     assert results(out)["complete"]
 
 
-def test_list_shows_the_experiments_of_training_only(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "training", "--list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["experiments"].keys() == {
-        *("techniques", "combinations", "best-stack", "training-claims", "training-claims-gpt2")
-    }
-    assert main(["bench", "checkpoint", "--list", "--json"]) == 0
-    assert "techniques" not in json.loads(capsys.readouterr().out)["experiments"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["training", "--experiment", "peers"], "the experiment 'peers' measures the workload 'checkpoint'"),
-        (["checkpoint", "--experiment", "techniques"], "tensorkeep bench training --experiment techniques"),
-        (["training", "--experiment", "techniqes"], "did you mean 'techniques'?"),
-        (["training", "--recipe", "gpt2"], "there is no recipe 'gpt2'"),
-        (["training", "--steps", "5"], "steps: 5 is less than 8"),
-        (["training", "--arms", "only compil"], "did you mean 'only compile'?"),
-    ],
-)
-def test_invalid_arguments_are_refused_before_the_run(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *words, "--out", str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_missing_data_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "training", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]
-    assert main(words) != 0
-    assert "nowhere" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_existing_empty_folder_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_keeps_an_empty_folder(tmp_path: Path, check_refused: Callable[..., list[str]]) -> None:
     (tmp_path / "out").mkdir()
-    assert main(["bench", "training", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) != 0
+    check_refused(["bench", "training", "--data", "nowhere", "--out", "out"], 5, "nowhere")
     assert (tmp_path / "out").is_dir()

@@ -5,170 +5,87 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from cli.calls import Call, RunJson
 from tensorkeep.checkpoint.inspect import convert as convert_module
 from tensorkeep.cli import errors
-from tensorkeep.cli.main import build_app, main
+from tensorkeep.cli.main import build_app
 from tensorkeep.errors import StoreError
+from tensorkeep.testing.cases import case
 
-EVERYWHERE = {"--json", "--quiet", "-q", "--verbose", "-v", "--progress", "--no-progress", "--config", "-C"}
-RUN = {"--runs", "--dir", "--out", "--resume", "--overwrite"}
-MUCH = {"--threads", "--memory-budget"}
-SAMPLING = {
-    *("--tokens", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty"),
-    *("--stop", "--seed", "--which", "--device"),
-}
+EVERYWHERE = "--json --quiet -q --verbose -v --progress --no-progress --config -C"
+RUN = "--runs --dir --out --resume --overwrite"
+MUCH = "--threads --memory-budget"
+APP = build_app()
+WHERE = "--which --device"
+SEED = "--seed --list"
+LIMITS = "--budget --time-limit --memory-limit"
+SAMPLING = f"--tokens --max-new-tokens --temperature --top-k --top-p --min-p --repetition-penalty --stop --seed {WHERE}"
 FLAGS = {
-    "info": {"--largest", "--format", "--allow", "--endpoint"},
-    "ls": {"--allow", "--long", "-l", "--format", "--endpoint"},
-    "log": {"--last", "--metric", "--mode", "--verify", "--endpoint"},
-    "show": {"--allow", "--format", "--out", "--sample", "--open", "--endpoint", *MUCH},
-    "verify": {"--allow", "--format", "--endpoint", *MUCH},
-    "diff": {
-        "--allow",
-        "--atol",
-        "--rtol",
-        "--select",
-        "--by-layer",
-        "--depth",
-        "--top",
-        "--stat",
-        "--endpoint",
-        *MUCH,
-    },
-    "convert": {
-        "--allow",
-        "--endpoint",
-        "--to",
-        "--compression",
-        "--select",
-        "--overwrite",
-        "--drop-metadata",
-        "--force",
-        "--format",
-        "--shard-bytes",
-        *MUCH,
-    },
-    "env": {"--path"},
-    "bench checkpoint": {
-        *("--experiment", "--model", "--from", "--slow-model", "--with-optimizer", "--arms", "--seed", "--list"),
-        *("--budget", "--time-limit", "--memory-limit"),
-        *RUN,
-    },
-    "bench claims": {"--model", *RUN},
-    "bench training": {
-        *("--experiment", "--recipe", "--data", "--steps", "--equal-time", "--arms", "--seed", "--list"),
-        *("--budget", "--time-limit", "--memory-limit"),
-        *(RUN - {"--dir"}),
-    },
-    "data prepare": {
-        *("--out", "--tokenizer", "--vocab-size", "--validation", "--seed", "--encoding", "--field", "--processes"),
-        *("--overwrite", "--conversations"),
-    },
-    "data info": {"--verify"},
-    "train": {
-        *("--data", "--out", "--resume", "--branch", "--init-from", "--technique", "--profile"),
-        *("--list-recipes", "--list-settings", "--list-techniques"),
-    },
-    "generate": {"--prompt", "--cache", "--no-cache", *SAMPLING},
-    "chat": {"--system", *SAMPLING},
-    "eval": {
-        *(
-            "--data",
-            "--encoding",
-            "--field",
-            "--multiple-choice",
-            "--tokens",
-            "--which",
-            "--precision",
-            "--batch-size",
-            "--device",
-        ),
-    },
-    "export": {"--out", "--which", "--dtype", "--overwrite"},
-    "report": {"--out", "--plots", "--csv", "--tables-only"},
-    "prune": {
-        "--keep-last",
-        "--keep-every",
-        "--keep-best",
-        "--metric",
-        "--mode",
-        "--keep-thinned",
-        "--broken",
-        "--dry-run",
-        "--endpoint",
-        *("--yes", "-y"),
-    },
-    "tune checkpoint": {"--seconds", "--size", "--from", "--out", "--dry-run"},
-    "tune training": {
-        *("--memory", "--run", "--data", "--technique", "--largest", "--predict-only", "--out"),
-    },
-    "completion": set(),
-    "man": set(),
-    "demo": {"--size", "--scale", "--from", "--rounds", "--dir", "--training", "--out"},
+    "info": "--largest --format --allow --endpoint",
+    "ls": "--allow --long -l --format --endpoint",
+    "log": "--last --metric --mode --verify --endpoint",
+    "show": f"--allow --format --out --sample --open --endpoint {MUCH}",
+    "verify": f"--allow --format --endpoint {MUCH}",
+    "diff": f"--allow --atol --rtol --select --by-layer --depth --top --stat --endpoint {MUCH}",
+    "convert": "--allow --endpoint --to --compression --select --overwrite --drop-metadata --force --format "
+    f"--shard-bytes {MUCH}",
+    "env": "--path",
+    "bench checkpoint": f"--experiment --model --from --slow-model --with-optimizer --arms {SEED} {RUN} {LIMITS}",
+    "bench claims": f"--model {RUN}",
+    "bench training": "--experiment --recipe --data --steps --equal-time --arms --seed --list --runs --out --resume "
+    f"--overwrite {LIMITS}",
+    "data prepare": "--out --tokenizer --vocab-size --validation --seed --encoding --field --processes --overwrite "
+    "--conversations",
+    "data info": "--verify",
+    "train": "--data --out --resume --branch --init-from --technique --profile --list-recipes "
+    "--list-settings --list-techniques",
+    "generate": f"--prompt --cache --no-cache {SAMPLING}",
+    "chat": f"--system {SAMPLING}",
+    "eval": "--data --encoding --field --multiple-choice --tokens --which --precision --batch-size --device",
+    "export": "--out --which --dtype --overwrite",
+    "report": "--out --plots --csv --tables-only",
+    "prune": "--keep-last --keep-every --keep-best --metric --mode --keep-thinned --broken --dry-run "
+    "--endpoint --yes -y",
+    "tune checkpoint": "--seconds --size --from --out --dry-run",
+    "tune training": "--memory --run --data --technique --largest --predict-only --out",
+    "completion": "",
+    "man": "",
+    "demo": "--size --scale --from --rounds --dir --training --out",
 }
+COMMANDS = """
+info ls log show verify diff convert prune env bench data train generate eval chat export report tune demo
+completion man
+"""
 
 
-def program(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tensorkeep", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120)
-
-
-def test_the_commands_are_those_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = [name for name in build_app() if not name.startswith("-")]
-    assert commands == [
-        *(
-            "info",
-            "ls",
-            "log",
-            "show",
-            "verify",
-            "diff",
-            "convert",
-            "prune",
-            "env",
-            "bench",
-            "data",
-            "train",
-            "generate",
-        ),
-        *("eval", "chat", "export", "report", "tune", "demo", "completion", "man"),
-    ]
-    groups = [f"{group} {name}" for group in ("bench", "data", "tune") for name in build_app()[group] if name[0] != "-"]
-    assert groups == [
-        *("bench checkpoint", "bench claims", "bench training"),
-        *("data prepare", "data info", "tune checkpoint", "tune training"),
-    ]
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
+def test_the_commands_are_those_documented(call: Call) -> None:
+    commands = [name for name in APP if not name.startswith("-")]
+    assert commands == COMMANDS.split()
+    groups = [f"{group} {name}" for group in ("bench", "data", "tune") for name in APP[group] if name[0] != "-"]
+    assert sorted(groups) == sorted(name for name in FLAGS if " " in name)
+    text = call("--help").out
     assert all(f" {command} " in text for command in commands)
 
 
-def found(command: str) -> Any:
-    app = build_app()
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_flags_and_summaries_are_those_documented(command: str) -> None:
+    app = APP
     for word in command.split():
         app = app[word]
-    return app
-
-
-@pytest.mark.parametrize("command", FLAGS)
-def test_the_flags_are_those_documented(command: str) -> None:
-    arguments = found(command).assemble_argument_collection()
+    arguments = app.assemble_argument_collection()
     names = {name for argument in arguments for name in argument.names if name.startswith("-")}
-    assert names == FLAGS[command] | EVERYWHERE
-
-
-@pytest.mark.parametrize("command", FLAGS)
-def test_the_list_of_commands_has_the_summary_of_each_command(command: str) -> None:
-    app = found(command)
+    assert names == {*FLAGS[command].split(), *EVERYWHERE.split()}
+    # The list of commands has the summary of each.
     assert app.help == app.default_command.__doc__.strip().splitlines()[0]
 
 
+@pytest.mark.integration
 def test_help_imports_neither_torch_nor_numpy() -> None:
     script = (
         "import sys, tensorkeep.cli.main as cli; cli.main(['--help']); cli.main(['--version']); "
@@ -178,25 +95,26 @@ def test_help_imports_neither_torch_nor_numpy() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_each_kind_of_failure_has_its_exit_code(first: Path, second: Path, damaged: Path, tmp_path: Path) -> None:
+def test_each_kind_of_failure_has_its_exit_code(
+    first: Path, second: Path, damaged: Path, tmp_path: Path, call: Call
+) -> None:
     (tmp_path / "text").write_text("no checkpoint")
     (tmp_path / "blocked").write_text("a file where a folder is needed")
-    assert main(["verify", str(first)]) == 0
-    assert main(["diff", str(first), str(second)]) == 1
-    assert main(["ls"]) == 2
-    assert main(["convert", str(first), str(tmp_path / "blocked" / "there"), "--to", "native"]) == 3
-    assert main(["verify", str(damaged)]) == 4
-    assert main(["info", str(tmp_path / "absent")]) == 5
-    assert main(["info", str(tmp_path / "text")]) == 5
-    assert main(["convert", str(first), str(second), "--to", "native"]) == 6
-    assert main(["convert", str(first), str(tmp_path / "new"), "--to", "nonsense"]) == 7
+    call("verify", first)
+    call("diff", first, second, code=1)
+    call("ls", code=2)
+    call("convert", first, tmp_path / "blocked" / "there", "--to", "native", code=3)
+    call("verify", damaged, code=4)
+    call("info", tmp_path / "absent", code=5)
+    call("info", tmp_path / "text", code=5)
+    call("convert", first, second, "--to", "native", code=6)
+    call("convert", first, tmp_path / "new", "--to", "nonsense", code=7)
+    # Of several, the code is the most severe one.
+    for codes, worst in (([0, 5, 4, 3], 4), ([0, 5, 3], 3), ([7, 5, 0], 5), ([], 0)):
+        assert errors.most_severe(codes) == worst
 
 
-def test_the_program_returns_the_exit_code(first: Path, second: Path) -> None:
-    result = program("diff", first, second, "--quiet")
-    assert (result.returncode, result.stdout, result.stderr) == (1, "", "")
-
-
+@pytest.mark.integration
 def test_a_broken_pipe_ends_quietly(first: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -206,84 +124,38 @@ def test_a_broken_pipe_ends_quietly(first: Path) -> None:
     assert (result.returncode, result.stderr) == (errors.BROKEN_PIPE, b"")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "first_line"),
-    [
-        (["inof", "x"], "error: unknown command 'inof'; did you mean 'info'?"),
-        (["info", "x", "--lagest", "3"], "error: unknown option: --lagest. Did you mean --largest?"),
-        (["verify", "x", "--threads", "0"], 'error: invalid value "0" for --threads. Must be >= 1'),
-        (["verify", "x", "--memory-budget", "4X"], "error: invalid value for --memory-budget: '4X' is not a size"),
-        (["diff", "x", "y", "--atol", "-1"], 'error: invalid value "-1.0" for --atol. Must be >= 0'),
-        (["info", "absent"], "error: absent: does not exist"),
-        (["info", "a\nb\x1b[2J"], "error: a\\nb\\x1b[2J: does not exist"),
-    ],
-)
-def test_an_error_is_one_line_and_a_remedy(
-    arguments: list[str], first_line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) in (2, 5)
-    output = capsys.readouterr()
-    lines = output.err.splitlines()
-    assert output.out == ""
-    assert lines[0].startswith(first_line)
-    assert len(lines) == 2
+def test_a_traceback_is_printed_with_verbose_only(call: Call) -> None:
+    for more in ([], ["-v"]):
+        assert ("Traceback" in call("info", "absent", *more, code=5).err) == bool(more)
 
 
-def test_a_traceback_is_printed_with_verbose_only(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["info", "absent"])
-    assert "Traceback" not in capsys.readouterr().err
-    main(["info", "absent", "-v"])
-    assert "Traceback" in capsys.readouterr().err
+def test_an_error_is_one_json_document(run_json: RunJson) -> None:
+    for words, kind, code in (("info absent", "not-found", 5), ("info --larges 1", "usage", 2), ("inof", "usage", 2)):
+        with case(words):
+            error = run_json(*words.split(), code=code)["error"]
+            assert (error["exit_code"], error["kind"]) == (code, kind)
+            assert error["remedy"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "code"),
-    [(["info", "absent"], "not-found", 5), (["info", "--larges", "1"], "usage", 2), (["inof"], "usage", 2)],
-)
-def test_an_error_is_one_json_document(
-    arguments: list[str], kind: str, code: int, run_json: Callable[..., tuple[int, Any]]
-) -> None:
-    exit_code, document = run_json(*arguments)
-    assert exit_code == document["error"]["exit_code"] == code
-    assert document["error"]["kind"] == kind
-    assert document["error"]["remedy"]
-
-
-@pytest.mark.parametrize(
-    ("raised", "code", "line"),
-    [
+def test_any_exception_becomes_a_line_and_an_exit_code(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    for raised, code, line in (
         (KeyboardInterrupt(), 130, "interrupted"),
         (PermissionError(13, "Permission denied", "x"), 3, "error: x: Permission denied"),
         (MemoryError(), 3, "error: out of memory"),
-        (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-            3,
-            "error: out of memory: DefaultCPUAllocator: can't",
-        ),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 3, "error: out of memory: DefaultCPU"),
         (RuntimeError("no kernel"), 70, "internal error: RuntimeError: no kernel"),
         (KeyError("x"), 70, "internal error: KeyError: 'x'"),
         (StoreError("cannot write"), 3, "error: cannot write"),
-    ],
-)
-def test_any_exception_becomes_a_line_and_an_exit_code(
-    raised: BaseException,
-    code: int,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise raised
-
-    monkeypatch.setattr("tensorkeep.cli.info.read_info", fail)
-    assert main(["info", "x"]) == code
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith(line)
-    assert len(lines) <= 2
+    ):
+        with case(line):
+            monkeypatch.setattr("tensorkeep.cli.info.read_info", mock.Mock(side_effect=raised))
+            lines = call("info", "x", code=code).err.splitlines()
+            assert lines[0].startswith(line)
+            assert len(lines) <= 2
 
 
 def test_an_interrupted_convert_leaves_nothing_behind(
-    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     honest = convert_module.open_reader
     pressed = threading.Event()
@@ -302,13 +174,5 @@ def test_an_interrupted_convert_leaves_nothing_behind(
         return reader
 
     monkeypatch.setattr(convert_module, "open_reader", interrupted_reader)
-    assert main(["convert", str(first), str(tmp_path / "new"), "--to", "native"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert call("convert", first, tmp_path / "new", "--to", "native", code=130).err == "interrupted\n"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_exit_code_is_the_most_severe_one() -> None:
-    assert errors.most_severe([0, 5, 4, 3]) == 4
-    assert errors.most_severe([0, 5, 3]) == 3
-    assert errors.most_severe([7, 5, 0]) == 5
-    assert errors.most_severe([]) == 0

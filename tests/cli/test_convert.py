@@ -1,16 +1,13 @@
 """``tensorkeep convert``: the format by the suffix, and several sources into a folder."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import tensorkeep
+from cli.calls import Call, RunJson
 from tensorkeep.cli.main import main
-
-RunJson = Callable[..., tuple[int, Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -32,71 +29,55 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         *((f"x{suffix}", "torch") for suffix in (".pt", ".pth", ".bin", ".ckpt", ".PT")),
     ],
 )
-def test_the_suffix_decides_the_format(name: str, format: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "a.pt", name]) == 0
+def test_the_suffix_decides_the_format(name: str, format: str, call: Call) -> None:
     named = "a native checkpoint" if format == "native" else format
-    assert capsys.readouterr().err == f"writing {named}, by the suffix of the destination (see --to)\n"
+    assert call("convert", "a.pt", name).err == f"writing {named}, by the suffix of the destination (see --to)\n"
     assert tensorkeep.info(name).format == format
     assert tensorkeep.convert("b.pt", name, overwrite=True).format == format
     assert tensorkeep.load(name)["w"][0] == ord("b")
 
 
-def test_zarr_is_written_by_tensorstore() -> None:
+def test_to_overrides_the_suffix_a_slash_makes_a_folder_and_zarr_is_written_by_tensorstore(call: Call) -> None:
+    assert call("convert", "a.pt", "x.ckpt", "--to", "native").err == ""
+    assert tensorkeep.info("x.ckpt").format == "native"
+    call("convert", "a.pt", "out/", "--to", "torch")
+    assert [path.name for path in Path("out").iterdir()] == ["a.pt"]
+    # Unless that is a checkpoint, as after the completion of its name.
+    tensorkeep.convert("a.pt", "native")
+    call("convert", "b.pt", "native/", "--overwrite")
+    assert tensorkeep.load("native")["w"][0] == ord("b")
     pytest.importorskip("tensorstore")
     assert tensorkeep.convert("a.pt", "x.zarr").format == "tensorstore"
 
 
-def test_to_overrides_the_suffix(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "a.pt", "x.ckpt", "--to", "native"]) == 0
-    assert capsys.readouterr().err == ""
-    assert tensorkeep.info("x.ckpt").format == "native"
-
-
 def test_several_sources_go_into_a_folder(run_json: RunJson) -> None:
-    code, document = run_json("convert", "a.pt", "b.pt", "run@1", "run", "out", "--to", "safetensors")
-    assert (code, document["ok"]) == (0, True)
+    document = run_json("convert", "a.pt", "b.pt", "run@1", "run", "out", "--to", "safetensors")
+    assert document["ok"]
     names = sorted(path.name for path in Path("out").iterdir())
     assert names == ["a.safetensors", "b.safetensors", "run.safetensors", "run@1.safetensors"]
     assert [tensorkeep.load(f"out/{name}")["w"][0] for name in names] == [97, 98, 2, 1]
-    assert [each["source"] for each in document["checkpoints"]] == [
-        *("a.pt", "b.pt"),
-        *("run/step-000001", "run/step-000002"),
-    ]
+    sources = [each["source"] for each in document["checkpoints"]]
+    assert sources == ["a.pt", "b.pt", "run/step-000001", "run/step-000002"]
 
 
-def test_a_slash_makes_a_folder_for_one_source(run_json: RunJson) -> None:
-    assert run_json("convert", "a.pt", "out/", "--to", "torch")[0] == 0
-    assert [path.name for path in Path("out").iterdir()] == ["a.pt"]
-    # Unless that is a checkpoint, as after the completion of its name.
-    tensorkeep.convert("a.pt", "native")
-    assert run_json("convert", "b.pt", "native/", "--overwrite")[0] == 0
-    assert tensorkeep.load("native")["w"][0] == ord("b")
-
-
-def test_a_source_that_fails_does_not_stop_the_others(run_json: RunJson, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_source_that_fails_does_not_stop_the_others(run_json: RunJson, call: Call) -> None:
     step = Path("run/step-000001/model.safetensors")
     step.write_bytes(step.read_bytes()[:-1] + b"\x07")
     arguments = ("convert", "bad.pt", "run@1", "missing", "b.pt", "out", "--to", "safetensors")
-    assert main(list(arguments)) == 4  # the most severe of 5, 4 and 5
-    err = capsys.readouterr().err
+    err = call(*arguments, code=4).err  # the most severe of 5, 4 and 5
     assert "error: bad.pt: is not a checkpoint" in err
     assert "error: missing: does not exist" in err
     assert err.splitlines()[-1] == "3 checkpoints of 4 failed"
     assert [path.name for path in Path("out").iterdir()] == ["b.safetensors"]
-    code, document = run_json(*arguments, "--overwrite")
-    assert (code, [each["ok"] for each in document["checkpoints"]]) == (4, [False, False, False, True])
+    document = run_json(*arguments, "--overwrite", code=4)
+    assert [each["ok"] for each in document["checkpoints"]] == [False, False, False, True]
 
 
-def test_two_sources_of_one_name_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_sources_need_a_folder_and_different_names(call: Call) -> None:
     Path("a.ckpt").write_bytes(Path("a.pt").read_bytes())
-    assert main(["convert", "b.pt", "a.pt", "a.ckpt", "out"]) == 2
-    assert "a.pt and a.ckpt would both become a" in capsys.readouterr().err
+    assert "a.pt and a.ckpt would both become a" in call("convert", "b.pt", "a.pt", "a.ckpt", "out", code=2).err
     assert not Path("out").exists()
-
-
-def test_several_sources_need_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     tensorkeep.convert("a.pt", "native")
     assert main(["convert", "a.pt", "b.pt", "native"]) == 6
     assert main(["convert", "a.pt", "b.pt", "bad.pt"]) == 6
-    assert main(["convert", "a.pt"]) == 2
-    assert "no destination is given" in capsys.readouterr().err
+    assert "no destination is given" in call("convert", "a.pt", code=2).err

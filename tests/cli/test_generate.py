@@ -3,17 +3,21 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli.calls import Call
 from forked import ended, start
 from tensorkeep.cli import generate as command
 from tensorkeep.cli.main import main
+from tensorkeep.testing.cases import case
 from train.tiny_training import CONFIG, prepared
 from train.tiny_training import run as train_run
+
+pytestmark = pytest.mark.usefixtures("quick_training")
 
 PROMPT = [*("--prompt", "the "), *("--seed", "4")]
 
@@ -21,9 +25,7 @@ PROMPT = [*("--prompt", "the "), *("--seed", "4")]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
-        train_run(CONFIG.changed({"loop.steps": 1}), folder / "run", prepared(folder))
+    train_run(CONFIG.changed({"loop.steps": 1}), folder / "run", prepared(folder))
     return folder / "run"
 
 
@@ -56,16 +58,13 @@ def test_each_token_is_printed_before_the_next_is_generated(
 
 
 @pytest.mark.parametrize("options", [[], ["--json"], ["-q"]])
-def test_ctrl_c_ends_the_line(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
-) -> None:
+def test_ctrl_c_ends_the_line(run: Path, monkeypatch: pytest.MonkeyPatch, call: Call, options: list[str]) -> None:
     def interrupt(number: int) -> None:
         if number == 3:
             raise KeyboardInterrupt
 
     watched(monkeypatch, interrupt)
-    assert main(["generate", str(run), *PROMPT, *options]) == 130
-    out, errors = capsys.readouterr()
+    out, errors = call("generate", run, *PROMPT, *options, code=130)
     assert errors == "interrupted\n"
     if options == ["--json"]:
         assert json.loads(out)["error"]["kind"] == "interrupted"
@@ -79,6 +78,8 @@ def print_into(pipe: str, words: list[str]) -> None:
     sys.exit(main(words))
 
 
+@pytest.mark.integration
+@pytest.mark.xdist_group("processes")
 def test_closed_output_ends_it_quietly(run: Path, tmp_path: Path) -> None:
     pipe, errors = tmp_path / "pipe", tmp_path / "errors"
     os.mkfifo(pipe)
@@ -86,3 +87,16 @@ def test_closed_output_ends_it_quietly(run: Path, tmp_path: Path) -> None:
     with pipe.open("rb") as read:
         assert read.read(4) == b"the "
     assert (ended(process), errors.read_text()) == (141, "")
+
+
+def test_bad_input_to_generate_is_one_clear_line(run: Path, check_refused: Callable[..., list[str]]) -> None:
+    for arguments, code, message in (
+        (["--device", "meta"], 2, "the device 'meta' cannot be used"),
+        (["--tokens", "0"], 2, "--tokens"),
+        (["--tokens", "9999999999999"], 2, "--tokens"),
+        (["--top-k", "0"], 2, "top_k is 0"),
+        (["--temperature", "nan"], 2, "temperature is nan"),
+        (["--prompt", "%"], 2, "%"),
+    ):
+        with case(arguments):
+            check_refused(["generate", run, *arguments], code, message)

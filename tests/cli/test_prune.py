@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
+from cli.calls import Call, RunJson
 from tensorkeep import CheckpointManager, StoreError
 from tensorkeep.cli.main import main
 from tensorkeep.formats import sealed
 from tensorkeep.formats.native import reader
 from tensorkeep.io.directory import Directory
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import content, names_in
-
-RunJson = Callable[..., tuple[int, Any]]
 
 
 @pytest.fixture
@@ -36,11 +36,10 @@ def numbers(steps: list[dict[str, Any]]) -> list[int]:
 
 
 def test_damaged_steps_are_deleted_with_broken(root: Path, run_json: RunJson) -> None:
-    code, document = run_json("prune", root, "--keep-last", "2")
-    assert code == 0
+    document = run_json("prune", root, "--keep-last", "2")
     assert (numbers(document["deleted"]), document["deleted_broken"]) == ([1, 2], [])
     assert list(document["broken"]) == ["4"]
-    code, document = run_json("prune", root, "--broken")
+    document = run_json("prune", root, "--broken")
     assert (numbers(document["deleted"]), document["deleted_broken"]) == ([], [4])
     assert numbers(document["kept"]) == [3, 5]
     assert not document["broken"]
@@ -63,8 +62,7 @@ def test_other_folders_and_intact_steps_are_kept(root: Path, run_json: RunJson) 
         return real(directory, *names)
 
     with mock.patch.object(reader.manifests, "read_outline", read):
-        code, document = run_json("prune", root, "--keep-last", "9", "--broken")
-    assert code == 0
+        document = run_json("prune", root, "--keep-last", "9", "--broken")
     assert document["deleted_broken"] == [4]
     assert set(document["broken"]) == {"2", "3", "100", "200"}
     assert "of the format, this release reads version" in document["broken"]["2"]
@@ -76,23 +74,18 @@ def test_other_folders_and_intact_steps_are_kept(root: Path, run_json: RunJson) 
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_a_step_with_files_of_the_user_is_kept(
-    root: Path, dry_run: bool, run_json: RunJson, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_with_files_of_the_user_is_kept(root: Path, dry_run: bool, run_json: RunJson, call: Call) -> None:
     (root / "step-000001" / "eval.json").write_text("{}")
     (root / "step-000004" / "eval.json").write_text("{}")
     arguments = ["prune", str(root), "--keep-last", "1", "--broken", *(["--dry-run"] if dry_run else [])]
-    code, document = run_json(*arguments)
-    assert code == 0
+    document = run_json(*arguments)
     assert (numbers(document["deleted"]), document["deleted_broken"]) == ([2, 3], [])
     assert numbers(document["kept"]) == [1, 5]
     assert set(document["left"]) == {"1", "4"}
     assert "holds 'eval.json', which does not belong to the step" in document["left"]["1"]
     assert len(names_in(root)) == (5 if dry_run else 3)
-    assert main(arguments) == 0
-    output = capsys.readouterr().out
-    assert output.count("kept: step 1: ") == 1
-    assert output.count("kept: step 4: ") == 1
+    output = call(*arguments).out
+    assert output.count("kept: step 1: ") == output.count("kept: step 4: ") == 1
 
 
 @pytest.fixture
@@ -108,29 +101,24 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return type_in
 
 
-@pytest.mark.parametrize("typed", ["n\n", "\n", "", "maybe\n"])
 def test_on_a_terminal_nothing_is_deleted_without_a_yes(
-    root: Path, typed: str, answer: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+    root: Path, answer: Callable[[str], None], call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = content(root)
-    answer(typed)
-    assert main(["prune", str(root), "--keep-last", "1"]) == 1
-    assert content(root) == before
-    printed = capsys.readouterr()
-    assert "delete:\nstep" in printed.out
-    assert "kept: 5\n" in printed.out
-    assert "deleted" not in printed.out
-    assert "Delete 3 steps and free " in printed.err
-    assert "nothing was deleted" in printed.err
-
-
-def test_a_question_that_is_interrupted_deletes_nothing(
-    root: Path, answer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = content(root)
-    answer("")
+    for typed in ("n\n", "\n", "", "maybe\n"):
+        with case(typed):
+            answer(typed)
+            out, err = call("prune", root, "--keep-last", "1", code=1)
+            assert content(root) == before
+            assert "delete:\nstep" in out and "kept: 5\n" in out and "deleted" not in out
+            assert "Delete 3 steps and free " in err and "nothing was deleted" in err
     monkeypatch.setattr(sys.stdin, "readline", mock.Mock(side_effect=KeyboardInterrupt))
-    assert main(["prune", str(root), "--keep-last", "1"]) == 130
+    call("prune", root, "--keep-last", "1", code=130)
+    assert content(root) == before
+    # Nothing is asked if nothing would be deleted.
+    answer("n\n")
+    assert "Delete" not in call("prune", root, "--keep-last", "9").err
+    assert "no step has a value of a metric" in call("prune", root, "--keep-best", "1", code=2).err
     assert content(root) == before
 
 
@@ -143,37 +131,17 @@ def test_a_yes_deletes_on_a_terminal(root: Path, typed: str, more: list[str], an
     assert names_in(root) == ["step-000004", "step-000005"]
 
 
-def test_nothing_is_asked_if_nothing_would_be_deleted(
-    root: Path, answer: Callable[[str], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer("n\n")
-    assert main(["prune", str(root), "--keep-last", "9"]) == 0
-    assert "Delete" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ([], "no rule says which steps to keep"),
-        (["--keep-best", "2", "--metric", "los"], "no step has the metric 'los', only loss, score"),
-        (["--keep-best", "2"], "several metrics: loss, score"),
-        (["--keep-best", "2", "--metric", "score"], "'score' does not say"),
-        (["--keep-best", "2", "--metric", "loss", "--mode", "least"], "--mode"),
-    ],
-)
-def test_rules_that_are_not_clear_are_refused_and_nothing_is_deleted(
-    tmp_path: Path, rules: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rules_that_are_not_clear_are_refused_and_nothing_is_deleted(tmp_path: Path, call: Call) -> None:
     with CheckpointManager(tmp_path) as manager:
         for number in range(3):
             manager.save(number, {"w": torch.zeros(1)}, metrics={"loss": 1.0, "score": 2.0})
-    capsys.readouterr()
-    assert main(["prune", str(tmp_path), *rules]) == 2
-    assert message in capsys.readouterr().err
-    assert len(names_in(tmp_path)) == 3
-
-
-def test_the_best_of_steps_without_metrics_are_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prune", str(root), "--keep-best", "1"]) == 2
-    assert "no step has a value of a metric" in capsys.readouterr().err
-    assert len(names_in(root)) == 5
+    for rules, message in (
+        ("", "no rule says which steps to keep"),
+        ("--keep-best 2 --metric los", "no step has the metric 'los', only loss, score"),
+        ("--keep-best 2", "several metrics: loss, score"),
+        ("--keep-best 2 --metric score", "'score' does not say"),
+        ("--keep-best 2 --metric loss --mode least", "--mode"),
+    ):
+        with case(rules):
+            assert message in call("prune", tmp_path, *rules.split(), code=2).err
+            assert len(names_in(tmp_path)) == 3

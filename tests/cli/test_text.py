@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 import tensorkeep
 from tensorkeep.cli.main import main
-from tensorkeep.cli.text import Table, elided, print_lines, print_verdict, printable_text
+from tensorkeep.cli.text import Table, elided, print_lines, print_verdict, printable, printable_text
+
+pytestmark = pytest.mark.usefixtures("quick_training")
 
 WIDTHS = (50, 80, 140)
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -34,11 +37,13 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return show
 
 
-def test_generated_text_is_shown_as_it_is_but_for_what_controls_a_terminal() -> None:
+def test_control_characters_are_escaped_in_generated_text_and_in_names(shown: Callable[..., str]) -> None:
     text = "\tx = 1\n\N{IDEOGRAPHIC SPACE}\N{NO-BREAK SPACE}\N{WOMAN}\N{ZERO WIDTH JOINER}\N{MICROSCOPE}"
     assert printable_text(text) == text
     hostile = "\x1b[2J\r\x9b\N{RIGHT-TO-LEFT OVERRIDE}\N{POP DIRECTIONAL ISOLATE}\x00"
     assert printable_text(hostile) == r"\x1b[2J\r\x9b\u202e\u2069\x00"
+    assert shown(Table(("name",), [("\x1b[31mred\u202e\n",)]).show) == "name\n\\x1b[31mred\\u202e\\n\n"
+    assert printable("größe 大") == "größe 大"
 
 
 @pytest.fixture(scope="module")
@@ -59,26 +64,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-COMMANDS = [
-    ("info", "a"),
-    ("info", "run"),
-    ("ls", "a"),
-    ("ls", "a", "--long"),
-    ("log", "run"),
-    ("diff", "a", "b"),
-    ("show", "a"),
-    ("show", "run"),
-    ("show", "a", "b"),
-    ("verify", "a", "b"),
-    ("prune", "run", "--keep-last", "1", "--dry-run"),
-    ("data", "info", "data"),
-    ("train", "--list-recipes"),
-    ("train", "shakespeare-char-cpu", "--list-settings"),
-    ("train", "--list-techniques"),
-    ("bench", "checkpoint", "--list"),
-    ("bench", "training", "--list"),
-    ("env",),
-]
+COMMANDS = """
+info a; info run; ls a; ls a --long; log run; diff a b; show a; show run; show a b; verify a b; data info data; env
+prune run --keep-last 1 --dry-run; train --list-recipes; train shakespeare-char-cpu --list-settings
+train --list-techniques; bench checkpoint --list; bench training --list
+"""
 
 
 def test_tables_of_verdicts_fit_the_terminal(shown: Callable[..., str]) -> None:
@@ -100,23 +90,22 @@ def words(text: str) -> set[str]:
     return set(COLOURS.sub("", text).split())
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", re.split("; |\n", COMMANDS.strip()))
 def test_output_fits_the_terminal(
-    place: Path, monkeypatch: pytest.MonkeyPatch, shown: Callable[..., str], command: tuple[str, ...]
+    place: Path, monkeypatch: pytest.MonkeyPatch, shown: Callable[..., str], command: str
 ) -> None:
     monkeypatch.chdir(place)
-    complete = words(shown(lambda: main(command)))
+    # Pages are not what is tested, and take longer than the text.
+    monkeypatch.setattr("tensorkeep.cli.show.write_page", lambda *_: 1000)
+    complete = words(shown(lambda: main(command.split())))
     for width in WIDTHS:
-        text = COLOURS.sub("", shown(lambda: main(command), width))
+        text = COLOURS.sub("", shown(lambda: main(command.split()), width))
         lines = text.splitlines()
         assert text.strip()
-        too_wide = [line for line in lines if len(line) > width and len(line.split()) > 1]
-        assert too_wide == []
-        body = re.sub(r"\(not shown in [^)]*\)", "", text)
+        assert [line for line in lines if len(line) > width and len(line.split()) > 1] == []
+        more = words(re.sub(r"\(not shown in [^)]*\)", "", text)) - complete
         # Times and rates differ between two calls.
-        broken = {
-            word for word in words(body) - complete if "…" not in word and not re.search(r"\d|^[KMGT]?i?B/s", word)
-        }
+        broken = {word for word in more if "…" not in word and not re.search(r"\d|^[KMGT]?i?B/s", word)}
         assert broken <= {"s", "ms", "us"}, sorted(broken)
 
 
@@ -135,27 +124,21 @@ def test_long_names_are_shortened_in_the_middle(text: str, width: int, expected:
     assert elided(text, width) == expected
 
 
-def test_numbers_are_right_aligned_and_never_shortened(shown: Callable[..., str]) -> None:
+def test_tables_on_a_narrow_terminal_keep_their_numbers(shown: Callable[..., str]) -> None:
     table = Table(("name", ">bytes"), [(NAME.format(0), "1,234,567,890"), (NAME.format(1), "5")])
     lines = COLOURS.sub("", shown(table.show, 40)).splitlines()
     assert [len(line) for line in lines] == [40, 40, 40]
     assert [line.split()[-1] for line in lines] == ["bytes", "1,234,567,890", "5"]
     assert lines[1].startswith("model.layers.0") and "…" in lines[1]
-
-
-def test_spare_columns_are_left_out_and_named(shown: Callable[..., str]) -> None:
+    # Spare columns are left out and named.
     table = Table(("name", ">a number", ">another number"), [("x" * 30, "1" * 16, "2" * 16)], spare=("another number",))
     text = COLOURS.sub("", shown(table.show, 46))
     assert "222" not in text and text.rstrip().endswith("(not shown in 46 columns: another number)")
-
-
-def test_rows_that_do_not_fit_become_lists(shown: Callable[..., str]) -> None:
+    # Rows that do not fit become lists.
     table = Table((">first", ">second", ">third"), [("1" * 20, "2" * 20, "3" * 20), ("4", "5", "6")])
-    lines = [line.split() for line in shown(table.show, 40).splitlines() if line.strip()]
-    assert lines == [
-        *(["first", "1" * 20], ["second", "2" * 20], ["third", "3" * 20]),
-        *(["first", "4"], ["second", "5"], ["third", "6"]),
-    ]
+    found = [line.split() for line in shown(table.show, 40).splitlines() if line.strip()]
+    names = ("first", "second", "third")
+    assert found == [[name, cell] for row in table.rows for name, cell in zip(names, row, strict=True)]
 
 
 def test_lines_are_wrapped_between_words_on_a_terminal_only(shown: Callable[..., str]) -> None:
@@ -164,23 +147,14 @@ def test_lines_are_wrapped_between_words_on_a_terminal_only(shown: Callable[...,
     assert shown(lambda: print_lines(line), 20).splitlines() == ["  one two", f"    {'x' * 30}", "    three"]
 
 
-@pytest.mark.parametrize(("good", "code"), [(True, "32"), (False, "31"), (None, "33")])
 def test_verdicts_are_coloured_on_a_terminal_unless_no_color_is_set(
-    shown: Callable[..., str], monkeypatch: pytest.MonkeyPatch, good: bool | None, code: str
+    shown: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def show() -> None:
-        print_verdict("verdict", ": why", good=good)
-
-    def show_without_colour() -> None:
-        monkeypatch.setenv("NO_COLOR", "1")
-        show()
-
-    assert shown(show) == "verdict: why\n"
-    assert shown(show, 80) == f"\x1b[{code}mverdict\x1b[0m: why\n"
-    assert shown(show_without_colour, 80) == "verdict: why\n"
-
-
-def test_verdicts_in_tables_are_coloured(shown: Callable[..., str]) -> None:
+    for good, code in ((True, "32"), (False, "31"), (None, "33")):
+        show = partial(print_verdict, "verdict", ": why", good=good)
+        assert shown(show) == "verdict: why\n"
+        assert shown(show, 80) == f"\x1b[{code}mverdict\x1b[0m: why\n"
+    assert shown(lambda: (monkeypatch.setenv("NO_COLOR", "1"), show()), 80) == "verdict: why\n"
     rows = [("a", "helps"), ("b", "hurts"), ("c", "within noise"), ("d", "baseline")]
     text = shown(Table(("=arm", "=verdict"), rows).show, 80)
     assert "\x1b[32mhelps" in text and "\x1b[31mhurts" in text and "\x1b[33mwithin noise" in text

@@ -1,63 +1,70 @@
 """Which coder is in use: the environment variable, and installations without the extension."""
 
-import os
 import subprocess
 import sys
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from types import ModuleType
 
 import pytest
 
+import tensorkeep.codecs
 from tensorkeep.codecs import coder
+from tensorkeep.errors import TensorkeepError
+from tensorkeep.testing.cases import case
 
-WITHOUT_EXTENSION = "import sys; sys.modules['tensorkeep.codecs._coder'] = None; "
-MAIN = "import sys; from tensorkeep.cli.main import main; sys.exit(main(['env', '--json']))"
-
-
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own: the variable is read once, at import."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TENSORKEEP_CODER"}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, env=inherited | environment, timeout=60)
+EXTENSION = "tensorkeep.codecs._coder"
+BUILT = find_spec(EXTENSION) is not None
+BY_DEFAULT = ("compiled (avx512)", "compiled (avx2)", "compiled (plain)")
+NONE = ("Python (no compiled coder: numpy + zstandard)",)
+PYTHON = ("Python (TENSORKEEP_CODER=python: numpy + zstandard)",)
 
 
-def described(code: str, **environment: str) -> str:
-    found = run(f"{code}from tensorkeep.codecs.coder import describe; print(describe())", **environment)
-    assert found.returncode == 0, found.stderr
-    return found.stdout.strip()
+def imported(variable: str | None, extension: object) -> ModuleType:
+    """Return the coder's module as a new process imports it: it reads the variable and looks for the extension."""
+    with pytest.MonkeyPatch.context() as patches:
+        if variable is None:
+            patches.delenv("TENSORKEEP_CODER", raising=False)
+        else:
+            patches.setenv("TENSORKEEP_CODER", variable)
+        if extension != "installed":
+            patches.delattr(tensorkeep.codecs, "_coder", raising=False)
+            patches.setitem(sys.modules, EXTENSION, extension)
+        spec = spec_from_file_location("imported_again", coder.__file__)
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
 
 
-def test_without_the_extension_the_coder_is_python() -> None:
-    assert described(WITHOUT_EXTENSION) == "Python (no compiled coder: numpy + zstandard)"
+def test_the_variable_and_the_installation_choose() -> None:
+    for variable, extension, described in (
+        (None, "installed", BY_DEFAULT if BUILT else NONE),
+        ("", "installed", BY_DEFAULT if BUILT else NONE),
+        *([("compiled", "installed", BY_DEFAULT)] if BUILT else []),
+        ("python", "installed", PYTHON),
+        (None, None, NONE),
+        ("python", None, PYTHON),
+    ):
+        with case(f"{variable}, {extension}"):
+            assert imported(variable, extension).describe() in described
 
 
-@pytest.mark.parametrize("value", ["python", ""])
-def test_the_variable_chooses(value: str) -> None:
-    by_default = described("")
-    chosen = {"python": "Python (TENSORKEEP_CODER=python: numpy + zstandard)", "": by_default}
-    assert described("", TENSORKEEP_CODER=value) == chosen[value]
+def test_a_coder_that_does_not_exist_is_an_error() -> None:
+    for variable, extension, exit_code, words in (
+        ("fast", "installed", 2, "TENSORKEEP_CODER='fast' is not a coder"),
+        ("compiled", None, 7, "this installation has no compiled coder"),
+        (None, ModuleType("_coder"), 7, r"built from other sources(?s:.*)pip install -e \."),
+    ):
+        with case(words):
+            with pytest.raises(TensorkeepError, match=words) as caught:
+                imported(variable, extension)
+            assert caught.value.exit_code == exit_code
 
 
-@pytest.mark.skipif(coder.compiled is None, reason="the extension is not built, or TENSORKEEP_CODER=python is set")
-def test_the_compiled_coder_names_its_instructions() -> None:
-    assert described("") == described("", TENSORKEEP_CODER="compiled")
-    assert described("") in ("compiled (avx512)", "compiled (avx2)", "compiled (plain)")
-
-
-@pytest.mark.parametrize(
-    ("code", "value", "exit_code", "message"),
-    [
-        (MAIN, "fast", 2, "TENSORKEEP_CODER='fast' is not a coder"),
-        (WITHOUT_EXTENSION + MAIN, "compiled", 7, "this installation has no compiled coder"),
-    ],
-)
-def test_a_coder_that_does_not_exist_is_an_error(code: str, value: str, exit_code: int, message: str) -> None:
-    failed = run(code, TENSORKEEP_CODER=value)
-    assert failed.returncode == exit_code
-    assert message in failed.stdout
+@pytest.mark.integration
+def test_commands_show_the_error_of_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORKEEP_CODER", "fast")
+    command = [sys.executable, "-m", "tensorkeep", "env", "--json"]
+    failed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert failed.returncode == 2
+    assert "is not a coder" in failed.stdout
     assert "Traceback" not in failed.stdout + failed.stderr
-
-
-def test_an_extension_of_other_sources_is_an_error() -> None:
-    stale = "import sys, types; sys.modules['tensorkeep.codecs._coder'] = types.ModuleType('_coder'); "
-    failed = run(stale + MAIN)
-    assert failed.returncode == 7
-    assert "built from other sources" in failed.stdout and "pip install -e ." in failed.stdout

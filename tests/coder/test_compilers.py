@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 SOURCE = Path(__file__).parents[2] / "src" / "coder"
 DRIVER = Path(__file__).parent / "driver.c"
 WARNINGS = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Werror"]
@@ -43,9 +45,8 @@ def hashes(compiler: str, folder: Path) -> dict[str, str]:
     return dict(line.split() for line in run(*emulator, program).splitlines())
 
 
-@pytest.mark.parametrize(
-    "compiler", ["cc", *(pytest.param(each, marks=pytest.mark.slow) for each in ("clang", "sanitizers", "aarch64"))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("compiler", COMPILERS)
 def test_every_processor_and_compiler_writes_the_same_bytes(
     compiler: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -55,14 +56,23 @@ def test_every_processor_and_compiler_writes_the_same_bytes(
     assert set(found.values()) == {hashes("cc", folder)["plain"]}
 
 
+HEADERS = ["-DPy_LIMITED_API=0x030B0000", "-isystem", sysconfig.get_path("include")]
+# Functions that Python calls have parameters that some do not need.
+MODULE_WARNINGS = [*WARNINGS, "-Wno-unused-parameter"]
+
+
+def test_every_source_is_free_of_warnings() -> None:
+    need("cc")
+    run("cc", *MODULE_WARNINGS, *HEADERS, "-fsyntax-only", *sorted(SOURCE.glob("*.c")))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compiler", ["cc", "clang", "aarch64-linux-gnu-gcc"])
 def test_the_module_compiles_without_warnings(compiler: str, tmp_path: Path) -> None:
+    """Optimized, as some warnings need the flow of the data."""
     need(compiler)
-    headers = ["-DPy_LIMITED_API=0x030B0000", "-isystem", sysconfig.get_path("include")]
-    # Functions that Python calls have parameters that some do not need.
-    warnings = [*WARNINGS, "-Wno-unused-parameter"]
     built = tmp_path / "module.o"
-    run(compiler, "-O3", *warnings, *headers, "-c", SOURCE / "module.c", "-o", built)
+    run(compiler, "-O3", *MODULE_WARNINGS, *HEADERS, "-c", SOURCE / "module.c", "-o", built)
     assert built.stat().st_size > 0
 
 

@@ -1,6 +1,5 @@
 """Loads by `DcpReader`: checkpoints of every format and number of ranks, into every layout."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import tensorkeep
-from distributed.sharded_states import full_tensor, load, mesh, save
+from checkpoint.ranks import cases
+from distributed.calls import full_tensor, load, save
 from ranks import run_ranks
 from tensorkeep.distributed import DcpReader, DcpWriter
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 WEIGHT = (11, 6)
 
@@ -31,21 +33,15 @@ def trained() -> dict[str, Any]:
     }
 
 
-def emptied(placements: list[Any] | None) -> dict[str, Any]:
-    """Return a state to load into, with the tensors of that shape divided among the ranks."""
+def emptied(layout: str | None) -> dict[str, Any]:
+    """Return a state to load into, with the matrices divided among the ranks."""
     state = trained()
-    for place, name in (
-        (state["model"], "weight"),
-        (state["model"], "tied"),
-        (state["optimizer"]["state"][0], "moment"),
-    ):
-        place[name] = torch.zeros(WEIGHT)
-        if placements is not None:
-            place[name] = distribute_tensor(place[name], mesh(), placements)
-    state["model"]["turned"] = torch.zeros(WEIGHT[::-1])
-    if placements is not None:
-        state["model"]["turned"] = distribute_tensor(state["model"]["turned"], mesh(), placements)
-    state["model"]["bias"] = torch.zeros(3, dtype=torch.bfloat16)
+    model, moments = state["model"], state["optimizer"]["state"][0]
+    zeros = {name: torch.zeros(each.shape) for name, each in {**model, **moments}.items() if each.dim() == 2}
+    if layout is not None:
+        zeros = cases.divided({"model": zeros}, layout)["model"]
+    moments["moment"] = zeros.pop("moment")
+    model |= {**zeros, "bias": torch.zeros_like(model["bias"])}
     return {**state, "random": None, "step": 0}
 
 
@@ -58,54 +54,53 @@ def flat(state: dict[str, Any]) -> dict[str, Any]:
     return {**found, "groups": state["optimizer"]["groups"], "random": str(state["random"]), "step": state["step"]}
 
 
-def loaded_by(path: Path, placements: list[Any] | None, **options: Any) -> dict[str, Any]:
-    state = emptied(placements)
-    load(state, DcpReader(path, **options))
+def loaded_by(path: Path, layout: str | None) -> dict[str, Any]:
+    state = emptied(layout)
+    load(state, DcpReader(path))
     return flat(state)
-
-
-def one_process(**options: Any) -> Callable[[Path], None]:
-    return lambda path: tensorkeep.save(trained(), path, **options)
-
-
-SAVED: dict[str, Callable[[Path], Any]] = {
-    "native": one_process(),
-    "lossless": one_process(compression="lossless"),
-    "dcp": one_process(format="dcp"),
-    "by ranks": lambda path: run_ranks(4, save_by_ranks, path),
-}
 
 
 def save_by_ranks(path: Path) -> None:
     state = trained()
-    for name in ("weight", "tied"):
-        state["model"][name] = distribute_tensor(state["model"][name].clone(), mesh(), [Shard(0)])
+    parts = {name: state["model"][name].clone() for name in ("weight", "tied")}
+    state["model"] |= cases.divided({"model": parts}, "rows")["model"]
     save(state, DcpWriter(path))
 
 
+SAVED: dict[str, dict[str, Any] | None] = {
+    "native": {},
+    "lossless": {"compression": "lossless"},
+    "dcp": {"format": "dcp"},
+    "by ranks": None,
+}
+LOADS = [(3, "rows"), (2, "columns"), (1, None)]
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("saved", SAVED)
-def test_every_checkpoint_is_loaded_by_ranks(saved: str, tmp_path: Path) -> None:
-    SAVED[saved](tmp_path / "c")
-    for count, placements in (3, [Shard(0)]), (2, [Shard(1)]), (1, None):
-        for found in run_ranks(count, loaded_by, tmp_path / "c", placements):
-            assert found == flat(trained()), (count, placements)
+def test_every_checkpoint_is_loaded_by_ranks(saved: str, every: bool, tmp_path: Path) -> None:
+    options = SAVED[saved]
+    if options is None:
+        run_ranks(4, save_by_ranks, tmp_path / "c")
+    else:
+        tensorkeep.save(trained(), tmp_path / "c", **options)
+    for count, layout in LOADS if every else [LOADS[[*SAVED].index(saved) % len(LOADS)]]:
+        for found in run_ranks(count, loaded_by, tmp_path / "c", layout):
+            assert found == flat(trained()), (count, layout)
 
 
 def test_ranks_load_what_they_share_and_the_last_step_of_a_run(tmp_path: Path) -> None:
     with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
         manager.save(3, trained()).wait()
-    assert run_ranks(2, loaded_by, tmp_path / "run", [Replicate()]) == [flat(trained())] * 2
-
-
-def load_without_a_state(path: Path) -> tuple[Any, ...]:
-    state: dict[str, Any] = {}
-    _load_state_dict(state, DcpReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return state["model"]["weight"].tolist(), state["step"], state["random"][0], state["random"][1].tolist()
+    assert run_ranks(2, loaded_by, tmp_path / "run", "replicated") == [flat(trained())] * 2
 
 
 def test_a_state_is_rebuilt_from_the_metadata(tmp_path: Path) -> None:
     tensorkeep.save(trained(), tmp_path / "c")
-    assert load_without_a_state(tmp_path / "c") == (full_tensor(WEIGHT, 3).tolist(), 7, "PCG64", [0, 1, 2, 3])
+    state: dict[str, Any] = {}
+    _load_state_dict(state, DcpReader(tmp_path / "c"), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    assert torch.equal(state["model"]["weight"], full_tensor(WEIGHT, 3))
+    assert (state["step"], state["random"][0], state["random"][1].tolist()) == (7, "PCG64", [0, 1, 2, 3])
 
 
 @pytest.fixture

@@ -15,36 +15,22 @@ from documentation.prepared import PREPARED, training_loop
 from documentation.running import as_tested, run, with_stand_ins
 
 NOT_RUN = {
-    "docs/how-to/bench-training.md": 1,
+    **{f"docs/how-to/{name}.md": 1 for name in ("bench-training", "show", "techniques", "train")},
     "docs/how-to/cloud.md": 2,
-    "docs/how-to/show.md": 1,
-    "docs/how-to/techniques.md": 1,
-    "docs/how-to/train.md": 1,
 }
 """How many blocks of commands of each page say that the tests do not run them."""
 
-LONG = {
-    "docs/explanation/lossless.md",
-    "docs/how-to/bench-training.md",
-    "docs/how-to/bench.md",
-    "docs/how-to/chat.md",
-    "docs/how-to/command-line.md",
-    "docs/how-to/prepare-data.md",
-    "docs/how-to/techniques.md",
-    "docs/how-to/train.md",
-    "docs/how-to/tune.md",
-}
-"""Pages whose commands train or measure, for more than a few seconds. `make test` runs their Python only."""
+SAMPLE = {"README.md", "docs/start.md", "docs/tutorials/first-checkpoint.md", "docs/tutorials/resume-a-run.md"}
+"""What everyone reads first: `make test` runs these pages; CI runs all of them when documents or commands change."""
 
 RUN = [page for page in pages() if any(runnable(page))]
-WITH_PYTHON = [page for page in RUN if any(block.language in PYTHON for block in runnable(page))]
 
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def run_page(page: Path, *, with_commands: bool) -> None:
+def run_page(page: Path) -> None:
     """Run the blocks of a page, one after the other, as its reader would."""
     names: dict[str, Any] = {"__name__": "page"}
     try:
@@ -55,7 +41,7 @@ def run_page(page: Path, *, with_commands: bool) -> None:
                 # Errors name the line of the page.
                 code = compile("\n" * (block.line - 1) + with_stand_ins(block.text), str(page), "exec")
                 exec(code, names)
-            elif with_commands:
+            else:
                 for command in commands(block):
                     run(command, name_of(page))
     finally:
@@ -64,47 +50,27 @@ def run_page(page: Path, *, with_commands: bool) -> None:
             distributed.destroy_process_group()
 
 
-def prepare(page: Path) -> None:
-    for make in PREPARED.get(name_of(page), ()):
-        make()
-
-
+@pytest.mark.integration
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("page", [page for page in RUN if name_of(page) not in LONG], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [page if name_of(page) in SAMPLE else pytest.param(page, marks=pytest.mark.exhaustive) for page in RUN],
+    ids=name_of,
+)
 def test_the_blocks_of_the_page_run(page: Path, request: pytest.FixtureRequest) -> None:
     if any("s3://bucket" in block.text for block in runnable(page)):
         request.getfixturevalue("bucket")
-    prepare(page)
-    run_page(page, with_commands=True)
+    for make in PREPARED.get(name_of(page), ()):
+        make()
+    run_page(page)
 
 
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if name_of(page) in LONG], ids=name_of)
-def test_the_python_of_a_long_page_runs(page: Path) -> None:
-    run_page(page, with_commands=False)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("page", [page for page in RUN if name_of(page) in LONG], ids=name_of)
-def test_the_blocks_of_a_long_page_run(page: Path) -> None:
-    prepare(page)
-    run_page(page, with_commands=True)
-
-
-def test_blocks_that_do_not_run_say_why() -> None:
-    marked = Counter(name_of(page) for page in pages() for block in blocks(page) if block.reason_not_to_run)
-    assert marked == NOT_RUN
-
-
-def test_the_tables_of_this_file_name_pages() -> None:
-    assert {*LONG, *NOT_RUN, *PREPARED} <= {name_of(page) for page in pages()}
-
-
-def test_blocks_of_commands_have_commands() -> None:
-    for page in pages():
-        for block in blocks(page):
-            assert block.language not in COMMANDS or commands(block), f"{name_of(page)}, line {block.line}"
+def test_blocks_that_do_not_run_say_why_and_those_of_commands_have_commands() -> None:
+    found = [(name_of(page), block) for page in pages() for block in blocks(page)]
+    assert Counter(name for name, block in found if block.reason_not_to_run) == NOT_RUN
+    assert {*SAMPLE, *NOT_RUN, *PREPARED} <= {name_of(page) for page in pages()}
+    for name, block in found:
+        assert block.language not in COMMANDS or commands(block), f"{name}, line {block.line}"
 
 
 def test_commands_are_made_shorter() -> None:
@@ -113,6 +79,7 @@ def test_commands_are_made_shorter() -> None:
     assert "--loop.steps 5 " in as_tested("tensorkeep train shakespeare-char-cpu --loop.steps 500 --out x")
 
 
+@pytest.mark.integration
 def test_a_command_that_fails_fails_the_test(folder: Path) -> None:
     page = folder / "page.md"
     for text in ("$ tensorkeep info missing", "$ false | true", "$ pip install '.[unknown]'"):
@@ -122,28 +89,23 @@ def test_a_command_that_fails_fails_the_test(folder: Path) -> None:
             run(commands(block)[0], "page.md")
 
 
-def test_every_extra_is_explained() -> None:
+def test_links_resolve_and_the_start_pages_link_to_every_page_and_explain_every_extra() -> None:
+    for page in pages():
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([\w./-]+\.md)\)", index.read_text())}
+    assert set(pages()) - linked == {ROOT / "README.md", index}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     rows = re.findall(r"^\| (`.+?`) \|", (ROOT / "docs/start.md").read_text(), re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"\w+", row)} == set(extras)
 
 
-def test_links_of_the_pages_resolve() -> None:
-    for page in pages():
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
-
-
-def test_the_start_page_links_to_every_page() -> None:
-    index = ROOT / "docs" / "index.md"
-    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([\w./-]+\.md)\)", index.read_text())}
-    assert set(pages()) - linked == {ROOT / "README.md", index}
-
-
-def test_the_page_of_measurements_matches_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_measurements_and_the_chart_match_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    page = importlib.import_module("page")
+    page, chart = map(importlib.import_module, ("page", "chart"))
     assert page.PAGE.read_text() == page.page()
+    assert chart.CHART.read_text() == chart.chart()
 
 
 def test_texts_of_errors_that_are_explained_are_those_of_the_source() -> None:
@@ -154,9 +116,3 @@ def test_texts_of_errors_that_are_explained_are_those_of_the_source() -> None:
     for title in titles:
         for piece in title.split("…"):
             assert piece.strip() in source, title
-
-
-def test_the_chart_matches_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    chart = importlib.import_module("chart")
-    assert chart.CHART.read_text() == chart.chart()

@@ -17,6 +17,7 @@ pytest.importorskip("sphinx", reason="the extra [docs] is not installed")
 sys.path.append(str(ROOT / "docs" / "site"))
 links, reference = map(importlib.import_module, ("links", "reference"))
 
+APP = build_app()
 LISTED = reference.listed_names((ROOT / "docs/reference/api.md").read_text())
 ERRORS_PAGE = ROOT / "docs/reference/errors.md"
 
@@ -50,24 +51,21 @@ def test_every_error_has_an_example() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_page_of_a_command_has_its_options_and_examples(command: str) -> None:
-    page = reference.command_page(build_app(), command)
+    page = reference.command_page(APP, command)
     assert all(f"   $ {example}\n" in f"{page}\n" for example in EXAMPLES[command])
-    found = reference.described(build_app(), command)
+    found = reference.described(APP, command)
     names = [option.names for panel, options in found.panels.items() if panel != EVERYWHERE.name for option in options]
     assert all(f".. option:: {', '.join(each)}\n" in page for each in names)
     assert found.usage.startswith("tensorkeep ")
     assert len(found.description) > 20
 
 
-def test_the_contents_of_the_site_are_those_of_the_start_page() -> None:
+def test_the_contents_of_the_site_are_those_of_the_start_page_and_text_of_the_help_is_escaped() -> None:
     page = reference.with_contents(
         "# Start\n\n[a](x.md)\n\n## One\n\n* [b](how-to/y.md), [c](z.md)\n\n## Two\n\nNone.\n"
     )
     assert page.endswith(":hidden:\n:caption: One\n\nhow-to/y\nz\n```\n")
     assert page.count("toctree") == 1
-
-
-def test_text_of_the_help_is_escaped() -> None:
     assert reference._escaped("a*b_c `x*y` <d>|") == r"a\*b\_c ``x*y`` \<d\>\|"
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("sphinx", reason="the extra [docs] is not installed")
 # The build takes half a minute; `make docs` does it as well.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +69,20 @@ def test_pages_fit_and_follow_the_colour_scheme(visit: Any, name: str, width: in
     assert (sum(ground) / 3 < 80) == (scheme == "dark")
 
 
-def test_the_start_page_leads_to_every_section(visit: Any) -> None:
+def test_the_start_page_leads_to_every_section_and_commands_have_pages(visit: Any) -> None:
     page = visit("index.html")
     captions = page.locator(".sidebar-tree .caption").all_inner_texts()
     assert [text.lower() for text in captions] == [
-        *("start", "keep checkpoints", "train", "measure", "understand", "reference", "develop"),
+        *("start", "keep checkpoints", "train", "measure", "understand", "reference", "develop")
     ]
     page.locator("article").get_by_role("link", name="Python API").click()
     page.locator("article").get_by_role("link", name="tensorkeep.save", exact=True).click()
     assert page.locator("h1").inner_text().startswith("tensorkeep.save")
     assert "durable on return" in page.locator("article").inner_text()
     assert ">>> report = tensorkeep.save(" in page.locator("article").inner_text()
+    # A command has a page.
+    text = visit("reference/commands/convert.html").locator("article").inner_text()
+    assert "--compression" in text and "$ tensorkeep convert old.pt new --to native" in text
 
 
 @pytest.mark.parametrize(
@@ -92,10 +95,3 @@ def test_the_search_finds(visit: Any, words: str, found: str) -> None:
     page.locator("#search-results ul.search li").first.wait_for()
     page.locator("p.search-summary", has_text="found").wait_for()
     assert any(found in text for text in page.locator("#search-results li a").all_inner_texts())
-
-
-def test_a_command_has_a_page(visit: Any) -> None:
-    page = visit("reference/commands/convert.html")
-    text = page.locator("article").inner_text()
-    assert "--compression" in text
-    assert "$ tensorkeep convert old.pt new --to native" in text

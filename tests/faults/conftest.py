@@ -1,7 +1,11 @@
 """Fixtures of the fault tests: which of many places to break, and a real file system that is small enough to fill."""
 
+import itertools
+import os
+import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,13 +25,46 @@ def sample(count: int) -> Sequence[int]:
     return sorted({0, *range(STRIDE // 2, count, STRIDE), count - 2, count - 1} & set(range(count)))
 
 
+def some(count: int, start: int = 0, stride: int = STRIDE) -> Sequence[int]:
+    """Return one index of each stride, the first in the first half, and the last one; tests differ in their start."""
+    return sorted({*range(start % min(stride, count // 2 or 1), count, stride), count - 1})
+
+
+def swept(*axes: Mapping[str, object], stride: int = STRIDE) -> list["pytest.ParameterSet"]:
+    """Return the combinations of the axes' values, each followed by a `Choose`.
+
+    All combinations with every index are exhaustive. Beside them, each combination of all axes but the last one has one
+    value of that (a single axis has all), and some indices, which differ, so that all tests together try most of them.
+    """
+    steps = len(axes[-1]) if len(axes) > 1 else 1
+    everything, part = [], []
+    for number, named in enumerate(itertools.product(*(axis.items() for axis in axes))):
+        names, values = zip(*named, strict=True)
+        everything.append(pytest.param(*values, every, id="-".join((*names, "every")), marks=pytest.mark.exhaustive))
+        places = [list(axis).index(name) for axis, name in zip(axes, names, strict=True)]
+        if sum(places) % steps == 0:
+            part.append(pytest.param(*values, partial(some, start=number, stride=stride), id="-".join(names)))
+    return part + everything
+
+
 @pytest.fixture(
-    params=[pytest.param(sample, id="sample"), pytest.param(every, id="exhaustive", marks=pytest.mark.slow)]
+    params=[pytest.param(sample, id="sample"), pytest.param(every, id="exhaustive", marks=pytest.mark.exhaustive)]
 )
 def choose(request: pytest.FixtureRequest) -> Choose:
     """A fixed sample in `make test`; in `make torture`, all of them as well."""
     chosen: Choose = request.param
     return chosen
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    """Copy a file, or a folder whose files may be links to each other."""
+    copies: dict[int, str] = {}
+
+    def copy(file: str, to: str) -> None:
+        first = copies.setdefault(os.stat(file).st_ino, to)
+        shutil.copyfile(file, to) if first == to else os.link(first, to)
+
+    shutil.copytree(source, target, copy_function=copy) if source.is_dir() else copy(str(source), str(target))
 
 
 @pytest.fixture
@@ -42,3 +79,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Fill a small disk up to the last page."""
+    with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))

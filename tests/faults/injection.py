@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from tensorkeep.io import commit
 Action = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Is called with the name of the operation, the real function and its arguments, in place of the function."""
 
-_OPERATIONS = (
+OPERATIONS = (
     "mkdir",
     "open",
     "posix_fallocate",
@@ -41,13 +42,7 @@ _EXCHANGES = ("connect", "_gather")
 
 
 class Operations:
-    """Counts file-system operations and breaks one of them.
-
-    Attributes
-    ----------
-    seen : list of str
-        Names of the operations so far.
-    """
+    """Counts file-system operations, keeps the names of those seen so far, and breaks one of them."""
 
     def __init__(self, fail_at: int | None, action: Action | None) -> None:
         self.seen: list[str] = []
@@ -76,7 +71,7 @@ def broken(*, fail_at: int | None = None, action: Action | None = None) -> Itera
     """Count the operations in this context, and call ``action`` in place of the one with index ``fail_at``."""
     operations = Operations(fail_at, action)
     with ExitStack() as stack:
-        for name in _OPERATIONS:
+        for name in OPERATIONS:
             stack.enter_context(mock.patch.object(os, name, operations.wrap(name, getattr(os, name))))
         renamed = operations.wrap("renameat2", commit._rename)
         stack.enter_context(mock.patch.object(commit, "_rename", renamed))
@@ -135,6 +130,27 @@ def interrupt(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs
     """Raise KeyboardInterrupt in the main thread just before the operation, as Ctrl-C does."""
     signal.raise_signal(signal.SIGINT)
     return real(*args, **kwargs)
+
+
+def flip_bit(file: Path, place: int, bit: int = 0) -> None:
+    """Flip a bit of the byte at a place of a file, as a disk or a bus does; a negative place counts from the end."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1 << bit
+    file.write_bytes(content)
+
+
+@contextmanager
+def bounded_memory(nbytes: int) -> Iterator[None]:
+    """Assert that the memory of this process grows by less than so much; its former peak is forgotten."""
+
+    def peak() -> int:
+        status = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    yield
+    assert peak() - before < nbytes
 
 
 def in_child(work: Callable[[], object]) -> int:

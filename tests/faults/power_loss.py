@@ -1,6 +1,6 @@
 """Simulated power loss: unsynced writes may be complete, partial or missing afterwards.
 
-`recorded` notes every write, sync and change of a name below a folder. `Recording.crashes` then yields, for every
+`recorded` notes every write, sync and change of a name below a folder. `Recording.crashes` then returns, for every
 prefix of what happened, trees that the disk may legally hold after power was lost there:
 
 * what was synced before is there: of a file its bytes and its size, of a directory its names;
@@ -13,13 +13,14 @@ That is what POSIX and the Linux manual pages promise, and less than what journa
 
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+from faults.injection import OPERATIONS
 from tensorkeep.io import commit
 
 _SECTOR = 512
@@ -29,20 +30,9 @@ _SECTOR = 512
 class Event:
     """One recorded operation.
 
-    Attributes
-    ----------
-    kind : str
-        ``"write"``, ``"resize"``, ``"sync"``, or a change of names: ``"make"``, ``"name"``, ``"forget"``, ``"move"`` or
-        ``"exchange"``.
-    node : int
-        The file or directory concerned; for changes of names what gets the name, 0 where it is not needed.
-    offset : int
-        Of a write; of ``"resize"`` the size.
-    data : bytes
-    places : tuple of (int, str)
-        Directories and names in them.
-    directory : bool
-        Whether ``node`` is one.
+    Its kind is ``"write"``, ``"resize"`` (the offset is the size), ``"sync"``, or a change of names: ``"make"``,
+    ``"name"``, ``"forget"``, ``"move"`` or ``"exchange"``. The node is the file or directory concerned; for changes of
+    names what gets the name, 0 where it is not needed. The places are directories and names in them.
     """
 
     kind: str
@@ -101,12 +91,7 @@ class _Tree:
 
 
 class Recording:
-    """The recorded operations below a folder.
-
-    Attributes
-    ----------
-    events : list of Event
-    """
+    """The recorded operations below a folder, as a list of events."""
 
     def __init__(self, folder: Path) -> None:
         self.events: list[Event] = []
@@ -134,15 +119,13 @@ class Recording:
         self._nodes[identity] = self._count
         return self._count
 
-    def crashes(self, seed: int = 0) -> Iterator[tuple[str, Callable[[Path], None]]]:
-        """Yield a description of each case, and what writes its tree into a new folder."""
-        draw = random.Random(seed)
-        for end in range(len(self.events) + 1):
-            for policy in _POLICIES:
-                tree = self._crashed(end, policy, draw)
-                yield f"after {end} of {len(self.events)} events, {policy}", tree.write_out
+    def crashes(self) -> list["Crash"]:
+        """Return all cases."""
+        return [Crash(self, end, policy) for end in range(len(self.events) + 1) for policy in _POLICIES]
 
-    def _crashed(self, end: int, policy: str, draw: random.Random) -> _Tree:
+    def crashed(self, end: int, policy: str) -> _Tree:
+        """Return what the disk holds after so many events; what a policy leaves open is drawn, always equally."""
+        draw = random.Random(f"{end}, {policy}")
         happened = self.events[:end]
         synced: dict[int, int] = {event.node: at for at, event in enumerate(happened) if event.kind == "sync"}
         tree = _Tree(
@@ -162,6 +145,26 @@ class Recording:
         return tree
 
 
+class Crash(NamedTuple):
+    """Power that is lost after so many events of a recording; the policy says what else the disk holds."""
+
+    recording: Recording
+    end: int
+    policy: str
+
+    def __str__(self) -> str:
+        return f"after {self.end} of {len(self.recording.events)} events, {self.policy}"
+
+    @property
+    def returned(self) -> bool:
+        """Whether all that was recorded had happened."""
+        return self.end == len(self.recording.events)
+
+    def write_out(self, folder: Path) -> None:
+        """Write what the disk holds into a new folder."""
+        self.recording.crashed(self.end, self.policy).write_out(folder)
+
+
 _POLICIES = (
     "nothing more",
     "all of it",
@@ -178,17 +181,13 @@ def _data_fate(policy: str, draw: random.Random) -> str:
         return "lost"
     if policy in ("all of it", "bytes only"):
         return "kept"
-    if policy == "names and torn bytes":
-        return "torn"
-    return draw.choice(("kept", "lost", "torn"))
+    return "torn" if policy == "names and torn bytes" else draw.choice(("kept", "lost", "torn"))
 
 
 def _names_kept(policy: str, at: int, cut: int) -> bool:
     if policy in ("nothing more", "bytes only"):
         return False
-    if policy in ("all of it", "names only", "names and torn bytes"):
-        return True
-    return at < cut
+    return policy in ("all of it", "names only", "names and torn bytes") or at < cut
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -196,18 +195,34 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 class _Recorder:
-    """Stand-ins for the functions by which writers change the file system."""
+    """Notes what the functions change by which writers change the file system.
+
+    Each method looks at the arguments of the function of its name, yields while that is called, and notes the change.
+    """
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._real = {name: getattr(os, name) for name in _FUNCTIONS}
         self._root = os.path.realpath(recording._folder)
 
-    def _add(self, kind: str, node: int, **details: Any) -> None:
-        self._recording.events.append(Event(kind, node, **details))
+    def stand_in(self, real: Callable[..., Any], note: Callable[..., Generator[None, Any, None]]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            noting = note(*args, **kwargs)
+            next(noting)
+            result = real(*args, **kwargs)
+            with suppress(StopIteration):
+                noting.send(result)
+            return result
 
-    def _node(self, fd: int) -> int | None:
-        return self._recording._nodes.get(_identity(os.fstat(fd)))
+        return operation
+
+    def _add(self, kind: str, node: int | None, *places: tuple[int, str] | None, **details: Any) -> None:
+        """Add an event, unless it concerns anything else than the folder."""
+        if node is not None and None not in places:
+            self._recording.events.append(Event(kind, node, places=places, **details))  # type: ignore[arg-type]
+
+    def _node(self, path: Any) -> int | None:
+        """Return the number of a file, by its descriptor or path, if it is below the folder."""
+        return self._recording._nodes.get(_identity(os.stat(path)))
 
     def _place(self, path: Any, dir_fd: int | None = None) -> tuple[int, str] | None:
         """Return the directory and the name of a path, if it is below the folder."""
@@ -220,97 +235,48 @@ class _Recorder:
             return None
         return self._recording._nodes[_identity(os.stat(folder))], name
 
-    def open(self, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        fd: int = self._real["open"](path, flags, *args, **kwargs)
-        place = self._place(path, kwargs.get("dir_fd")) if flags & os.O_CREAT else None
-        if place is not None and flags & os.O_EXCL:
-            self._add("make", self._recording._new(_identity(os.fstat(fd))), places=(place,))
-        return fd
-
-    def mkdir(self, path: Any, *args: Any, **kwargs: Any) -> None:
-        place = self._place(path, kwargs.get("dir_fd"))
-        self._real["mkdir"](path, *args, **kwargs)
+    def open(self, path: Any, flags: int, mode: int = 0, *, dir_fd: int | None = None) -> Generator[None, Any, None]:
+        fd = yield
+        place = self._place(path, dir_fd) if flags & os.O_CREAT and flags & os.O_EXCL else None
         if place is not None:
-            node = self._recording._new(_identity(os.stat(path)))
-            self._add("make", node, places=(place,), directory=True)
+            self._add("make", self._recording._new(_identity(os.fstat(fd))), place)
 
-    def pwrite(self, fd: int, data: Any, offset: int) -> int:
-        written: int = self._real["pwrite"](fd, data, offset)
-        node = self._node(fd)
-        if node is not None:
-            self._add("write", node, offset=offset, data=bytes(memoryview(data)[:written]))
-        return written
-
-    def ftruncate(self, fd: int, size: int) -> None:
-        self._real["ftruncate"](fd, size)
-        node = self._node(fd)
-        if node is not None:
-            self._add("resize", node, offset=size)
-
-    def posix_fallocate(self, fd: int, offset: int, size: int) -> None:
-        self._real["posix_fallocate"](fd, offset, size)
-        node = self._node(fd)
-        if node is not None:
-            self._add("resize", node, offset=os.fstat(fd).st_size)
-
-    def fsync(self, fd: int) -> None:
-        self._real["fsync"](fd)
-        node = self._node(fd)
-        if node is not None:
-            self._add("sync", node)
-
-    def link(self, source: Any, target: Any, **kwargs: Any) -> None:
-        place = self._place(target)
-        self._real["link"](source, target, **kwargs)
-        if place is not None:
-            self._add("name", self._recording._nodes[_identity(os.stat(target))], places=(place,))
-
-    def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
+    def mkdir(self, path: Any, mode: int = 0, *, dir_fd: int | None = None) -> Generator[None, Any, None]:
         place = self._place(path, dir_fd)
-        self._real["unlink"](path, dir_fd=dir_fd)
+        yield
         if place is not None:
-            self._add("forget", 0, places=(place,))
+            self._add("make", self._recording._new(_identity(os.stat(path))), place, directory=True)
 
-    def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
-        place = self._place(path, dir_fd)
-        self._real["rmdir"](path, dir_fd=dir_fd)
-        if place is not None:
-            self._add("forget", 0, places=(place,))
+    def pwrite(self, fd: int, data: Any, offset: int) -> Generator[None, Any, None]:
+        written = yield
+        self._add("write", self._node(fd), offset=offset, data=bytes(memoryview(data)[:written]))
 
-    def rename(self, source: Any, target: Any, **kwargs: Any) -> None:
-        self._move("rename", source, target, **kwargs)
+    def ftruncate(self, fd: int, *sizes: int) -> Generator[None, Any, None]:
+        yield
+        self._add("resize", self._node(fd), offset=os.fstat(fd).st_size)
 
-    def replace(self, source: Any, target: Any, **kwargs: Any) -> None:
-        self._move("replace", source, target, **kwargs)
+    posix_fallocate = ftruncate
 
-    def _move(self, how: str, source: Any, target: Any, **kwargs: Any) -> None:
+    def fsync(self, fd: int) -> Generator[None, Any, None]:
+        yield
+        self._add("sync", self._node(fd))
+
+    def link(self, source: Any, target: Any, **kwargs: Any) -> Generator[None, Any, None]:
+        yield
+        self._add("name", self._node(target), self._place(target))
+
+    def unlink(self, path: Any, *, dir_fd: int | None = None) -> Generator[None, Any, None]:
+        yield
+        self._add("forget", 0, self._place(path, dir_fd))
+
+    rmdir = unlink
+
+    def rename(self, source: Any, target: Any, flag: int = 0, **kwargs: Any) -> Generator[None, Any, None]:
         places = self._place(source), self._place(target)
-        self._real[how](source, target, **kwargs)
-        if places[0] is not None and places[1] is not None:
-            self._add("move", 0, places=(places[0], places[1]))
+        yield
+        self._add("exchange" if flag == commit._RENAME_EXCHANGE else "move", 0, *places)
 
-    def renameat2(self, source: Path, target: Path, flag: int) -> None:
-        places = self._place(source), self._place(target)
-        _RENAMEAT2(source, target, flag)
-        if places[0] is not None and places[1] is not None:
-            kind = "exchange" if flag == commit._RENAME_EXCHANGE else "move"
-            self._add(kind, 0, places=(places[0], places[1]))
-
-
-_FUNCTIONS = (
-    "open",
-    "mkdir",
-    "pwrite",
-    "ftruncate",
-    "posix_fallocate",
-    "fsync",
-    "link",
-    "unlink",
-    "rmdir",
-    "rename",
-    "replace",
-)
-_RENAMEAT2 = commit._rename
+    replace = rename
 
 
 @contextmanager
@@ -319,7 +285,10 @@ def recorded(folder: Path) -> Iterator[Recording]:
     recording = Recording(folder)
     recorder = _Recorder(recording)
     with ExitStack() as stack:
-        for name in _FUNCTIONS:
-            stack.enter_context(mock.patch.object(os, name, getattr(recorder, name)))
-        stack.enter_context(mock.patch.object(commit, "_rename", recorder.renameat2))
+        for module, name, note in (
+            *((os, name, getattr(recorder, name)) for name in OPERATIONS),
+            (commit, "_rename", recorder.rename),
+        ):
+            stand_in = recorder.stand_in(getattr(module, name), note)
+            stack.enter_context(mock.patch.object(module, name, stand_in))
         yield recording

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 import tensorkeep
+from faults.conftest import fill
 from tensorkeep import CheckpointManager
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+
+pytestmark = pytest.mark.integration
 
 KIB = 1024
 
@@ -29,26 +32,27 @@ def step_names(numbers: range | list[int]) -> list[str]:
     return [f"step-{number:06d}" for number in numbers]
 
 
-def fill_up(manager: CheckpointManager) -> int:
-    """Save until the disk is full and return the number of the step that failed."""
-    for number in range(1, 100):
-        try:
-            manager.save(number, state(number)).wait()
-        except tensorkeep.StoreError as error:
-            assert "No space left" in str(error)
-            assert "free some space" in str(error)
-            return number
-    raise AssertionError("the disk is not full")
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize(("incremental", "least"), [(False, 3), (True, 8), ("delta", 8)])
+@pytest.mark.parametrize(
+    ("incremental", "asynchronous", "least"),
+    [
+        (False, True, 3),
+        (True, False, 8),
+        ("delta", True, 8),
+        *(
+            pytest.param(*values, marks=pytest.mark.exhaustive)
+            for values in ((False, False, 3), (True, True, 8), ("delta", False, 8))
+        ),
+    ],
+)
 def test_steps_until_the_disk_is_full(
-    small_disk: Path, incremental: Any, least: int, asynchronous: bool, record_property: Any
+    small_disk: Path, incremental: Any, asynchronous: bool, least: int, record_property: Any
 ) -> None:
     root = small_disk / "run"
     with CheckpointManager(root, incremental=incremental, asynchronous=asynchronous, threads=2) as manager:
-        failed = fill_up(manager)
+        failed = 1
+        with pytest.raises(tensorkeep.StoreError, match=r"No space left.*\n.*free some space"):
+            for failed in range(1, 100):
+                manager.save(failed, state(failed)).wait()
         assert failed > least
         assert names_in(root) == step_names(range(1, failed))
         for number in range(1, failed):
@@ -62,7 +66,9 @@ def test_steps_until_the_disk_is_full(
     record_property("cases", failed)
 
 
-def test_a_step_whose_replacement_fails_is_kept(small_disk: Path, record_property: Any) -> None:
+def test_a_step_whose_replacement_fails_is_kept_and_pruning_frees_space_on_a_disk_without_a_free_byte(
+    small_disk: Path, record_property: Any
+) -> None:
     root = small_disk / "run"
     with CheckpointManager(root) as manager:
         manager.save(1, state(1, frozen_kib=1200)).wait()
@@ -70,19 +76,10 @@ def test_a_step_whose_replacement_fails_is_kept(small_disk: Path, record_propert
             manager.save(1, state(2, frozen_kib=1200), overwrite=True).wait()
         assert names_in(root) == step_names([1])
         assert same(manager.restore(), state(1, frozen_kib=1200))
-        manager.save(1, state(3, frozen_kib=200), overwrite=True).wait()
-        assert same(manager.restore(), state(3, frozen_kib=200))
-    record_property("cases", 2)
-
-
-def test_pruning_frees_space_on_a_disk_without_a_free_byte(small_disk: Path, record_property: Any) -> None:
-    root = small_disk / "run"
-    with CheckpointManager(root) as manager:
         for number in (1, 2, 3):
-            manager.save(number, state(number, frozen_kib=300)).wait()
-    with (small_disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
-        while True:
-            filler.write(bytes(4 * KIB))
+            manager.save(number, state(number, frozen_kib=300), overwrite=True).wait()
+        assert same(manager.restore(1), state(1, frozen_kib=300))
+    fill(small_disk)
     with CheckpointManager(root, keep_last=1) as manager:
         with pytest.raises(tensorkeep.StoreError, match="No space left"):
             manager.save(4, state(4)).wait()
@@ -93,4 +90,4 @@ def test_pruning_frees_space_on_a_disk_without_a_free_byte(small_disk: Path, rec
         manager.save(4, state(4)).wait()
         assert same(manager.restore(), state(4))
     assert names_in(root) == step_names([4])
-    record_property("cases", 3)
+    record_property("cases", 5)

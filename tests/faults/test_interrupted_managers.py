@@ -2,19 +2,22 @@
 
 import errno
 import os
+import shutil
 import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import tensorkeep
 from faults import injection as faults
-from faults.conftest import Choose
+from faults import power_loss
+from faults.conftest import Choose, copy_tree, swept
 from tensorkeep import CheckpointManager
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 
 
@@ -33,35 +36,20 @@ def start(root: Path, **arguments: Any) -> CheckpointManager:
     return CheckpointManager(root, **given)
 
 
-def with_steps(root: Path) -> None:
-    with start(root) as manager:
-        for number in (1, 2, 3):
-            manager.save(number, state(number)).wait()
+def saves(number: int, value: int, arguments: dict[str, Any], **options: Any) -> Callable[[Path], None]:
+    def work(root: Path) -> None:
+        with start(root, **arguments) as manager:
+            manager.save(number, state(value), **options)
+
+    return work
 
 
-def save_next(root: Path) -> None:
-    with start(root) as manager:
-        manager.save(4, state(4))
+def prunes(**arguments: Any) -> Callable[[Path], None]:
+    def work(root: Path) -> None:
+        with start(root, **arguments) as manager:
+            manager.prune()
 
-
-def save_next_at_once(root: Path) -> None:
-    with start(root, asynchronous=False, incremental=True, compression="none") as manager:
-        manager.save(4, state(4))
-
-
-def replace(root: Path) -> None:
-    with start(root) as manager:
-        manager.save(3, state(30), overwrite=True)
-
-
-def thin_out(root: Path) -> None:
-    with start(root, keep_last=1) as manager:
-        manager.prune()
-
-
-def save_and_thin_out(root: Path) -> None:
-    with start(root, keep_last=2) as manager:
-        manager.save(4, state(4))
+    return work
 
 
 def delete_last(root: Path) -> None:
@@ -69,50 +57,76 @@ def delete_last(root: Path) -> None:
         manager.delete(3)
 
 
-def clean_up(root: Path) -> None:
-    """Start in a folder in which another manager was killed."""
-    with start(root) as manager:
-        manager.prune()
+# It starts in a folder in which another manager was killed.
+clean_up = prunes()
 
-
-Work = Callable[[Path], None]
 States = dict[int, set[int]]
 """Which states each step may hold, by number; 0 stands for a step that does not exist."""
 
-WORKS: dict[str, tuple[Work, States, States]] = {
-    # What may exist if it was interrupted, and what must exist if it returned.
-    "save": (save_next, {1: {1}, 2: {2}, 3: {3}, 4: {0, 4}}, {1: {1}, 2: {2}, 3: {3}, 4: {4}}),
-    "save at once": (save_next_at_once, {1: {1}, 2: {2}, 3: {3}, 4: {0, 4}}, {1: {1}, 2: {2}, 3: {3}, 4: {4}}),
-    "replace": (replace, {1: {1}, 2: {2}, 3: {3, 30}}, {1: {1}, 2: {2}, 3: {30}}),
-    "prune": (thin_out, {1: {0, 1}, 2: {0, 2}, 3: {3}}, {1: {0}, 2: {0}, 3: {3}}),
-    "save and prune": (
-        save_and_thin_out,
-        {1: {0, 1}, 2: {0, 2}, 3: {3}, 4: {0, 4}},
-        {1: {0}, 2: {0}, 3: {3}, 4: {4}},
+
+class Work(NamedTuple):
+    """What a manager does, what may exist if it was interrupted, and what must exist if it returned."""
+
+    do: Callable[[Path], None]
+    allowed: States
+    done: States
+
+
+SAVED = {1: {1}, 2: {2}, 3: {3}}
+AT_ONCE = {"asynchronous": False, "incremental": True, "compression": "none"}
+SAVING = {
+    "save": Work(saves(4, 4, {}), {**SAVED, 4: {0, 4}}, {**SAVED, 4: {4}}),
+    "save at once": Work(saves(4, 4, AT_ONCE), {**SAVED, 4: {0, 4}}, {**SAVED, 4: {4}}),
+    "replace": Work(saves(3, 30, {}, overwrite=True), {**SAVED, 3: {3, 30}}, {**SAVED, 3: {30}}),
+    "save and prune": Work(
+        saves(4, 4, {"keep_last": 2}), {1: {0, 1}, 2: {0, 2}, 3: {3}, 4: {0, 4}}, {1: {0}, 2: {0}, 3: {3}, 4: {4}}
     ),
-    "delete": (delete_last, {1: {1}, 2: {2}, 3: {0, 3}}, {1: {1}, 2: {2}, 3: {0}}),
-    "start": (clean_up, {1: {1}, 2: {2}, 3: {3}}, {1: {1}, 2: {2}, 3: {3}}),
 }
-PARAMETERS = [pytest.param(*value, id=name) for name, value in WORKS.items()]
+WORKS = {
+    **SAVING,
+    "prune": Work(prunes(keep_last=1), {1: {0, 1}, 2: {0, 2}, 3: {3}}, {1: {0}, 2: {0}, 3: {3}}),
+    "delete": Work(delete_last, {**SAVED, 3: {0, 3}}, {**SAVED, 3: {0}}),
+    "start": Work(clean_up, SAVED, SAVED),
+}
+DEATHS = {"before": faults.die, "after": faults.die_after}
+ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EROFS", "EDQUOT")}
 
 
-def prepare(root: Path, work: Work) -> None:
-    with_steps(root)
-    if work is clean_up:
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, Work], Path]:
+    """Return a function that makes a folder with three steps, in which a manager may have been killed."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with start(folder / "steps") as manager:
+        for number in (1, 2, 3):
+            manager.save(number, state(number)).wait()
 
-        def die() -> None:
-            with faults.broken(fail_at=5, action=faults.die), start(root) as manager:
-                manager.save(4, state(4))
+    def prepare(root: Path, work: Work) -> Path:
+        source = folder / ("killed" if work.do is clean_up else "steps")
+        if not source.exists():
+            copy_tree(folder / "steps", source)
 
-        assert faults.in_child(die) == signal.SIGKILL
-        assert any(path.name.endswith(".tensorkeep-tmp") for path in root.iterdir())
+            def die() -> None:
+                with faults.broken(fail_at=5, action=faults.die), start(source) as manager:
+                    manager.save(4, state(4))
+
+            assert faults.in_child(die) == signal.SIGKILL
+            assert any(path.name.endswith(".tensorkeep-tmp") for path in source.iterdir())
+        copy_tree(source, root)
+        return root
+
+    return prepare
 
 
-def operations(work: Work, root: Path) -> int:
-    prepare(root, work)
-    count = faults.count_operations(lambda: work(root))
-    assert count >= 2
-    return count
+Prepare = Callable[[Path, Work], Path]
+
+
+def operations(work: Work, root: Path) -> list[str]:
+    """Return the names of the file-system operations; check that the work was done."""
+    with faults.broken() as seen:
+        work.do(root)
+    assert len(seen.seen) >= 2
+    check(root, work.done)
+    return seen.seen
 
 
 def check(root: Path, allowed: States) -> None:
@@ -141,38 +155,32 @@ def check(root: Path, allowed: States) -> None:
     assert {path.name for path in root.iterdir()} == visible
 
 
-@pytest.mark.parametrize(("work", "allowed", "done"), PARAMETERS)
-@pytest.mark.parametrize("action", [faults.die, faults.die_after], ids=["before", "after"])
+@pytest.mark.integration
+@pytest.mark.parametrize(("work", "action", "choose"), swept(WORKS, DEATHS))
 def test_killed_at_any_operation(
-    tmp_path: Path,
-    work: Work,
-    allowed: States,
-    done: States,
-    action: faults.Action,
-    choose: Choose,
-    record_property: Any,
+    tmp_path: Path, work: Work, action: faults.Action, choose: Choose, prepared: Prepare, record_property: Any
 ) -> None:
-    chosen = choose(operations(work, tmp_path / "count"))
-    check(tmp_path / "count", done)
+    chosen = choose(len(operations(work, prepared(tmp_path / "count", work))))
     for index in chosen:
-        root = tmp_path / str(index)
-        prepare(root, work)
+        root = prepared(tmp_path / str(index), work)
 
         def doomed(root: Path = root, index: int = index) -> None:
             with faults.broken(fail_at=index, action=action):
-                work(root)
+                work.do(root)
 
         assert faults.in_child(doomed) == signal.SIGKILL
-        check(root, allowed)
+        check(root, work.allowed)
     record_property("cases", len(chosen))
 
 
-def fail_at(chosen: Choose, tmp_path: Path, work: Work, allowed: States, done: States, number: int) -> int:
-    """Let the chosen operations fail, one in each run; return how many were chosen."""
-    indices = chosen(operations(work, tmp_path / "count"))
-    for index in indices:
-        root = tmp_path / str(index)
-        prepare(root, work)
+@pytest.mark.integration  # as the folder for "start" is made by a killed process
+@pytest.mark.parametrize(("work", "number", "choose"), swept(WORKS, ERRORS))
+def test_an_error_at_any_operation(
+    tmp_path: Path, work: Work, number: int, choose: Choose, prepared: Prepare, record_property: Any
+) -> None:
+    chosen = choose(len(operations(work, prepared(tmp_path / "count", work))))
+    for index in chosen:
+        root = prepared(tmp_path / str(index), work)
         message = ""
         with (
             warnings.catch_warnings(record=True) as caught,
@@ -180,52 +188,46 @@ def fail_at(chosen: Choose, tmp_path: Path, work: Work, allowed: States, done: S
         ):
             warnings.simplefilter("always")
             try:
-                work(root)
+                work.do(root)
             except tensorkeep.StoreError as error:
                 message = str(error)
         message += "".join(str(warning.message) for warning in caught)
         assert not message or os.strerror(number) in message
         # Without an error or a warning, the work was done.
-        check(root, allowed if message else done)
-    return len(indices)
+        check(root, work.allowed if message else work.done)
+    record_property("cases", len(chosen))
 
 
-@pytest.mark.parametrize(("work", "allowed", "done"), PARAMETERS)
-@pytest.mark.parametrize(
-    "number",
-    [
-        errno.ENOSPC,
-        pytest.param(errno.EIO, marks=pytest.mark.slow),
-        pytest.param(errno.EROFS, marks=pytest.mark.slow),
-        pytest.param(errno.EDQUOT, marks=pytest.mark.slow),
-    ],
-    ids=errno.errorcode.get,
-)
-def test_an_error_at_any_operation(
-    tmp_path: Path, work: Work, allowed: States, done: States, number: int, choose: Choose, record_property: Any
-) -> None:
-    cases = fail_at(choose, tmp_path, work, allowed, done, number)
-    assert cases > 0
-    record_property("cases", cases)
-
-
-def test_an_exceeded_quota_at_any_operation_of_an_incremental_save(
-    tmp_path: Path, choose: Choose, record_property: Any
-) -> None:
-    cases = fail_at(choose, tmp_path, *WORKS["save at once"], errno.EDQUOT)
-    assert cases > 0
-    record_property("cases", cases)
-
-
-@pytest.mark.parametrize(("work", "allowed", "done"), PARAMETERS)
+@pytest.mark.parametrize(("work", "choose"), swept(SAVING))
 def test_short_writes_are_continued(
-    tmp_path: Path, work: Work, allowed: States, done: States, choose: Choose, record_property: Any
+    tmp_path: Path, work: Work, choose: Choose, prepared: Prepare, record_property: Any
 ) -> None:
-    chosen = choose(operations(work, tmp_path / "count"))
+    seen = operations(work, prepared(tmp_path / "count", work))
+    writes = [index for index, operation in enumerate(seen) if operation == "pwrite"]
+    chosen = [writes[place] for place in choose(len(writes))]
     for index in chosen:
-        root = tmp_path / str(index)
-        prepare(root, work)
+        root = prepared(tmp_path / str(index), work)
         with faults.broken(fail_at=index, action=faults.write_short):
-            work(root)
-        check(root, done)
+            work.do(root)
+        check(root, work.done)
+    record_property("cases", len(chosen))
+
+
+@pytest.mark.integration  # as the folder for "start" is made by a killed process
+@pytest.mark.parametrize(("work", "choose"), swept(WORKS, stride=23))
+def test_power_is_lost_while_a_manager_works(
+    tmp_path: Path, work: Work, choose: Choose, prepared: Prepare, record_property: Any
+) -> None:
+    root = prepared(tmp_path / "run", work)
+    with power_loss.recorded(root) as recording:
+        work.do(root)
+    assert len(recording.events) >= 2
+    crashes = recording.crashes()
+    chosen = choose(len(crashes))
+    for index in chosen:
+        crash, place = crashes[index], tmp_path / "case"
+        crash.write_out(place)
+        with case(crash):
+            check(place, work.done if crash.returned else work.allowed)
+        shutil.rmtree(place)
     record_property("cases", len(chosen))

@@ -5,7 +5,7 @@ import importlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,21 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
-from faults.conftest import Choose, every, sample
+from faults.conftest import Choose, copy_tree, every, some, swept
 from forked import ended, start
+from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
 
 OLD = {"model": {"w": torch.arange(3000.0), "b": torch.zeros(7)}, "step": 1}
 NEW = {"model": {"w": torch.arange(3000.0) * 2, "b": torch.ones(7)}, "step": 2}
 
 
-def native(path: Path, state: object) -> None:
-    tensorkeep.save(state, path, overwrite=True, threads=2)
+Save = Callable[[Path, object], object]
+Kind = tuple[Save, str]
 
 
-def lossless(path: Path, state: object) -> None:
-    tensorkeep.save(state, path, overwrite=True, compression="lossless", threads=2)
+def saves(**options: Any) -> Save:
+    return lambda path, state: tensorkeep.save(state, path, overwrite=True, **options)
 
 
 def background(path: Path, state: object) -> None:
@@ -40,58 +41,31 @@ def incremental(path: Path, state: object) -> None:
     tensorkeep.save(state, path, overwrite=True, compression="lossless", threads=2, **options)
 
 
-def sharded(path: Path, state: object) -> None:
-    tensorkeep.save(state, path, overwrite=True, shard_bytes=4096, threads=2)
+def tensorstore(path: Path, state: object, *, format: str) -> None:
+    pytest.importorskip("tensorstore")
+    tensorkeep.save(state, path, format=format, overwrite=True)
 
 
-def safetensors(path: Path, state: object) -> None:
-    tensorkeep.save(state, path, format="safetensors", overwrite=True, threads=2)
-
-
-def torch_file(path: Path, state: object) -> None:
-    tensorkeep.save(state, path, format="torch", overwrite=True)
-
-
-def dcp(path: Path, state: object) -> None:
-    tensorkeep.save(state, path, format="dcp", overwrite=True, thread_count=2)
-
-
-def t5x(path: Path, state: object) -> None:
-    tensorkeep.save(state, path, format="t5x", overwrite=True)
-
-
-def tensorstore(path: Path, state: object) -> None:
-    tensorkeep.save(state, path, format="tensorstore", overwrite=True)
-
-
-Save = Callable[[Path, object], None]
-SAVES: dict[str, tuple[Save, str]] = {
-    "native": (native, "ckpt"),
-    "lossless": (lossless, "ckpt"),
+KINDS: dict[str, Kind] = {
+    "native": (saves(threads=2), "ckpt"),
+    "lossless": (saves(compression="lossless", threads=2), "ckpt"),
     "background": (background, "ckpt"),
     "incremental": (incremental, "ckpt"),
-    "sharded": (sharded, "ckpt"),
-    "safetensors": (safetensors, "ckpt.safetensors"),
-    "torch": (torch_file, "ckpt.pt"),
-    "dcp": (dcp, "ckpt"),
-    "t5x": (t5x, "ckpt"),
-    "tensorstore": (tensorstore, "ckpt"),
+    "sharded": (saves(shard_bytes=4096, threads=2), "ckpt"),
+    "safetensors": (saves(format="safetensors", threads=2), "ckpt.safetensors"),
+    "torch": (saves(format="torch"), "ckpt.pt"),
+    "dcp": (saves(format="dcp", thread_count=2), "ckpt"),
+    "t5x": (partial(tensorstore, format="t5x"), "ckpt"),
+    "tensorstore": (partial(tensorstore, format="tensorstore"), "ckpt"),
 }
-# TensorStore writes in threads of its own, unseen; the folder, the sidecar, syncing and renaming are seen.
-THREADED = ("t5x", "tensorstore")
-"""Formats whose library aborts in a process that was forked after it was used."""
-
-needs_tensorstore = pytest.mark.skipif(find_spec("tensorstore") is None, reason="TensorStore is not installed")
-KINDS = [
-    pytest.param(*value, id=name, marks=needs_tensorstore if name in THREADED else ()) for name, value in SAVES.items()
-]
+# TensorStore writes in threads of its own, unseen; the folder, the sidecar, syncing and renaming are seen. It aborts in
+# a process that was forked after it was used.
+FORKED = {name: kind for name, kind in KINDS.items() if name not in ("t5x", "tensorstore")}
 # Ctrl-C interrupts the wait for a background save, not the save.
-IN_THE_CALL = [kind for kind in KINDS if kind.id != "background"]
-FORKED = [pytest.param(*value, id=name) for name, value in SAVES.items() if name not in THREADED]
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir())
+IN_THE_CALL = {name: kind for name, kind in KINDS.items() if name != "background"}
+REPLACE = {"fresh": False, "replacing": True}
+DEATHS = {"before": faults.die, "after": faults.die_after}
+ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS}
 
 
 def holds(path: Path) -> str:
@@ -106,37 +80,53 @@ def holds(path: Path) -> str:
     return "new"
 
 
-def operations(save: Save, folder: Path, name: str, *, replace: bool) -> int:
-    """Count the file-system operations of a save."""
+def operations(kind: Kind, folder: Path, *, replace: bool) -> list[str]:
+    """Return the names of the file-system operations of a save."""
+    save, name = kind
     folder.mkdir()
     if replace:
         save(folder / name, OLD)
-    count = faults.count_operations(lambda: save(folder / name, NEW))
-    assert count > 5
-    return count
+    with faults.broken() as seen:
+        save(folder / name, NEW)
+    assert len(seen.seen) > 5
+    return seen.seen
 
 
-def folders(save: Save, name: str, root: Path, chosen: Sequence[int], *, replace: bool) -> Iterator[tuple[int, Path]]:
+def folders(kind: Kind, root: Path, chosen: Sequence[int], *, replace: bool) -> Iterator[tuple[int, Path]]:
     """Yield each chosen operation with a folder of its own, which has the checkpoint to replace."""
+    save, name = kind
+    if replace:
+        save(root / name, OLD)
     for index in chosen:
         folder = root / str(index)
         folder.mkdir()
         if replace:
-            save(folder / name, OLD)
+            copy_tree(root / name, folder / name)
         yield index, folder
 
 
-@pytest.mark.parametrize("replace", [False, True], ids=["fresh", "replacing"])
-@pytest.mark.parametrize(("save", "name"), FORKED)
-@pytest.mark.parametrize("action", [faults.die, faults.die_after], ids=["before", "after"])
+def allowed(replace: bool) -> set[str]:
+    """Return what the path may hold after an interrupted save."""
+    return {"old", "new"} if replace else {"nothing", "new"}
+
+
+def check_next_save(kind: Kind, folder: Path) -> None:
+    """Assert that the next save at that path succeeds and leaves no other files."""
+    save, name = kind
+    save(folder / name, NEW)
+    assert holds(folder / name) == "new"
+    assert names_in(folder) == [name]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("kind", "replace", "action", "choose"), swept(FORKED, REPLACE, DEATHS))
 def test_killed_at_any_operation(
-    tmp_path: Path, save: Save, name: str, action: faults.Action, replace: bool, choose: Choose, record_property: Any
+    tmp_path: Path, kind: Kind, replace: bool, action: faults.Action, choose: Choose, record_property: Any
 ) -> None:
-    expected = {"old", "new"} if replace else {"nothing", "new"}
+    save, name = kind
     met = set()
-    count = operations(save, tmp_path / "count", name, replace=replace)
-    chosen = choose(count)
-    for index, folder in folders(save, name, tmp_path, chosen, replace=replace):
+    chosen = choose(len(operations(kind, tmp_path / "count", replace=replace)))
+    for index, folder in folders(kind, tmp_path, chosen, replace=replace):
 
         def work(folder: Path = folder, index: int = index) -> None:
             with faults.broken(fail_at=index, action=action):
@@ -144,84 +134,73 @@ def test_killed_at_any_operation(
 
         assert faults.in_child(work) == signal.SIGKILL
         met.add(holds(folder / name))
-        # The next save at that path succeeds and leaves no other files.
-        save(folder / name, NEW)
-        assert holds(folder / name) == "new"
-        assert names(folder) == [name]
-    assert met == expected
+        check_next_save(kind, folder)
+    assert met == allowed(replace)
     record_property("cases", len(chosen))
 
 
-@needs_tensorstore
-@pytest.mark.parametrize("replace", [False, True], ids=["fresh", "replacing"])
+@pytest.mark.integration
+@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
-    ("kind", "chosen"),
+    ("name", "replace", "chosen"),
     [
-        ("tensorstore", "sample"),
-        pytest.param("tensorstore", "every", marks=pytest.mark.slow),
-        pytest.param("t5x", "every", marks=pytest.mark.slow),
+        ("tensorstore", True, "some"),
+        *(
+            pytest.param(name, replace, "every", marks=pytest.mark.exhaustive)
+            for name in ("tensorstore", "t5x")
+            for replace in (False, True)
+        ),
     ],
 )
 def test_killed_at_any_operation_beside_threads(
-    tmp_path: Path, kind: str, chosen: str, replace: bool, record_property: Any
+    tmp_path: Path, name: str, replace: bool, chosen: str, record_property: Any
 ) -> None:
+    pytest.importorskip("tensorstore")
     # In a process that imports TensorStore and uses it only in its children.
-    process = start(kill_everywhere, kind, replace, tmp_path, chosen, output=tmp_path / "output")
+    process = start(kill_everywhere, name, replace, tmp_path, chosen, output=tmp_path / "output")
     code, output = ended(process, 300), (tmp_path / "output").read_text()
     assert code == 0, output
-    assert set(output.split()) == ({"old", "new"} if replace else {"nothing", "new"})
-    assert len(output.split()) > 3
+    assert set(output.split()) == allowed(replace)
     record_property("cases", len(output.split()))
 
 
-def kill_everywhere(kind: str, replace: bool, root: Path, chosen: str) -> None:
-    """Kill a save at a sample of its operations, or at every one, and print what the folder holds after each."""
+def kill_everywhere(name: str, replace: bool, root: Path, chosen: str) -> None:
+    """Kill a save at some of its operations, or at every one, and print what the folder holds after each."""
     importlib.import_module("tensorstore")
-    save, name = SAVES[kind]
+    kind = save, file = KINDS[name]
     total = root / "total"
 
     def count() -> None:
-        total.write_text(str(operations(save, root / "count", name, replace=replace)))
+        total.write_text(str(len(operations(kind, root / "count", replace=replace))))
 
     assert faults.in_child(count) == 0
-    for index in {"sample": sample, "every": every}[chosen](int(total.read_text())):
+    for index in {"some": some, "every": every}[chosen](int(total.read_text())):
         folder = root / str(index)
         folder.mkdir()
 
         def work(folder: Path = folder, index: int = index) -> None:
             if replace:
-                save(folder / name, OLD)
+                save(folder / file, OLD)
             with faults.broken(fail_at=index, action=faults.die):
-                save(folder / name, NEW)
+                save(folder / file, NEW)
 
         def look(folder: Path = folder) -> None:
-            folder.with_suffix(".found").write_text(holds(folder / name))
-            save(folder / name, NEW)
-            assert holds(folder / name) == "new"
-            assert names(folder) == [name]
+            folder.with_suffix(".found").write_text(holds(folder / file))
+            check_next_save(kind, folder)
 
         assert faults.in_child(work) == signal.SIGKILL
         assert faults.in_child(look) == 0, f"after operation {index}"
         print(folder.with_suffix(".found").read_text(), flush=True)
 
 
-@pytest.mark.parametrize("replace", [False, True], ids=["fresh", "replacing"])
-@pytest.mark.parametrize(("save", "name"), KINDS)
-@pytest.mark.parametrize(
-    "number",
-    [
-        errno.ENOSPC,
-        pytest.param(errno.EIO, marks=pytest.mark.slow),
-        pytest.param(errno.EROFS, marks=pytest.mark.slow),
-    ],
-    ids=errno.errorcode.get,
-)
+@pytest.mark.parametrize(("kind", "replace", "number", "choose"), swept(KINDS, REPLACE, ERRORS))
 def test_an_error_at_any_operation_is_raised(
-    tmp_path: Path, save: Save, name: str, number: int, replace: bool, choose: Choose, record_property: Any
+    tmp_path: Path, kind: Kind, replace: bool, number: int, choose: Choose, record_property: Any
 ) -> None:
+    save, name = kind
     raised = 0
-    chosen = choose(operations(save, tmp_path / "count", name, replace=replace))
-    for index, folder in folders(save, name, tmp_path, chosen, replace=replace):
+    chosen = choose(len(operations(kind, tmp_path / "count", replace=replace)))
+    for index, folder in folders(kind, tmp_path, chosen, replace=replace):
         with faults.broken(fail_at=index, action=faults.raise_error(number)):
             try:
                 save(folder / name, NEW)
@@ -231,21 +210,21 @@ def test_an_error_at_any_operation_is_raised(
                 assert error.path is not None and error.path.startswith(str(folder))
                 assert error.remedy
                 # If syncing the folder fails after the rename, the new checkpoint is visible.
-                assert holds(folder / name) in (("old", "new") if replace else ("nothing", "new"))
+                assert holds(folder / name) in allowed(replace)
             else:
                 # Only the removal of the replaced checkpoint may fail without an error, because the new one is durable.
                 assert holds(folder / name) == "new"
-        save(folder / name, NEW)
-        assert names(folder) == [name]
-    assert raised > len(chosen) / 3
+        check_next_save(kind, folder)
+    assert raised
     record_property("cases", len(chosen))
 
 
-@pytest.mark.parametrize(("save", "name"), KINDS)
-def test_short_writes_are_continued(
-    tmp_path: Path, save: Save, name: str, choose: Choose, record_property: Any
-) -> None:
-    chosen = choose(operations(save, tmp_path / "count", name, replace=False))
+@pytest.mark.parametrize(("kind", "choose"), swept(KINDS))
+def test_short_writes_are_continued(tmp_path: Path, kind: Kind, choose: Choose, record_property: Any) -> None:
+    save, name = kind
+    seen = operations(kind, tmp_path / "count", replace=False)
+    writes = [index for index, operation in enumerate(seen) if operation == "pwrite"]
+    chosen = [writes[place] for place in choose(len(writes))]
     for index in chosen:
         path = tmp_path / str(index) / name
         with faults.broken(fail_at=index, action=faults.write_short):
@@ -254,21 +233,20 @@ def test_short_writes_are_continued(
     record_property("cases", len(chosen))
 
 
-@pytest.mark.parametrize("replace", [False, True], ids=["fresh", "replacing"])
-@pytest.mark.parametrize(("save", "name"), IN_THE_CALL)
+@pytest.mark.parametrize(("kind", "replace", "choose"), swept(IN_THE_CALL, REPLACE))
 def test_ctrl_c_at_any_operation(
-    tmp_path: Path, save: Save, name: str, replace: bool, choose: Choose, record_property: Any
+    tmp_path: Path, kind: Kind, replace: bool, choose: Choose, record_property: Any
 ) -> None:
+    save, name = kind
     stopped = 0
-    chosen = choose(operations(save, tmp_path / "count", name, replace=replace))
-    for index, folder in folders(save, name, tmp_path, chosen, replace=replace):
+    chosen = choose(len(operations(kind, tmp_path / "count", replace=replace)))
+    for index, folder in folders(kind, tmp_path, chosen, replace=replace):
         with faults.broken(fail_at=index, action=faults.interrupt):
             try:
                 save(folder / name, NEW)
             except KeyboardInterrupt:
                 stopped += 1
-        assert holds(folder / name) in (("old", "new") if replace else ("nothing", "new"))
-        save(folder / name, NEW)
-        assert names(folder) == [name]
-    assert stopped > len(chosen) / 3
+        assert holds(folder / name) in allowed(replace)
+        check_next_save(kind, folder)
+    assert stopped
     record_property("cases", len(chosen))

@@ -21,6 +21,8 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from train.tiny_training import CONFIG, Witness, last_state, prepared, run
 
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
+
 START = CONFIG.changed({"checkpoint.every": 4, "checkpoint.keep_last": 9})
 DEATHS = {"before the record": faults.die, "after the record": faults.die_after}
 
@@ -42,16 +44,17 @@ def live(kind: str, source: Path, folder: Path, data: Path, death: str | None, s
         train(started, Witness())
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    found = prepared(tmp_path)
-    run(START, tmp_path / "source", found)
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of prepared data, beside the run ``source``."""
+    found = prepared(tmp_path_factory.mktemp("data"))
+    run(START, found.with_name("source"), found)
     return found
 
 
 def start(kind: str, folder: Path, data: Path, death: str | None = None, step: int = 8) -> int:
     output = folder.with_name("output")
-    code = ended(forked.start(live, kind, folder.with_name("source"), folder, data, death, step, output=output), 60)
+    code = ended(forked.start(live, kind, data.with_name("source"), folder, data, death, step, output=output), 60)
     print(output.read_text())  # pytest shows it if the test fails
     return code
 

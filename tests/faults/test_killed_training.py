@@ -1,10 +1,6 @@
-"""A training run that is killed at an exact point resumes and ends like an uninterrupted run, bit for bit.
-
-Each run is a process of its own.
-"""
+"""A training run that is killed at an exact point resumes and ends like an uninterrupted run, bit for bit."""
 
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -24,7 +20,6 @@ from forked import ended
 from tensorkeep import CheckpointManager
 from tensorkeep.io import commit
 from tensorkeep.io.temporaries import SUFFIX
-from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import Sampling
@@ -32,8 +27,15 @@ from tensorkeep.train.loop import train
 from tensorkeep.train.run.branch import branch_point
 from tensorkeep.train.run.folder import LOG, RunFolder
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import METRIC, Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import mixed_precision
+from train import tiny_training
+from train.tiny_training import Witness, lines
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
+
+KINDS = ("train", "evaluate", "sample")
+"""The lines of the log that two runs have in common."""
 
 # How a run is killed: each function arranges it
 
@@ -157,10 +159,6 @@ DEATHS_AT_THE_LOG = {"before the new log": faults.die, "after the new log": faul
 # The process of a run
 
 
-class Silence:
-    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
-
-
 def live(config: dict[str, Any], folder: Path, data: Path, death: str | None, branch: Path | None) -> None:
     """Train, from the start or the last checkpoint, until the end or until the process is killed."""
     for module in (tensorkeep.train.run.setup, mixed_precision):
@@ -172,7 +170,7 @@ def live(config: dict[str, Any], folder: Path, data: Path, death: str | None, br
     with open_run(Config.from_dict(config), RunFolder(folder), Dataset.open(data), resume=True, branch=point) as run:
         if death in DEATHS:
             DEATHS[death].arrange(run)
-        train(run, Silence())
+        train(run, Witness())
 
 
 # The tests
@@ -215,20 +213,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def whole(request: pytest.FixtureRequest, data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Whole:
     variant = VARIANTS[request.param]
     found = Whole(variant, data[variant.data], tmp_path_factory.mktemp("whole"))
-    assert {line["kind"] for line in trace(found.folder)} == {"train", "evaluate", "sample"}
+    assert {line["kind"] for line in lines(found.folder, *KINDS)} == {*KINDS}
     assert latest(found.folder) == 12
     return found
-
-
-def trace(folder: Path) -> list[dict[str, Any]]:
-    """Return the log's losses, gradient norms, learning rates and samples, without anything that depends on time."""
-    exact = ("step", "kind", "loss", "gradient_norm", "learning_rate", METRIC, "best", "text")
-    lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
-    return [
-        {key: line[key] for key in exact if key in line}
-        for line in lines
-        if line["kind"] in ("train", "evaluate", "sample")
-    ]
 
 
 def latest(folder: Path) -> int | None:
@@ -236,55 +223,42 @@ def latest(folder: Path) -> int | None:
     return None if step is None else step.number
 
 
-def kept(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    return [(step.number, dict(step.metrics)) for step in CheckpointManager(folder / "checkpoints").steps()]
-
-
-def last_state(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = CheckpointManager(folder / "checkpoints").restore()
-    # The generators of numpy and of Python are neither seeded nor used.
-    for unused in ("numpy", "python"):
-        state["rng"].pop(unused, None)
-    return state
-
-
 def check_same(folder: Path, whole: Path) -> None:
-    assert trace(folder) == trace(whole)
-    assert kept(folder) == kept(whole)
-    assert difference(last_state(folder), last_state(whole)) is None
+    tiny_training.check_same(folder, whole, *KINDS)
+    kept, expected = (CheckpointManager(each / "checkpoints").steps() for each in (folder, whole))
+    assert [(step.number, step.metrics) for step in kept] == [(step.number, step.metrics) for step in expected]
     assert not list(folder.rglob(f"*{SUFFIX}"))
 
 
-# Each kind of run and each death; all pairs of them are for `make torture`.
-PAIRS = [
-    pytest.param(variant, death, marks=pytest.mark.slow if (one - other) % len(VARIANTS) else [])
-    for one, variant in enumerate(VARIANTS)
-    for other, death in enumerate(DEATHS)
+IN_THE_LOG = ("in a step", *DEATHS_AT_THE_LOG)
+LIVES = [
+    # Every death, each after the run was resumed from the one before; `tests/train` resumes all kinds of runs.
+    ("AdamW, averaged, random order", ("in a step", "in an evaluation", "in a sample", *DEATHS_AT_THE_LOG)),
+    ("a leg on answers, shuffled", ("in the writing of a save", "after a save")),
+    ("the best recipe for CPUs, on a mixture, averaged", ("after the rename of a save",)),
+    # Each kind of run and each death.
+    *(
+        pytest.param(variant, deaths, marks=pytest.mark.exhaustive)
+        for variant in VARIANTS
+        for deaths in (*((death,) for death in DEATHS), IN_THE_LOG)
+    ),
 ]
 
 
-@pytest.mark.parametrize(("whole", "death"), PAIRS, indirect=["whole"])
-def test_a_killed_run_resumes_exactly(tmp_path: Path, whole: Whole, death: str, record_property: Any) -> None:
-    run = tmp_path / "run"
-    assert whole.start(run, death) == -signal.SIGKILL
-    assert latest(run) == DEATHS[death].saved
-    assert whole.start(run) == 0
-    check_same(run, whole.folder)
-    record_property("cases", 1)
-
-
-@pytest.mark.parametrize(
-    "whole",
-    [pytest.param(name, marks=pytest.mark.slow if number else []) for number, name in enumerate(VARIANTS)],
-    indirect=True,
-)
-def test_a_run_killed_while_its_log_is_rewritten_resumes_exactly(
-    tmp_path: Path, whole: Whole, record_property: Any
+@pytest.mark.parametrize(("whole", "deaths"), LIVES, indirect=["whole"])
+def test_a_killed_run_resumes_exactly(
+    tmp_path: Path, whole: Whole, deaths: tuple[str, ...], record_property: Any
 ) -> None:
     run = tmp_path / "run"
-    for death, last in {"in a step": 7, "before the new log": 7, "after the new log": 6}.items():
+    for death in deaths:
         assert whole.start(run, death) == -signal.SIGKILL
-        assert max(line["step"] for line in trace(run)) == last
+        saved = latest(run)
+        if death in DEATHS:
+            assert saved == DEATHS[death].saved
+        else:
+            # The log ends after the last checkpoint until it is rewritten.
+            assert saved is not None
+            assert (max(line["step"] for line in lines(run, *KINDS)) > saved) == (death == "before the new log")
     assert whole.start(run) == 0
     check_same(run, whole.folder)
-    record_property("cases", 3)
+    record_property("cases", len(deaths))

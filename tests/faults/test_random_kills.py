@@ -37,7 +37,7 @@ def work(root: Path, first: int) -> None:
             manager.save(place, state(number), overwrite=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_two_hundred_times(tmp_path: Path, record_property: Any) -> None:
     root = tmp_path / "run"
     draw = random.Random(200)

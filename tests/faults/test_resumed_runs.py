@@ -13,20 +13,29 @@ import pytest
 from tensorkeep import CheckpointManager
 from tensorkeep.testing.equality import difference
 
+pytestmark = pytest.mark.exhaustive
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
 STEPS = 1000
 KILLS = 20
 
 
-def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(STEPS), *arguments]
+def start(out: Path, *arguments: str, steps: int = STEPS) -> subprocess.Popen[str]:
+    command = [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(steps), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process: subprocess.Popen[str]) -> list[str]:
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    return output
+    return output.splitlines()
+
+
+def wait_for_a_save(process: subprocess.Popen[str], out: Path) -> None:
+    before = saved(out)
+    while saved(out) == before:
+        assert process.poll() is None, finish(process)
+        time.sleep(0.005)
 
 
 def saved(out: Path) -> int:
@@ -34,17 +43,13 @@ def saved(out: Path) -> int:
     return max((int(path.name.removeprefix("step-")) for path in out.glob("step-*")), default=0)
 
 
-@pytest.mark.slow
 def test_a_run_killed_twenty_times(tmp_path: Path, record_property: Any) -> None:
     finish(start(tmp_path / "whole"))
     draw = random.Random(20)
     place = tmp_path / "killed"
     for _ in range(KILLS):
-        before = saved(place)
         process = start(place, "--pause", "0.02")
-        while saved(place) == before:
-            assert process.poll() is None, finish(process)
-            time.sleep(0.005)
+        wait_for_a_save(process, place)
         # At a random time in the following steps and saves.
         time.sleep(draw.uniform(0, 0.6))
         process.send_signal(signal.SIGKILL)

@@ -10,39 +10,26 @@ from typing import Any
 
 import pytest
 
+from faults.test_resumed_runs import finish, start, wait_for_a_save
 from tensorkeep import CheckpointManager
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
-STEPS = 120
+pytestmark = pytest.mark.exhaustive
 
 
-def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(STEPS), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> list[str]:
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    return output.splitlines()
-
-
-@pytest.mark.slow
 def test_the_example_saves_on_sigterm_and_resumes(tmp_path: Path, record_property: Any) -> None:
-    whole = finish(start(tmp_path / "whole"))
-    assert whole[-1].startswith(f"step {STEPS}:")
-    stopped = start(tmp_path / "stopped", "--pause", "0.02")
-    while not list((tmp_path / "stopped").glob("step-*")):
-        assert stopped.poll() is None, finish(stopped)
-        time.sleep(0.005)
+    whole = finish(start(tmp_path / "whole", steps=120))
+    assert whole[-1].startswith("step 120:")
+    place = tmp_path / "stopped"
+    stopped = start(place, "--pause", "0.02", steps=120)
+    wait_for_a_save(stopped, place)
     stopped.send_signal(signal.SIGTERM)
     output = finish(stopped)[-1]
     assert output.startswith("stopped after step ")
     last = int(output.split()[-1])
-    latest = CheckpointManager(tmp_path / "stopped").latest()
+    latest = CheckpointManager(place).latest()
     assert latest is not None
-    assert latest.number == last < STEPS
-    resumed = finish(start(tmp_path / "stopped"))
+    assert latest.number == last < 120
+    resumed = finish(start(place, steps=120))
     assert resumed[0].endswith(f"step {last + 1}")
     assert resumed[1:] == [whole[-1]]
     record_property("cases", 1)
@@ -55,7 +42,6 @@ exec g++ "$@"
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_ends_the_compiler_too_stops_the_run(tmp_path: Path, number: int) -> None:
     """As Ctrl-C does in a terminal, whose signal goes to every process of the command."""

@@ -1,6 +1,7 @@
 """A training run on a full disk ends with an error and resumes exactly once space is free."""
 
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,23 +9,32 @@ from typing import Any
 import pytest
 
 import tensorkeep
-from tensorkeep.testing.equality import difference
+from faults.conftest import fill
 from tensorkeep.train.run.state import Run
-from train.tiny_training import CONFIG, Witness, last_state, lines, prepared, run
+from train.tiny_training import CONFIG, Witness, check_same, prepared, run
 
-PAGE = 4096
+pytestmark = pytest.mark.integration
 
-
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+LONG = CONFIG.changed({"loop.steps": 40, "checkpoint.every": 10})
 
 
-def fill(disk: Path) -> None:
-    """Fill the disk up to the last page."""
-    with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        while True:
-            file.write(bytes(PAGE))
+@pytest.fixture(scope="module", autouse=True)
+def quick_peak() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+        yield
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path) -> Path:
+    """Return the folder of an uninterrupted run."""
+    run(LONG, data.with_name("whole"), data)
+    return data.with_name("whole")
 
 
 def elsewhere(place: Path, real: Path) -> None:
@@ -62,39 +72,36 @@ class Waits(Witness):
                     thread.join()
 
 
-def same_as_whole(config: Any, folder: Path, data: Path, whole: Path) -> None:
+def check_resumes(folder: Path, data: Path, whole: Path) -> None:
     """Resume a run and compare it with an uninterrupted one."""
-    run(config, folder, data, resume=True)
-    run(config, whole, data)
-    assert lines(folder) == lines(whole)
-    assert difference(last_state(folder), last_state(whole)) is None
+    run(LONG, folder, data, resume=True)
+    check_same(folder, whole)
 
 
 def test_a_failed_background_save_is_raised_before_the_next_one(
-    tmp_path: Path, small_disk: Path, record_property: Any
+    tmp_path: Path, small_disk: Path, data: Path, whole: Path, record_property: Any
 ) -> None:
-    data, folder = prepared(tmp_path), tmp_path / "run"
-    config = CONFIG.changed({"loop.steps": 40, "checkpoint.every": 10})
+    folder = tmp_path / "run"
     elsewhere(folder / "checkpoints", small_disk / "checkpoints")
     witness = Waits(22)
     with pytest.raises(tensorkeep.StoreError, match="No space left") as raised:
-        run(config, folder, data, listener=witness, arrange=partial(fill_in_step, step=15, disk=small_disk))
+        run(LONG, folder, data, listener=witness, arrange=partial(fill_in_step, step=15, disk=small_disk))
     assert 20 <= witness.of("train")[-1] <= 22
     assert witness.of("save") == [10]
     assert not hasattr(raised.value, "__notes__"), "it is reported twice"
     (small_disk / "filler").unlink()
-    same_as_whole(config, folder, data, tmp_path / "whole")
+    check_resumes(folder, data, whole)
     record_property("cases", 1)
 
 
-def test_a_log_on_a_full_disk_ends_the_run(tmp_path: Path, small_disk: Path, record_property: Any) -> None:
-    data, folder = prepared(tmp_path), small_disk / "run"
-    config = CONFIG.changed({"loop.steps": 60, "checkpoint.every": 5})
+def test_a_log_on_a_full_disk_ends_the_run(
+    tmp_path: Path, small_disk: Path, data: Path, whole: Path, record_property: Any
+) -> None:
+    folder, witness = small_disk / "run", Witness()
     elsewhere(folder / "checkpoints", tmp_path / "checkpoints")
-    witness = Witness()
     with pytest.raises(tensorkeep.StoreError, match=r"log\.jsonl: cannot write the log: No space left"):
-        run(config, folder, data, listener=witness, arrange=partial(fill_in_step, step=7, disk=small_disk))
-    assert witness.of("train")[-1] < 60, "the last page holds a few lines only"
+        run(LONG, folder, data, listener=witness, arrange=partial(fill_in_step, step=11, disk=small_disk))
+    assert witness.of("train")[-1] < 40, "the last page holds a few lines only"
     (small_disk / "filler").unlink()
-    same_as_whole(config, folder, data, tmp_path / "whole")
+    check_resumes(folder, data, whole)
     record_property("cases", 1)

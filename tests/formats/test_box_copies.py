@@ -10,10 +10,10 @@ import torch
 
 import tensorkeep
 from simulated_ranks import at_random, by_dimension, random_tiling, save_by_ranks
+from state.reloading import leaf_of
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.formats import box_copies
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.state.leaf import Leaf
 
 SHAPE = (37, 20, 6)
 
@@ -34,26 +34,21 @@ def strided(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(*reversed(shape), 2, dtype=dtype)[..., 0].permute(*reversed(range(len(shape))))
 
 
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("kind", ["native", "torch", "columns", "anywhere"])
-def test_boxes_are_read_into_any_layout(
-    tmp_path: Path, kind: str, verify: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", ["native", "torch", "columns", pytest.param("anywhere", marks=pytest.mark.coder)])
+def test_boxes_are_read_into_any_layout(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(SHAPE).bfloat16()
     write(tmp_path / "c", kind, tensor)
     monkeypatch.setattr(box_copies, "BLOCK_BYTES", 2048)
     random = Random(2)
-    settings = OpenSettings(verify=verify)
-    with open_reader(tmp_path / "c", settings) as reader:
-        for long_run in (1, 64, 10**6):
-            monkeypatch.setattr(box_copies, "_LONG_RUN", long_run)
-            for offsets, sizes in random_tiling(random, SHAPE, cuts=25):
+    for verify, long_run in ((True, 1), (False, 64), (True, 10**6), (False, 10**6)):
+        monkeypatch.setattr(box_copies, "_LONG_RUN", long_run)
+        settings = OpenSettings(verify=verify)
+        with open_reader(tmp_path / "c", settings) as reader:
+            for offsets, sizes in random_tiling(random, SHAPE, cuts=7):
                 expected = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
                 for out in (torch.zeros(sizes, dtype=tensor.dtype), strided(sizes, tensor.dtype)):
-                    reader.read_box(
-                        "w", offsets, Leaf("w", "tensor", reader.flat.leaves["w"].dtype, out), settings.pool
-                    )
-                    assert torch.equal(out, expected)
+                    reader.read_box("w", offsets, leaf_of(out), settings.pool)
+                    assert torch.equal(out, expected), f"{sizes} at {offsets}, {long_run}, {verify}"
 
 
 @pytest.mark.parametrize("kind", ["native", "anywhere"])
@@ -63,52 +58,40 @@ def test_boxes_of_numpy_arrays(tmp_path: Path, kind: str) -> None:
     settings = OpenSettings()
     with open_reader(tmp_path / "c", settings) as reader:
         out = np.zeros((5, 6, 3), array.dtype)[::-1]
-        leaf = Leaf.of("w", out)
-        assert leaf is not None
-        reader.read_box("w", (30, 13, 2), leaf, settings.pool)
+        reader.read_box("w", (30, 13, 2), leaf_of(out), settings.pool)
         assert np.array_equal(out, array[30:35, 13:19, 2:5])
 
 
 def test_scalars_and_empty_boxes(tmp_path: Path) -> None:
     tensorkeep.save({"s": torch.tensor(2.5), "e": torch.empty(0, 3)}, tmp_path / "c")
-    settings = OpenSettings()
+    settings, scalar = OpenSettings(), torch.tensor(0.0)
     with open_reader(tmp_path / "c", settings) as reader:
-        scalar, empty = torch.tensor(0.0), torch.empty(0, 3)
-        for name, out in (("s", scalar), ("e", empty)):
-            leaf = Leaf.of(name, out)
-            assert leaf is not None
-            reader.read_box(name, (0,) * out.ndim, leaf, settings.pool)
+        reader.read_box("s", (), leaf_of(scalar), settings.pool)
+        reader.read_box("e", (0, 0), leaf_of(torch.empty(0, 3)), settings.pool)
     assert scalar == 2.5
 
 
-def test_short_rows_are_read_together() -> None:
-    """A column of a wide matrix takes one read for many rows, not one for each."""
-    data = np.arange(1000 * 50, dtype=np.uint8)
-    reads: list[tuple[int, int]] = []
+@pytest.mark.parametrize(
+    ("shape", "offsets", "sizes", "reads"),
+    [
+        # A column of a wide matrix takes one read for many rows, not one for each.
+        ((1000, 50), (0, 7), (1000, 2), [(7, 999 * 50 + 9)]),
+        # Long rows are read without what is between them.
+        ((4, 10**6), (0, 100), (4, 500_000), [(row * 10**6 + 100, row * 10**6 + 500_100) for row in range(4)]),
+    ],
+    ids=["short rows", "long rows"],
+)
+def test_rows_are_read_together_if_little_is_between_them(
+    shape: tuple[int, int], offsets: tuple[int, int], sizes: tuple[int, int], reads: list[tuple[int, int]]
+) -> None:
+    data = np.arange(shape[0] * shape[1], dtype=np.uint8)
+    found: list[tuple[int, int]] = []
 
     def read(start: int, stop: int, out: Any) -> None:
-        reads.append((start, stop))
+        found.append((start, stop))
         out[:] = data[start:stop]
 
-    out = np.zeros((1000, 2), np.uint8)
-    leaf = Leaf.of("w", out)
-    assert leaf is not None
-    box_copies.read_box(read, (1000, 50), (0, 7), leaf, OpenSettings().pool)
-    assert reads == [(7, 999 * 50 + 9)]
-    assert np.array_equal(out, data.reshape(1000, 50)[:, 7:9])
-
-
-def test_long_rows_are_read_without_what_is_between_them() -> None:
-    data = np.arange(4 * 10**6, dtype=np.uint8).reshape(4, 10**6)
-    reads: list[int] = []
-
-    def read(start: int, stop: int, out: Any) -> None:
-        reads.append(stop - start)
-        out[:] = data.reshape(-1)[start:stop]
-
-    out = np.zeros((4, 500_000), np.uint8)
-    leaf = Leaf.of("w", out)
-    assert leaf is not None
-    box_copies.read_box(read, (4, 10**6), (0, 100), leaf, OpenSettings().pool)
-    assert reads == [500_000] * 4
-    assert np.array_equal(out, data[:, 100:500_100])
+    out = np.zeros(sizes, np.uint8)
+    box_copies.read_box(read, shape, offsets, leaf_of(out), OpenSettings().pool)
+    assert sorted(found) == reads
+    assert np.array_equal(out, data.reshape(shape)[:, offsets[1] : offsets[1] + sizes[1]])

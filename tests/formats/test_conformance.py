@@ -1,8 +1,12 @@
-"""The conformance suite on native, safetensors and torch files."""
+"""The conformance suite on every format; a thorough run flips 250 bytes of each file."""
 
+from collections.abc import Callable
 from pathlib import Path
 
-from tensorkeep.formats import native, safetensors, torch_file
+import pytest
+
+from tensorkeep.formats import dcp, native, safetensors, t5x, tensorstore, torch_file
+from tensorkeep.testing.format_states import training_state
 from tensorkeep.testing.format_suite import FormatSuite
 
 
@@ -11,6 +15,7 @@ class TestNative(FormatSuite):
     covers_every_byte = True
 
 
+@pytest.mark.coder
 class TestNativeLossless(FormatSuite):
     format = native.FORMAT
     compression = "lossless"
@@ -31,6 +36,7 @@ class TestSafetensors(FormatSuite):
         return folder / "model.safetensors"
 
 
+@pytest.mark.coder
 class TestSafetensorsLossless(TestSafetensors):
     compression = "lossless"
 
@@ -39,3 +45,49 @@ class TestSafetensorsSharded(FormatSuite):
     format = safetensors.FORMAT
     detects_damage = False
     options = {"shard_bytes": 2000}  # noqa: RUF012
+
+
+@pytest.mark.xdist_group("conformance of dcp and t5x")
+class TestDcp(FormatSuite):
+    format = dcp.FORMAT
+
+
+@pytest.mark.xdist_group("conformance of dcp and t5x")
+class TestT5X(FormatSuite):
+    # T5X's default, float32, does not keep the bits of a NaN, which random elements contain.
+    format = t5x.FORMAT
+    options = {"dtype": "keep"}  # noqa: RUF012
+
+
+@pytest.mark.xdist_group("conformance of tensorstore")
+class TestZarr3(FormatSuite):
+    """The default: raw, with a CRC-32C of every chunk."""
+
+    format = tensorstore.FORMAT
+    covers_every_byte = True
+
+
+@pytest.mark.exhaustive
+class TestZarr2AsDocumented(FormatSuite):
+    """Chunks of 4,096 elements, the key ``compressor`` left out, one array after the other; without checksums."""
+
+    format = tensorstore.FORMAT
+    options = {"zarr": 2, "compressor": "as-documented", "chunk": 4096, "in_flight": "one"}  # noqa: RUF012
+    detects_damage = False
+
+
+@pytest.mark.xdist_group("conformance of tensorstore")
+class TestOcdbt(FormatSuite):
+    format = tensorstore.FORMAT
+    options = {"kvstore": "ocdbt"}  # noqa: RUF012
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("suite", [each for name, each in globals().items() if name.startswith("Test")])
+def test_flipped_bits_are_found_or_do_no_harm(
+    suite: type[FormatSuite], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    checks = suite()
+    path = checks.destination(tmp_path)
+    checks.save(training_state(), path)
+    record_property("cases", checks.check_flipped_bits(path, 250))

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from tensorkeep.errors import StoreError
+from tensorkeep.formats import mapped_file
 from tensorkeep.formats.mapped_file import FetchedFile, FetchedParts
 from tensorkeep.io.files import Bytes
 from tensorkeep.io.objects.store_directory import StoreFile
@@ -27,10 +29,12 @@ class Source(StoreFile):
         self.failing = threading.Event()
         self.go_on = threading.Event()
         self.go_on.set()
+        self.begun = threading.Semaphore(0)
 
     def read_into(self, offset: int, out: Bytes) -> None:
         self.reads.append((offset, len(out)))
-        assert self.go_on.wait(10)
+        self.begun.release()
+        assert self.go_on.wait(60)
         if self.failing.is_set():
             raise StoreError("no answer", path=self.path)
         out[:] = self.bytes[offset : offset + len(out)]
@@ -45,7 +49,7 @@ def use(file: FetchedFile, source: Source, start: int, stop: int) -> None:
         assert np.array_equal(file.content[start:stop], source.bytes[start:stop])
 
 
-def test_what_is_used_is_fetched_once() -> None:
+def test_what_is_used_is_fetched_once_and_a_large_range_by_several_requests() -> None:
     source = Source(100 * PIECE + 7)
     with FetchedFile(source, FetchedParts(10**9)) as file:
         assert source.reads == []
@@ -62,27 +66,22 @@ def test_what_is_used_is_fetched_once() -> None:
             stream.seek(-7, 2)
             assert stream.read() == source.bytes[-7:].tobytes()
         assert source.moved == source.size
-
-
-def test_an_empty_object() -> None:
     with FetchedFile(Source(0), FetchedParts(0)) as file, file.stream() as stream:
         assert stream.read() == b""
+    large = Source(20 * 1024**2)
+    with FetchedFile(large, FetchedParts(10**9)) as file:
+        use(file, large, 0, large.size)
+    assert [count for _, count in large.reads] == [8 * 1024**2, 8 * 1024**2, 4 * 1024**2]
 
 
-def test_large_ranges_are_several_requests() -> None:
-    source = Source(20 * 1024**2)
-    with FetchedFile(source, FetchedParts(10**9)) as file:
-        use(file, source, 0, source.size)
-    assert [count for _, count in source.reads] == [8 * 1024**2, 8 * 1024**2, 4 * 1024**2]
-
-
-def test_threads_share_the_requests() -> None:
-    source = Source(40 * 1024**2)
+def test_threads_share_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_file, "_MOST_PIECES", 8)
+    source = Source(40 * PIECE)
     source.go_on.clear()
     with FetchedFile(source, FetchedParts(10**9)) as file, ThreadPoolExecutor(8) as threads:
         uses = [threads.submit(use, file, source, 0, source.size) for _ in range(8)]
-        while len(source.reads) < 5:
-            pass
+        for _ in range(5):
+            assert source.begun.acquire(timeout=60)
         source.go_on.set()
         for each in uses:
             each.result()
@@ -97,6 +96,7 @@ def test_over_the_budget_the_oldest_is_given_back() -> None:
             use(file, source, start * PIECE, (start + 5) * PIECE)
         assert source.moved == source.size
         assert np.count_nonzero(file._states) == 10
+        assert not file.content[: 90 * PIECE].any()
         use(file, source, 90 * PIECE, 100 * PIECE)
         assert source.moved == source.size
         use(file, source, 0, PIECE)
@@ -105,14 +105,6 @@ def test_over_the_budget_the_oldest_is_given_back() -> None:
             # Nothing in use is given back.
             use(file, source, 50 * PIECE, 90 * PIECE)
             assert np.array_equal(file.content[20 * PIECE : 40 * PIECE], source.bytes[20 * PIECE : 40 * PIECE])
-
-
-def test_memory_that_was_given_back_is_empty() -> None:
-    source = Source(8 * PIECE)
-    with FetchedFile(source, FetchedParts(PIECE)) as file:
-        for number in range(8):
-            use(file, source, number * PIECE, (number + 1) * PIECE)
-        assert not file.content[: 7 * PIECE].any()
 
 
 def test_the_memory_of_collected_files_counts_no_more() -> None:
@@ -139,18 +131,18 @@ def test_what_ctrl_c_has_interrupted_is_fetched_again() -> None:
         with pytest.raises(KeyboardInterrupt), file.needed(0, source.size):
             pass
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(use, file, source, 0, source.size).result(10)
+            thread.submit(use, file, source, 0, source.size).result(60)
     assert [offset for offset, _ in source.reads] == [0, 8 * 1024**2, 8 * 1024**2, 16 * 1024**2]
 
 
 def test_a_failure_is_raised_in_all_threads_and_forgotten() -> None:
-    source = Source(40 * 1024**2)
+    source = Source(40 * PIECE)
     source.failing.set()
     source.go_on.clear()
     with FetchedFile(source, FetchedParts(10**9)) as file, ThreadPoolExecutor(3) as threads:
         uses = [threads.submit(use, file, source, 0, 4 * PIECE) for _ in range(3)]
         while not (source.reads and file._users[0] == 3):
-            pass
+            time.sleep(0.001)
         source.go_on.set()
         for each in uses:
             with pytest.raises(StoreError, match="no answer"):

@@ -2,11 +2,8 @@
 
 import math
 import os
-import threading
-import time
-from collections.abc import Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -18,129 +15,104 @@ import torch.distributed.checkpoint as dcp
 
 import tensorkeep
 import tensorkeep.torch
+from faults.injection import flip_bit
 from formats.dcp.checkpoints import grid, trained, write_chunks
 from formats.dcp.checkpoints import real_save as dcp_save
 from formats.tensorstore.array_files import foreign_group, write_array
-from store_servers import SECRET, Fault, FaultAt, Proxy, upload
+from store_servers import ACTIONS, SECRET, Fault, FaultAt, Proxy, always, serving, upload
 from tensorkeep.cli.main import main
 from tensorkeep.distributed import DcpReader
 from tensorkeep.formats.tensorstore.in_store import kvstore_spec, retries
 from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
 from tensorkeep.safetensors.torch import load_file
+from tensorkeep.testing.cases import case as case_of
 from tensorkeep.testing.equality import same
 
+pytestmark = pytest.mark.integration
 obstore = pytest.importorskip("obstore")
 
 BUCKET = "s3://formats"
 
 
-def web(bucket: Proxy, url: str) -> str:
-    """Return the URL of a web server for that of an object."""
-    return f"{bucket.url}/{url.removeprefix('s3://')}"
-
-
-@pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each of our requests for content."""
-    counts: list[int] = []
-    real = stores.get
-
-    def counted(*arguments: Any, **named: Any) -> memoryview:
-        found = real(*arguments, **named)
-        counts.append(len(found))
-        return found
-
-    monkeypatch.setattr(stores, "get", counted)
-    return counts
-
-
 def state() -> dict[str, Any]:
-    w = torch.arange(300_000, dtype=torch.float32).reshape(300, 1000)
+    w = torch.arange(60_000, dtype=torch.float32).reshape(300, 200)
     return {"model": {"w": w, "half": w.half() / 7, "b": torch.arange(10)}, "step": 5}
 
 
-FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+FORMATS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "native": ("native", {"compression": "none"}),
+    "lossless": ("native", {"compression": "lossless"}),
+    "c.safetensors": (None, {"force": True, "compression": "none"}),
+    "d.safetensors": (None, {"force": True, "compression": "lossless"}),
     "torch": ("torch", {}),
     "dcp": ("dcp", {"thread_count": 2}),
-    "zarr 3": ("tensorstore", {"chunk": "256KiB"}),
+    "zarr 3": ("tensorstore", {"chunk": "64KiB"}),
     "zarr 2": ("tensorstore", {"zarr": 2, "compressor": "zstd:1"}),
-    "shards": ("tensorstore", {"chunk": "64KiB", "shard_bytes": "256KiB"}),
+    "shards": ("tensorstore", {"chunk": "16KiB", "shard_bytes": "64KiB"}),
     "database": ("tensorstore", {"kvstore": "ocdbt"}),
     "t5x": ("t5x", {"dtype": "keep"}),
 }
-every_format = pytest.mark.parametrize("case", FORMATS)
 
 
-def saved(case: str, folder: Path) -> Path:
+@pytest.fixture
+def disk(case: str, tmp_path: Path) -> Path:
+    """A checkpoint on a disk."""
     format, options = FORMATS[case]
-    name = "x.pt" if format == "torch" else "c"
-    tensorkeep.save(state(), folder / name, format=format, **options)
-    return folder / name
+    path = tmp_path / ("x.pt" if format == "torch" else "c" if format else case)
+    tensorkeep.save(state(), path, format=format, **options)
+    return path
 
 
-@every_format
+@pytest.fixture
+def url(disk: Path, bucket: Proxy) -> str:
+    """Its copy in the bucket."""
+    return upload(disk, f"{BUCKET}/{disk.parent.name}/{disk.name}")
+
+
+@pytest.mark.parametrize("case", FORMATS)
 def test_a_checkpoint_is_read_as_from_a_disk(
-    case: str, tmp_path: Path, bucket: Proxy, capsys: pytest.CaptureFixture[str]
+    case: str, disk: Path, url: str, tmp_path: Path, bucket: Proxy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = saved(case, tmp_path)
-    url = upload(path, f"{BUCKET}/disk/{case.replace(' ', '-')}/{path.name}")
     calls: list[tuple[int, int]] = []
-    assert same(tensorkeep.load(url, progress=lambda *counts: calls.append(counts)), tensorkeep.load(path))
-    assert calls[-1][0] == calls[-1][1] == tensorkeep.info(path).total.nbytes
+    expected, info = tensorkeep.load(disk), tensorkeep.info(disk)
+    assert same(tensorkeep.load(url, progress=lambda *counts: calls.append(counts)), expected)
+    assert calls[-1][0] == calls[-1][1] == info.total.nbytes
     into = state()
     into["model"]["w"].zero_()
     tensorkeep.load(url, into=into)
     assert torch.equal(into["model"]["w"], state()["model"]["w"])
     report = tensorkeep.verify(url)
-    assert report.ok and report.checked == tensorkeep.verify(path).checked
+    assert report.ok and report.checked == tensorkeep.verify(disk).checked
     with tensorkeep.open(url) as opened:
         assert torch.equal(opened["model.w"][7:9, 1:3], state()["model"]["w"][7:9, 1:3])
-    assert tensorkeep.info(url).entries == tensorkeep.info(path).entries
-    assert tensorkeep.diff(url, path)
-    tensorkeep.convert(url, tmp_path / "native")
-    assert same(tensorkeep.load(tmp_path / "native"), tensorkeep.load(path))
-    for command in ("info", "ls", "verify"):
-        assert main([command, url]) == 0, command
+    assert tensorkeep.info(url).entries == info.entries
+    assert tensorkeep.diff(url, disk)
+    tensorkeep.convert(url, tmp_path / "native", compression="none")
+    assert same(tensorkeep.load(tmp_path / "native"), expected)
+    assert main([("info", "ls")[[*FORMATS].index(case) % 2], url]) == 0
     assert "model.half" in capsys.readouterr().out
+    with pytest.raises(tensorkeep.UnsupportedError):
+        tensorkeep.load(url, mmap=True)
+    # A web server does not list what it has.
+    url = url.replace("s3:/", bucket.url)
+    assert same(tensorkeep.load(url), expected)
+    with pytest.raises((tensorkeep.NotFoundError, tensorkeep.NotACheckpointError)):
+        tensorkeep.load(f"{url}-missing")
 
 
-@every_format
-def test_a_web_server_is_read_without_listing(case: str, tmp_path: Path, bucket: Proxy) -> None:
-    path = saved(case, tmp_path)
-    url = web(bucket, upload(path, f"{BUCKET}/web/{case.replace(' ', '-')}/{path.name}"))
-    assert same(tensorkeep.load(url), tensorkeep.load(path))
-
-
-@pytest.fixture
-def plain_server(tmp_path: Path) -> Iterator[str]:
-    """The URL of a web server that shows folders as pages, and does not know ranges."""
-
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
-            """Print nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path))) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
-
-def test_a_web_server_without_ranges(tmp_path: Path, bucket: Proxy, plain_server: str) -> None:
-    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
-    with pytest.raises(tensorkeep.UnsupportedError, match="does not answer requests for a part of a file"):
-        tensorkeep.load(f"{plain_server}/x.pt")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(tensorkeep.NotACheckpointError, match="is not a checkpoint of any known format"):
-        tensorkeep.load(f"{plain_server}/folder")
-
-
-def test_a_bucket_is_not_a_checkpoint(bucket: Proxy) -> None:
-    obstore.put(stores._store_of(StorePath(BUCKET)), "some", b"thing")
+def test_places_without_a_checkpoint_and_servers_without_ranges(tmp_path: Path, bucket: Proxy) -> None:
+    stores.put(StorePath(f"{BUCKET}/some"), b"thing")
     with pytest.raises(tensorkeep.NotACheckpointError):
         tensorkeep.info(BUCKET)
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    (tmp_path / "folder").mkdir()
+    # It shows folders as pages, and does not know ranges.
+    with serving(partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as url:
+        with pytest.raises(tensorkeep.UnsupportedError, match="does not answer requests for a part of a file"):
+            tensorkeep.load(f"{url}/x.pt")
+        with pytest.raises(tensorkeep.NotACheckpointError, match="is not a checkpoint of any known format"):
+            tensorkeep.load(f"{url}/folder")
 
 
 def test_torch_files_of_others(tmp_path: Path, bucket: Proxy) -> None:
@@ -164,12 +136,10 @@ def test_torch_files_of_others(tmp_path: Path, bucket: Proxy) -> None:
     # A zip file whose first record is another one.
     torch.save([torch.ones(3)], tmp_path / "y.pt")
     assert tensorkeep.info(upload(tmp_path / "y.pt", f"{BUCKET}/others/y")).format == "torch"
-
-
-def test_code_in_a_torch_file_is_not_run(tmp_path: Path, bucket: Proxy) -> None:
-    torch.save({"path": Path("x")}, tmp_path / "x.pt")
+    # Code in a file is not run.
+    torch.save({"path": Path("x")}, tmp_path / "code.pt")
     with pytest.raises(tensorkeep.UnsupportedError, match="its pickle calls pathlib"):
-        tensorkeep.load(upload(tmp_path / "x.pt", f"{BUCKET}/code/x.pt"))
+        tensorkeep.load(upload(tmp_path / "code.pt", f"{BUCKET}/others/code.pt"))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -189,9 +159,9 @@ def test_arrays_of_others(tmp_path: Path, bucket: Proxy) -> None:
     url = upload(group, f"{BUCKET}/arrays/group")
     assert same(tensorkeep.load(url), tensorkeep.load(group))
     assert tensorkeep.info(url).entries == tensorkeep.info(group).entries
-    assert list(tensorkeep.load(web(bucket, f"{url}/w"))) == ["w"]
+    assert list(tensorkeep.load(f"{url}/w".replace("s3:/", bucket.url))) == ["w"]
     with pytest.raises(tensorkeep.UnsupportedError, match="which a web server does not list"):
-        tensorkeep.load(web(bucket, url))
+        tensorkeep.load(url.replace("s3:/", bucket.url))
     # Without the metadata of a group.
     for name in ("a", "b"):
         write_array(tmp_path / "loose" / name, np.arange(3.0), "zarr")
@@ -202,123 +172,105 @@ def test_arrays_of_others(tmp_path: Path, bucket: Proxy) -> None:
 
 
 @pytest.mark.parametrize("format", ["torch", "dcp"])
-def test_only_what_is_used_is_moved(format: str, tmp_path: Path, bucket: Proxy, moved: list[int]) -> None:
-    content = {f"t{number}": torch.full((512, 1024), float(number)) for number in range(8)}
+def test_only_what_is_used_is_moved(format: str, tmp_path: Path, bucket: Proxy) -> None:
+    content = {f"t{number}": torch.full((128, 1024), float(number)) for number in range(8)}
     path = tmp_path / "x.pt"
     tensorkeep.save(content, path, format=format)
     size = sum(leaf.nbytes for leaf in content.values())
     url = upload(path, f"{BUCKET}/moved/{format}")
-    moved.clear()
+    bucket.start_again(None)
     assert len(tensorkeep.info(url).entries) == 8
-    assert sum(moved) < 0.2 * size
-    moved.clear()
+    assert bucket.answered_bytes < 0.2 * size
     with tensorkeep.open(url) as opened:
-        before = sum(moved)
-        assert opened["t3"][100].unique().tolist() == [3.0]
-        # Its checksum is that of the full tensor.
-        assert sum(moved) - before < 1.2 * size / 8
-        assert opened["t3"][200].unique().tolist() == [3.0]
-        assert sum(moved) - before < 1.2 * size / 8
-    moved.clear()
+        bucket.start_again(None)
+        for row in (100, 120):  # the checksum is that of the full tensor, which is read once
+            assert opened["t3"][row].unique().tolist() == [3.0]
+            assert bucket.answered_bytes < 1.2 * size / 8
+    with tensorkeep.open(url, verify=False) as opened:
+        bucket.start_again(None)
+        assert torch.equal(opened["t3"][10:20], content["t3"][10:20])
+        assert format == "dcp" or bucket.answered_bytes <= 10 * 4096 + 2 * 16 * 1024
+    bucket.start_again(None)
     assert same(tensorkeep.load(url), content)
-    assert sum(moved) < 1.2 * size
-
-
-def test_a_slice_without_its_checksum_moves_the_slice(tmp_path: Path, bucket: Proxy, moved: list[int]) -> None:
-    content = torch.arange(2**20, dtype=torch.float32).reshape(1024, 1024)
-    torch.save({"w": content}, tmp_path / "x.pt")
-    with tensorkeep.open(upload(tmp_path / "x.pt", f"{BUCKET}/moved/slice.pt"), verify=False) as opened:
-        moved.clear()
-        assert torch.equal(opened["w"][10:20], content[10:20])
-    assert sum(moved) <= 10 * 4096 + 2 * 16 * 1024
+    assert bucket.answered_bytes < 1.2 * size
 
 
 @pytest.mark.parametrize(
-    ("case", "message"), [("torch", "CRC-32"), ("dcp", "CRC-32"), ("zarr 3", "TensorStore cannot")]
+    ("case", "how", "message"),
+    [
+        ("torch", "flipped", "CRC-32"),
+        ("dcp", "flipped", "CRC-32"),
+        ("zarr 3", "flipped", "TensorStore cannot"),
+        ("native", "flipped", "its checksum is"),
+        ("native", "cut short", "was cut short"),
+        ("native", "missing", "is missing"),
+    ],
 )
-def test_damage_is_named(case: str, message: str, tmp_path: Path, bucket: Proxy) -> None:
-    path = saved(case, tmp_path)
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+def test_damage_is_named(how: str, message: str, disk: Path, bucket: Proxy) -> None:
+    files = [disk] if disk.is_file() else [file for file in disk.rglob("*") if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
-    url = upload(path, f"{BUCKET}/damaged/{case.replace(' ', '-')}")
+    if how == "flipped":
+        flip_bit(largest, largest.stat().st_size // 2)
+    elif how == "cut short":
+        os.truncate(largest, largest.stat().st_size - 4)
+    else:
+        largest.unlink()
+    url = upload(disk, f"{BUCKET}/damaged/{disk.parent.name}")
     with pytest.raises(tensorkeep.CorruptCheckpointError, match=message) as caught:
         tensorkeep.load(url)
     assert str(caught.value).startswith(url)
     assert not tensorkeep.verify(url)
 
 
-@pytest.mark.parametrize("case", ["torch", "dcp"])
-def test_a_replacement_while_it_is_read_is_noticed(case: str, tmp_path: Path, bucket: Proxy) -> None:
-    path = saved(case, tmp_path)
-    url = upload(path, f"{BUCKET}/replaced/{case}")
+@pytest.mark.parametrize("case", ["torch", "dcp", "c.safetensors"])
+def test_a_replacement_while_it_is_read_is_noticed(case: str, disk: Path, url: str) -> None:
     with tensorkeep.open(url) as opened:
-        other = saved(case, tmp_path / "other")
-        for file in [other] if other.is_file() else [*other.glob("*.distcp")]:
+        for file in [disk] if disk.is_file() else [*disk.glob("*.distcp")]:
             file.write_bytes(file.read_bytes() + b"\0")
-        upload(other, f"{BUCKET}/replaced/{case}")
+        upload(disk, url)
         with pytest.raises(tensorkeep.StoreError, match="was replaced while it was read"):
             opened["model.w"].load()
 
 
-@pytest.mark.parametrize("case", ["torch", "dcp", "zarr 3"])
-@pytest.mark.parametrize("action", ["503", "reset"])
-def test_what_fails_for_ever_ends_in_time(
-    case: str, action: str, tmp_path: Path, bucket: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = saved(case, tmp_path)
-    url = upload(path, f"{BUCKET}/ever/{case.replace(' ', '-')}")
-    with tensorkeep.open(url) as opened:
-        monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "0.5")
-        bucket.start_again(Fault(action, lambda number: True))
-        with pytest.raises(tensorkeep.StoreError, match="cannot read it") as caught:
-            opened["model.half"].load()
-        assert url in str(caught.value)
-        assert "TENSORKEEP_STORE_TIMEOUT" in str(caught.value)
-        assert SECRET not in str(caught.value)
-        # What failed once is tried again.
-        monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "20")
+@pytest.mark.parametrize("case", ["torch", "dcp", "zarr 3", "t5x"])
+def test_what_fails_for_ever_is_an_error_and_once_is_not(case: str, disk: Path, url: str, bucket: Proxy) -> None:
+    bucket.start_again(Fault("503", lambda number: number % 5 == 2))
+    assert same(tensorkeep.load(url), tensorkeep.load(disk))
+    for action in ("503", "reset"):
         bucket.start_again(None)
-        assert torch.equal(opened["model.half"].load(), state()["model"]["half"])
-
-
-ACTIONS = ["500", "503", "reset", "lost", "truncated", "short", "slow", "stalled"]
+        with case_of(action), tensorkeep.open(url) as opened:
+            bucket.start_again(Fault(action, always))
+            with pytest.raises(tensorkeep.StoreError, match="cannot read it") as caught:
+                opened["model.half"].load()
+            assert url in str(caught.value)
+            assert "TENSORKEEP_STORE_TIMEOUT" in str(caught.value)
+            assert SECRET not in str(caught.value)
+            # What failed once is tried again.
+            bucket.start_again(None)
+            assert torch.equal(opened["model.half"].load(), state()["model"]["half"])
 
 
 @pytest.mark.parametrize("case", ["torch", "dcp", "zarr 3", "database"])
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_failing_requests_never_change_what_is_read(
-    case: str, every: bool, tmp_path: Path, bucket: Proxy, monkeypatch: pytest.MonkeyPatch
+    case: str, every: bool, disk: Path, url: str, bucket: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = saved(case, tmp_path)
-    url = upload(path, f"{BUCKET}/broken/{case.replace(' ', '-')}")
-    expected = tensorkeep.load(path)
+    expected = tensorkeep.load(disk)
     bucket.start_again(None)
     assert same(tensorkeep.load(url), expected)
     count = len(bucket.requests)
-    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "0.5")
     for position, action in enumerate(ACTIONS):
+        # No clock of the tests makes the time shorter for which an answer that does not end is waited for.
+        monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "0.3" if action == "stalled" else "20")
         # Of most formats, the first half of the requests is for finding out what it is.
         for number in range(count) if every else [count // 2 + (3 * position) % (count - count // 2)]:
             for times in (1, math.inf) if every else [(1, math.inf)[position % 2]]:
                 bucket.start_again(FaultAt(action, number, times))
-                begun = time.monotonic()
                 try:
                     assert same(tensorkeep.load(url), expected)
                 except tensorkeep.TensorkeepError as error:
                     assert BUCKET in str(error)
                     assert SECRET not in str(error)
-                assert time.monotonic() - begun < 12
-
-
-@pytest.mark.parametrize("case", ["torch", "dcp", "zarr 3", "t5x"])
-def test_a_request_may_fail_once(case: str, tmp_path: Path, bucket: Proxy) -> None:
-    path = saved(case, tmp_path)
-    url = upload(path, f"{BUCKET}/once/{case.replace(' ', '-')}")
-    bucket.start_again(Fault("503", lambda number: number % 5 == 2))
-    assert same(tensorkeep.load(url), tensorkeep.load(path))
 
 
 def test_specs_of_tensorstore(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,17 +282,9 @@ def test_specs_of_tensorstore(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kvstore_spec(StorePath("https://host:8443/a"), "w/") == expected
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://host")
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-    spec = kvstore_spec(StorePath("s3://b/run"), "")
-    assert spec == {
-        "driver": "s3",
-        "bucket": "b",
-        "path": "run/",
-        "endpoint": "http://host",
-        "aws_region": "us-east-1",
-        "aws_credentials": {"type": "anonymous"},
-    }
-    for url in ("s3://bucket/run", "gs://bucket/run", "https://host/run"):
-        # TensorStore accepts them.
+    endpoint = {"endpoint": "http://host", "aws_region": "us-east-1", "aws_credentials": {"type": "anonymous"}}
+    assert kvstore_spec(StorePath("s3://b/run"), "") == {"driver": "s3", "bucket": "b", "path": "run/", **endpoint}
+    for url in ("s3://bucket/run", "gs://bucket/run", "https://host/run"):  # TensorStore accepts them
         tensorstore.KvStore.Spec(kvstore_spec(StorePath(url), "w/"))
     assert tensorstore.Context(retries())
     with pytest.raises(tensorkeep.UnsupportedError, match="TensorStore does not read az://\ncopy it to a disk"):
@@ -363,34 +307,18 @@ def test_functions_of_torch_and_safetensors(tmp_path: Path, bucket: Proxy) -> No
     assert DcpReader.validate_checkpoint_id(url) and not DcpReader.validate_checkpoint_id("ftp://host/c")
 
 
-@pytest.mark.parametrize("case", ["torch", "dcp"])
-def test_mapping_is_refused(case: str, tmp_path: Path, bucket: Proxy) -> None:
-    url = upload(saved(case, tmp_path), f"{BUCKET}/mapped/{case}")
-    with pytest.raises(tensorkeep.UnsupportedError):
-        tensorkeep.load(url, mmap=True)
-
-
 @pytest.mark.parametrize("command", ["info", "ls", "verify"])
+@pytest.mark.parametrize("case", ["torch"])
 def test_an_endpoint_is_that_of_one_command(
-    command: str,
-    tmp_path: Path,
-    bucket: Proxy,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, url: str, bucket: Proxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url = upload(saved("torch", tmp_path), f"{BUCKET}/endpoint/x.pt")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "0.5")
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     before = dict(os.environ)
     assert main([command, url]) == 3
-    assert dict(os.environ) == before
-    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "20")
-    before = dict(os.environ)
     assert main([command, url, "--endpoint", f"{bucket.url}/"]) == 0
     assert dict(os.environ) == before
     monkeypatch.setenv("TENSORKEEP_ENDPOINT", bucket.url)
     assert main([command, url]) == 0
-    capsys.readouterr()
     assert main([command, url, "--endpoint", f"http://user:{SECRET}@host"]) == 2
     assert SECRET not in capsys.readouterr().err

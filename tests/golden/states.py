@@ -14,15 +14,15 @@ def bits(pattern: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 def state() -> dict[str, Any]:
     """Return the state: every kind of node and leaf, NaN payloads, -0.0, denormals, a tied and a sliced tensor."""
-    weight = bits("803f 0080 c17f 0100 80ff 40c0".replace(" ", ""), torch.bfloat16, 2, 3)
+    weight = bits("803f 0080 c17f 0100 80ff 40c0", torch.bfloat16, 2, 3)
     return {
         "model": OrderedDict(
             {
                 "layers.0.weight": weight,
                 "tied": weight,
                 "row": weight[1],
-                "f32": bits("0000803f 00000080 010000c0 ffff7f7f".replace(" ", ""), torch.float32, 4),
-                "f16": bits("003c 0080 017e".replace(" ", ""), torch.float16, 3),
+                "f32": bits("0000803f 00000080 010000c0 ffff7f7f", torch.float32, 4),
+                "f16": bits("003c 0080 017e", torch.float16, 3),
                 "f64": bits("000000000000f03f", torch.float64),
                 "f8": bits("387f", torch.float8_e4m3fn, 2),
                 "i64": bits("ffffffffffffff7f", torch.int64, 1),
@@ -57,7 +57,7 @@ def state() -> dict[str, Any]:
 def later() -> dict[str, Any]:
     """Return the state some steps later: some tensors changed, one slightly, one was added, one removed."""
     found = state()
-    found["model"]["f16"] = bits("003c 0080 027e".replace(" ", ""), torch.float16, 3)
+    found["model"]["f16"] = bits("003c 0080 027e", torch.float16, 3)
     found["model"]["new"] = torch.tensor([1, 2, 3], dtype=torch.int16)
     del found["model"]["f64"]
     moments = found["optimizer"]["state"][0]

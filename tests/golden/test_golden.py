@@ -1,6 +1,5 @@
 """Golden checkpoints: checkpoints written by earlier versions must load in every later version."""
 
-import importlib.util
 import json
 import struct
 from pathlib import Path
@@ -11,24 +10,17 @@ import xxhash
 import zstandard
 
 import tensorkeep
+from golden import states
 from tensorkeep.testing.equality import difference
 
 HERE = Path(__file__).parent
-_spec = importlib.util.spec_from_file_location("states", HERE / "states.py")
-assert _spec is not None and _spec.loader is not None
-states = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(states)
-
 GOLDEN = sorted(path.parent for path in HERE.glob("*/*/manifest.json"))
 WHOLE = {"raw", "lossless", "sharded", "zstd", "gzip"}
 CHANGES = {"raw-first", "raw-later", "delta-first", "delta-later"}
 RANKS = {"rows", "anywhere"}
 
 
-def test_golden_checkpoints_exist() -> None:
-    assert {path.name for path in GOLDEN} == WHOLE | CHANGES | RANKS
-
-
+@pytest.mark.coder
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_golden_checkpoint_loads(path: Path) -> None:
     assert tensorkeep.verify(path).ok
@@ -41,28 +33,27 @@ def test_golden_checkpoint_loads(path: Path) -> None:
         assert opened.metadata == {"note": "golden"}
 
 
-def test_golden_steps_are_incremental() -> None:
-    """Shows that they do not hold full copies under another name."""
+def test_golden_checkpoints_cover_each_way_of_storing() -> None:
+    """Shows that steps hold no full copies under another name, and that compressed files have both names."""
+    assert {path.name for path in GOLDEN} == WHOLE | CHANGES | RANKS
     for folder in ("native-1-changes", "native-1-suffix-changes"):
         for kind, deepest in (("raw", 0), ("delta", 1)):
             path = HERE / folder / f"{kind}-later"
             assert tensorkeep.info(path).details["history"]["deepest_chain"] == deepest
             assert any(file.name.startswith("from-") for file in path.iterdir())
-
-
-def test_golden_checkpoints_of_ranks_are_in_pieces() -> None:
     for kind, ranks in {"rows": 3, "anywhere": 3, "delta-first": 3, "delta-later": 2}.items():
         details = tensorkeep.info(HERE / "native-1-pieces" / kind).details
-        assert len(details["ranks"]) == ranks
-        assert details["block_bytes"] == 2048
+        assert (len(details["ranks"]), details["block_bytes"]) == (ranks, 2048)
     assert details["history"]["deepest_chain"] == 1
-
-
-def test_compressed_data_files_had_the_suffix_of_safetensors_at_first() -> None:
-    """Shows that the golden checkpoints cover both names."""
     for kind in ("lossless", "zstd", "gzip"):
         assert (HERE / "native-1" / kind / "model.safetensors").exists()
         assert (HERE / "native-1-suffix" / kind / "model.tensorkeep").exists()
+
+
+def manifest_of(body: object) -> bytes:
+    """Return a manifest with its checksum, by the specification alone."""
+    rest = b'","body":' + json.dumps(body).encode() + b"}\n"
+    return b'{"xxh3_64":"' + xxhash.xxh3_64_hexdigest(rest).encode() + rest
 
 
 def test_a_checkpoint_spelled_out_by_hand(tmp_path: Path) -> None:
@@ -70,42 +61,25 @@ def test_a_checkpoint_spelled_out_by_hand(tmp_path: Path) -> None:
     data = struct.pack("<3f", 1.0, -2.0, 0.5)
     entry = b'{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'
     header = struct.pack("<Q", len(entry)) + entry
+    file = {"name": "model.safetensors", "bytes": len(header) + 12, "head_bytes": len(header)}
+    leaf = {"name": "w", "part": "model", "key": "w", "dtype": "float32", "shape": [3], "file": 0}
     body = {
         "format": "tensorkeep",
         "version": 1,
         "writer": "a person",
         "features": [],
+        "metadata": {},
         "block_bytes": 16,
         "compression": "none",
-        "files": [
-            {
-                "name": "model.safetensors",
-                "bytes": len(header) + 12,
-                "head_bytes": len(header),
-                "head": xxhash.xxh3_64_hexdigest(header),
-            }
-        ],
-        "leaves": [
-            {
-                "name": "w",
-                "part": "model",
-                "key": "w",
-                "dtype": "float32",
-                "shape": [3],
-                "file": 0,
-                "offset": len(header),
-                "blocks": [["raw", 12, xxhash.xxh3_64_hexdigest(data), ""]],
-            }
-        ],
         "aliases": {},
+        "files": [file | {"head": xxhash.xxh3_64_hexdigest(header)}],
+        "leaves": [leaf | {"offset": len(header), "blocks": [["raw", 12, xxhash.xxh3_64_hexdigest(data), ""]]}],
         "skeleton": {"dict": {"w": {"tensor": "w"}, "lr": {"float": "0.1"}}},
-        "metadata": {},
     }
-    rest = b'","body":' + json.dumps(body).encode() + b"}\n"
     place = tmp_path / "ckpt"
     place.mkdir()
     (place / "model.safetensors").write_bytes(header + data)
-    (place / "manifest.json").write_bytes(b'{"xxh3_64":"' + xxhash.xxh3_64_hexdigest(rest).encode() + rest)
+    (place / "manifest.json").write_bytes(manifest_of(body))
     assert tensorkeep.verify(place).ok
     found = tensorkeep.load(place)
     assert found["lr"] == 0.1
@@ -142,8 +116,7 @@ def test_views_of_early_manifests_have_separate_keys(tmp_path: Path) -> None:
     assert keys == {"m.b": "b", "m.c": "c"}
     with tensorkeep.open(tmp_path / "ckpt") as opened:
         parts = opened._reader.flat.parts
-    rest = b'","body":' + json.dumps(body).encode() + b"}\n"
-    manifest.write_bytes(b'{"xxh3_64":"' + xxhash.xxh3_64_hexdigest(rest).encode() + rest)
+    manifest.write_bytes(manifest_of(body))
     with tensorkeep.open(tmp_path / "ckpt") as opened:
         assert opened._reader.flat.parts == parts
     tensorkeep.convert(tmp_path / "ckpt", tmp_path / "out.safetensors", to="safetensors")

@@ -39,21 +39,17 @@ def test_threads_that_meet_einval_fall_back_to_the_page_cache(tmp_path: Path, ca
 
 
 def test_a_store_error_has_the_errno_of_its_cause(tmp_path: Path) -> None:
-    (tmp_path / "x").touch()
+    file = DirectFile(tmp_path / "x")
     with pytest.raises(OSError, match="cannot create the file: File exists") as caught:
         DirectFile(tmp_path / "x")
     assert isinstance(caught.value, StoreError)
     assert caught.value.errno == errno.EEXIST
     assert isinstance(caught.value.__cause__, FileExistsError)
-
-
-def test_a_full_disk_is_a_store_error_with_enospc(tmp_path: Path) -> None:
-    file = DirectFile(tmp_path / "x")
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(os, "posix_fallocate", side_effect=full), pytest.raises(StoreError) as caught:
+    with mock.patch.object(os, "posix_fallocate", side_effect=full), pytest.raises(StoreError) as no_space:
         file.preallocate(1 << 20)
-    assert caught.value.errno == errno.ENOSPC
-    assert caught.value.remedy == "free some space, or save elsewhere"
+    assert no_space.value.errno == errno.ENOSPC
+    assert no_space.value.remedy == "free some space, or save elsewhere"
 
 
 @pytest.mark.parametrize(

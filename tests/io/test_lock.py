@@ -16,13 +16,18 @@ from tensorkeep.io import lock
 from tensorkeep.io.lock import FolderLock
 
 
-def test_a_lock_that_is_collected_is_released(tmp_path: Path) -> None:
+def test_a_lock_is_released_once_also_when_it_is_collected(tmp_path: Path) -> None:
     first = FolderLock(tmp_path)
     with pytest.raises(BusyError):
         FolderLock(tmp_path)
     del first
     gc.collect()
-    FolderLock(tmp_path).release()
+    second = FolderLock(tmp_path)
+    second.release()
+    third = FolderLock(tmp_path)
+    second.release()  # does nothing
+    assert third.is_valid()
+    third.release()
 
 
 def test_a_manager_that_is_collected_releases_its_folder(tmp_path: Path) -> None:
@@ -33,15 +38,6 @@ def test_a_manager_that_is_collected_releases_its_folder(tmp_path: Path) -> None
     with CheckpointManager(tmp_path) as other:
         other.save(2, {"w": torch.zeros(2)}).wait()
         assert [step.number for step in other.steps()] == [1, 2]
-
-
-def test_a_second_release_does_nothing(tmp_path: Path) -> None:
-    first = FolderLock(tmp_path)
-    first.release()
-    second = FolderLock(tmp_path)
-    first.release()
-    assert second.is_valid()
-    second.release()
 
 
 def test_a_lock_is_lost_with_its_folder(tmp_path: Path) -> None:
@@ -79,6 +75,7 @@ def test_a_folder_that_is_created_again_before_it_is_locked(tmp_path: Path) -> N
     folder_lock.release()
 
 
+@pytest.mark.integration
 def test_a_forked_child_does_not_release_the_lock_of_its_parent(tmp_path: Path) -> None:
     held = [FolderLock(tmp_path)]
 

@@ -1,16 +1,18 @@
-"""Tasks on threads: failures, interrupts, and threads that cannot start."""
+"""Tasks on threads: failures, interrupts, threads that cannot start; how many code at once, and when they pause."""
 
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
-from typing import NoReturn
+from contextlib import ExitStack
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
 
+from tensorkeep.io import parallel
+from tensorkeep.io.clock import Clock, use_clock
 from tensorkeep.io.parallel import Cancellation, run
 
 
@@ -39,21 +41,26 @@ def test_signals_that_raise_twice_wait_for_running_tasks(
     number: signal.Signals, handler: Callable[..., object], raised: type[BaseException]
 ) -> None:
     """Otherwise tasks would continue, with files that the caller closes or whose descriptors others get."""
-    finished = threading.Event()
-    started = threading.Event()
+    started, pressed, finished = (threading.Event() for _ in range(3))
+    handled = threading.Semaphore(0)
 
     def task() -> None:
         started.set()
-        time.sleep(0.6)
+        assert pressed.wait(60)
         finished.set()
 
     def press() -> None:
         started.wait()
         for _ in range(2):
             os.kill(os.getpid(), number)
-            time.sleep(0.15)
+            handled.acquire(timeout=60)
+        pressed.set()
 
-    before = signal.signal(number, handler)
+    def counted(*arguments: Any) -> None:
+        handled.release()
+        handler(*arguments)
+
+    before = signal.signal(number, counted)
     try:
         threading.Thread(target=press, daemon=True).start()
         with pytest.raises(raised):
@@ -74,5 +81,89 @@ def test_no_thread_is_left_if_one_cannot_start() -> None:
         real(thread)
 
     with mock.patch.object(threading.Thread, "start", start), pytest.raises(RuntimeError, match="new thread"):
-        run([lambda: time.sleep(0.1)] * 10, 4)
+        run([lambda: None] * 10, 4)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorkeep")]
+
+
+class Coding(Clock):
+    """A thread that runs for some seconds between two looks at the clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = 0.0
+        self._step = seconds
+
+    def thread_time(self) -> float:
+        self._seconds += self._step
+        return self._seconds
+
+
+class Pauses(Cancellation):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def wait(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+def pace_of(beside: bool, cancellation: Cancellation | None = None) -> parallel.Pace:
+    pace = parallel.Pace(cancellation or Cancellation())
+    if beside:
+        pace.beside.set()
+    return pace
+
+
+def code(pace: parallel.Pace) -> None:
+    with pace.coding():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("beside", "ran", "waited", "pauses"),
+    [
+        (True, 0.01, 1.0, [0.03]),
+        (True, 1.0, 1.0, [0.1]),  # the longest
+        (True, 1.0, 0.1, []),
+        (True, 0.01, 0.0, []),
+        (False, 0.01, 1.0, []),
+    ],
+)
+def test_a_thread_that_waited_for_a_processor_beside_training_pauses(
+    monkeypatch: pytest.MonkeyPatch, beside: bool, ran: float, waited: float, pauses: list[float]
+) -> None:
+    times = iter([5.0, 5.0 + waited])
+    monkeypatch.setattr(parallel, "thread_wait_seconds", lambda *, own: next(times))
+    cancellation = Pauses()
+    with use_clock(Coding(ran)):
+        code(pace_of(beside, cancellation))
+    assert cancellation.seconds == pytest.approx(pauses)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_coding_that_fails_lets_others_code(beside: bool) -> None:
+    pace = pace_of(beside)
+    for _ in range(100):
+        with pytest.raises(ZeroDivisionError), pace.coding():
+            _ = 1 / 0
+    code(pace)
+
+
+def test_half_of_the_processors_code_beside_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "usable_processors", lambda: set(range(8)))
+    parallel._coding.reset()
+    parallel._coding_beside.reset()
+    try:
+        for beside, most in ((False, 8), (True, 4)):
+            pace = pace_of(beside)
+            with ExitStack() as stack:
+                for _ in range(most):
+                    stack.enter_context(pace.coding())
+                one_more = threading.Thread(target=code, args=(pace,), daemon=True)
+                one_more.start()
+                one_more.join(0.05)
+                assert one_more.is_alive(), "more threads code than may"
+            one_more.join()
+    finally:
+        monkeypatch.undo()
+        parallel._coding.reset()
+        parallel._coding_beside.reset()

@@ -21,9 +21,7 @@ MIB = 1024**2
 @pytest.mark.parametrize(
     ("offset", "count"), [(0, 10), (5000, 3 * MIB), (4096, 8192), (3 * MIB - 7, MIB + 7), (4 * MIB - 1, 1)]
 )
-def test_fetch_returns_the_bytes_from_the_page_cache_and_around_it(
-    tmp_path: Path, page_cache: bool, warm: bool, offset: int, count: int
-) -> None:
+def test_fetch_returns_the_right_bytes(tmp_path: Path, page_cache: bool, warm: bool, offset: int, count: int) -> None:
     content = np.random.default_rng(0).integers(0, 256, 4 * MIB, np.uint8)
     path = tmp_path / "x"
     path.write_bytes(content.tobytes())

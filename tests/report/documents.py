@@ -1,5 +1,6 @@
 """Results files for tests of the report, with made-up figures; ``docs/reference/results.md`` describes the schema."""
 
+import itertools
 import json
 import math
 import random
@@ -7,48 +8,32 @@ from pathlib import Path
 from typing import Any
 
 from bench.documents import summarise
+from tensorkeep.bench.results import Results
+from tensorkeep.bench.results_file import read_results
 
 AMOUNT = 2_930_828_800
 MEASURES = [
-    {
-        "name": "save",
-        "label": "durable save",
-        "unit": "s",
-        "better": "lower",
-        "primary": True,
-        "about": "Until synced.",
-    },
-    {"name": "returned", "label": "call returned", "unit": "s", "better": "lower", "primary": False, "about": ""},
-    {
-        "name": "load_cold",
-        "label": "cold load",
-        "unit": "s",
-        "better": "lower",
-        "primary": True,
-        "about": "Not cached.",
-    },
-    {"name": "load_warm", "label": "warm load", "unit": "s", "better": "lower", "primary": True, "about": "Cached."},
-    {
-        "name": "stored",
-        "label": "size",
-        "unit": "B",
-        "better": "lower",
-        "primary": True,
-        "about": "Bytes of all files.",
-    },
-    {"name": "peak_memory", "label": "memory", "unit": "B", "better": "lower", "primary": False, "about": ""},
+    {"name": name, "label": label, "unit": unit, "better": "lower", "primary": bool(about), "about": about}
+    for name, label, unit, about in (
+        ("save", "durable save", "s", "Until synced."),
+        ("returned", "call returned", "s", ""),
+        ("load_cold", "cold load", "s", "Not cached."),
+        ("load_warm", "warm load", "s", "Cached."),
+        ("stored", "size", "B", "Bytes of all files."),
+        ("peak_memory", "memory", "B", ""),
+    )
 ]
+
+ENVIRONMENT = {
+    "versions": {"python": "3.11.7", "torch": "2.13.0", "zipnn": None},
+    "processor": {"model": "A processor", "cores": 8, "usable_cores": 2},
+    "memory": {"total_bytes": 24 * 2**30, "available_bytes": 20 * 2**30, "limit_bytes": None},
+    "devices": [],
+    "storage": {"path": "/data", "file_system": "ext4", "direct_io": True, "free_bytes": 10**12},
+}
 
 # name: seconds to save, to load cold, share of the raw bytes
 THREE_WAY = {"pytorch": (6.7, 3.3, 1.0), "tensorstore": (134.0, 19.0, 1.43), "t5x": (62.0, 26.0, 1.32)}
-SIX_WAY = {
-    "tensorstore": (143.1, 17.5, 1.43),
-    "pytorch": (5.9, 3.6, 1.0),
-    "t5x": (66.5, 29.4, 1.32),
-    "ts+concurrency": (98.4, 16.7, 1.43),
-    "ts+chunks": (67.9, 21.4, 2.0),
-    "ts+compression": (145.7, 24.9, 1.32),
-}
 ISOLATED = {
     "baseline": (134.2, 12.3, 2.0),
     "concurrency_128": (98.4, 11.2, 2.0),
@@ -117,7 +102,7 @@ def document(
             "aliases": [],
             "settings": {"model": "openllama-3b:first-100", "slow_model": None, "with_optimizer": False},
         },
-        "environment": _environment(),
+        "environment": ENVIRONMENT,
         "subject": {
             "description": "OpenLLaMA-3B, first 100 parameters, float16",
             "tensors": 100,
@@ -139,25 +124,15 @@ def many(count: int, **options: Any) -> dict[str, Any]:
     for index in range(1, count):
         save = 3.0 * 10 ** random_.uniform(-0.7, 1.2)
         size = random_.choice([1.0, 1.0, 1.0, 0.93, 0.663, 1.32, 2.0])
-        arms[f"tensorstore zarr3 shards={index} zstd:{index % 5}"] = (
-            save,
-            2.0 * 10 ** random_.uniform(-0.4, 0.6),
-            size,
-        )
+        load = 2.0 * 10 ** random_.uniform(-0.4, 0.6)
+        arms[f"tensorstore zarr3 shards={index} zstd:{index % 5}"] = (save, load, size)
     return document(arms, name=f"many-{count}", **options)
 
 
 def steps() -> dict[str, Any]:
     """Return a document of the design ``steps``: from a baseline to everything, one change at a time."""
-    changes = {
-        "keep-dtype": 0.52,
-        "raw": 0.25,
-        "all-in-flight": 0.6,
-        "zarr3": 0.97,
-        "tensorkeep-format": 0.5,
-        "direct-io": 0.62,
-        "lossless": 0.9,
-    }
+    changes = {"keep-dtype": 0.52, "raw": 0.25, "all-in-flight": 0.6, "zarr3": 0.97}
+    changes |= {"tensorkeep-format": 0.5, "direct-io": 0.62, "lossless": 0.9}
     arms, save = {"t5x-documented": (61.0, 26.0, 1.32)}, 61.0
     for index, (change, factor) in enumerate(changes.items()):
         save *= factor
@@ -194,25 +169,21 @@ def factorial() -> dict[str, Any]:
     """Return a document of a 2 x 2 x 2 design with effects, and aliases as a fractional one would list them."""
     factors = {"chunk": ["64", "1 MiB"], "concurrency": ["1", "128"], "compressor": ["none", "gzip"]}
     arms = {}
-    for chunk in (0, 1):
-        for concurrency in (0, 1):
-            for gzip in (0, 1):
-                save = 40.0 * 0.3**chunk * 0.7 ** (concurrency * (1 + chunk)) * 1.3**gzip
-                label = f"chunk={factors['chunk'][chunk]} concurrency={factors['concurrency'][concurrency]} gzip={gzip}"
-                arms[label] = (save, save / 5, 2.0 - 0.68 * gzip)
+    for chunk, concurrency, gzip in itertools.product((0, 1), repeat=3):
+        save = 40.0 * 0.3**chunk * 0.7 ** (concurrency * (1 + chunk)) * 1.3**gzip
+        label = f"chunk={factors['chunk'][chunk]} concurrency={factors['concurrency'][concurrency]} gzip={gzip}"
+        arms[label] = (save, save / 5, 2.0 - 0.68 * gzip)
     result = document(arms, name="factorial", design="factorial")
     result["experiment"]["factors"] = factors
     result["experiment"]["aliases"] = [[["chunk"], ["concurrency", "compressor"]]]
-    gains = {"chunk": 4.1, "concurrency": 1.7, "compressor": 0.77}
-    effects = [
-        {"factors": [f], "measure": "save", "gain": g, "low": g * 0.9, "high": g * 1.1} for f, g in gains.items()
+    gains = {("chunk",): 4.1, ("concurrency",): 1.7, ("compressor",): 0.77}
+    gains |= {("chunk", "concurrency"): 1.42, ("chunk", "compressor"): 1.01}
+    effects: list[dict[str, Any]] = [
+        {"factors": [*factors], "measure": "save", "gain": gain, "low": gain * 0.9, "high": gain * 1.1}
+        for factors, gain in gains.items()
     ]
-    for pair, gain in ((["chunk", "concurrency"], 1.42), (["chunk", "compressor"], 1.01)):
-        effects.append({"factors": pair, "measure": "save", "gain": gain, "low": gain * 0.95, "high": gain * 1.05})
-    effects.append(
-        {"factors": ["concurrency", "compressor"], "measure": "save", "gain": None, "low": None, "high": None}
-    )
-    result["summary"]["effects"] = effects
+    unknown = dict.fromkeys(("gain", "low", "high"))
+    result["summary"]["effects"] = [*effects, {"factors": ["concurrency", "compressor"], "measure": "save", **unknown}]
     interaction = {"changes": ["chunk", "concurrency"], "arm": "both", "measure": "save"}
     figures = {"gain": 6.7, "product": 4.9, "ratio": 1.37, "low": 1.2, "high": 1.5}
     result["summary"]["interactions"] = [{**interaction, **figures}]
@@ -222,29 +193,11 @@ def factorial() -> dict[str, Any]:
 def with_claims() -> dict[str, Any]:
     """Return a three-way document whose summary checks claims."""
     result = document(THREE_WAY, name="claims")
-    shared = {"gain": 1.98, "gain_low": 1.7, "gain_high": 2.3}
-    result["summary"]["claims"] = [
-        {
-            "id": "2",
-            "claim": "T5X saves 54% faster than basic TensorStore",
-            "theirs": "-54%",
-            "ours": "-49%",
-            **shared,
-            "verdict": "reproduced",
-            "reason": "",
-        },
-        {
-            "id": "5",
-            "claim": "gzip alone costs 1.8%",
-            "theirs": "+1.8%",
-            "ours": "+41%",
-            "gain": None,
-            "gain_low": None,
-            "gain_high": None,
-            "verdict": "confounded",
-            "reason": "the arm without a compressor was compressed with Blosc",
-        },
-    ]
+    names = ("id", "claim", "theirs", "ours", "verdict", "reason", "gain", "gain_low", "gain_high")
+    saving = ("2", "T5X saves 54% faster than basic TensorStore", "-54%", "-49%", "reproduced", "", 1.98, 1.7, 2.3)
+    reason = "the arm without a compressor was compressed with Blosc"
+    gzip = ("5", "gzip alone costs 1.8%", "+1.8%", "+41%", "confounded", reason, None, None, None)
+    result["summary"]["claims"] = [dict(zip(names, claim, strict=True)) for claim in (saving, gzip)]
     return result
 
 
@@ -255,14 +208,9 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
-def _environment() -> dict[str, Any]:
-    return {
-        "versions": {"python": "3.11.7", "torch": "2.13.0", "zipnn": None},
-        "processor": {"model": "A processor", "cores": 8, "usable_cores": 2},
-        "memory": {"total_bytes": 24 * 2**30, "available_bytes": 20 * 2**30, "limit_bytes": None},
-        "devices": [],
-        "storage": {"path": "/data", "file_system": "ext4", "direct_io": True, "free_bytes": 10**12},
-    }
+def read(result: dict[str, Any], folder: Path) -> Results:
+    """Write a document and read it."""
+    return read_results(write(result, folder))
 
 
 def _cells(

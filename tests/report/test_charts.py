@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from bench.documents import summarise
 from report import documents
+from report.documents import read
 from tensorkeep.bench.results import Results
-from tensorkeep.bench.results_file import read_results
 from tensorkeep.report.charts.bars import amount_bars, bars_note
 from tensorkeep.report.charts.gains import gain_map
 from tensorkeep.report.charts.losses import loss_charts, losses_note
@@ -18,21 +17,14 @@ from tensorkeep.report.html import report_page
 from tensorkeep.report.plots.drawing import PALETTE
 
 
-def read(document: dict[str, Any], folder: Path) -> Results:
-    return read_results(documents.write(document, folder))
-
-
-@pytest.mark.parametrize("gain", [1.001, 1.2, 1.25, 1.9, 2.0, 3.99, 4.0, 1000.0])
-def test_gains_and_losses_of_the_same_size_are_equally_strong(gain: float) -> None:
-    better, worse = gain_colour(gain), gain_colour(1 / gain)
-    assert (better[:-1], worse[:-1], better[-1]) == ("better-", "worse-", worse[-1])
-
-
-def test_the_scale_of_gains_has_a_colour_and_a_word_for_each_step() -> None:
+def test_the_scale_of_gains_has_a_colour_and_a_word_for_each_step_and_losses_are_as_strong_as_gains() -> None:
     names = [name for name, _ in GAIN_LEGEND]
     assert [gain_colour(gain) for gain in (0.25, 0.5, 0.8, 0.81, 1.0, 1.24, 1.25, 2.0, 4.0)] == names
     assert gain_colour(None) == EVEN
     assert set(names) <= PALETTE.keys()
+    for gain in (1.001, 1.2, 1.25, 1.9, 2.0, 3.99, 4.0, 1000.0):
+        better, worse = gain_colour(gain), gain_colour(1 / gain)
+        assert (better[:-1], worse[:-1], better[-1]) == ("better-", "worse-", worse[-1]), gain
 
 
 def test_bars_show_medians_and_verdicts_the_best_first(tmp_path: Path) -> None:
@@ -47,9 +39,7 @@ def test_bars_show_medians_and_verdicts_the_best_first(tmp_path: Path) -> None:
     for bar in save.bars:
         assert bar.low is not None and bar.high is not None
         assert bar.low <= bar.value <= bar.high <= save.full
-
-
-def test_bars_of_many_arms_are_the_best_and_the_baseline(tmp_path: Path) -> None:
+    # Of many arms, those are the best and the baseline.
     found = read(documents.many(60, runs=1), tmp_path)
     save = amount_bars(found)[0]
     assert len(save.bars) == 14
@@ -78,14 +68,8 @@ def training(curves: dict[str, list[list[tuple[int, float]]]], **figures: float)
     """Return results of training with the loss curves of each block of each arm, the first of which is the baseline."""
     arms = [{"name": name, "role": "arm" if place else "baseline"} for place, name in enumerate(curves)]
     cells = [
-        {
-            "arm": name,
-            "block": block,
-            "status": "ok",
-            "amount": 1,
-            "figures": {"loss": losses[-1][1], **figures},
-            "losses": losses,
-        }
+        {"arm": name, "block": block, "status": "ok", "amount": 1, "losses": losses}
+        | {"figures": {"loss": losses[-1][1], **figures}}
         for name, blocks in curves.items()
         for block, losses in enumerate(blocks)
     ]
@@ -116,20 +100,16 @@ def test_loss_curves_are_means_of_the_blocks_by_step_and_by_time() -> None:
     assert "Training loss (nats) by second: tiny" in page
 
 
-def test_of_many_loss_curves_those_that_differ_most_are_drawn() -> None:
+def test_of_many_loss_curves_those_that_differ_most_are_drawn_and_only_the_baseline_has_its_colour() -> None:
     found = training({f"arm {i}": [[(1, 5.0), (2, 4.0 - i / 10)]] * 2 for i in range(8)})
     (drawn,) = loss_charts(found)
     assert [curve.name for curve in drawn.curves] == ["arm 0", "arm 7", "arm 6", "arm 5", "arm 4"]
     assert "The baseline and the 4 of 7 arms" in losses_note(found)
-
-
-def test_only_the_baseline_has_the_colour_of_the_baseline() -> None:
-    curves = {"plain": [[(1, 5.0)]], "fast": [[(1, 4.0)]]}
-    assert [curve.colour for curve in loss_charts(training(curves))[0].curves] == ["base", "first"]
-    document = msgspec.to_builtins(training(curves))
-    document["cells"][0]["status"] = "planned"
-    assert [curve.colour for curve in loss_charts(msgspec.convert(document, Results))[0].curves] == ["first"]
-
-
-def test_results_without_losses_have_no_curves(tmp_path: Path) -> None:
-    assert loss_charts(read(documents.document(runs=1), tmp_path)) == []
+    document = msgspec.to_builtins(training({"plain": [[(1, 5.0)]], "fast": [[(1, 4.0)]]}))
+    # Without the losses of the baseline, no curve has its colour; without any, there are no curves.
+    for status, wanted in (("ok", [["base", "first"]]), ("planned", [["first"]])):
+        document["cells"][0]["status"] = status
+        charts = loss_charts(msgspec.convert(document, Results))
+        assert [[curve.colour for curve in each.curves] for each in charts] == wanted
+    document["cells"][1]["losses"] = []
+    assert loss_charts(msgspec.convert(document, Results)) == []

@@ -18,7 +18,7 @@ def test_bars_of_a_smaller_run_are_scaled_marked_and_cut_off() -> None:
     results = demo_results()
     save, _, stored = speed_bars(results.rounds, results.t5x, results.state_bytes)
     assert [bar.label for bar in save.bars] == [
-        *("torch", "safetensors", "tensorkeep", "tensorkeep-lossless", "tensorstore", "t5x"),
+        *("torch", "safetensors", "tensorkeep", "tensorkeep-lossless", "tensorstore", "t5x")
     ]
     assert (save.bars[-1].value, save.bars[-1].text, save.full) == (40.0, "40.0 s *", 5.0)
     assert stored.bars[-1].text == "833 MB *"
@@ -41,23 +41,22 @@ def test_page_shows_all_parts_and_escapes_names() -> None:
     assert paths[0].count("L") == 3
 
 
-def test_five_facts_state_what_was_measured() -> None:
-    lines = facts(demo_results())
+def test_five_facts_state_what_was_measured_and_a_promise_that_was_not_kept_is_not_ok() -> None:
+    results = demo_results()
+    lines = facts(results)
     assert len(lines) == 5
     assert "torch loaded 3e+36 for 0.0100, without a word" in lines[2]
     assert "safetensors loaded" not in lines[2]
     assert lines[3].endswith("tensorkeep was whole, bit for bit; that of torch.save was broken.")
-
-
-def test_a_promise_that_was_not_kept_is_not_ok() -> None:
-    results = demo_results()
-    torch_kill, own_kill = results.kills
     assert results.ok
-    assert not replace(results, training=ComparedRuns([1.0, 2.0], [1.0], 1, 1)).ok
-    assert not replace(results, kills=[torch_kill, replace(own_kill, intact=False)]).ok
-    assert not replace(results, intact=replace(results.intact, ok=False)).ok
-    undetected = replace(results.damage, report=results.intact)
-    assert not replace(results, damage=undetected).ok
+    torch_kill, own_kill = results.kills
+    for broken in (
+        {"training": ComparedRuns([1.0, 2.0], [1.0], 1, 1)},
+        {"kills": [torch_kill, replace(own_kill, intact=False)]},
+        {"intact": replace(results.intact, ok=False)},
+        {"damage": replace(results.damage, report=results.intact)},
+    ):
+        assert not replace(results, **broken).ok, broken
 
 
 def test_page_replaces_only_a_report(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 
 from report import documents
+from report.documents import read
 from tensorkeep import errors
-from tensorkeep.bench.results_file import read_results
 from tensorkeep.cli import report as command
 from tensorkeep.cli.output import Output
 from tensorkeep.report import files as module
@@ -19,10 +20,15 @@ from tensorkeep.report.html import report_page
 from tensorkeep.report.plots import draw_plots
 
 
+def of_two_measures(**arms: tuple[float, float, float]) -> dict[str, Any]:
+    """Return a document with one panel a figure for the seconds of a save, and one for the size."""
+    document = documents.document({"pytorch": (6.7, 3.3, 1.0), **arms}, name="three-way", runs=2)
+    return {**document, "measures": [each for each in document["measures"] if each["name"] in ("save", "stored")]}
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    document = documents.document(documents.THREE_WAY, name="three-way", runs=2)
-    return documents.write(document, tmp_path / "run")
+    return documents.write(of_two_measures(t5x=(62.0, 26.0, 1.32)), tmp_path / "run")
 
 
 @pytest.fixture
@@ -51,6 +57,7 @@ def test_the_report_is_written_beside_the_results(run: Path, capsys: pytest.Capt
     command.report(run)
     plots = [f"plots/{name}.{kind}" for name in ("gains", "pareto", "three-way") for kind in ("png", "svg")]
     assert names(run) == [*plots, "report.html", "results.json", "samples.csv", "summary.csv"]
+    assert (run / "plots" / "gains.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "method               save (ms)" in printed
     assert "Durable save: no arm is shown to be better than pytorch" in printed
@@ -66,35 +73,41 @@ def test_with_out_only_requested_files_are_written(plain: Path, tmp_path: Path) 
     assert names(tmp_path / "c") == ["samples.csv", "summary.csv"]
 
 
-def test_tables_only(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.report(run, tables_only=True)
-    assert names(run) == ["results.json"]
-    assert "tensorstore" in capsys.readouterr().out
-
-
-def test_json_is_one_document(run: Path, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_document_and_with_tables_only_nothing_is_written(
+    run: Path, plain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command.report(plain, output=Output(json=True))
     document = json.loads(capsys.readouterr().out)
     assert document["written"][0] == str(plain / "report.html")
+    assert names(plain) == ["report.html", "results.json", "samples.csv", "summary.csv"]
+    command.report(run, tables_only=True)
+    assert "t5x" in capsys.readouterr().out
     command.report(run, tables_only=True, output=Output(json=True))
     document = json.loads(capsys.readouterr().out)
     assert document["written"] == []
     assert document["summary"]["arms"]["t5x"]["save"]["verdict"] == "hurts"
     assert document["headlines"][0].startswith("Durable save: no arm")
+    assert names(run) == ["results.json"]
 
 
-def test_report_of_a_run_is_written_beside_its_results(plain: Path) -> None:
-    command.report(plain, output=Output(quiet=True))
-    assert names(plain) == ["report.html", "results.json", "samples.csv", "summary.csv"]
-
-
-def test_only_an_earlier_report_is_replaced(plain: Path) -> None:
+def test_only_an_earlier_report_is_replaced_and_a_failed_write_leaves_it(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = plain / "report.html"
     write_report(plain, page)
     first = page.read_bytes()
     page.write_bytes(first + b"old")
     write_report(plain, page)
     assert page.read_bytes() == first
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(errors.StoreError, match="No space left"):
+        patched.setattr(os, "fsync", full)
+        write_report(plain, page)
+    assert page.read_bytes() == first
+    assert names(plain) == ["report.html", "results.json"]
     page.write_text("<html>my own page")
     with pytest.raises(errors.DestinationExistsError, match="is not a report"):
         write_report(plain, page)
@@ -103,25 +116,7 @@ def test_only_an_earlier_report_is_replaced(plain: Path) -> None:
         write_report(plain, plain / "results.json")
 
 
-def test_a_failed_write_leaves_the_old_report(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = plain / "report.html"
-    write_report(plain, page)
-    first = page.read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(errors.StoreError, match="No space left"):
-        write_report(plain, page)
-    monkeypatch.undo()
-    assert page.read_bytes() == first
-    assert names(plain) == ["report.html", "results.json"]
-
-
 def test_missing_packages_are_named(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     for package in ("matplotlib", "jinja2"):
         with monkeypatch.context() as patched:
             patched.setitem(sys.modules, package, None)
@@ -195,10 +190,10 @@ def _step(change: str, measure: str) -> dict[str, str]:
     ],
 )
 def test_a_report_of_incomplete_results(changes: list[Callable[[dict[str, Any]], None]], tmp_path: Path) -> None:
-    document = documents.document(documents.THREE_WAY, runs=2)
+    document = of_two_measures(t5x=(62.0, 26.0, 1.32))
     for change in changes:
         change(document)
-    found = read_results(documents.write(document, tmp_path))
+    found = read(document, tmp_path)
     page = report_page(found, draw_plots(found))
-    assert "The made-up comparison" in page
+    assert "The three-way comparison" in page
     command.print_tables(found)

@@ -1,48 +1,50 @@
 """The figures: which ones a run gets, the names and numbers in them, and hostile names."""
 
 import itertools
-import json
 import re
 import warnings
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from report import documents
+from report.documents import read
 from tensorkeep.bench.analysis import wording
-from tensorkeep.bench.results import Results
-from tensorkeep.bench.results_file import read_results
 from tensorkeep.report.html import report_page, themed
-from tensorkeep.report.plots import wanted
+from tensorkeep.report.plots import forest, wanted
 from tensorkeep.report.plots.drawing import PALETTE, Plot, drawn, log_ticks, shown_arms
 
 HOSTILE = '<script>alert("$x^2$")</script> & \' -- ]]> 東京'
+FORMULA = "$\\frac{1}{$"
+FOUR = {"baseline": (134.2, 12.3, 2.0), HOSTILE: (98.4, 11.2, 2.0), FORMULA: (67.9, 15.7, 2.0), "off": (1.0, 1.0, 1.0)}
 
 
-Draw = Callable[..., dict[str, Plot]]
+def four(**options: Any) -> dict[str, Any]:
+    """Return a document of four arms and three measures."""
+    document = documents.document(FOUR, runs=2, **options)
+    return {**document, "measures": [each for each in document["measures"] if each["name"] != "load_warm"]}
+
+
+def figures(document: dict[str, Any], folder: Path, *names: str) -> dict[str, Plot]:
+    """Draw the figures of a document, all or those named; a name that is not text would be a warning."""
+    results = read(document, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return {name: drawn(name, *how, results) for name, *how in wanted(results) if not names or name in names}
 
 
 @pytest.fixture(scope="module")
-def draw(tmp_path_factory: pytest.TempPathFactory) -> Draw:
-    """Draw the figures of a document, all or those named; each is drawn once for all tests."""
+def drawings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Plot]]:
+    """Every kind of figure, drawn once for all tests."""
     folder = tmp_path_factory.mktemp("plots")
-    found: dict[str, Results] = {}
-    drawings: dict[tuple[str, str], Plot] = {}
-
-    def call(document: dict[str, Any], *names: str) -> dict[str, Plot]:
-        key = json.dumps(document, sort_keys=True)
-        if key not in found:
-            found[key] = read_results(documents.write(document, folder))
-        chosen = [one for one in wanted(found[key]) if not names or one[0] in names]
-        for name, title, drawer in chosen:
-            if (key, name) not in drawings:
-                drawings[key, name] = drawn(name, title, drawer, found[key])
-        return {name: drawings[key, name] for name, _, _ in chosen}
-
-    return call
+    return {
+        "three": figures(documents.document(documents.THREE_WAY, runs=2), folder, "three-way"),
+        "four": figures(four(missing={"off": ("timeout", "took too long")}), folder),
+        "steps": figures(documents.steps(), folder, "steps"),
+        "factorial": figures(documents.factorial(), folder, "effects", "interactions"),
+    }
 
 
 def words(plot: Plot) -> list[str]:
@@ -51,44 +53,33 @@ def words(plot: Plot) -> list[str]:
     return ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_three_arms_get_three_panels(draw: Draw) -> None:
-    plots = draw(documents.document(documents.THREE_WAY))
-    assert list(plots) == ["three-way", "gains", "pareto"]
-    found = words(plots["three-way"])
-    assert {"pytorch", "tensorstore", "t5x", "durable save", "cold load", "size"} <= set(found)
+def test_three_arms_get_three_panels(drawings: dict[str, dict[str, Plot]], tmp_path: Path) -> None:
+    results = read(documents.document(documents.THREE_WAY, runs=2), tmp_path)
+    assert [name for name, *_ in wanted(results)] == ["three-way", "gains", "pareto"]
+    shown = {"pytorch", "tensorstore", "t5x", "durable save", "cold load", "size"}
     # 6.7 to 134 s span more than 20 times, sizes do not.
-    assert "seconds, log scale" in found
-    assert "GB" in found
-    assert plots["gains"].png().startswith(b"\x89PNG")
+    assert shown | {"seconds, log scale", "GB"} <= set(words(drawings["three"]["three-way"]))
 
 
-def test_six_arms_get_four_and_six_panels(draw: Draw) -> None:
-    missing = {"t5x_full": ("timeout", "took too long")}
-    plots = draw(documents.document(missing=missing, runs=2))
-    assert list(plots) == ["comparison", "impact", "gains", "pareto"]
-    assert "improvement" in words(plots["comparison"])
-    impact = words(plots["impact"])
-    assert {"durable save: improvement", "cold load: improvement", "impact, % of the baseline"} <= set(impact)
-    for name in ("comparison", "impact", "gains"):
-        assert "not run (timed out)" in words(plots[name])
-    assert "t5x_full" not in words(plots["pareto"])
-    assert "chunks_1mb" in words(plots["pareto"])
+def test_more_arms_get_four_and_six_panels_and_the_forest_plot_shows_gains_and_noise(
+    drawings: dict[str, dict[str, Plot]],
+) -> None:
+    assert list(drawings["four"]) == ["comparison", "impact", "gains", "pareto"]
+    comparison, impact, gains, pareto = (set(words(plot)) for plot in drawings["four"].values())
+    assert "improvement" in comparison
+    assert {"durable save: improvement", "cold load: improvement", "impact, % of the baseline"} <= impact
+    gain = four(missing={"off": ("timeout", "took too long")})["summary"]["arms"][FORMULA]["save"]["gain"]
+    assert {wording.gain(gain), "noise: the baseline against itself"} <= gains
+    assert "baseline" not in gains  # it has no gain over itself
+    assert {"off", "not run (timed out)"} <= comparison & impact & gains
+    assert "off" not in pareto
 
 
-def test_the_forest_plot_shows_gains_and_noise(draw: Draw) -> None:
-    document = documents.document(documents.PEERS)
-    gain = document["summary"]["arms"]["tensorkeep"]["save"]["gain"]
-    found = words(draw(document, "gains")["gains"])
-    assert wording.gain(gain) in found
-    assert "noise: the baseline against itself" in found
-    assert "pytorch" not in found  # the baseline has no gain over itself
-
-
-def ticks(plot: Plot) -> list[list[tuple[str, float, float]]]:
+def ticks(figure: Any) -> list[list[tuple[str, float, float]]]:
     """Return, for each panel, the labels of its x axis with where they begin and end, in pixels."""
-    plot.figure.draw_without_rendering()
+    figure.draw_without_rendering()
     found = []
-    for axes in plot.figure.axes:
+    for axes in figure.axes:
         low, high = axes.get_xlim()
         labels = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
         boxes = [(label.get_text(), label.get_window_extent()) for at, label in labels if low <= at <= high]
@@ -106,15 +97,18 @@ def spanning(*spans: tuple[float, float]) -> dict[str, Any]:
     return document
 
 
-SPANS = [
-    *((1e-6, 1e6), (2e-4, 2e4), (0.02, 3.0), (0.3, 60.0), (0.11, 9.0), (0.4, 1.6), (0.98, 1.03), (0.7, 5000.0)),
-    *((0.2, 1.3), (0.02, 50.0), (0.5, 14.0), (0.9, 2.4), (0.6, 1.2), (1e-6, 1e6), (0.02, 3.0), (0.11, 9.0)),
-]
-
-
-@pytest.mark.parametrize("first", range(0, len(SPANS), 4))
-def test_the_ticks_of_the_forest_plot_never_overlap(first: int, draw: Draw) -> None:
-    panels = ticks(draw(spanning(*SPANS[first : first + 4]), "gains")["gains"])
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(1e-6, 1e6), (2e-4, 2e4), (0.02, 3.0), (0.3, 60.0)],
+        [(0.11, 9.0), (0.4, 1.6), (0.98, 1.03), (0.7, 5000.0)],
+        pytest.param([(0.2, 1.3), (0.02, 50.0), (0.5, 14.0), (0.9, 2.4)], marks=pytest.mark.exhaustive),
+        pytest.param([(0.6, 1.2), (1e-6, 1e6), (0.02, 3.0), (0.11, 9.0)], marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_the_ticks_of_the_forest_plot_never_overlap(spans: list[tuple[float, float]], tmp_path: Path) -> None:
+    panels = ticks(forest.gains(read(spanning(*spans), tmp_path)))
     assert len(panels) == 4
     for panel in panels:
         assert "1x" in [text for text, _, _ in panel]
@@ -124,12 +118,12 @@ def test_the_ticks_of_the_forest_plot_never_overlap(first: int, draw: Draw) -> N
         assert left[-1][2] < right[0][1]
 
 
-def test_the_forest_plot_clips_extreme_gains(draw: Draw) -> None:
+def test_the_forest_plot_clips_extreme_gains(drawings: dict[str, dict[str, Plot]], tmp_path: Path) -> None:
     document = spanning(*[(1e-6, 1e6)] * 4)
     document["summary"]["arms"]["tensorstore"]["save"].update(gain=5e-4, gain_low=4e-4, gain_high=6e-4)
     document["summary"]["noise"]["save"] = {"low": 1e-5, "high": 1e5, "floor": 1e5, "n": 2}
-    plot = draw(document, "gains")["gains"]
-    axes = plot.figure.axes[0]
+    figure = forest.gains(read(document, tmp_path))
+    axes = figure.axes[0]
     low, high = axes.get_xlim()
     assert 0.005 < low < 0.01
     assert 100 < high < 200
@@ -138,70 +132,64 @@ def test_the_forest_plot_clips_extreme_gains(draw: Draw) -> None:
     assert arrows == {("<", 1), (">", 1), ("<", 0)}
     for line in axes.lines:
         assert all(low <= x <= high for x in line.get_xdata())
-    assert "0.0005x" in words(plot)
-    assert "beyond 0.01x or 100x" in " ".join(words(plot))
-    calm = draw(documents.document(documents.PEERS), "gains")["gains"]
-    assert "beyond 0.01x or 100x" not in " ".join(words(calm))
+    assert "0.0005x" in [text.get_text() for text in axes.texts]
+    assert "beyond 0.01x or 100x" in figure.get_supxlabel()
+    assert "beyond 0.01x or 100x" not in " ".join(words(drawings["four"]["gains"]))
 
 
-def test_designs_get_their_own_figures(draw: Draw) -> None:
-    document = documents.steps()
-    last = [step for step in document["summary"]["steps"] if step["measure"] == "save"][-1]
-    assert f"{wording.gain(last['gain_from_base'])} ({wording.gain(last['gain_from_previous'])})" in words(
-        draw(document, "steps")["steps"]
-    )
-    plots = draw(documents.factorial(), "effects", "interactions")
-    assert "chunk x concurrency" in words(plots["effects"])
-    assert words(plots["effects"]).count("1.42x") == 3  # once in the list, twice in the symmetric heat map
-    assert "1.37x" in words(plots["interactions"])
+def test_designs_get_their_own_figures_which_are_the_same_each_time(
+    drawings: dict[str, dict[str, Plot]], tmp_path: Path
+) -> None:
+    last = [step for step in documents.steps()["summary"]["steps"] if step["measure"] == "save"][-1]
+    both = f"{wording.gain(last['gain_from_base'])} ({wording.gain(last['gain_from_previous'])})"
+    assert both in words(drawings["steps"]["steps"])
+    effects, interactions = drawings["factorial"].values()
+    assert "chunk x concurrency" in words(effects)
+    assert words(effects).count("1.42x") == 3  # once in the list, twice in the symmetric heat map
+    assert "1.37x" in words(interactions)
+    again = figures(documents.factorial(), tmp_path, "effects", "interactions")
+    assert [plot.svg for plot in again.values()] == [effects.svg, interactions.svg]
 
 
-def test_hostile_names_are_text(draw: Draw, tmp_path: Path) -> None:
-    document = documents.document({"base": (3, 2, 1), HOSTILE: (1, 1, 1), "$\\frac{1}{$": (1, 2, 1)}, runs=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plots = draw(document)
-    shown = HOSTILE[:22]
-    for plot in plots.values():
-        assert any(text.startswith(shown) for text in words(plot)), plot.name
+def test_hostile_names_are_text(drawings: dict[str, dict[str, Plot]], tmp_path: Path) -> None:
+    plots = list(drawings["four"].values())
+    for plot in plots:
+        for name in (HOSTILE[:22], FORMULA):
+            assert any(text.startswith(name) for text in words(plot)), plot.name
         assert "<script" not in plot.svg
         assert "<script" not in themed(plot)
-    page = report_page(read_results(documents.write(document, tmp_path)), list(plots.values()))
+    page = report_page(read(four(), tmp_path), plots)
     assert page.count("<script") == 1
     assert "&lt;script&gt;alert" in page
 
 
-def test_figures_are_the_same_each_time(draw: Draw, tmp_path: Path) -> None:
-    document = documents.document(documents.THREE_WAY)
-    found = read_results(documents.write(document, tmp_path))
-    name, title, drawer = next(wanted(found))
-    assert drawn(name, title, drawer, found).svg == draw(document, name)[name].svg
-
-
-def test_the_page_defines_the_colours(draw: Draw) -> None:
-    plots = draw(documents.factorial(), "impact", "gains", "effects")
+def test_the_page_defines_the_colours(drawings: dict[str, dict[str, Plot]]) -> None:
+    plots = {name: plot for each in drawings.values() for name, plot in each.items()}
+    assert len(plots) == 8
     for plot in plots.values():
         used = set(re.findall(r"#[0-9a-f]{6}", themed(plot).split(">", 1)[1]))
         assert not used & set(PALETTE.values()), plot.name
-        assert f"var(--plot-{'ink'})" in themed(plot)
+        assert "var(--plot-ink)" in themed(plot)
         assert 'id="figure_1"' not in themed(plot)
-        # A file has its title and a white ground, which the page adds to the others.
-        assert (plot.title in plot.file_svg(), plot.title in plot.svg) == (True, False)
-        assert "#ffffff" in plot.file_svg()
+        # Black is matplotlib's default: a figure that has it forgot to ask the palette.
+        assert "#000000" not in plot.svg, plot.name
     # What the figures refer to by id must not be confused with another figure's.
     ids = [name for plot in plots.values() for name in re.findall(r'\sid="([^"]+)"', themed(plot))]
     assert len(ids) == len(set(ids))
-    # Black is matplotlib's default: a figure that has it forgot to ask the palette.
-    for name, plot in plots.items():
-        assert "#000000" not in plot.svg, name
 
 
-def test_a_figure_shows_at_most_forty_arms(draw: Draw, tmp_path: Path) -> None:
+def test_a_file_has_a_title_and_a_white_ground(drawings: dict[str, dict[str, Plot]]) -> None:
+    """The page adds both. A title is the head of the figure's legend, or of a figure without one."""
+    for plot in (drawings["three"]["three-way"], drawings["factorial"]["interactions"]):
+        assert (plot.title in plot.file_svg(), plot.title in plot.svg) == (True, False)
+        assert "#ffffff" in plot.file_svg(), plot.title
+
+
+def test_a_figure_shows_at_most_forty_arms(tmp_path: Path) -> None:
     document = documents.many(60, runs=1)
     arms = document["summary"]["arms"]
     best = max((name for name in arms if arms[name]["save"]["gain"]), key=lambda n: arms[n]["save"]["gain"])
-    found = read_results(documents.write(document, tmp_path))
-    shown = [arm.name for arm in shown_arms(found)]
+    shown = [arm.name for arm in shown_arms(read(document, tmp_path))]
     assert (len(shown), shown[0]) == (40, "pytorch")
     assert best in shown
 
@@ -217,11 +205,10 @@ def test_ticks_of_a_log_axis_are_few_and_inside(low: float, high: float) -> None
     assert all(low <= tick <= high for tick in ticks)
 
 
-def test_arms_without_a_baseline_are_labelled_not_compared(draw: Draw) -> None:
-    document = documents.document(runs=1, control=False)
-    document["summary"] = {}
+def test_arms_without_a_baseline_are_labelled_not_compared(tmp_path: Path) -> None:
+    document = {**four(control=False), "summary": {}}
     document["experiment"]["baseline"] = None
     document["arms"][0]["role"] = "arm"
-    found = words(draw(document, "comparison")["comparison"])
-    assert found.count("not compared") == 6
+    found = words(figures(document, tmp_path, "comparison")["comparison"])
+    assert found.count("not compared") == len(FOUR)
     assert "not run" not in found

@@ -3,22 +3,19 @@
 import csv
 import io
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from report import documents
+from report.documents import read
 from tensorkeep.bench.analysis import wording
-from tensorkeep.bench.results import Results
-from tensorkeep.bench.results_file import printable, read_results
+from tensorkeep.bench.results_file import printable
 from tensorkeep.report import comparison, design_tables, tables
 from tensorkeep.report.files import samples_csv, summary_csv
 from tensorkeep.report.headlines import completeness, headlines, noise_lines
-
-
-def read(document: dict[str, Any], folder: Path) -> Results:
-    return read_results(documents.write(document, folder))
 
 
 def exact(document: dict[str, Any], figures: dict[str, list[tuple[float, float, float]]]) -> dict[str, Any]:
@@ -71,20 +68,9 @@ def test_the_six_way_table_and_its_improvements(tmp_path: Path) -> None:
     ]
 
 
-def test_small_states_get_more_decimals(tmp_path: Path) -> None:
+def test_small_states_get_more_decimals_and_arms_on_a_smaller_state_are_compared_per_byte(tmp_path: Path) -> None:
     document = exact(documents.document({"a": (1, 1, 1)}, runs=1, control=False), {"a": [(0.0123, 0.004, 3e6)]})
     assert "  0.0123 " in comparison.isolated_text(read(document, tmp_path))
-
-
-def test_means_of_the_samples_are_those_of_the_summary(tmp_path: Path) -> None:
-    document = documents.document(documents.PEERS)
-    sheet = tables.verdict_table(read(document, tmp_path), read(document, tmp_path).primary()[0])
-    tensorkeep = next(row for row in sheet.rows if row[0].text == "tensorkeep")
-    assert tensorkeep[2].order == pytest.approx(document["summary"]["arms"]["tensorkeep"]["save"]["median"])
-    assert tensorkeep[3].order == pytest.approx(document["summary"]["arms"]["tensorkeep"]["save"]["mean"])
-
-
-def test_arms_on_a_smaller_state_are_compared_per_byte(tmp_path: Path) -> None:
     document = documents.document({"a": (10, 1, 1), "b": (10, 1, 1)}, noise=0.0, runs=2, slow=("b",), control=False)
     lines = comparison.isolated_text(read(document, tmp_path)).splitlines()
     assert "save (s per GB of state)" in lines[0]
@@ -93,10 +79,23 @@ def test_arms_on_a_smaller_state_are_compared_per_byte(tmp_path: Path) -> None:
     assert [line.split()[1] for line in lines[2:]] == [f"{seconds:.2f}"] * 2
 
 
+def test_one_run_has_no_deviation_and_no_summary_no_verdict(tmp_path: Path) -> None:
+    document = documents.document({"a": (10, 1, 1), "b": (20, 1, 1)}, runs=1, noise=0.0, control=False)
+    found = read({**document, "summary": {}}, tmp_path)
+    assert comparison.isolated_text(found).splitlines()[2:] == [
+        "a                           10.00              1.00              2.73",
+        "b                           20.00              1.00              2.73",
+    ]
+    rows = tables.verdict_table(found, found.primary()[0]).texts()
+    assert [(row[0], row[1], row[3]) for row in rows] == [("a", "no verdict", "10.00"), ("b", "no verdict", "20.00")]
+    assert headlines(found)[0] == "Durable save: no arm is shown to be better than a."
+
+
 def test_verdicts_gains_and_reasons(tmp_path: Path) -> None:
     document = documents.document(missing={"t5x_full": ("memory", "killed for memory")}, noise=0.01)
     found = read(document, tmp_path)
-    rows = {row[0].text: [cell.text for cell in row] for row in tables.verdict_table(found, found.primary()[0]).rows}
+    cells = {row[0].text: row for row in tables.verdict_table(found, found.primary()[0]).rows}
+    rows = {name: [cell.text for cell in row] for name, row in cells.items()}
     assert next(iter(rows)) == "baseline"
     assert list(rows)[-1] == "baseline (again)"
     assert rows["baseline"][1] == "baseline"
@@ -105,100 +104,63 @@ def test_verdicts_gains_and_reasons(tmp_path: Path) -> None:
     assert rows["t5x_full"][1:3] == ["out of memory", "-"]
     low, _, high = rows["chunks_1mb"][5].split()
     assert float(low) < float(rows["chunks_1mb"][4].rstrip("x")) < float(high)
+    summary = document["summary"]["arms"]["chunks_1mb"]["save"]
+    assert [cell.order for cell in cells["chunks_1mb"][2:4]] == pytest.approx([summary["median"], summary["mean"]])
     assert tables.not_run_table(found).texts() == [("t5x_full", "out of memory", "5 of 5", "killed for memory")]
 
 
-def test_the_headline_names_the_best_arm_that_helps(tmp_path: Path) -> None:
+def test_the_headline_names_the_best_arm_that_helps_and_an_interrupted_run_is_reported(tmp_path: Path) -> None:
     document = documents.document(documents.PEERS)
     arms = document["summary"]["arms"]
     arms["orbax"]["save"].update(verdict="within noise", gain=99.0)
-    best = max(
-        (name for name in arms if arms[name]["save"]["verdict"] == "helps"), key=lambda n: arms[n]["save"]["gain"]
-    )
+    helping = {name: arm["save"]["gain"] for name, arm in arms.items() if arm["save"]["verdict"] == "helps"}
+    best, gain = max(helping.items(), key=lambda item: item[1])
     line = headlines(read(document, tmp_path))[0]
-    assert line.startswith(
-        f"Durable save: {best} is {wording.gain(arms[best]['save']['gain'])} faster than pytorch (95% "
-    )
+    assert line.startswith(f"Durable save: {best} is {wording.gain(gain)} faster than pytorch (95% ")
     for one in arms.values():
         one["save"]["verdict"] = "within noise"
     assert headlines(read(document, tmp_path))[0] == (
         "Durable save: no arm is shown to be better than pytorch; of 12: 12 within noise."
     )
-
-
-def test_an_interrupted_run_is_reported(tmp_path: Path) -> None:
-    document = documents.document()
     document.update(complete=False, finished=None)
     document["cells"][-1].update(status="planned", figures={})
     cells = len(document["cells"])
     assert completeness(read(document, tmp_path)) == f"This run is not complete: 1 of {cells} cells were not reached."
 
 
-def test_noise_without_and_with_a_control(tmp_path: Path) -> None:
-    document = documents.document(control=False)
-    lines = noise_lines(read(document, tmp_path))
-    assert lines[0] == "durable save: no noise floor, because no A/A control ran"
-    document["summary"]["noise"]["save"] = {"low": 0.97, "high": 1.04, "floor": 1.04, "n": 5}
-    expected = "durable save: differences below 4% are noise; the baseline against itself: 0.970 to 1.04 (95%)"
-    assert noise_lines(read(document, tmp_path))[0] == expected
-
-
-def noisy(low: float = 2.2e-4, high: float = 2.7e4) -> dict[str, Any]:
-    """Return a document of two blocks with a very noisy A/A control."""
+def test_noise_and_gains_beyond_it_are_reported(tmp_path: Path) -> None:
+    document = documents.document(documents.THREE_WAY, runs=2, control=False)
+    assert noise_lines(read(document, tmp_path))[0] == "durable save: no noise floor, because no A/A control ran"
     document = documents.document(documents.THREE_WAY, runs=2)
-    document["summary"]["noise"]["save"] = {"low": low, "high": high, "floor": max(1 / low, high), "n": 2}
-    for name in ("tensorstore", "t5x"):
-        found = document["summary"]["arms"][name]["save"]
-        found.update(verdict="within noise", gain=1.2, gain_low=low, gain_high=high)
-    return document
+    summary = document["summary"]
+    saves = [summary["arms"][name]["save"] for name in ("tensorstore", "t5x")]
 
+    def reported(low: float, high: float) -> tuple[str, str]:
+        """Return the line of noise and the headline of a save whose A/A control has this interval."""
+        summary["noise"]["save"] = {"low": low, "high": high, "floor": max(1 / low, high), "n": 2}
+        for each in saves:
+            each.update(verdict="within noise", gain=1.2, gain_low=low, gain_high=high)
+        found = read(document, tmp_path)
+        return noise_lines(found)[0], headlines(found)[0]
 
-def test_too_much_noise_for_a_verdict_is_reported(tmp_path: Path) -> None:
-    expected = (
-        "durable save: after 2 blocks no verdict is possible: the baseline against itself spans <0.01 to >100 (95%)"
-    )
-    found = read(noisy(), tmp_path)
-    assert noise_lines(found)[0] == expected
-    assert headlines(found)[0] == f"D{expected[1:]}; of 2: 2 within noise."
-    found = read(noisy(1 / 10.5, 3.0), tmp_path)
-    assert noise_lines(found)[0].endswith(
-        "no verdict is possible: the baseline against itself spans 0.0952 to 3.00 (95%)"
-    )
-    found = read(noisy(1 / 9.5, 3.0), tmp_path)
-    line = (
-        "durable save: differences below a factor of 9.50 are noise; the baseline against itself: 0.105 to 3.00 (95%)"
-    )
-    assert noise_lines(found)[0] == line
-    assert headlines(found)[0].startswith("Durable save: no arm is shown to be better than pytorch")
-
-
-def test_a_gain_beyond_large_noise_is_reported(tmp_path: Path) -> None:
-    document = noisy(1 / 12, 12.0)
-    document["summary"]["arms"]["t5x"]["save"].update(verdict="helps", gain=50.0, gain_low=30.0, gain_high=70.0)
+    none = "urable save: after 2 blocks no verdict is possible: the baseline against itself spans"
+    wide, headline = reported(2.2e-4, 2.7e4)
+    assert wide == f"d{none} <0.01 to >100 (95%)"
+    assert headline == f"D{none} <0.01 to >100 (95%); of 2: 2 within noise."
+    assert reported(1 / 10.5, 3.0)[0] == f"d{none} 0.0952 to 3.00 (95%)"
+    below = "durable save: differences below {} are noise; the baseline against itself: {} (95%)"
+    line, headline = reported(1 / 9.5, 3.0)
+    assert line == below.format("a factor of 9.50", "0.105 to 3.00")
+    assert headline.startswith("Durable save: no arm is shown to be better than pytorch")
+    assert reported(0.97, 1.04)[0] == below.format("4%", "0.970 to 1.04")
+    # A gain beyond large noise.
+    assert reported(1 / 12, 12.0)[0].startswith(f"d{none}")
+    saves[1].update(verdict="helps", gain=50.0, gain_low=30.0, gain_high=70.0)
     found = read(document, tmp_path)
     assert headlines(found)[0].startswith(
         "Durable save: t5x is 50.0x faster than pytorch (95% 30.0 to 70.0); of 2: 1 better"
     )
-    assert noise_lines(found)[0] == (
-        "durable save: differences below a factor of 12.0 are noise; the baseline against itself: 0.0833 to 12.0 (95%)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (2.2e-4, 2.7e4, "<0.01 to >100"),
-        (0.5, 2.7e4, "0.500 to >100"),
-        (1e-6, 0.9, "<0.01 to 0.900"),
-        (0.012, 99.0, "0.0120 to 99.0"),
-        # A large gain with a narrow interval is given in full.
-        (120.0, 135.0, "120 to 135"),
-        (0.001, 0.002, "0.00100 to 0.00200"),
-        (None, None, "-"),
-    ],
-)
-def test_very_wide_intervals_are_clipped(low: float | None, high: float | None, expected: str) -> None:
-    assert wording.interval(low, high) == expected
+    assert noise_lines(found)[0] == below.format("a factor of 12.0", "0.0833 to 12.0")
 
 
 def test_tables_of_designs(tmp_path: Path) -> None:
@@ -236,57 +198,50 @@ def test_csv_has_a_row_per_cell_and_measure(tmp_path: Path) -> None:
     assert (failed["measure"], failed["value"], failed["reason"]) == ("", "", 'it said: "no", and went')
 
 
-@pytest.mark.parametrize("name", ["=HYPERLINK(1)", "+1", "-1", "@x"])
-def test_names_are_not_formulas_in_a_spreadsheet(name: str, tmp_path: Path) -> None:
-    found = read(documents.document({"base": (1, 1, 1), name: (1, 1, 1)}), tmp_path)
+def test_names_are_not_formulas_in_a_spreadsheet(tmp_path: Path) -> None:
+    names = {"=HYPERLINK(1)", "+1", "-1", "@x"}
+    found = read(documents.document({"base": (1, 1, 1), **dict.fromkeys(names, (1, 1, 1))}, runs=2), tmp_path)
     for text in (samples_csv(found), summary_csv(found)):
-        assert {row[0] for row in csv.reader(io.StringIO(text))} >= {f"'{name}"}
-        assert name not in {row[0] for row in csv.reader(io.StringIO(text))}
+        written = {row[0] for row in csv.reader(io.StringIO(text))}
+        assert written >= {f"'{name}" for name in names}
+        assert not written & names
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("words", "values", "text"),
     [
-        (None, "-"),
-        (1.0, "1.00x"),
-        (0.0471, "0.0471x"),
-        (12.34, "12.3x"),
-        (250.2, "250x"),
-        (0.0001, "0.0001x"),
-        (0.000012, "1.2e-05x"),
-        (0.0, "0x"),
-        (0.9996, "1.00x"),
-        (99.96, "100x"),
+        # Very wide intervals are clipped; a large gain with a narrow interval is given in full.
+        (wording.interval, (2.2e-4, 2.7e4), "<0.01 to >100"),
+        (wording.interval, (0.5, 2.7e4), "0.500 to >100"),
+        (wording.interval, (1e-6, 0.9), "<0.01 to 0.900"),
+        (wording.interval, (0.012, 99.0), "0.0120 to 99.0"),
+        (wording.interval, (120.0, 135.0), "120 to 135"),
+        (wording.interval, (0.001, 0.002), "0.00100 to 0.00200"),
+        (wording.interval, (None, None), "-"),
+        (wording.gain, (None,), "-"),
+        (wording.gain, (1.0,), "1.00x"),
+        (wording.gain, (0.0471,), "0.0471x"),
+        (wording.gain, (12.34,), "12.3x"),
+        (wording.gain, (250.2,), "250x"),
+        (wording.gain, (0.0001,), "0.0001x"),
+        (wording.gain, (0.000012,), "1.2e-05x"),
+        (wording.gain, (0.0,), "0x"),
+        (wording.gain, (0.9996,), "1.00x"),
+        (wording.gain, (99.96,), "100x"),
+        (wording.number, (0.0, 4), "0"),
+        (wording.number, (0.01234, 4), "0.01234"),
+        (wording.number, (1.23456, 4), "1.235"),
+        (wording.number, (1234.5, 4), "1,234"),
+        (wording.number, (1e9, 4), "1e+09"),
+        (wording.spread, (137.52, 7.449), "137.5 ± 7.4"),
+        (wording.percent, (-1919.2,), "-1,919%"),
+        (wording.percent, (-0.01,), "0.0%"),
+        (wording.percent, (0.04,), "0.0%"),
+        (wording.percent, (-0.06,), "-0.1%"),
+        (wording.probability, (0.00004,), "< 0.001"),
+        (wording.clipped, ("x" * 99, 5), "xxx…x"),
+        (printable, ("a\x1b[31m\nb",), "a\\x1b[31m b"),
     ],
 )
-def test_gains_in_words(value: float | None, text: str) -> None:
-    assert wording.gain(value) == text
-
-
-def test_numbers_in_words() -> None:
-    assert [wording.number(v, 4) for v in (0.0, 0.01234, 1.23456, 1234.5, 1e9)] == [
-        "0",
-        "0.01234",
-        "1.235",
-        "1,234",
-        "1e+09",
-    ]
-    assert wording.spread(137.52, 7.449) == "137.5 ± 7.4"
-    assert wording.percent(-1919.2) == "-1,919%"
-    assert (wording.percent(-0.01), wording.percent(0.04), wording.percent(-0.06)) == ("0.0%", "0.0%", "-0.1%")
-    assert wording.probability(0.00004) == "< 0.001"
-    assert printable("a\x1b[31m\nb") == "a\\x1b[31m b"
-    assert len(wording.clipped("x" * 99, 20)) == 20
-
-
-def test_one_run_has_no_deviation_and_no_summary_no_verdict(tmp_path: Path) -> None:
-    document = documents.document({"a": (10, 1, 1), "b": (20, 1, 1)}, runs=1, noise=0.0, control=False)
-    document["summary"] = {}
-    found = read(document, tmp_path)
-    assert comparison.isolated_text(found).splitlines()[2:] == [
-        "a                           10.00              1.00              2.73",
-        "b                           20.00              1.00              2.73",
-    ]
-    rows = tables.verdict_table(found, found.primary()[0]).texts()
-    assert [(row[0], row[1], row[3]) for row in rows] == [("a", "no verdict", "10.00"), ("b", "no verdict", "20.00")]
-    assert headlines(found)[0] == "Durable save: no arm is shown to be better than a."
+def test_numbers_in_words(words: Callable[..., str], values: tuple[Any, ...], text: str) -> None:
+    assert words(*values) == text

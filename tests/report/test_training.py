@@ -18,34 +18,34 @@ from tensorkeep.report.measures import compared_arms
 from tensorkeep.report.plots import pareto
 
 
-def test_more_tokens_in_a_second_are_better() -> None:
-    results = document({"plain": [100.0, 101.0, 99.0, 100.0], "fast": [150.0, 151.0, 149.0, 150.0]})
-    summary = summarise(results)
-    entry = summary["arms"]["fast"][cell.SPEED]
-    assert (entry["verdict"], round(entry["gain"], 2)) == ("helps", 1.5)
-    speed = next(one for one in summary["recommendations"] if one["for"] == "speed")
-    assert speed["arm"] == "fast"
-    assert "1.50x plain" in speed["text"]
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the module that writes the page of techniques."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("techniques_page")
 
 
-def test_a_failed_gate_of_training_is_described() -> None:
-    results = document({"plain": [100.0], "off": [200.0]})
+def test_a_failed_gate_of_training_is_described_and_the_faster_arm_recommended() -> None:
+    results = document({"plain": [100.0, 101.0, 99.0], "off": [200.0], "fast": [150.0, 151.0, 149.0]})
     next(one for one in results["cells"] if one["arm"] == "off").update(status="gate", reason="the loss", figures={})
     summary = summarise(results)
     reason = "the technique was not active, or changed what is computed"
     assert summary["arms"]["off"][cell.SPEED]["reason"] == f"{reason}, in 1 of 1 blocks: the loss"
     assert any(one["text"].startswith(f"off: {reason}") for one in summary["warnings"])
+    speed = next(one for one in summary["recommendations"] if one["for"] == "speed")
+    assert speed["arm"] == "fast"
+    assert "1.50x plain" in speed["text"]
 
 
-def document(speeds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return results with these tokens per second by arm, of which the first is the baseline."""
+def document(speeds: dict[str, list[float]], *others: str) -> dict[str, Any]:
+    """Return results with these tokens per second by arm, of which the first is the baseline, and other measures."""
     arms = [{"name": name, "role": "arm" if place else "baseline"} for place, name in enumerate(speeds)]
     cells = [
         {"arm": name, "block": block, "status": "ok", "amount": 100, "figures": {cell.SPEED: value}}
         for name, values in speeds.items()
         for block, value in enumerate(values)
     ]
-    measures = [msgspec.to_builtins(one) for one in WORKLOAD.measures if one.name == cell.SPEED]
+    measures = [msgspec.to_builtins(one) for one in WORKLOAD.measures if one.name in (cell.SPEED, *others)]
     experiment = {"name": "techniques", "workload": "training"}
     return {"experiment": experiment, "measures": measures, "arms": arms, "cells": cells}
 
@@ -63,9 +63,8 @@ def test_turns_with_the_baseline_are_compared_instead_of_whole_runs() -> None:
     assert entry["gain_high"] / entry["gain_low"] < 1.02
     # A block without turns is compared with the baseline of the same block.
     results["cells"][-1].pop("turns")
-    assert summarise(results)["arms"]["fast"][cell.SPEED]["gain"] == pytest.approx(
-        (1.2 * 1.202 * 0.59) ** (1 / 3), rel=1e-3
-    )
+    gain = summarise(results)["arms"]["fast"][cell.SPEED]["gain"]
+    assert gain == pytest.approx((1.2 * 1.202 * 0.59) ** (1 / 3), rel=1e-3)
 
 
 def test_arms_that_took_turns_share_what_they_show_of_the_noise() -> None:
@@ -78,11 +77,8 @@ def test_arms_that_took_turns_share_what_they_show_of_the_noise() -> None:
         for one in results["cells"]:
             speed = speeds[one["arm"]] * math.exp(random.gauss(0, 0.015))
             if one["arm"] != "plain":
-                one.update(
-                    {"figures": {cell.SPEED: speed}}
-                    if kind == "whole runs"
-                    else {"turns": {cell.SPEED: [(speed, 100.0)]}}
-                )
+                turns = {"turns": {cell.SPEED: [(speed, 100.0)]}}
+                one.update({"figures": {cell.SPEED: speed}} if kind == "whole runs" else turns)
         found[kind] = {name: each[cell.SPEED] for name, each in summarise(results)["arms"].items()}
     assert found["whole runs"]["fast"]["verdict"] == "within noise"
     assert found["turns"]["fast"]["verdict"] == "helps"
@@ -97,39 +93,38 @@ def test_arms_that_took_turns_share_what_they_show_of_the_noise() -> None:
     assert math.log(width["but one"]) > 1.5 * math.log(width["turns"])
 
 
-def reported(results: dict[str, Any]) -> Results:
-    results["experiment"] |= {"name": "techniques", "baseline": "plain", "design": "one-at-a-time"}
+def reported(results: dict[str, Any], design: str = "one-at-a-time") -> Results:
+    results["experiment"] |= {"baseline": "plain", "design": design}
     return msgspec.convert({**results, "summary": summarise(results)}, Results)
 
 
-def test_single_changes_are_sorted_by_their_gain() -> None:
+def test_single_changes_are_sorted_by_their_gain_and_a_control_that_ran_once_gives_no_noise_floor() -> None:
     results = document({"plain": [100.0], "slow": [50.0], "off": [1.0], "fast": [150.0]})
     next(one for one in results["cells"] if one["arm"] == "off").update(status="not-run", reason="no", figures={})
-    assert [arm.name for arm in compared_arms(reported(results))] == ["plain", "fast", "slow", "off"]
-    for design, names in {"arms": ["plain", "fast", "slow", "off"], "steps": ["plain", "slow", "off", "fast"]}.items():
-        results["experiment"]["design"] = design
-        found = msgspec.convert({**results, "summary": summarise(results)}, Results)
-        assert [arm.name for arm in compared_arms(found)] == names
-
-
-def test_a_control_that_ran_once_gives_no_noise_floor() -> None:
+    by_gain = ["plain", "fast", "slow", "off"]
+    for design, names in {"one-at-a-time": by_gain, "arms": by_gain, "steps": ["plain", "slow", "off", "fast"]}.items():
+        assert [arm.name for arm in compared_arms(reported(results, design))] == names, design
     results = document({"plain": [100.0], "plain (again)": [101.0]})
     results["arms"][1]["role"] = "control"
     assert noise_lines(reported(results)) == ["speed: no noise floor, because no A/A control ran in two blocks"]
 
 
-def test_trade_offs_omit_arms_that_did_not_run_and_losses_start_above_zero() -> None:
-    results = document({"plain": [100.0, 101.0], "fast": [150.0, 151.0], "off": [1.0, 1.0]})
-    results["measures"] = [
-        msgspec.to_builtins(each) for each in WORKLOAD.measures if each.name in (cell.SPEED, cell.MEMORY, cell.LOSS)
-    ]
+def trade_offs(results: dict[str, Any], losses: dict[str, float]) -> tuple[Any, Any]:
+    """Return the figure of trade-offs, drawn with these losses of the arms, and the axes that have the loss."""
     for one in results["cells"]:
-        one["figures"] |= {cell.MEMORY: 1e6, cell.LOSS: 2.0 + 0.01 * one["block"]}
+        one["figures"] |= {cell.LOSS: losses[one["arm"]]} if one["figures"] else {}
+    figure = pareto.trade_offs(reported(results))
+    figure.draw_without_rendering()
+    return figure, next(axes for axes in figure.axes if "loss" in axes.get_ylabel())
+
+
+def test_trade_offs_omit_arms_that_did_not_run_and_losses_start_above_zero() -> None:
+    results = document({"plain": [100.0, 101.0], "fast": [150.0, 151.0], "off": [1.0, 1.0]}, cell.MEMORY, cell.LOSS)
+    for one in results["cells"]:
+        one["figures"] |= {cell.MEMORY: 1e6}
         if one["arm"] == "off":
             one.update(status="not-run", reason="no", figures={})
-    figure = pareto.trade_offs(reported(results))
-    losses = next(axes for axes in figure.axes if "loss" in axes.get_ylabel())
-    figure.draw_without_rendering()
+    _, losses = trade_offs(results, {"plain": 2.0, "fast": 2.01})
     labels = [label.get_text() for label in losses.get_yticklabels()]
     assert labels
     assert all(label.replace(".", "").isdigit() for label in labels)
@@ -139,69 +134,10 @@ def test_trade_offs_omit_arms_that_did_not_run_and_losses_start_above_zero() -> 
     assert [arm.name for arm in pareto.drawn_arms(reported(results))] == ["plain", "fast"]
 
 
-def test_the_page_of_techniques_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    page = importlib.import_module("techniques_page")
-    assert page.PAGE.read_text() == page.page()
-
-
-def test_the_page_of_techniques_shows_effects_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    page = importlib.import_module("techniques_page")
-    results = document({"plain": [100.0, 101.0, 99.0, 100.0], "on": [150.0, 151.0, 149.0, 150.0], "off": [1.0]})
-    results["arms"][1]["settings"] = {"techniques.compile.mode": "default"}
-    results["arms"][2]["settings"] = {"techniques.tf32": "on"}
-    results["cells"][-1] |= {"status": "not-run", "reason": "tf32 needs a CUDA device", "figures": {}}
-    results["experiment"] |= {"name": "techniques", "baseline": "plain"}
-    found = msgspec.convert({**results, "summary": summarise(results)}, Results)
-    table = page.measured_table(found)
-    assert "| [compile](#compile): mode default | 1.50x (1.49 to 1.51) | faster | - | - | - | - |" in table
-    speed = found.statistics("on", "tokens_per_second")
-    shown = {(1.02, 1.08): "a little faster", (0.93, 0.99): "a little slower", (0.98, 1.04): "no difference within 4%"}
-    for (low, high), words in shown.items():
-        same = {"verdict": "about the same", "gain_low": low, "gain_high": high}
-        assert page.verdict(msgspec.structs.replace(speed, **same)) == words
-    assert "| [tf32](#tf32) | - | not run here: tf32 needs a CUDA device | - | - | - | - |" in table
-
-
-def test_the_page_of_techniques_shows_memory_beside_its_prediction_and_the_loss_of_algorithmic_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    page = importlib.import_module("techniques_page")
-    results = document({"plain": [100.0, 100.1, 99.9], "on": [101.0, 101.2, 100.8], "ddp": [80.0, 150.0, 110.0]})
-    names = (cell.SPEED, cell.MEMORY, cell.PREDICTED, cell.LOSS)
-    results["measures"] = [msgspec.to_builtins(each) for each in WORKLOAD.measures if each.name in names]
-    results["arms"][1]["settings"] = {"techniques.activation-function.activation": "relu2"}
-    results["arms"][2]["settings"] = {"techniques.ddp": "on", "ranks": 2}
-    results["experiment"] |= {"name": "techniques", "baseline": "plain"}
-    for one in results["cells"]:
-        halved = 0.5 if one["arm"] == "ddp" else 1.0
-        one["figures"] |= {cell.MEMORY: 4e6 * halved, cell.LOSS: 2.0 if one["arm"] == "on" else 2.2}
-        if one["arm"] != "ddp":
-            one["figures"] |= {cell.PREDICTED: 3e6}
-    found = msgspec.convert({**results, "summary": summarise(results)}, Results)
-    table = page.measured_table(found)
-    relu2 = "| no difference within 1.2% | 4.00 MB (1.00x) | 3.00 MB (1.00x) | 1.10x (1.10 to 1.10) | - |"
-    assert relu2 in table
-    assert (
-        "| [ddp](#ddp): 2 ranks | 1.10x (0.503 to 2.39) | undecided within a factor of 2.39 | 2.00 MB (0.500x) |"
-        in table
-    )
-
-
 def test_the_axis_of_nearly_equal_losses_has_plain_numbers_and_does_not_magnify() -> None:
     """Losses of 4.54101 and 4.54102 gave ticks of ``1e-5+4.541``."""
-    results = document({"plain": [100.0, 101.0], "fast": [150.0, 151.0]})
-    results["measures"] = [
-        msgspec.to_builtins(each) for each in WORKLOAD.measures if each.name in (cell.SPEED, cell.LOSS)
-    ]
-    for one in results["cells"]:
-        one["figures"] |= {cell.LOSS: 4.54101 if one["arm"] == "plain" else 4.54102}
-        one["figures"][cell.SPEED] *= 1e6
-    figure = pareto.trade_offs(reported(results))
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
+    results = document({"plain": [100e6, 101e6], "fast": [150e6, 151e6]}, cell.LOSS)
+    _, axes = trade_offs(results, {"plain": 4.54101, "fast": 4.54102})
     low, high = axes.get_ylim()
     ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
     assert [label.get_text() for at, label in ticks if low <= at <= high] == ["4.54", "4.56", "4.58"]
@@ -210,15 +146,43 @@ def test_the_axis_of_nearly_equal_losses_has_plain_numbers_and_does_not_magnify(
 
 
 def test_a_loss_far_above_the_others_is_drawn_at_the_edge() -> None:
-    results = document({"plain": [100.0] * 2, "fast": [150.0] * 2, "range test": [120.0] * 2})
-    results["measures"] = [
-        msgspec.to_builtins(each) for each in WORKLOAD.measures if each.name in (cell.SPEED, cell.LOSS)
-    ]
-    for one in results["cells"]:
-        one["figures"] |= {cell.LOSS: {"plain": 2.5, "fast": 2.6}.get(one["arm"], 15.0)}
-    figure = pareto.trade_offs(reported(results))
-    (axes,) = figure.axes
+    results = document({"plain": [100.0] * 2, "fast": [150.0] * 2, "range test": [120.0] * 2}, cell.LOSS)
+    figure, axes = trade_offs(results, {"plain": 2.5, "fast": 2.6, "range test": 15.0})
     drawn = {str(line.get_marker()): line.get_ydata()[0] for line in axes.lines if line.get_marker() in "so^"}
     assert drawn == {"s": 2.5, "o": 2.6, "^": 2.5 * 1.1}
     assert axes.get_ylim()[1] < 2.8
     assert "Triangle: a loss above 1.1 times the lowest." in figure.get_supxlabel()
+
+
+def test_the_page_of_techniques_is_up_to_date_and_shows_effects_and_reasons(page: Any) -> None:
+    assert page.PAGE.read_text() == page.page()
+    results = document({"plain": [100.0, 101.0, 99.0, 100.0], "on": [150.0, 151.0, 149.0, 150.0], "off": [1.0]})
+    results["arms"][1]["settings"] = {"techniques.compile.mode": "default"}
+    results["arms"][2]["settings"] = {"techniques.tf32": "on"}
+    results["cells"][-1] |= {"status": "not-run", "reason": "tf32 needs a CUDA device", "figures": {}}
+    found = reported(results)
+    table = page.measured_table(found)
+    assert "| [compile](#compile): mode default | 1.50x (1.49 to 1.51) | faster | - | - | - | - |" in table
+    assert "| [tf32](#tf32) | - | not run here: tf32 needs a CUDA device | - | - | - | - |" in table
+    speed = found.statistics("on", "tokens_per_second")
+    shown = {(1.02, 1.08): "a little faster", (0.93, 0.99): "a little slower", (0.98, 1.04): "no difference within 4%"}
+    for (low, high), words in shown.items():
+        same = {"verdict": "about the same", "gain_low": low, "gain_high": high}
+        assert page.verdict(msgspec.structs.replace(speed, **same)) == words
+
+
+def test_the_page_of_techniques_shows_memory_beside_its_prediction_and_the_loss_of_algorithmic_ones(page: Any) -> None:
+    speeds = {"plain": [100.0, 100.1, 99.9], "on": [101.0, 101.2, 100.8], "ddp": [80.0, 150.0, 110.0]}
+    results = document(speeds, cell.MEMORY, cell.PREDICTED, cell.LOSS)
+    results["arms"][1]["settings"] = {"techniques.activation-function.activation": "relu2"}
+    results["arms"][2]["settings"] = {"techniques.ddp": "on", "ranks": 2}
+    for one in results["cells"]:
+        halved = 0.5 if one["arm"] == "ddp" else 1.0
+        one["figures"] |= {cell.MEMORY: 4e6 * halved, cell.LOSS: 2.0 if one["arm"] == "on" else 2.2}
+        if one["arm"] != "ddp":
+            one["figures"] |= {cell.PREDICTED: 3e6}
+    table = page.measured_table(reported(results))
+    relu2 = "| no difference within 1.2% | 4.00 MB (1.00x) | 3.00 MB (1.00x) | 1.10x (1.10 to 1.10) | - |"
+    assert relu2 in table
+    ddp = "| [ddp](#ddp): 2 ranks | 1.10x (0.503 to 2.39) | undecided within a factor of 2.39 | 2.00 MB (0.500x) |"
+    assert ddp in table

@@ -3,16 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from report import documents
-from tensorkeep.bench.results_file import read_results
+from report.documents import read
 from tensorkeep.report.subject import machine_name, subject_name
 from tensorkeep.report.verdict import verdict_sentence
 
 
 def sentence(document: dict[str, Any], folder: Path) -> str:
-    return verdict_sentence(read_results(documents.write(document, folder)))
+    return verdict_sentence(read(document, folder))
 
 
 def peers(**recommended: str | None) -> dict[str, Any]:
@@ -31,11 +29,8 @@ def test_the_arm_that_is_better_all_round_is_recommended(tmp_path: Path) -> None
     assert sentence(peers(saving="fast", size="fast", all="fast"), tmp_path) == expected
     # One purpose alone has no recommendation for all of them.
     assert sentence(peers(saving="fast"), tmp_path) == expected
-
-
-def test_a_name_with_blanks_is_quoted(tmp_path: Path) -> None:
-    document = peers(saving="only fast")
-    assert sentence(document, tmp_path).startswith('Use "only fast" on this machine')
+    # A name with blanks is quoted.
+    assert sentence(peers(saving="only fast"), tmp_path).startswith('Use "only fast" on this machine')
 
 
 def test_what_is_worse_is_in_the_sentence(tmp_path: Path) -> None:
@@ -58,44 +53,31 @@ def test_without_a_recommendation_the_sentence_says_so(tmp_path: Path) -> None:
     assert "too small to time" in sentence(once, tmp_path)
 
 
-def test_a_loss_is_compared_in_percent(tmp_path: Path) -> None:
+def test_a_loss_is_compared_in_percent_and_claims_are_counted(tmp_path: Path) -> None:
     document = peers(loss="fast")
     document["measures"][0].update(name="loss", unit="nats", label="validation loss")
-    arms = document["summary"]["arms"]
-    arms["fast"] = {"loss": {"gain": 1 / 0.988, "verdict": "helps"}}
+    document["summary"]["arms"]["fast"] = {"loss": {"gain": 1 / 0.988, "verdict": "helps"}}
     for cell in document["cells"]:
         cell["figures"] = {"loss": 2.0}
     expected = "Use fast on this machine: it reaches a validation loss 1.2% lower than pytorch."
     assert sentence(document, tmp_path) == expected
-
-
-def test_claims_are_counted(tmp_path: Path) -> None:
     expected = "Of 2 published claims, 1 is reproduced and 1 is confounded on this machine."
     assert sentence(documents.with_claims(), tmp_path) == expected
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"processor": {"model": "AMD EPYC", "cores": 8, "usable_cores": 2}, "devices": []}, "AMD EPYC, 2 cores"),
-        (
-            {"processor": {"model": "X", "usable_cores": 1}, "devices": [{"name": "H100"}, {"name": "H100"}]},
-            "2 x H100, X, 1 core",
-        ),
-        ({"devices": [{"name": "H100", "total_bytes": 1}]}, "H100"),
+def test_the_machine_and_the_model_or_the_recipe_in_a_few_words(tmp_path: Path) -> None:
+    h100 = {"name": "H100", "total_bytes": 1}
+    epyc = {"model": "AMD EPYC", "cores": 8, "usable_cores": 2}
+    for environment, expected in (
+        ({"processor": epyc, "devices": []}, "AMD EPYC, 2 cores"),
+        ({"processor": {"model": "X", "usable_cores": 1}, "devices": [h100, h100]}, "2 x H100, X, 1 core"),
+        ({"devices": [h100]}, "H100"),
         ({}, ""),
         ({"processor": "not an object"}, ""),
-    ],
-)
-def test_the_machine_in_a_few_words(environment: dict[str, Any], expected: str) -> None:
-    assert machine_name(environment) == expected
-
-
-def test_the_subject_is_the_model_or_the_recipe(tmp_path: Path) -> None:
-    document = documents.document(runs=1)
-    for description, expected in (
-        ("openllama-3b:first-5:float16: 5 tensors, 287 MB", "openllama-3b:first-5:float16"),
-        ("", "made-up"),
     ):
+        assert machine_name(environment) == expected
+    document = documents.document(runs=1)
+    described = "openllama-3b:first-5:float16: 5 tensors, 287 MB"
+    for description, expected in ((described, "openllama-3b:first-5:float16"), ("", "made-up")):
         document["subject"]["description"] = description
-        assert subject_name(read_results(documents.write(document, tmp_path))) == expected
+        assert subject_name(read(document, tmp_path)) == expected

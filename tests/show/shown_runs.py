@@ -50,14 +50,8 @@ def save_run(path: Path, *, steps: int = 6) -> Path:
                     tensor += 0.01 / step * torch.randn(tensor.shape, generator=generator)
             manager.save(step * 100, {"model": model}, metrics={"validation_loss": 3.0 / step})
     lines = [
-        {
-            "step": step,
-            "kind": "train",
-            "loss": 4 / (1 + step / 100),
-            "gradient_norm": 1.0 + step % 7,
-            "learning_rate": 1e-4 * step,
-        }
-        | {"tokens_per_second": 20_000 + step}
+        {"step": step, "kind": "train", "loss": 4 / (1 + step / 100), "gradient_norm": 1.0 + step % 7}
+        | {"learning_rate": 1e-4 * step, "tokens_per_second": 20_000 + step}
         for step in range(10, steps * 100 + 1, 10)
     ]
     lines += [

@@ -12,7 +12,7 @@ import torch
 
 import tensorkeep
 from show.shown_runs import HOSTILE, save_model, save_run
-from tensorkeep.report.charts.curves import Curve, chart
+from tensorkeep.report.charts.curves import Chart, Curve, chart
 from tensorkeep.show import checkpoint_page as checkpoint_page_module
 from tensorkeep.show.checkpoint import read_contents
 from tensorkeep.show.checkpoint_page import checkpoint_page, findings
@@ -61,36 +61,30 @@ def test_the_page_of_a_checkpoint_has_every_tensor(tmp_path: Path) -> None:
     assert "6 tensors of zeros only: model.blocks.0.mlp.b" in texts[2]
 
 
-def test_the_page_of_a_run(tmp_path: Path) -> None:
-    page = run_page(read_run(save_run(tmp_path / "run"), sample=10**9))
+@pytest.mark.parametrize("steps", [1, 6])
+def test_the_page_of_a_run(tmp_path: Path, steps: int) -> None:
+    page = run_page(read_run(save_run(tmp_path / "run", steps=steps), sample=10**9))
+    # The bars of few steps are not wider than their numbers.
+    assert re.findall(r'<rect class="new" x="[\d.]+" width="([\d.]+)"', page) == ["54.00"] * steps
     check_escaped(page)
-    text = re.sub(r"\s+", " ", page)
-    for words in ("Best step: 600, validation_loss 0.5", "1 layer did not move", "Which steps share which bytes"):
-        assert words in text, words
     assert page.count('<figure class="chart"') == 4
     assert "NaN" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
-    assert data_of(page)["tensors"]["rows"][0][0] == "600 (best)"
+    assert data_of(page)["tensors"]["rows"][0][0] == f"{steps * 100} (best)"
+    text = re.sub(r"\s+", " ", page)
+    assert f"Best step: {steps * 100}, validation_loss {3 / steps:g}" in text
+    for words in ("1 layer did not move", "Which steps share which bytes"):
+        assert steps == 1 or words in text, words
 
 
-def test_a_step_shows_when_it_was_saved_and_whose_files_it_shares(tmp_path: Path) -> None:
+def test_a_step_shows_when_it_was_saved_and_whose_files_it_shares_and_its_run_losses_that_were_not_finite(
+    tmp_path: Path,
+) -> None:
     run = save_run(tmp_path / "run", steps=2)
     page = checkpoint_page(read_contents(run / "checkpoints" / "step-000200"))
     facts = dict(re.findall(r"<dt>(.*?)</dt>\s*<dd[^>]*>(.*?)</dd>", page))
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", facts["step: saved at"])
     assert facts["step: number"] == "200"
     assert re.fullmatch(r"[\d.]+ k?B", facts["history: linked bytes: step-000100"])
-
-
-def test_the_bars_of_few_steps_are_not_wider_than_their_numbers(tmp_path: Path) -> None:
-    for steps in (1, 6):
-        page = run_page(read_run(save_run(tmp_path / str(steps), steps=steps), sample=10**9))
-        bars = re.findall(r'<rect class="new" x="([\d.]+)" width="([\d.]+)"', page)
-        assert len(bars) == steps
-        assert {float(width) for _, width in bars} == {54.0}
-
-
-def test_a_loss_that_was_not_finite_is_reported(tmp_path: Path) -> None:
-    run = save_run(tmp_path / "run", steps=2)
     line = '{"step": 205, "kind": "train", "loss": null}\n'
     (run / "log.jsonl").write_text(f"{(run / 'log.jsonl').read_text()}\n{line}{line.replace('205', '206')}")
     contents = read_run(run, sample=10**9)
@@ -99,19 +93,16 @@ def test_a_loss_that_was_not_finite_is_reported(tmp_path: Path) -> None:
     check_escaped(run_page(contents))
 
 
-@pytest.mark.parametrize(
-    ("path", "title"),
-    [
-        ("models/x.safetensors", "x.safetensors"),
-        ("run/checkpoints/step-000100", "run: step-000100"),
-        ("run/step-000100", "run: step-000100"),
-        ("s3://bucket/run/checkpoints", "run"),
-        ("run/", "run"),
-        ("/", "/"),
-    ],
-)
-def test_a_step_is_titled_with_its_run(path: str, title: str) -> None:
-    assert title_of(path) == title
+def test_a_step_is_titled_with_its_run() -> None:
+    titles = {
+        "models/x.safetensors": "x.safetensors",
+        "run/checkpoints/step-000100": "run: step-000100",
+        "run/step-000100": "run: step-000100",
+        "s3://bucket/run/checkpoints": "run",
+        "run/": "run",
+        "/": "/",
+    }
+    assert {path: title_of(path) for path in titles} == titles
 
 
 def test_the_page_of_a_run_without_a_log_has_its_metrics(tmp_path: Path) -> None:
@@ -126,16 +117,17 @@ def test_the_page_of_a_run_without_a_log_has_its_metrics(tmp_path: Path) -> None
 def test_the_page_of_two_checkpoints_has_the_largest_changes_first(tmp_path: Path) -> None:
     for name, factor in (("a", 1.0), ("b", 1.5)):
         model = {HOSTILE: torch.ones(9) * factor, "x.0.w": torch.ones(4), "x.1.w": torch.ones(4) + factor / 10}
+        model["from zero"] = torch.ones(9) * (name == "b")
         values = {"lr": factor, "name": HOSTILE * round(factor)}
         tensorkeep.save({"model": {**model, name: torch.zeros(2)}, **values}, tmp_path / name)
     page = difference_page(tensorkeep.diff(tmp_path / "a", tmp_path / "b"))
     check_escaped(page)
     rows = data_of(page)["tensors"]["rows"]
-    assert [row[0] for row in rows] == [f"model.{HOSTILE}", "model.x.1.w"]
-    assert rows[0][1] == 0.5
+    assert [row[0] for row in rows] == ["model.from zero", f"model.{HOSTILE}", "model.x.1.w"]
+    assert (rows[0][1], rows[1][1]) == ("inf", 0.5)
     assert "Only in the second checkpoint" in page
     same = difference_page(tensorkeep.diff(tmp_path / "a", tmp_path / "a"))
-    assert "The same: 4 tensors" in same
+    assert "The same: 5 tensors" in same
     assert 'data-table="tensors"' not in same
 
 
@@ -152,13 +144,6 @@ def test_the_changes_of_the_model_come_before_those_of_the_optimizer(tmp_path: P
     ]
     page = difference_page(report)
     assert page.index("each layer: model") < page.index("each layer: adam")
-
-
-def test_a_difference_from_zero_is_infinite(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        tensorkeep.save({"w": torch.ones(9) * (name == "b")}, tmp_path / name)
-    rows = data_of(difference_page(tensorkeep.diff(tmp_path / "a", tmp_path / "b")))["tensors"]["rows"]
-    assert rows[0][1] == "inf"
 
 
 def test_a_table_of_100_000_rows_is_bounded_and_says_so() -> None:
@@ -200,15 +185,23 @@ def test_values_of_a_table_are_short_and_json() -> None:
     assert json.loads(data_json({"t": table.json}))["t"]["rows"] == [[1.2346, "inf", None, None, [-1, 2, 0, 3, "01z"]]]
 
 
-def test_charts_have_round_ticks_and_leave_out_what_is_not_finite() -> None:
-    found = chart("loss", [Curve("train", "good", [(0, 4.0), (50, math.nan), (100, 1.0)])])
+def drawn_chart(*points: tuple[float, float]) -> Chart:
+    found = chart("loss", [Curve("train", "good", [*points])])
     assert found is not None
+    return found
+
+
+def test_charts_have_round_ticks_leave_out_what_is_not_finite_and_keep_peaks() -> None:
+    found = drawn_chart((0, 4.0), (50, math.nan), (100, 1.0))
     assert [text for _, text in found.across] == ["0", "20", "40", "60", "80", "100"]
     assert [text for _, text in found.down] == ["1", "2", "3", "4"]
     assert found.curves[0].path.count("L") == 1
     assert chart("nothing", [Curve("train", "good", [(0, math.nan)])]) is None
-    single = chart("one", [Curve("train", "good", [(5, 2.0)])])
-    assert single is not None and single.curves[0].single is not None
+    assert drawn_chart((5, 2.0)).curves[0].single is not None
+    (long,) = drawn_chart(*((step, 9.0 if step == 54_321 else 1.0) for step in range(100_000))).curves
+    assert long.path.count("L") < 1000
+    top = min(float(point.split()[1]) for point in long.path[1:].split("L"))
+    assert top < 30 < 150
 
 
 @pytest.mark.parametrize(
@@ -224,8 +217,7 @@ def test_charts_have_round_ticks_and_leave_out_what_is_not_finite() -> None:
 def test_neighbouring_ticks_have_different_labels_where_values_hardly_differ(
     values: tuple[float, float], steps: tuple[int, int], labels: list[str]
 ) -> None:
-    found = chart("loss", [Curve("train", "good", [*zip(map(float, steps), values, strict=True)])])
-    assert found is not None
+    found = drawn_chart(*zip(steps, values, strict=True))
     assert [text for _, text in found.down] == labels
     across = [text for _, text in found.across]
     assert len(set(across)) == len(across) > 1
@@ -236,19 +228,9 @@ def test_neighbouring_ticks_have_different_labels_where_values_hardly_differ(
     assert found.data["box"] == [found.box[0] / 440, found.box[2] / 440]
 
 
-def test_a_long_curve_keeps_its_peaks() -> None:
-    points = [(float(step), 1.0) for step in range(100_000)]
-    points[54_321] = (54_321.0, 9.0)
-    found = chart("loss", [Curve("train", "good", points)])
-    assert found is not None
-    assert found.curves[0].path.count("L") < 1000
-    top = min(float(point.split()[1]) for point in found.curves[0].path[1:].split("L"))
-    assert top < 30 < 150
-
-
-@pytest.mark.parametrize("log", [False, True])
-def test_larger_values_are_darker(log: bool) -> None:
-    found = heat_map(["a", "b"], ["1", "2"], [[0.1, None], [0.0, 10.0]], lambda i, j, value: f"{value}", log=log)
-    assert [cell.title for cell in found.cells] == ["0.1", "0.0", "10.0"]
-    faint, none, dark = (cell.opacity for cell in found.cells)
-    assert none == 0 < faint < dark == 1
+def test_larger_values_are_darker() -> None:
+    for log in (False, True):
+        found = heat_map(["a", "b"], ["1", "2"], [[0.1, None], [0.0, 10.0]], lambda i, j, value: f"{value}", log=log)
+        assert [cell.title for cell in found.cells] == ["0.1", "0.0", "10.0"]
+        faint, none, dark = (cell.opacity for cell in found.cells)
+        assert none == 0 < faint < dark == 1, log

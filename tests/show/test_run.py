@@ -28,13 +28,18 @@ def motion_of(contents: RunContents) -> Motion:
     return contents.motion
 
 
-def test_figures_are_those_of_the_log(contents: RunContents) -> None:
+def test_figures_are_those_of_the_log_and_origins_name_the_step_that_wrote_the_bytes(contents: RunContents) -> None:
     assert set(contents.figures) == {
         *("train/loss", "train/gradient_norm", "train/learning_rate", "train/tokens_per_second"),
         *("evaluate/validation_loss", "evaluate/best"),
     }
     assert contents.figures["train/loss"][0] == (10, 4 / 1.1)
     assert contents.figures["evaluate/validation_loss"] == [(step * 100, 3.0 / step) for step in range(1, 7)]
+    sizes = {step.number: step for step in contents.log.steps}
+    for number, found in contents.origins.items():
+        assert sum(found.values()) == sizes[number].nbytes
+        assert found[number] == sizes[number].new_bytes
+    assert set(contents.origins[600]) > {600}
 
 
 def test_damaged_lines_and_values_that_are_no_numbers_are_left_out() -> None:
@@ -45,14 +50,6 @@ def test_damaged_lines_and_values_that_are_no_numbers_are_left_out() -> None:
     assert math.isnan(found["a/y"][0][1])
     assert set(found) == {"a/x", "a/y"}
     assert figures_of(b"") == {}
-
-
-def test_origins_name_the_step_that_wrote_the_bytes(contents: RunContents) -> None:
-    sizes = {step.number: step for step in contents.log.steps}
-    for number, found in contents.origins.items():
-        assert sum(found.values()) == sizes[number].nbytes
-        assert found[number] == sizes[number].new_bytes
-    assert set(contents.origins[600]) > {600}
 
 
 def test_moves_are_relative_l2_differences(contents: RunContents, run: Path) -> None:
@@ -66,12 +63,14 @@ def test_moves_are_relative_l2_differences(contents: RunContents, run: Path) -> 
     assert motion.moved[0] == [0.0] * 5
 
 
-def test_many_steps_are_sampled(tmp_path: Path) -> None:
+def test_many_steps_are_sampled_and_only_weights_compared(tmp_path: Path) -> None:
     w = torch.zeros(1000)
     with tensorkeep.CheckpointManager(tmp_path) as manager:
         for step in range(40):
-            manager.save(step, {"w": w + step})
+            state = {"net": {"w": w + step, "n": torch.tensor(step)}, "optimizer": {"m": torch.ones(9)}}
+            manager.save(step, state)
     motion = motion_of(read_run(tmp_path, sample=10**9))
+    assert motion.layers == ["net"]
     assert len(motion.steps) == 32
     assert (motion.steps[0], motion.steps[-1]) == (0, 39)
     assert motion.moved[0][0] == math.inf  # from 0
@@ -79,48 +78,32 @@ def test_many_steps_are_sampled(tmp_path: Path) -> None:
     assert len(motion_of(read_run(tmp_path, sample=1)).steps) == 4
 
 
+def flip_a_bit(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
 def test_a_damaged_step_is_named_and_skipped(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", steps=5)
-    steps = run / "checkpoints"
     truncated, flipped = (
-        max(
-            path
-            for path in (steps / f"step-000{number}").iterdir()
-            if path.stat().st_nlink == 1 and path.suffix != ".json"
-        )
-        for number in (400, 500)
+        max(each for each in step.iterdir() if each.stat().st_nlink == 1 and each.suffix != ".json")
+        for step in (run / "checkpoints" / "step-000400", run / "checkpoints" / "step-000500")
     )
     truncated.write_bytes(truncated.read_bytes()[:-1])
-    content = bytearray(flipped.read_bytes())
-    content[-5000] ^= 1
-    flipped.write_bytes(content)
+    flip_a_bit(flipped, -5000)
     found = read_run(run, sample=10**9)
     assert set(found.problems) == {400, 500}
     assert motion_of(found).steps == [100, 200, 300]
 
 
-def test_a_run_of_which_one_step_can_be_read_has_no_moves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [[1], [1, 2]], ids=["one step", "one of two can be read"])
+def test_a_run_of_which_one_step_can_be_read_has_no_moves(tmp_path: Path, steps: list[int]) -> None:
     with tensorkeep.CheckpointManager(tmp_path) as manager:
-        for step in (1, 2):
+        for step in steps:
             manager.save(step, {"w": torch.randn(5000)})
-    file = next((tmp_path / "step-000002").glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-100] ^= 1
-    file.write_bytes(content)
+    for step in steps[1:]:
+        flip_a_bit(next((tmp_path / f"step-00000{step}").glob("*.safetensors")), -100)
     found = read_run(tmp_path, sample=10**9)
-    assert (set(found.problems), found.moves) == ({2}, None)
-    assert "Step 2: " in run_page(found)
-
-
-def test_a_run_of_one_step_has_no_moves(tmp_path: Path) -> None:
-    with tensorkeep.CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"w": torch.zeros(3)})
-    assert read_run(tmp_path, sample=10**9).motion is None
-
-
-def test_only_weights_are_compared(tmp_path: Path) -> None:
-    with tensorkeep.CheckpointManager(tmp_path) as manager:
-        for step in (1, 2):
-            state = {"net": {"w": torch.ones(3) * step, "n": torch.tensor(step)}, "optimizer": {"m": torch.ones(9)}}
-            manager.save(step, state)
-    assert motion_of(read_run(tmp_path, sample=10**9)).layers == ["net"]
+    assert (set(found.problems), found.moves) == (set(steps[1:]), None)
+    assert all(f"Step {step}: " in run_page(found) for step in steps[1:])

@@ -1,32 +1,18 @@
 """Shared storage is stored once and restored as shared; hostile views are refused."""
 
-import json
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from state.reloading import reload
 from tensorkeep.state.aliases import Alias, make_view
-from tensorkeep.state.leaf import allocate
-from tensorkeep.state.tree import Flat, flatten, leaf_specs, unflatten
+from tensorkeep.state.tree import flatten
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
-
-
-def reload(flat: Flat) -> Any:
-    """Load a flattened state into new memory, as a reader does."""
-    skeleton = json.loads(json.dumps(flat.skeleton))
-    values = {}
-    for name, leaf in flat.leaves.items():
-        values[name] = allocate(leaf.kind, leaf.dtype, leaf.shape)
-        data = np.empty(leaf.nbytes, np.uint8)
-        leaf.read(0, leaf.nbytes, data)
-        memory = values[name].reshape(-1)
-        (memory.view(torch.uint8).numpy() if leaf.is_torch else memory.view(np.uint8))[:] = data
-    for name, alias in flat.aliases.items():
-        values[name] = make_view(values[alias.of], alias)
-    assert leaf_specs(skeleton).keys() == values.keys()
-    return unflatten(skeleton, values)
 
 
 def test_tied_parameters_are_one_object_again() -> None:
@@ -42,41 +28,31 @@ def test_tied_parameters_are_one_object_again() -> None:
     assert back["frozen"].data_ptr() == back["wte"].data_ptr()
 
 
-def test_a_tied_module_loads_from_its_state_dict() -> None:
-    model = torch.nn.ModuleList([torch.nn.Embedding(4, 3), torch.nn.Linear(3, 4, bias=False)])
-    model[1].weight = model[0].weight
-    flat = flatten(model.state_dict())
-    assert list(flat.leaves) == ["0.weight"]
-    back = reload(flat)
-    assert back["0.weight"] is back["1.weight"]
-    assert difference(model.state_dict(), back) is None
+VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda w: w[1:3],
+    lambda w: w.T,
+    lambda w: w[2],
+    lambda w: w[::2, 1::2],
+    lambda w: w[3, 1],
+    lambda w: w.reshape(-1),
+    lambda w: w[:1].expand(5, 6),
+    lambda w: w.reshape(2, 2, 6).permute(2, 0, 1),
+]
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda w: w[1:3],
-        lambda w: w.T,
-        lambda w: w[2],
-        lambda w: w[::2, 1::2],
-        lambda w: w[3, 1],
-        lambda w: w.reshape(-1),
-        lambda w: w[:1].expand(5, 6),
-        lambda w: w.reshape(2, 2, 6).permute(2, 0, 1),
-    ],
-)
-@pytest.mark.parametrize("first", [True, False])
-def test_views_inside_a_leaf_share_memory_after_loading(view: Any, first: bool) -> None:
-    base = torch.arange(24.0).reshape(4, 6)
-    state = {"base": base, "view": view(base)} if first else {"view": view(base), "base": base}
-    flat = flatten(state)
-    stored = {"base"} if view(base).numel() < 24 or view(base).stride() != (1,) else {next(iter(state))}
-    assert set(flat.leaves) == stored
-    back = reload(flat)
-    assert difference(state, back) is None
-    back["base"].fill_(7.0)
-    assert bool((back["view"] == 7).all())
-    assert back["view"].stride() == state["view"].stride()
+def test_views_inside_a_leaf_share_memory_after_loading() -> None:
+    for number, view in enumerate(VIEWS):
+        base = torch.arange(24.0).reshape(4, 6)
+        for state in ({"base": base, "view": view(base)}, {"view": view(base), "base": base}):
+            flat = flatten(state)
+            smaller = view(base).numel() < 24 or view(base).stride() != (1,)
+            with case(f"view {number}, {[*state]}"):
+                assert set(flat.leaves) == ({"base"} if smaller else {next(iter(state))})
+                back = reload(flat)
+                assert difference(state, back) is None
+                back["base"].fill_(7.0)
+                assert bool((back["view"] == 7).all())
+                assert back["view"].stride() == state["view"].stride()
 
 
 def test_numpy_views_share_memory_after_loading() -> None:
@@ -89,56 +65,41 @@ def test_numpy_views_share_memory_after_loading() -> None:
     assert difference(state, back) is None
     back["base"][:] = -1
     assert all((back[name] == -1).all() for name in state)
+    narrow = np.arange(6).astype(np.dtype("bfloat16"))
+    both = reload(flatten([narrow, narrow[::-1]]))
+    assert difference([narrow, narrow[::-1]], both) is None
+    assert np.shares_memory(*both)
 
 
-def test_numpy_views_of_ml_dtypes() -> None:
-    base = np.arange(6).astype(np.dtype("bfloat16"))
-    state = [base, base[::-1]]
-    back = reload(flatten(state))
-    assert difference(state, back) is None
-    assert np.shares_memory(back[0], back[1])
-
-
-def test_identical_views_out_of_order_are_one_object() -> None:
+def test_identical_views_are_one_object() -> None:
     base = torch.arange(6.0).reshape(2, 3)
-    state = [base.T, base.T]
-    flat = flatten(state)
-    assert list(flat.leaves) == ["0"]
-    back = reload(flat)
-    assert difference(state, back) is None
-    assert back[0] is back[1]
+    for state in ([base, base.detach()], [base.T, base.T]):  # a tied module's state dict has such; out of order
+        flat = flatten(state)
+        assert list(flat.leaves) == ["0"]
+        back = reload(flat)
+        assert difference(state, back) is None
+        assert back[0] is back[1]
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        [torch.empty(0), torch.empty(0)],
-        (lambda base: [base[:4], base[2:]])(torch.arange(6.0)),
-        (lambda base: [base, base.view(torch.int32)])(torch.arange(6.0)),
-        (lambda base: [base, base.conj()])(torch.arange(6.0) * 1j),
-        (lambda base: [base, torch.from_numpy(base)])(np.arange(6.0)),
-        [np.float32(1), np.float32(1)],
-        [torch.zeros(2), torch.zeros(2)],
-        (lambda base: [base["a"], base["b"]])(np.zeros(3, [("a", "f4"), ("b", "i2")])),
-        (lambda memory: [memory[:16].view("f4"), memory[2:10].view("f4")])(np.arange(16, dtype=np.uint8)),
-    ],
-    ids=[
-        "empty",
-        "partial",
-        "other dtype",
-        "conjugated",
-        "numpy and torch",
-        "scalars",
-        "separate",
-        "fields",
-        "misaligned",
-    ],
-)
-def test_leaves_that_are_stored_separately(state: Any) -> None:
-    flat = flatten(state)
-    assert not flat.aliases
-    assert len(flat.leaves) == 2
-    assert difference(state, reload(flat)) is None
+def test_leaves_that_are_stored_separately() -> None:
+    floats, fields, memory = torch.arange(6.0), np.zeros(3, [("a", "f4"), ("b", "i2")]), np.arange(16, dtype=np.uint8)
+    complex_, array = floats * 1j, np.arange(6.0)
+    for label, state in {
+        "empty": [torch.empty(0), torch.empty(0)],
+        "partial": [floats[:4], floats[2:]],
+        "other dtype": [floats, floats.view(torch.int32)],
+        "conjugated": [complex_, complex_.conj()],
+        "numpy and torch": [array, torch.from_numpy(array)],
+        "scalars": [np.float32(1), np.float32(1)],
+        "separate": [torch.zeros(2), torch.zeros(2)],
+        "fields": [fields["a"], fields["b"]],
+        "misaligned": [memory[:16].view("f4"), memory[2:10].view("f4")],
+    }.items():
+        flat = flatten(state)
+        with case(label):
+            assert not flat.aliases
+            assert len(flat.leaves) == 2
+            assert difference(state, reload(flat)) is None
 
 
 def test_the_base_is_the_largest_leaf_and_never_an_alias() -> None:
@@ -159,40 +120,22 @@ def test_partly_overlapping_bases_keep_their_own_views() -> None:
     assert difference(state, reload(flat)) is None
 
 
-@pytest.mark.parametrize(
-    "alias",
-    [
-        Alias("b", -1, (2,), (1,)),
-        Alias("b", 5, (2,), (1,)),
-        Alias("b", 0, (7,), (1,)),
-        Alias("b", 0, (2,), (6,)),
-        Alias("b", 1, (3,), (-1,)),
-        Alias("b", 0, (2, 2), (1,)),
-        Alias("b", 0, (-1,), (1,)),
-        Alias("b", 0, (0,), (1,)),
-        Alias("b", 0, (2**62, 2), (0, 0)),
-        Alias("b", 0, (2,), (2**63,)),
-        Alias("b", 2**70, (), ()),
-        Alias("b", 6, (), ()),
-        Alias("b", True, (2,), (1,)),
-        Alias("b", 0, (2.0,), (1,)),  # type: ignore[arg-type]
-        Alias("b", 0, (1,) * 65, (0,) * 65),
-    ],
-)
-def test_views_outside_the_base_are_refused(alias: Alias) -> None:
-    with pytest.raises(ValueError, match=r"view|empty"):
-        make_view(torch.zeros(2, 3), alias)
-    with pytest.raises(ValueError, match=r"view|empty"):
-        make_view(np.zeros((2, 3)), alias)
+# The offset, the shape and the strides of views that six elements do not contain.
+OUTSIDE: list[tuple[Any, tuple[Any, ...], tuple[int, ...]]] = [
+    *((-1, (2,), (1,)), (5, (2,), (1,)), (0, (7,), (1,)), (0, (2,), (6,)), (1, (3,), (-1,))),
+    *((0, (2, 2), (1,)), (0, (-1,), (1,)), (0, (0,), (1,)), (0, (2**62, 2), (0, 0)), (0, (2,), (2**63,))),
+    *((2**70, (), ()), (6, (), ()), (True, (2,), (1,)), (0, (2.0,), (1,)), (0, (1,) * 65, (0,) * 65)),
+]
 
 
 def test_impossible_views_are_refused() -> None:
+    for view, base in product(OUTSIDE, (torch.zeros(2, 3), np.zeros((2, 3)))):
+        with case(view), pytest.raises(ValueError, match=r"view|empty"):
+            make_view(base, Alias("b", *view))
     backwards = Alias("b", 2, (3,), (-1,))
     assert make_view(np.arange(6.0), backwards).tolist() == [2, 1, 0]
     with pytest.raises(ValueError, match="negative"):
         make_view(torch.arange(6.0), backwards)
-    part = Alias("b", 0, (3,), (1,))
-    with pytest.raises(ValueError, match="in C order"):
-        make_view(torch.zeros(2, 3).T, part)
-    with pytest.raises(ValueError, match="in C order"):
-        make_view(np.zeros((2, 3)).T, part)
+    for base in (torch.zeros(2, 3).T, np.zeros((2, 3)).T):
+        with pytest.raises(ValueError, match="in C order"):
+            make_view(base, Alias("b", 0, (3,), (1,)))

@@ -2,6 +2,8 @@
 
 import tracemalloc
 import warnings
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -9,18 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from state.reloading import leaf_of
 from tensorkeep.errors import OutOfMemoryError, UnsupportedError, UnsupportedLeafError, UsageError
-from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Leaf, allocate
-from tensorkeep.state.strided import Bytes
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import leaf_bytes
 from tensorkeep.testing.strategies import NUMPY_DTYPES, TORCH_DTYPES
-
-
-def leaf_of(value: object) -> Leaf:
-    leaf = Leaf.of("x", value)
-    assert leaf is not None
-    return leaf
 
 
 def stream(leaf: Leaf) -> bytes:
@@ -29,37 +26,25 @@ def stream(leaf: Leaf) -> bytes:
     return out.tobytes()
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3)])
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("tensor", d) for d in TORCH_DTYPES] + [("ndarray", d) for d in NUMPY_DTYPES], ids=str
-)
-def test_dense_memory_is_shared_not_copied(kind: str, dtype: Any, shape: tuple[int, ...]) -> None:
-    leaf = leaf_of(allocate(kind, dtype, shape))
-    assert (leaf.kind, leaf.dtype, leaf.shape) == (kind, dtype, shape)
-    view = leaf.host_bytes()
-    assert view is not None
-    assert view.dtype == np.uint8
-    assert view.shape == (leaf.nbytes,)
-    view[:] = np.arange(leaf.nbytes) % (2 if dtype.kind == "bool" else 256)
-    assert stream(leaf) == view.tobytes() == leaf_bytes(leaf.array)
+@pytest.mark.parametrize(("kind", "dtypes"), [("tensor", TORCH_DTYPES), ("ndarray", NUMPY_DTYPES)])
+def test_dense_memory_is_shared_not_copied(kind: str, dtypes: list[DType]) -> None:
+    for dtype, shape in product(dtypes, [(), (0,), (3, 0, 2), (5,), (2, 3)]):
+        leaf = leaf_of(allocate(kind, dtype, shape))
+        with case(f"{dtype} {shape}"):
+            assert (leaf.kind, leaf.dtype, leaf.shape) == (kind, dtype, shape)
+            view = leaf.host_bytes()
+            assert (view.dtype, view.shape) == (np.uint8, (leaf.nbytes,))
+            view[:] = np.arange(leaf.nbytes) % (2 if dtype.kind == "bool" else 256)
+            assert stream(leaf) == view.tobytes() == leaf_bytes(leaf.array)
 
 
-def memory_of(tensor: torch.Tensor) -> Bytes:
-    view = leaf_of(tensor).host_bytes()
-    assert view is not None
-    return view
-
-
-def test_host_bytes_keep_the_memory_of_a_tensor_alive() -> None:
-    view = memory_of(torch.arange(100_000.0))
+def test_host_bytes_keep_the_memory_of_a_tensor_alive_and_let_it_be_resized() -> None:
+    view = leaf_of(torch.arange(100_000.0)).host_bytes()
     others = [torch.zeros(100_000) for _ in range(5)]
     assert np.array_equal(view.view(np.float32), np.arange(100_000.0))
     assert not any(map(torch.any, others))
-
-
-def test_tensors_can_be_resized_after_a_call_of_host_bytes() -> None:
     tensor = torch.ones(3)
-    memory_of(tensor)
+    leaf_of(tensor).host_bytes()
     assert tensor.resize_(1000).numel() == 1000
 
 
@@ -81,40 +66,32 @@ LAZY = {
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("make", LAZY.values(), ids=LAZY)
-def test_lazy_views_are_resolved(make: Any) -> None:
-    tensor = make()
-    assert tensor.is_conj() or tensor.is_neg()
-    leaf = leaf_of(tensor)
-    assert leaf.host_bytes() is None
-    resolved = tensor.resolve_conj().resolve_neg().contiguous()
-    expected = leaf_of(resolved)
-    assert stream(leaf) == stream(expected)
-    half = leaf.nbytes // 2
-    part = np.empty(half, np.uint8)
-    leaf.read(half, leaf.nbytes, part)
-    assert part.tobytes() == stream(expected)[half:]
-    leaf.write(0, half, part)
-    assert stream(leaf)[:half] == part.tobytes()
+def test_lazy_views_are_resolved() -> None:
+    for label, make in LAZY.items():
+        tensor = make()
+        assert tensor.is_conj() or tensor.is_neg()
+        leaf, expected = leaf_of(tensor), leaf_of(tensor.resolve_conj().resolve_neg().contiguous())
+        with case(label):
+            assert leaf.host_bytes() is None
+            assert stream(leaf) == stream(expected)
+            half = leaf.nbytes // 2
+            part = np.empty(half, np.uint8)
+            leaf.read(half, leaf.nbytes, part)
+            assert part.tobytes() == stream(expected)[half:]
+            leaf.write(0, half, part)
+            assert stream(leaf)[:half] == part.tobytes()
 
 
-def test_layouts_out_of_order_have_no_host_bytes() -> None:
+def test_only_layouts_in_order_have_host_bytes() -> None:
     base = torch.arange(24.0).reshape(4, 6)
-    for view in (base.T, base[:, ::2], base[:, :3], base[0].expand(3, 6)):
-        assert leaf_of(view).host_bytes() is None
-    assert leaf_of(np.arange(4)[::-1]).host_bytes() is None
-    assert leaf_of(base[1:3]).host_bytes() is not None
+    for value in (base.T, base[:, ::2], base[:, :3], base[0].expand(3, 6), np.arange(4)[::-1]):
+        assert leaf_of(value).host_bytes() is None
+    # One element with a stride is in order.
+    for value in (base[1:3], base.flatten()[::24], np.arange(4.0)[::4], np.arange(4.0)[2:3][::-1]):
+        assert leaf_of(value).host_bytes().tobytes() == leaf_bytes(value)
 
 
-def test_one_element_with_a_stride_is_dense() -> None:
-    for value in (torch.arange(4.0, dtype=torch.float64)[::4], np.arange(4.0)[::4], np.arange(4.0)[2:3][::-1]):
-        leaf = leaf_of(value)
-        view = leaf.host_bytes()
-        assert view is not None
-        assert view.tobytes() == leaf_bytes(value)
-
-
-def test_tensors_that_track_gradients_are_read_and_written() -> None:
+def test_tensors_that_track_gradients_and_those_of_inference_are_written() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 3))
     leaf = leaf_of(weight)
     assert (leaf.kind, leaf.requires_grad) == ("parameter", True)
@@ -124,17 +101,19 @@ def test_tensors_that_track_gradients_are_read_and_written() -> None:
     assert transposed.requires_grad
     transposed.write(0, 8, np.frombuffer(np.float32([7, 8]).tobytes(), np.uint8))
     assert weight.tolist() == [[7, 1, 2], [8, 4, 5]]
-
-
-def test_inference_tensors_can_be_written() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(2, 3).T
-    leaf = leaf_of(tensor)
-    leaf.write(0, 4, np.frombuffer(np.float32(5).tobytes(), np.uint8))
+    leaf_of(tensor).write(0, 4, np.frombuffer(np.float32(5).tobytes(), np.uint8))
     assert tensor[0, 0] == 5
 
 
-def test_read_only_arrays_are_read_but_not_written() -> None:
+def test_layouts_that_are_writable_and_memory_that_is_read_only() -> None:
+    base = torch.zeros(4, 5)
+    assert all(leaf_of(t).writable for t in (base, base.T, base[::2, ::3], base[:0], torch.zeros(()), base[:, :1]))
+    assert leaf_of(np.zeros((3, 4))[::-1].T).writable
+    assert not leaf_of(base[:1].expand(3, 5)).writable
+    assert not leaf_of(base.flatten().as_strided((3, 3), (1, 1))).writable
+    assert not leaf_of(np.float32(1)).writable
     array = np.arange(3)
     array.flags.writeable = False
     leaf = leaf_of(array)
@@ -144,22 +123,12 @@ def test_read_only_arrays_are_read_but_not_written() -> None:
         leaf.write(0, 8, np.zeros(8, np.uint8))
 
 
-def test_writable_layouts() -> None:
-    base = torch.zeros(4, 5)
-    assert all(leaf_of(t).writable for t in (base, base.T, base[::2, ::3], base[:0], torch.zeros(()), base[:, :1]))
-    assert leaf_of(np.zeros((3, 4))[::-1].T).writable
-    assert not leaf_of(base[:1].expand(3, 5)).writable
-    assert not leaf_of(base.flatten().as_strided((3, 3), (1, 1))).writable
-    assert not leaf_of(np.float32(1)).writable
-
-
-@pytest.mark.parametrize(("start", "stop", "size"), [(1, 4, 3), (0, 4, 8), (8, 4, 0), (0, 48, 48), (-4, 0, 4)])
-def test_invalid_ranges_are_refused(start: int, stop: int, size: int) -> None:
+def test_invalid_ranges_are_refused() -> None:
     leaf = leaf_of(torch.zeros(2, 5).T)
-    with pytest.raises(ValueError, match="do not fit"):
-        leaf.read(start, stop, np.empty(size, np.uint8))
-    with pytest.raises(ValueError, match="do not fit"):
-        leaf.write(start, stop, np.empty(size, np.uint8))
+    for start, stop, size in ((1, 4, 3), (0, 4, 8), (8, 4, 0), (0, 48, 48), (-4, 0, 4)):
+        for function in (leaf.read, leaf.write):
+            with case(f"{start} to {stop}"), pytest.raises(ValueError, match="do not fit"):
+                function(start, stop, np.empty(size, np.uint8))
 
 
 def test_misaligned_buffers() -> None:
@@ -168,8 +137,10 @@ def test_misaligned_buffers() -> None:
     leaf = leaf_of(tensor)
     leaf.read(0, 48, memory[1:])
     assert memory[1:].tobytes() == leaf_bytes(tensor)
-    leaf.write(0, 48, memory[1:][::-1].copy()[::-1].copy())
+    memory[1:] ^= 0xFF
+    leaf.write(0, 48, memory[1:])
     assert memory[1:].tobytes() == leaf_bytes(tensor)
+    assert (tensor < 0).all()
 
 
 def test_reading_a_transposed_array_takes_memory_of_the_range() -> None:
@@ -197,18 +168,16 @@ def test_reading_a_transposed_tensor_copies_only_pieces_of_the_range() -> None:
     ]
 
 
-def test_memory_maps_are_arrays(tmp_path: Any) -> None:
+def test_memory_maps_and_synonyms_of_numpy_are_leaves_and_other_values_are_not(tmp_path: Any) -> None:
     mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=(2, 2))
     mapped[:] = 3
     leaf = leaf_of(mapped)
     assert type(leaf.array) is np.ndarray
     assert stream(leaf) == np.full((2, 2), 3, np.float32).tobytes()
-
-
-def test_other_values_are_not_leaves() -> None:
-    assert [
-        Leaf.of("x", value) for value in (1, 1.5, "a", None, [torch.zeros(1)], np.dtype("f4"), torch.Size([1]))
-    ] == [None] * 7
+    for synonym, name in (("longlong", "int64"), ("intp", "int64"), (ml_dtypes.bfloat16, "bfloat16")):
+        assert leaf_of(np.zeros(1, synonym)).dtype is BY_NAME[name]
+    for value in (1, 1.5, "a", None, [torch.zeros(1)], np.dtype("f4"), torch.Size([1])):
+        assert Leaf.of("x", value) is None
 
 
 class Subclass(torch.Tensor):
@@ -219,30 +188,23 @@ class Matrix(np.ndarray):
     pass
 
 
-def quantised() -> torch.Tensor:
+def quietly(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-
-
-def nested() -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+        return make()
 
 
 REFUSED = {
     "sparse": (lambda: torch.eye(2).to_sparse(), "sparse_coo", "to_dense"),
-    "quantised": (quantised, "quantised", "int_repr"),
-    "nested": (nested, "nested", "unbind"),
+    "quantised": (
+        lambda: quietly(lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
+        *("quantised", "int_repr"),
+    ),
+    "nested": (lambda: quietly(lambda: torch.nested.nested_tensor([torch.ones(1)])), "nested", "unbind"),
     "meta": (lambda: torch.empty(2, device="meta"), "meta device", "to_empty"),
     "lazy": (lambda: torch.nn.LazyLinear(3).weight, "lazy parameter", "run the module once"),
     "subclass": (lambda: torch.zeros(2).as_subclass(Subclass), "subclass Subclass", "dequantize"),
-    "parameter of a subclass": (
-        lambda: torch.nn.Parameter(torch.zeros(2).as_subclass(Subclass)),
-        "subclass Subclass",
-        "dequantize",
-    ),
+    "parameter of one": (lambda: torch.nn.Parameter(torch.zeros(2).as_subclass(Subclass)), "Subclass", "dequantize"),
     "ndarray subclass": (lambda: np.zeros(2).view(Matrix), "Matrix is a subclass", "np.asarray"),
     "masked": (lambda: np.ma.masked_array([1, 2], [0, 1]), "MaskedArray", "mask"),
     "object": (lambda: np.array([None, {}]), "numpy dtype object", "tolist"),
@@ -256,43 +218,35 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("make", "message", "remedy"), REFUSED.values(), ids=REFUSED)
-def test_each_unsupported_array_is_refused_with_its_key_and_a_remedy(make: Any, message: str, remedy: str) -> None:
-    with pytest.raises(UnsupportedLeafError) as caught:
-        Leaf.of("model.weight", make())
-    assert str(caught.value).startswith("key 'model.weight': ")
-    assert message in caught.value.message
-    assert caught.value.remedy is not None
-    assert remedy in caught.value.remedy
-
-
-def test_numpy_synonyms_have_the_same_dtype() -> None:
-    assert leaf_of(np.zeros(1, "longlong")).dtype is BY_NAME["int64"]
-    assert leaf_of(np.zeros(1, "intp")).dtype is BY_NAME["int64"]
-    assert leaf_of(np.zeros(1, ml_dtypes.bfloat16)).dtype is BY_NAME["bfloat16"]
+def test_each_unsupported_array_is_refused_with_its_key_and_a_remedy() -> None:
+    for label, (make, message, remedy) in REFUSED.items():
+        with case(label):
+            with pytest.raises(UnsupportedLeafError) as caught:
+                Leaf.of("model.weight", make())
+            assert str(caught.value).startswith("key 'model.weight': ")
+            assert message in caught.value.message
+            assert remedy in (caught.value.remedy or "")
 
 
 def test_impossible_allocations_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="torch has no dtype int4"):
-        allocate("tensor", BY_NAME["int4"], (2,))
-    with pytest.raises(UnsupportedError, match="numpy has no dtype complex32"):
-        allocate("ndarray", BY_NAME["complex32"], (2,))
-    for kind in ("tensor", "ndarray"):
+    for kind, library, dtype in (("tensor", "torch", "int4"), ("ndarray", "numpy", "complex32")):
+        with pytest.raises(UnsupportedError, match=f"{library} has no dtype {dtype}"):
+            allocate(kind, BY_NAME[dtype], (2,))
         with pytest.raises(OutOfMemoryError, match="cannot allocate"):
             allocate(kind, BY_NAME["float32"], (2**30, 2**30))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("start", "nbytes"), [(0, 0), (0, 100), (1024, 0), (1024, 8000)])
-def test_memory_that_was_freed_or_made_smaller_is_an_error(start: int, nbytes: int, transposed: bool) -> None:
-    flat = torch.arange(2048.0)
-    tensor = flat[start : start + 1000].view(10, 100)
-    leaf = leaf_of(tensor.T if transposed else tensor)
-    stream(leaf)
-    flat.untyped_storage().resize_(nbytes)
-    with pytest.raises(UnsupportedLeafError, match="freed or made smaller"):
-        leaf.host_bytes()
-    with pytest.raises(UnsupportedLeafError, match="freed or made smaller"):
+def test_memory_that_was_freed_or_made_smaller_is_an_error() -> None:
+    for transposed, (start, nbytes) in product((False, True), [(0, 0), (0, 100), (1024, 0), (1024, 8000)]):
+        flat = torch.arange(2048.0)
+        tensor = flat[start : start + 1000].view(10, 100)
+        leaf = leaf_of(tensor.T if transposed else tensor)
         stream(leaf)
-    with pytest.raises(UnsupportedLeafError, match="freed or made smaller"):
-        leaf.write(0, leaf.nbytes, np.zeros(leaf.nbytes, np.uint8))
+        flat.untyped_storage().resize_(nbytes)
+        for use in (
+            leaf.host_bytes,
+            lambda leaf=leaf: stream(leaf),
+            lambda leaf=leaf: leaf.write(0, 4, np.zeros(4, np.uint8)),
+        ):
+            with case(f"{nbytes} bytes of {start}"), pytest.raises(UnsupportedLeafError, match="freed or made smaller"):
+                use()

@@ -1,7 +1,6 @@
 """Properties of every state, layout and skeleton."""
 
 import copy
-import json
 from typing import Any
 
 import numpy as np
@@ -9,29 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from state.reloading import leaf_of, reload
 from tensorkeep.errors import UnsupportedError
-from tensorkeep.state.aliases import make_view
-from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.state.leaf import allocate
 from tensorkeep.state.tree import flatten, leaf_specs, prune, unflatten
 from tensorkeep.testing import strategies
 from tensorkeep.testing.equality import difference, leaf_bytes
 
 slow_data = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-
-
-def reload(flat: Any) -> Any:
-    """Load a flattened state into new memory, as a reader does."""
-    values = {}
-    for name, leaf in flat.leaves.items():
-        values[name] = allocate(leaf.kind, leaf.dtype, leaf.shape)
-        copied = Leaf.of(name, values[name])
-        assert copied is not None
-        data = np.empty(leaf.nbytes, np.uint8)
-        leaf.read(0, leaf.nbytes, data)
-        copied.write(0, leaf.nbytes, data)
-    for name, alias in flat.aliases.items():
-        values[name] = make_view(values[alias.of], alias)
-    return unflatten(json.loads(json.dumps(flat.skeleton, allow_nan=False)), values)
 
 
 @slow_data
@@ -44,9 +28,7 @@ def test_every_state_round_trips(state: Any) -> None:
     assert flat.parts.keys() == specs.keys()
     assert len(set(flat.parts.values())) == len(flat.parts)
     for name in (*specs, *(relative for _, relative in flat.parts.values())):
-        assert name
-        assert name != "__metadata__"
-        assert "\0" not in name
+        assert name not in ("", "__metadata__") and "\0" not in name
 
 
 @slow_data
@@ -62,8 +44,7 @@ def test_shared_views_share_memory_after_loading(value: Any, data: st.DataObject
 @slow_data
 @given(strategies.leaves, st.data())
 def test_any_range_of_any_layout_reads_and_writes(value: Any, data: st.DataObject) -> None:
-    leaf = Leaf.of("x", value)
-    assert leaf is not None
+    leaf = leaf_of(value)
     expected = leaf_bytes(value)
     assert len(expected) == leaf.nbytes
     size = leaf.dtype.itemsize
@@ -105,9 +86,7 @@ def read_or_refused(skeleton: Any) -> str:
             unflatten(skeleton, {})
         return "refused"
     prune(skeleton, list(specs)[::2])
-    values: dict[str, Any] = {}
-    for name, spec in specs.items():
-        values[name] = allocate(spec.kind, strategies.BY_NAME["float32"], ())
+    values = {name: allocate(spec.kind, strategies.BY_NAME["float32"], ()) for name, spec in specs.items()}
     try:
         flatten(unflatten(skeleton, values))
     except (ValueError, UnsupportedError):

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tensorkeep
+from state.reloading import leaf_of
 from tensorkeep.errors import StateMismatchError
 from tensorkeep.state.aliases import extent_of, full_view, share_elements, sharing_conflict
-from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.equality import leaf_bytes
 
@@ -42,9 +42,8 @@ def patterns(draw: st.DrawFn) -> dict[str, tuple[int, int, tuple[int, ...]]]:
 def build(
     pattern: dict[str, Any], names: Any, fill: float | None
 ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    buffers = [
-        torch.arange(float(LENGTH)) + 100 * number if fill is None else torch.full((LENGTH,), fill) for number in (1, 2)
-    ]
+    values = torch.arange(float(LENGTH)) if fill is None else torch.full((LENGTH,), fill)
+    buffers = [values + (100 * number if fill is None else 0) for number in (1, 2)]
     state = {
         name: buffers[buffer].as_strided(SHAPES[name], strides, offset)
         for name, (buffer, offset, strides) in pattern.items()
@@ -80,20 +79,15 @@ def test_a_load_restores_all_or_changes_nothing(saved: Any, given_: Any, names: 
 
 
 def shares_with_wanted(target: dict[str, torch.Tensor], name: str, wanted: set[str]) -> bool:
-    return any(share_elements(extent(target[name]), extent(target[other])) for other in wanted)
-
-
-def extent(tensor: torch.Tensor) -> Any:
-    leaf = Leaf.of("x", tensor)
-    assert leaf is not None
-    return extent_of(leaf)
+    extents = {each: extent_of(leaf_of(target[each])) for each in (name, *wanted)}
+    return any(share_elements(extents[name], extents[other]) for other in wanted)
 
 
 @given(patterns(), patterns())
 def test_every_sharing_conflict_is_found(saved: Any, given_: Any) -> None:
     flat = flatten(build(saved, SHAPES, None)[0])
     places = {name: flat.aliases.get(name) or full_view(name, SHAPES[name]) for name in SHAPES}
-    target = flatten_all(build(given_, SHAPES, 0.0)[0])
+    target = {name: leaf_of(tensor, name) for name, tensor in build(given_, SHAPES, 0.0)[0].items()}
     conflict = sharing_conflict(target, places, set(SHAPES))
     # The oracle: the saved element of each address.
     holds: dict[int, set[Any]] = {}
@@ -107,16 +101,6 @@ def test_every_sharing_conflict_is_found(saved: Any, given_: Any) -> None:
             within |= own.setdefault(address, element) != element
             holds.setdefault(address, set()).add(element)
     torn = any(len(elements) > 1 for elements in holds.values())
-    if torn and not within:
-        assert conflict is not None
+    assert conflict is not None or within or not torn
     if conflict is not None:
         assert share_elements(extent_of(target[conflict[0]]), extent_of(target[conflict[1]]))
-
-
-def flatten_all(state: dict[str, torch.Tensor]) -> dict[str, Leaf]:
-    leaves = {}
-    for name, tensor in state.items():
-        leaf = Leaf.of(name, tensor)
-        assert leaf is not None
-        leaves[name] = leaf
-    return leaves

@@ -1,22 +1,31 @@
 """Fixtures of the tests of training."""
 
 import json
+import shutil
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from tensorkeep import machine
+from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.prepare import prepare
-from train.tiny_training import prepared
+from tensorkeep.train.loop import Summary
+from train.tiny_training import Trained, prepared, run
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_peak() -> Iterator[None]:
-    """Replace the measurement of the machine's peak FLOP/s, which takes longer than a test."""
+def quick_start() -> Iterator[None]:
+    """Let a run that begins not measure the peak FLOP/s, start no git, and read the versions of packages once."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+        for user in ("run.setup", "techniques.mixed_precision"):
+            patches.setattr(f"tensorkeep.train.{user}.measured_peak", lambda device, dtype=None: 1e9)
+        patches.setattr("tensorkeep.train.run.folder._git", lambda: None)
+        patches.setattr(machine, "versions", cache(machine.versions))
         yield
 
 
@@ -24,6 +33,23 @@ def quick_peak() -> Iterator[None]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepare the text of `tiny_training`, once for all tests."""
     return prepared(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Trained:
+    """Return a function that copies a run of a configuration, which is trained once for all tests."""
+    done: dict[tuple[bytes, int | None], tuple[Path, Summary]] = {}
+
+    def copied(config: Config, folder: Path, *, stop_at: int | None = None) -> Summary:
+        key = (msgspec.json.encode(config.as_dict(), order="sorted"), stop_at)
+        if key not in done:
+            original = tmp_path_factory.mktemp("trained") / "run"
+            done[key] = original, run(config, original, data, stop_at=stop_at)
+        original, summary = done[key]
+        shutil.copytree(original, folder)
+        return summary
+
+    return copied
 
 
 @pytest.fixture(scope="session")

@@ -1,29 +1,28 @@
 """Rows of conversations: only answers count, each once in an epoch; training on them resumes exactly."""
 
-import json
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.testing.equality import difference
+from tensorkeep.testing.cases import case
 from tensorkeep.train.answers import AnswerBatches, AnswerRows, AnswerWindows, training_batches
 from tensorkeep.train.data.batches import Batches
 from tensorkeep.train.data.dataset import TRAIN, VALIDATION, Dataset
 from tensorkeep.train.data.documents import SplitRule
-from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.base import Tokens
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.train.loop import make_step, take_step, train
+from tensorkeep.train.loop import make_step, train
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.world import World
-from train.tiny_training import CONFIG, Witness, last_state, lines, prepared, run
+from train.tiny_training import CONFIG, Witness, check_resumes_exactly, conversations, prepared, run
 
 CHAT = ChatTokenizer(ByteTokenizer(documents=True))
 
@@ -54,13 +53,18 @@ def test_targets_are_answers_and_their_ends() -> None:
     assert inputs[6:9].tolist() == [CHAT.begin["assistant"], ord("b"), ord("c")]
 
 
-@pytest.mark.parametrize("length", [24, 40, 100, 1000])
-def test_each_answer_counts_once_in_whole_conversations(length: int) -> None:
-    text = tokens(*talks(40))
-    rows = AnswerRows(text, length, CHAT)
-    inputs, targets = rows.rows(np.arange(len(rows)))
-    assert sorted(answers_in(targets)) == sorted([f"answer {n}" for n in range(40)] + [""] * 40)
-    assert (inputs[:, 0] == CHAT.begin["user"]).all()
+def test_each_answer_counts_once_in_whole_conversations() -> None:
+    for length in (24, 40, 100, 1000):
+        rows = AnswerRows(tokens(*talks(40)), length, CHAT)
+        inputs, targets = rows.rows(np.arange(len(rows)))
+        assert sorted(answers_in(targets)) == sorted([f"answer {n}" for n in range(40)] + [""] * 40), length
+        assert (inputs[:, 0] == CHAT.begin["user"]).all(), length
+    # An evaluation has each row once.
+    windows = AnswerWindows(tokens(*talks(20)), 24, CHAT)
+    found = torch.cat([targets for _, targets in windows.batches(3)])
+    assert sorted(answers_in(found))[20:] == sorted(f"answer {n}" for n in range(20))
+    assert windows.targets == int((found != IGNORED).sum())
+    assert len(AnswerWindows(tokens(*talks(20)), 24, CHAT, most=48)) == 2
 
 
 def test_beginning_of_a_conversation_longer_than_the_context_is_trained() -> None:
@@ -74,114 +78,79 @@ def test_beginning_of_a_conversation_longer_than_the_context_is_trained() -> Non
         AnswerRows(text, 2, CHAT)
 
 
-@pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_batches_are_a_function_of_seed_and_number(order: str) -> None:
-    def batches(seed: int) -> AnswerBatches:
-        settings = {"context_length": 24, "batch_size": 3, "order": order}
-        return AnswerBatches(tokens(*talks(20)), seed=seed, tokenizer=CHAT, **settings)  # type: ignore[arg-type]
+def batches(order: str, seed: int, batch_size: int) -> AnswerBatches:
+    settings: dict[str, Any] = {"context_length": 24, "batch_size": batch_size, "order": order}
+    return AnswerBatches(tokens(*talks(20)), seed=seed, tokenizer=CHAT, **settings)
 
-    first, again = batches(1), batches(1)
-    drawn = [next(first) for _ in range(14)]
-    again.load_state_dict({"position": 9})
-    assert all(torch.equal(one, other) for one, other in zip(next(again), drawn[9], strict=True))
-    assert not torch.equal(next(batches(2))[1], drawn[0][1])
-    if order == "shuffled":
-        epoch = torch.cat([targets for _, targets in drawn])[: len(AnswerRows(tokens(*talks(20)), 24, CHAT))]
-        assert sorted(answers_in(epoch))[20:] == sorted(f"answer {n}" for n in range(20))
+
+def test_batches_are_a_function_of_seed_and_number() -> None:
+    for order in ("random", "shuffled"):
+        first, again = batches(order, 1, 3), batches(order, 1, 3)
+        drawn = [next(first) for _ in range(14)]
+        again.load_state_dict({"position": 9})
+        assert all(torch.equal(one, other) for one, other in zip(next(again), drawn[9], strict=True)), order
+        assert not torch.equal(next(batches(order, 2, 3))[1], drawn[0][1]), order
+    epoch = torch.cat([targets for _, targets in drawn])[: len(AnswerRows(tokens(*talks(20)), 24, CHAT))]
+    assert sorted(answers_in(epoch))[20:] == sorted(f"answer {n}" for n in range(20))
 
 
 def test_the_order_of_rows_is_pinned() -> None:
     """A run that was started with an earlier version resumes with the same rows."""
     rows = len(AnswerRows(tokens(*talks(20)), 24, CHAT))
-
-    def drawn(order: str, seed: int) -> list[int]:
-        settings = {"context_length": 24, "batch_size": 1, "order": order}
-        found = AnswerBatches(tokens(*talks(20)), seed=seed, tokenizer=CHAT, **settings)  # type: ignore[arg-type]
-        return found._offsets.take(0, 2 * rows).tolist()
-
     words = np.random.Philox(key=5).random_raw(2 * rows)
-    assert drawn("random", 5) == (words % np.uint64(rows)).tolist()
+    assert batches("random", 5, 1)._offsets.take(0, 2 * rows).tolist() == (words % np.uint64(rows)).tolist()
     epochs = [np.arange(rows), np.arange(rows)]
     for number, epoch in enumerate(epochs):
         np.random.Generator(np.random.Philox(key=np.array([5, number + 1], np.uint64))).shuffle(epoch)
-    assert drawn("shuffled", 5) == np.concatenate(epochs).tolist()
+    assert batches("shuffled", 5, 1)._offsets.take(0, 2 * rows).tolist() == np.concatenate(epochs).tolist()
 
 
-def test_evaluation_has_each_row_once() -> None:
-    windows = AnswerWindows(tokens(*talks(20)), 24, CHAT)
-    found = [targets for _, targets in windows.batches(3)]
-    assert sorted(answers_in(torch.cat(found)))[20:] == sorted(f"answer {n}" for n in range(20))
-    assert windows.targets == int((torch.cat(found) != IGNORED).sum())
-    assert len(AnswerWindows(tokens(*talks(20)), 24, CHAT, most=48)) == 2
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    text = "".join(
-        json.dumps({"messages": [{"role": role, "content": content} for role, content in each]}) + "\n"
-        for each in talks(60)
-    )
-    (tmp_path / "talk.jsonl").write_text(text)
-    return prepare(tmp_path / "talk.jsonl", tmp_path / "talk", tokenizer="byte").path
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversations(tmp_path_factory.mktemp("talk"), talks(60))
 
 
 def test_a_validation_split_without_an_answer_in_the_context_is_refused_at_once(tmp_path: Path) -> None:
     rule = SplitRule(0.1, 0)
-    lines_of = {
-        split: json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "a"}]})
-        for split, question in ((TRAIN, "q"), (VALIDATION, "q" * 90))
-    }
-    lines_in = [lines_of[rule.of_document(f"talk.jsonl:{number}")] for number in range(1, 41)]
-    (tmp_path / "talk.jsonl").write_text("\n".join(lines_in))
-    dataset = prepare(tmp_path / "talk.jsonl", tmp_path / "talk", tokenizer="byte")
-    config = CONFIG.changed({"model.context_length": 64, "eval.every": 0})
+    questions = {TRAIN: "q", VALIDATION: "q" * 90}
+    splits = [rule.of_document(f"talk.jsonl:{number}") for number in range(1, 41)]
+    data = conversations(tmp_path, [[("user", questions[split]), ("assistant", "a")] for split in splits])
     message = r"talk: in the validation split, no answer begins within a context of 64 tokens"
-    with (
-        pytest.raises(tensorkeep.UsageError, match=message),
-        open_run(config, RunFolder(tmp_path / "run"), Dataset.open(dataset.path)),
-    ):
-        pass
+    with pytest.raises(tensorkeep.UsageError, match=message):
+        run(CONFIG.changed({"model.context_length": 64}), tmp_path / "run", data)
     assert not (tmp_path / "run").exists()
 
 
-ON_TALK = CONFIG.changed({"model.context_length": 32, "eval.every": 4, "checkpoint.every": 3, "loop.accumulate": 2})
+ON_TALK = CONFIG.changed(
+    {"model.context_length": 32, "eval.every": 4, "checkpoint.every": 3, "loop.accumulate": 2, "loop.steps": 8}
+)
 
 
-@pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_training_on_answers_resumes_exactly(tmp_path: Path, data: Path, order: str) -> None:
-    config = ON_TALK.changed({"data.order": order})
-    run(config, tmp_path / "whole", data)
-    run(config, tmp_path / "parts", data, stop_at=5)
-    run(config, tmp_path / "parts", data, resume=True)
-    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
-    assert lines(tmp_path / "parts", "train", "evaluate") == lines(tmp_path / "whole", "train", "evaluate")
+def test_training_on_answers_resumes_exactly(tmp_path: Path, data: Path) -> None:
+    for order in ("shuffled", "random"):
+        with case(order):
+            config = ON_TALK.changed({"data.order": order})
+            check_resumes_exactly(config, tmp_path / order, data, "train", "evaluate", stop_at=5)
 
 
-def test_a_step_weights_each_answer_token_equally(tmp_path: Path, data: Path) -> None:
-    accumulated, at_once = ON_TALK.changed({"model.dropout": 0.0}), {"loop.accumulate": 1, "loop.batch_size": 6}
-    figures = []
-    for number, config in enumerate((accumulated, accumulated.changed(at_once))):
-        with open_run(config, RunFolder(tmp_path / str(number)), Dataset.open(data)) as opened:
-            figures.append((take_step(opened), opened.progress.tokens))
-    assert figures[0][0] == pytest.approx(figures[1][0], rel=1e-5)
-    assert figures[0][1] == figures[1][1]
-
-
-def test_ranks_weight_each_answer_token_equally(tmp_path: Path, data: Path) -> None:
+def test_a_step_and_ranks_weight_each_answer_token_equally(tmp_path: Path, data: Path) -> None:
     class OfTwo(World):
         """Rank 0 of two, of which the other one has three times as many targets and a loss of 0."""
 
         def mean(self, value: torch.Tensor) -> torch.Tensor:
             return value * 2 if value.dtype == torch.float64 else value / 2
 
-    with open_run(ON_TALK, RunFolder(tmp_path / "one"), Dataset.open(data)) as alone:
-        expected = make_step(alone).loss.item()
-        counted = alone.progress.tokens
-    with open_run(ON_TALK, RunFolder(tmp_path / "two"), Dataset.open(data)) as opened:
-        opened.world, opened.replicas = OfTwo(0, 2), 2
-        # A quarter of all targets is here.
-        assert make_step(opened).loss.item() == pytest.approx(expected / 4, rel=1e-5)
-        assert opened.progress.tokens == 4 * counted
+    accumulated, at_once = ON_TALK.changed({"model.dropout": 0.0}), {"loop.accumulate": 1, "loop.batch_size": 6}
+    figures = []
+    for number, config in enumerate((accumulated, accumulated.changed(at_once), accumulated)):
+        with open_run(config, RunFolder(tmp_path / str(number)), Dataset.open(data)) as opened:
+            if number == 2:
+                opened.world, opened.replicas = OfTwo(0, 2), 2
+            figures.append((make_step(opened).loss.item(), opened.progress.tokens))
+    (loss, counted), large, of_two = figures
+    assert large == (pytest.approx(loss, rel=1e-5), counted)
+    # A quarter of all targets is here.
+    assert of_two == (pytest.approx(loss / 4, rel=1e-5), 4 * counted)
 
 
 def test_techniques_that_need_the_whole_text_are_refused(tmp_path: Path, data: Path) -> None:
@@ -202,7 +171,7 @@ def test_mfu_counts_all_positions_and_speed_those_that_count(tmp_path: Path, dat
         assert 0 < opened.speed.tokens < positions / 2
 
 
-def test_fewer_tokens_than_the_context_are_trained(tmp_path: Path, data: Path) -> None:
-    config = ON_TALK.changed({"model.context_length": 4096, "loop.steps": 1, "loop.accumulate": 1})
-    assert len(Dataset.open(data).train) < 4096
-    assert run(config, tmp_path / "run", data).step == 1
+def test_fewer_tokens_than_the_context_are_trained(tmp_path: Path) -> None:
+    data, one = conversations(tmp_path, talks(20)), {"loop.batch_size": 1, "loop.accumulate": 1, "loop.steps": 1}
+    assert len(Dataset.open(data).train) < 1024
+    assert run(ON_TALK.changed({"model.context_length": 1024, **one}), tmp_path / "run", data).step == 1

@@ -28,17 +28,17 @@ def session(model: GPT, **options: Any) -> ChatSession:
 
 def expected_answer(model: GPT, prompt: list[int], seed: int) -> list[int]:
     """Return the tokens that `generate` draws without a cache, without the one that stops it."""
-    drawn = generate(
-        model,
-        prompt,
-        max_new_tokens=12,
-        temperature=0.7,
-        seed=seed,
-        stop=CHAT.stops,
-        vocab_size=CHAT.vocab_size,
-        use_cache=False,
-    )[len(prompt) :].tolist()
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.7, "seed": seed, "use_cache": False}
+    tokens = generate(model, prompt, **options, stop=CHAT.stops, vocab_size=CHAT.vocab_size)
+    drawn: list[int] = tokens[len(prompt) :].tolist()
     return drawn[:-1] if drawn[-1] in CHAT.stops else drawn
+
+
+def second_answer(model: GPT, first: str) -> str:
+    """Return the answer to "two", after that to "one"."""
+    messages = [("user", "one"), ("assistant", first), ("user", "two")]
+    prompt = [token for each in messages for token in CHAT.message(*each).tolist()]
+    return CHAT.decode(expected_answer(model, [*prompt, CHAT.begin["assistant"]], seed=6))
 
 
 @pytest.mark.parametrize("parts", [{}, {"positions": "rotary", "token_shift": True}], ids=["learned", "shifted"])
@@ -54,16 +54,7 @@ def test_turns_with_a_shared_cache_are_those_computed_from_all_messages(parts: d
     assert [each["role"] for each in talk.messages] == ["system", *["user", "assistant"] * 3]
 
 
-def test_reset_forgets_all_but_the_system_message() -> None:
-    model = build()
-    talk = session(model, system="S", seed=0)
-    "".join(talk.answer("one"))
-    talk.reset()
-    assert [each["role"] for each in talk.messages] == ["system"]
-    assert "".join(talk.answer("two")) == "".join(session(model, system="S", seed=1).answer("two"))
-
-
-def test_oldest_turns_are_left_out_when_the_context_is_full() -> None:
+def test_oldest_turns_are_left_out_when_the_context_is_full_and_a_reset_forgets_all_but_the_system_message() -> None:
     model = build()
     talk = session(model, system="S")
     for number in range(8):
@@ -77,6 +68,9 @@ def test_oldest_turns_are_left_out_when_the_context_is_full() -> None:
     with pytest.raises(tensorkeep.UsageError, match="the message needs 85 tokens, with the system message, and 84 of"):
         talk.answer(long + "x")
     assert talk.messages[-1]["content"] == answer
+    talk.reset()
+    assert [each["role"] for each in talk.messages] == ["system"]
+    assert "".join(talk.answer("two")) == "".join(session(model, system="S", seed=5 + 9).answer("two"))
 
 
 def test_an_answer_that_is_interrupted_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,44 +93,26 @@ def test_an_answer_that_is_interrupted_is_kept_as_far_as_it_came(monkeypatch: py
         "".join(talk.answer("one"))
     first = talk.messages[-1]["content"]
     assert first and whole.startswith(first)
-    prompt = [*CHAT.message("user", "one").tolist(), CHAT.begin["assistant"], *CHAT.encode(first).tolist(), CHAT.end]
-    prompt += [*CHAT.message("user", "two").tolist(), CHAT.begin["assistant"]]
-    assert "".join(talk.answer("two")) == CHAT.decode(expected_answer(model, prompt, seed=6))
+    assert "".join(talk.answer("two")) == second_answer(model, first)
 
 
-def test_an_answer_that_the_caller_stops_is_kept_and_the_next_turn_continues() -> None:
+def test_an_answer_that_the_caller_stops_is_kept_and_one_ends_before_a_text_and_the_next_turn_continues() -> None:
     model = build()
     talk = session(model)
+    talk.answer("zero")  # An answer that is never asked for adds nothing.
+    assert talk.messages == []
     pieces = talk.answer("one")
     first = next(pieces)
     pieces.close()
     assert talk.messages[-1]["content"] == first
-    messages = [("user", "one"), ("assistant", first), ("user", "two")]
-    prompt = [token for each in messages for token in CHAT.message(*each).tolist()]
-    drawn = expected_answer(model, [*prompt, CHAT.begin["assistant"]], seed=6)
-    assert "".join(talk.answer("two")) == CHAT.decode(drawn)
-
-
-def test_an_answer_that_is_never_asked_for_adds_nothing() -> None:
-    model = build()
-    talk = session(model)
-    talk.answer("one")
-    assert talk.messages == []
-    assert "".join(talk.answer("two")) == "".join(session(model).answer("two"))
-
-
-def test_an_answer_ends_before_a_text() -> None:
-    model = build()
+    assert "".join(talk.answer("two")) == second_answer(model, first)
     whole = "".join(session(model).answer("one"))
     stop = whole[3:5]
     talk = session(model, stop=[stop])
     shown = "".join(talk.answer("one"))
     assert shown == whole[: whole.index(stop)] == talk.messages[-1]["content"]
     # The next turn does not see the tokens of that text.
-    messages = [("user", "one"), ("assistant", shown), ("user", "two")]
-    prompt = [token for each in messages for token in CHAT.message(*each).tolist()]
-    drawn = CHAT.decode(expected_answer(model, [*prompt, CHAT.begin["assistant"]], seed=6))
-    assert "".join(talk.answer("two")) == drawn.partition(stop)[0]
+    assert "".join(talk.answer("two")) == second_answer(model, shown).partition(stop)[0]
 
 
 def test_a_model_of_other_text_is_refused() -> None:

@@ -14,7 +14,7 @@ from tensorkeep.train.evaluate import EvaluationWindows, evaluate
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT, IGNORED, token_loss
 from tensorkeep.train.run.validation import validation_loss, validation_windows
-from train.tiny_training import CONFIG, prepared
+from train.tiny_training import CONFIG
 
 
 def targets_of(windows: EvaluationWindows, rows: int, parts: int) -> list[list[int]]:
@@ -23,22 +23,14 @@ def targets_of(windows: EvaluationWindows, rows: int, parts: int) -> list[list[i
     for part in range(parts):
         batches = list(windows.batches(rows, part=part, parts=parts))
         assert all(inputs.shape == targets.shape for inputs, targets in batches)
-        assert all(bool((targets[inputs_end(targets)] == IGNORED).all()) for _, targets in batches)
+        # A row has ended after its first target that does not count.
+        for _, targets in batches:
+            assert (targets[(targets == IGNORED).cumsum(dim=1) > 0] == IGNORED).all()
         found.append([int(each) for _, targets in batches for each in targets.flatten() if each != IGNORED])
     return found
 
 
-def inputs_end(targets: torch.Tensor) -> torch.Tensor:
-    """Return where a row has ended: after its first target that does not count."""
-    return (targets == IGNORED).cumsum(dim=1) > 0
-
-
-@given(
-    length=st.integers(2, 60),
-    context=st.integers(1, 9),
-    rows=st.integers(1, 7),
-    parts=st.integers(1, 4),
-)
+@given(length=st.integers(2, 60), context=st.integers(1, 9), rows=st.integers(1, 7), parts=st.integers(1, 4))
 def test_every_token_is_a_target_once(length: int, context: int, rows: int, parts: int) -> None:
     windows = EvaluationWindows(np.arange(length, dtype=np.uint16), context)
     found = targets_of(windows, rows, parts)
@@ -78,19 +70,13 @@ def test_loss_is_the_mean_over_all_tokens_for_any_batches() -> None:
     for rows in (1, 3, 64):
         assert evaluate(model, windows.batches(rows)) == pytest.approx(expected, rel=1e-6)
     assert model.training and torch.equal(torch.get_rng_state(), before)
-
-
-def test_batch_without_targets_counts_nothing() -> None:
-    """Some processes have one, where windows cannot be divided equally."""
-    model = GPT(ModelConfig(vocab_size=11, context_length=8, n_layers=1, n_heads=1, d_model=8))
-    tokens = torch.arange(9).unsqueeze(0)
-    batch = (tokens[:, :-1], tokens[:, 1:])
+    # Some processes have a batch without targets, where windows cannot be divided equally: it counts nothing.
+    batch = next(iter(windows.batches(1)))
     empty = (torch.zeros_like(batch[0]), torch.full_like(batch[1], IGNORED))
     assert evaluate(model, [batch, empty]) == evaluate(model, [batch])
 
 
-def test_run_evaluates_the_tokens_of_its_settings(tmp_path: Path) -> None:
-    data = prepared(tmp_path)
+def test_run_evaluates_the_tokens_of_its_settings(tmp_path: Path, data: Path) -> None:
     for name, changes in {"all": {}, "some": {"eval.tokens": 40}, "batches": {"eval.batches": 1}}.items():
         with opened(CONFIG.changed(changes), tmp_path / name, data) as run:
             windows, total = validation_windows(run.config, run.dataset), len(run.dataset.validation) - 1
@@ -100,9 +86,9 @@ def test_run_evaluates_the_tokens_of_its_settings(tmp_path: Path) -> None:
             assert validation_loss(run) == pytest.approx(expected, rel=1e-6)
 
 
-def test_evaluation_computes_in_the_precision_of_the_run(tmp_path: Path) -> None:
+def test_evaluation_computes_in_the_precision_of_the_run(tmp_path: Path, data: Path) -> None:
     config = CONFIG.changed({"techniques.mixed-precision.dtype": "bf16"})
-    with opened(config, tmp_path / "run", prepared(tmp_path)) as run:
+    with opened(config, tmp_path / "run", data) as run:
         seen: set[torch.dtype] = set()
         for block in run.model.blocks:
             block.mlp.up.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ import random
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tensorkeep.cli.output import Output
 from tensorkeep.cli.train_progress import Lines, bar, document, print_summary
 from tensorkeep.errors import StoreError
 from tensorkeep.machine import resident_bytes
+from tensorkeep.testing.cases import case
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import Summary, train
 from tensorkeep.train.monitor.trackers import TensorBoard
@@ -32,30 +34,10 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import RunLog
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import METRIC
-from train.tiny_training import CONFIG, Witness, lines, poison, run
+from train.tiny_training import CONFIG, Trained, Witness, lines, poison, run
 
 TRAINED = {"loss": 1.5, "tokens_per_second": 2000.0, "mfu": 0.25, "peak_memory_bytes": 3_000_000}
 SAVED = {"path": "x", "durable_seconds": 0.5, "stall_seconds": 0.01, "new_bytes": 2_000_000}
-
-
-# Saves
-
-
-class LetsThrough(Witness):
-    """Lets what is saved be written, once a step has been done."""
-
-    def __init__(self, step: int, gate: threading.Event) -> None:
-        super().__init__()
-        self._step = step
-        self._gate = gate
-
-    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        super().on_event(step, kind, values)
-        if (step, kind) == (self._step, "train"):
-            self._gate.set()
-            for thread in threading.enumerate():
-                if thread.name == "tensorkeep-save":
-                    thread.join()
 
 
 def test_save_is_reported_when_it_is_durable(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,17 +47,24 @@ def test_save_is_reported_when_it_is_durable(tmp_path: Path, data: Path, monkeyp
         gate.wait(60)
         write(job)
 
+    class LetsThrough(Witness):
+        """Lets what is saved be written, once step 6 has been done."""
+
+        def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
+            super().on_event(step, kind, values)
+            if (step, kind) == (6, "train"):
+                gate.set()
+                for thread in threading.enumerate():
+                    if thread.name == "tensorkeep-save":
+                        thread.join()
+
     monkeypatch.setattr(SaveJob, "write", write_after_the_gate)
-    witness = LetsThrough(6, gate)
+    witness = LetsThrough()
     run(CONFIG.changed({"loop.steps": 7, "checkpoint.every": 4}), tmp_path / "run", data, listener=witness)
     reported = [(step, kind) for step, kind, _ in witness.seen]
-    assert reported == [
-        *((step, "train") for step in range(1, 7)),
-        (4, "save"),
-        (7, "train"),
-        (7, "evaluate"),
-        (7, "save"),
-    ]
+    # The step with an evaluation and a save is saved once.
+    ends = [(4, "save"), (7, "train"), (7, "evaluate"), (7, "save")]
+    assert reported == [*((step, "train") for step in range(1, 7)), *ends]
     logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [(line["step"], line["kind"]) for line in logged] == reported
     save = logged[6]
@@ -84,40 +73,15 @@ def test_save_is_reported_when_it_is_durable(tmp_path: Path, data: Path, monkeyp
     assert save.keys() == {"step", "kind", "path", "stall_seconds", "durable_seconds", "new_bytes"}
 
 
-def test_resumed_log_has_each_save_once(tmp_path: Path, data: Path) -> None:
-    config = CONFIG.changed({"checkpoint.every": 3})
-    run(config, tmp_path / "run", data, stop_at=7)
-    run(config, tmp_path / "run", data, resume=True)
-    assert [line["step"] for line in lines(tmp_path / "run", "save")] == [3, 6, 7, 9, 12]
-
-
-@pytest.mark.parametrize(("keep_best", "saved"), [(1, [4, 8, 12]), (0, [12])])
-def test_new_best_loss_is_saved_at_its_own_step(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, keep_best: int, saved: list[int]
-) -> None:
-    losses = iter([3.0, 2.0, 2.5])
-    monkeypatch.setattr("tensorkeep.train.loop.validation_loss", lambda opened: next(losses))
-    witness = Witness()
-    run(
-        CONFIG.changed({"eval.every": 4, "checkpoint.keep_last": 1, "checkpoint.keep_best": keep_best}),
-        tmp_path / "run",
-        data,
-        listener=witness,
-    )
-    assert witness.of("save") == saved
-    steps = CheckpointManager(tmp_path / "run" / "checkpoints").steps()
-    assert [(step.number, step.metrics[METRIC]) for step in steps] == (
-        [(8, 2.0), (12, 2.5)] if keep_best else [(12, 2.5)]
-    )
-
-
-def test_step_with_an_evaluation_and_a_save_is_saved_once(tmp_path: Path, data: Path) -> None:
-    witness = Witness()
-    run(CONFIG.changed({"eval.every": 6, "checkpoint.every": 6}), tmp_path / "run", data, listener=witness)
-    assert witness.of("save") == [6, 12]
-
-
-# The end
+def test_new_best_loss_is_saved_at_its_own_step(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for keep_best, saved, kept in ((1, [4, 8, 12], [(8, 2.0), (12, 2.5)]), (0, [12], [(12, 2.5)])):
+        losses, witness, folder = iter([3.0, 2.0, 2.5]), Witness(), tmp_path / str(keep_best)
+        monkeypatch.setattr("tensorkeep.train.loop.validation_loss", lambda opened, losses=losses: next(losses))
+        config = CONFIG.changed({"eval.every": 4, "checkpoint.keep_last": 1, "checkpoint.keep_best": keep_best})
+        run(config, folder, data, listener=witness)
+        assert witness.of("save") == saved, keep_best
+        steps = CheckpointManager(folder / "checkpoints").steps()
+        assert [(step.number, step.metrics[METRIC]) for step in steps] == kept, keep_best
 
 
 def ended(config: Any, folder: Path, data: Path, *, resume: bool = False) -> tuple[dict[str, Any], Summary, str]:
@@ -135,17 +99,22 @@ def ended(config: Any, folder: Path, data: Path, *, resume: bool = False) -> tup
 
 def test_resuming_an_ended_run_reports_that_nothing_was_left_to_do(tmp_path: Path, data: Path) -> None:
     first, _, shown = ended(CONFIG, tmp_path / "my run", data)
-    assert (first["steps"], first["reason"]) == (12, "done")
-    assert "nothing was left" not in shown
-    assert "tokens/s" in shown
-    assert "peak memory" in shown
-    assert f"next: tensorkeep generate '{tmp_path / 'my run'}' --prompt TEXT" in shown
+    assert (first["steps"], first["reason"], first["suggested_learning_rate"]) == (12, "done", None)
+    for text in ("tokens/s", "peak memory", f"next: tensorkeep generate '{tmp_path / 'my run'}' --prompt TEXT"):
+        assert text in shown
+    for text in ("nothing was left", "range test"):
+        assert text not in shown
     again, summary, shown = ended(CONFIG, tmp_path / "my run", data, resume=True)
     assert (again["steps"], again["reason"], again["tokens_per_second"], again["mfu"]) == (0, "done", None, None)
     assert again["loss"] == first["loss"] == summary.loss
     assert "done, after step 12; no steps were left" in shown
     assert "nan" not in shown
     assert "tokens/s" not in shown
+    # A run of one step has no speed.
+    document, _, shown = ended(CONFIG.changed({"loop.steps": 1}), tmp_path / "run", data)
+    assert document["tokens_per_second"] is None
+    assert "nan" not in shown
+    assert "first step" in shown
 
 
 def test_run_that_mostly_evaluates_advises_a_part_of_the_data(
@@ -158,28 +127,16 @@ def test_run_that_mostly_evaluates_advises_a_part_of_the_data(
             assert ("--eval.tokens 26" in capsys.readouterr().out) is advised
 
 
-def test_run_of_one_step_has_no_speed(tmp_path: Path, data: Path) -> None:
-    document, _, shown = ended(CONFIG.changed({"loop.steps": 1}), tmp_path / "run", data)
-    assert document["tokens_per_second"] is None
-    assert "nan" not in shown
-    assert "first step" in shown
-
-
-# Memory
-
-
-def test_peak_memory_is_in_the_log_and_in_the_summary(tmp_path: Path, data: Path) -> None:
-    witness = Witness()
-    summary = run(CONFIG, tmp_path / "run", data, listener=witness)
-    peaks = [values["peak_memory_bytes"] for _, kind, values in witness.seen if kind == "train"]
+def test_peak_memory_is_in_the_log_and_in_the_summary_and_stays_after_memory_is_freed(
+    tmp_path: Path, trained: Trained
+) -> None:
+    summary = trained(CONFIG, tmp_path / "run")
+    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    peaks = [line["peak_memory_bytes"] for line in logged if line["kind"] == "train"]
     assert len(peaks) == 12
     assert min(*peaks, summary.peak_memory_bytes) > 1024**2
-
-
-def test_peak_memory_grows_with_allocations_and_stays_after_they_are_freed() -> None:
-    cpu = torch.device("cpu")
+    cpu, more = torch.device("cpu"), 64 * 1024**2
     before = peak_memory(cpu)
-    more = 64 * 1024**2
     # Not from malloc, which may have kept as much.
     with mmap.mmap(-1, before - resident_bytes() + more) as held:
         np.frombuffer(held, np.uint8).fill(1)
@@ -188,13 +145,8 @@ def test_peak_memory_grows_with_allocations_and_stays_after_they_are_freed() -> 
     assert peak_memory(cpu) > before + more // 2
 
 
-# The range test
-
-RATES = [1e-5 * 1e5 ** (number / 499) for number in range(500)]
-
-
-def observed(loss: Any, rates: list[float] = RATES) -> RangeTest:
-    found = RangeTest()
+def observed(loss: Callable[[float], float]) -> RangeTest:
+    found, rates = RangeTest(), [1e-5 * 1e5 ** (number / 499) for number in range(500)]
     for rate in rates:
         if not found.over:
             found.add(rate, loss(rate), steps=len(rates))
@@ -212,36 +164,31 @@ def test_a_range_test_suggests_a_tenth_of_the_rate_with_the_lowest_loss() -> Non
     suggestion = found.suggestion()
     assert suggestion is not None
     assert 1e-3 < suggestion < 4e-3
-
-
-def test_loss_that_never_rose_gives_no_suggestion() -> None:
+    # A loss that never rose gives no suggestion, and one that is not finite ends the test.
     assert observed(lambda rate: 4 - 2 / (1 + 1e-3 / rate)).suggestion() is None
     assert RangeTest().suggestion() is None
-
-
-def test_nonfinite_loss_ends_a_range_test() -> None:
     found = observed(lambda rate: 3 - math.log10(rate) / 10 if rate < 0.1 else math.nan)
     assert found.over
-    suggestion = found.suggestion()
-    assert suggestion is not None
-    assert suggestion == pytest.approx(0.01, rel=0.05)
+    assert found.suggestion() == pytest.approx(0.01, rel=0.05)
 
 
 RANGE = CONFIG.changed({"schedule.name": "range", "schedule.final": 1e-5, "optim.lr": 30.0, "loop.steps": 60})
 
 
-@pytest.mark.parametrize("stop_at", [1, 25])
-def test_resumed_range_test_gives_the_same_suggestion(tmp_path: Path, data: Path, stop_at: int) -> None:
-    whole = run(RANGE, tmp_path / "whole", data)
-    run(RANGE, tmp_path / "parts", data, stop_at=stop_at)
-    parts = run(RANGE, tmp_path / "parts", data, resume=True)
+def test_resumed_range_test_gives_the_same_suggestion(tmp_path: Path, data: Path, trained: Trained) -> None:
+    whole = trained(RANGE, tmp_path / "whole")
     assert whole.suggested_learning_rate is not None
-    assert parts.suggested_learning_rate == whole.suggested_learning_rate
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     reported = lines(tmp_path / "whole", "suggestion")
     assert [line["learning_rate"] for line in reported] == [whole.suggested_learning_rate]
-    again = run(RANGE, tmp_path / "parts", data, resume=True)
-    assert (again.steps, again.suggested_learning_rate) == (0, whole.suggested_learning_rate)
+    for stop_at in (1, 25):
+        folder = tmp_path / str(stop_at)
+        with case(stop_at):
+            run(RANGE, folder, data, stop_at=stop_at)
+            parts = run(RANGE, folder, data, resume=True)
+            assert parts.suggested_learning_rate == whole.suggested_learning_rate
+            assert lines(folder) == lines(tmp_path / "whole")
+            again = run(RANGE, folder, data, resume=True)
+            assert (again.steps, again.suggested_learning_rate) == (0, whole.suggested_learning_rate)
 
 
 def test_diverging_range_test_ends_with_a_suggestion(tmp_path: Path, data: Path) -> None:
@@ -251,15 +198,6 @@ def test_diverging_range_test_ends_with_a_suggestion(tmp_path: Path, data: Path)
     document, _, shown = ended(RANGE, tmp_path / "run", data, resume=True)
     assert document["suggested_learning_rate"] == summary.suggested_learning_rate
     assert f"--optim.lr {summary.suggested_learning_rate:.1g}" in shown
-
-
-def test_other_schedules_suggest_nothing(tmp_path: Path, data: Path) -> None:
-    document, summary, shown = ended(CONFIG, tmp_path / "run", data)
-    assert summary.suggested_learning_rate is document["suggested_learning_rate"] is None
-    assert "range test" not in shown
-
-
-# Lines and a bar
 
 
 def test_step_lines_are_throttled_and_other_lines_are_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,51 +244,43 @@ def test_progress_bar_shows_steps_below_other_events() -> None:
     assert "\x1b[2Jgone" not in seen
 
 
-# The log
-
-
-class Refuses:
-    """Stands in for TensorBoard's writer on a disk that is full."""
-
-    def __init__(self, folder: str, *, purge_step: int) -> None:
-        assert purge_step == 1
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        if name == "train/loss":
-            raise OSError(28, "No space left on device")
-
-    def close(self) -> None:
-        raise OSError(5, "Input/output error")
-
-
 def test_tensorboard_write_failure_is_reported_without_hiding_an_earlier_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Refuses:
+        """Stands in for TensorBoard's writer on a disk that is full."""
+
+        def __init__(self, folder: str, *, purge_step: int) -> None:
+            assert purge_step == 1
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            if name == "train/loss":
+                raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            raise OSError(5, "Input/output error")
+
     pytest.importorskip("torch.utils.tensorboard")
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Refuses)
-    board = RunLog(tmp_path / "log.jsonl", [TensorBoard(RunFolder(tmp_path))])
-    with pytest.raises(StoreError, match="cannot write the log: No space left") as raised, board as log:
-        log.begin(0)
-        log.write(1, "train", loss=2.0)
-    assert "Input/output error" in raised.value.__notes__[0]
-    board = RunLog(tmp_path / "log.jsonl", [TensorBoard(RunFolder(tmp_path))])
-    with pytest.raises(StoreError, match="cannot write the log: Input/output error"), board as log:
-        log.begin(0)
-        log.write(1, "train", rate=2.0)
-
-
-def test_log_that_was_not_begun_writes_nothing(tmp_path: Path) -> None:
     with RunLog(tmp_path / "log.jsonl"):
         pass
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # It was not begun.
+    for name, message in (("loss", "No space left"), ("rate", "Input/output error")):
+        board = RunLog(tmp_path / "log.jsonl", [TensorBoard(RunFolder(tmp_path))])
+        with pytest.raises(StoreError, match=f"cannot write the log: {message}") as raised, board as log:
+            log.begin(0)
+            log.write(1, "train", **{name: 2.0})
+        assert name == "rate" or "Input/output error" in raised.value.__notes__[0]
 
 
-def test_tensorboard_purges_repeated_steps(tmp_path: Path, data: Path) -> None:
+def test_log_and_tensorboard_have_each_step_and_save_once(tmp_path: Path, data: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = CONFIG.changed({"checkpoint.every": 3, "log.tensorboard": True})
     run(config, tmp_path / "run", data, stop_at=7)
+    assert [line["step"] for line in lines(tmp_path / "run", "save")] == [3, 6, 7]
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000007")
     run(config, tmp_path / "run", data, resume=True)
+    assert [line["step"] for line in lines(tmp_path / "run", "save")] == [3, 6, 9, 12]
     found = events.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     found.Reload()
     assert [event.step for event in found.Scalars("train/loss")] == list(range(1, 13))

@@ -3,7 +3,7 @@
 import errno
 import itertools
 import json
-import warnings
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tensorkeep.errors import (
     UnsupportedError,
     UsageError,
 )
+from tensorkeep.testing.cases import case
 from tensorkeep.train.data.tokenizers.bpe import BpeTokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.export import export
@@ -40,19 +41,10 @@ CASES = [
     {**LLAMA, "rope_scaling": RopeScaling(kind="linear", factor=2.5)},
     {**LLAMA, "rope_scaling": RopeScaling(kind="llama3", factor=8.0, original_context_length=40)},
 ]
+END = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 TOKENIZER = {
     "version": "1.0",
-    "added_tokens": [
-        {
-            "id": 3,
-            "content": "<end>",
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-    ],
+    "added_tokens": [{"id": 3, "content": "<end>", "special": True, **END}],
     "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "unk_token": "[UNK]"},
     "pre_tokenizer": {"type": "Whitespace"},
 }
@@ -71,15 +63,16 @@ def build(**parts: Any) -> GPT:
 
 def opened(transformers: Any, folder: Path) -> Any:
     """Return the model that transformers finds, which must find in turn all that it looks for, and nothing else."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(found.values()), found
     return model.eval()
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("parts", CASES, ids=lambda parts: "-".join(map(str, parts.values())))
-def test_transformers_computes_the_same_logits(transformers: Any, tmp_path: Path, parts: dict[str, Any]) -> None:
+def test_transformers_computes_the_same_logits_and_generates_the_same_tokens(
+    transformers: Any, tmp_path: Path, parts: dict[str, Any]
+) -> None:
     model = build(**parts)
     report = export(model, model.config, tmp_path / "out")
     theirs = opened(transformers, tmp_path / "out")
@@ -90,20 +83,12 @@ def test_transformers_computes_the_same_logits(transformers: Any, tmp_path: Path
         ours, found = model(tokens), theirs(tokens).logits
     assert ours.std() > 0.3
     torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("parts", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_transformers_generates_the_same_tokens(transformers: Any, tmp_path: Path, parts: dict[str, Any]) -> None:
-    model = build(**parts)
-    export(model, model.config, tmp_path / "out")
-    theirs = opened(transformers, tmp_path / "out")
     prompt = torch.tensor([[1, 2, 3]])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=7, do_sample=False)
+    found = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=7, do_sample=False)
     assert torch.equal(found, generate(model, prompt, max_new_tokens=7, temperature=0))
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_transformers_loads_the_requested_dtype(transformers: Any, tmp_path: Path) -> None:
     model = build(**LLAMA)
     report = export(model, model.config, tmp_path / "out", dtype="bfloat16")
@@ -112,37 +97,36 @@ def test_transformers_loads_the_requested_dtype(transformers: Any, tmp_path: Pat
     assert torch.equal(theirs.model.embed_tokens.weight, model.tokens.weight.bfloat16())
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_transformers_opens_the_tokenizer(transformers: Any, tmp_path: Path) -> None:
     model = build(**GPT2)
     export(model, model.config, tmp_path / "out", tokenizer_json=json.dumps(TOKENIZER), end_of_document=3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs = opened(transformers, tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("a b<end> zzz")["input_ids"] == [0, 1, 3, 2]
     assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.model_max_length) == ("<end>", 3, 10)
     assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 3
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_transformers_ends_answers_and_has_the_template_of_conversations(transformers: Any, tmp_path: Path) -> None:
     chat = ChatTokenizer(BpeTokenizer.learn(iter([iter(["user and assistant say hi"] * 9)]), True, vocab_size=270))
     model = build(**{**GPT2, "vocab_size": chat.vocab_size})
     text = chat.hugging_face_json()
     ends = {"end_of_document": chat.end_of_document, "end_of_message": chat.end}
     export(model, model.config, tmp_path / "out", tokenizer_json=text, **ends)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs = opened(transformers, tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|end|>", chat.end)
     assert theirs.generation_config.eos_token_id == [chat.end, chat.end_of_document]
     messages = [{"role": "system", "content": "the"}, {"role": "user", "content": "hi"}]
     found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    expected = [*chat.message("system", "the"), *chat.message("user", "hi"), chat.begin["assistant"]]
-    assert list(found) == expected
+    assert list(found) == [*chat.message("system", "the"), *chat.message("user", "hi"), chat.begin["assistant"]]
 
 
-def test_state_dict_is_exported_like_its_model(tmp_path: Path) -> None:
+def test_state_dict_is_exported_like_its_model_and_tensors_that_share_memory_are_all_in_the_file(
+    tmp_path: Path,
+) -> None:
     model = build(**GPT2)
     tensorkeep.save({"model": model.state_dict()}, tmp_path / "ckpt")
     first = export(model, model.config, tmp_path / "model")
@@ -152,6 +136,13 @@ def test_state_dict_is_exported_like_its_model(tmp_path: Path) -> None:
     assert first.parameters == model.config.parameter_count() + model.config.d_model * (5 + 2 * (3 + 1 + 4 + 1))
     assert first.stored_bytes == sum(path.stat().st_size for path in (tmp_path / "model").iterdir())
     assert first.as_dict()["architecture"] == "GPT2LMHeadModel"
+    model = build(**LLAMA, tied=False)
+    state = model.state_dict()
+    state["head.weight"] = state["tokens.weight"]
+    export(state, model.config, tmp_path / "out")
+    assert b'"lm_head.weight"' in (tmp_path / "out/model.safetensors").read_bytes()
+    saved = tensorkeep.load(tmp_path / "out/model.safetensors")
+    assert torch.equal(saved["lm_head.weight"], model.tokens.weight)
 
 
 def test_exported_file_is_safetensors_with_the_names_of_transformers(tmp_path: Path) -> None:
@@ -160,42 +151,27 @@ def test_exported_file_is_safetensors_with_the_names_of_transformers(tmp_path: P
     raw = (tmp_path / "out/model.safetensors").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     assert header.pop("__metadata__") == {"format": "pt"}
+    layer = {
+        **{f"self_attn.{part}_proj": (12, 12) for part in "qkvo"},
+        "mlp.gate_proj": (32, 12),
+        "mlp.up_proj": (32, 12),
+        "mlp.down_proj": (12, 32),
+        "input_layernorm": (12,),
+        "post_attention_layernorm": (12,),
+    }
     assert {name: tuple(entry["shape"]) for name, entry in header.items()} == {
         "model.embed_tokens.weight": (13, 12),
-        "model.layers.0.self_attn.q_proj.weight": (12, 12),
-        "model.layers.0.self_attn.k_proj.weight": (12, 12),
-        "model.layers.0.self_attn.v_proj.weight": (12, 12),
-        "model.layers.0.self_attn.o_proj.weight": (12, 12),
-        "model.layers.0.input_layernorm.weight": (12,),
-        "model.layers.0.post_attention_layernorm.weight": (12,),
-        "model.layers.0.mlp.gate_proj.weight": (32, 12),
-        "model.layers.0.mlp.up_proj.weight": (32, 12),
-        "model.layers.0.mlp.down_proj.weight": (12, 32),
         "model.norm.weight": (12,),
         "lm_head.weight": (13, 12),
+        **{f"model.layers.0.{name}.weight": shape for name, shape in layer.items()},
     }
-    saved = tensorkeep.load(tmp_path / "out/model.safetensors")
-    assert torch.equal(saved["model.layers.0.self_attn.k_proj.weight"], model.blocks[0].attention.qkv.weight[12:24])
-
-
-def test_tensors_that_share_memory_are_all_in_the_file(tmp_path: Path) -> None:
-    model = build(**LLAMA, tied=False)
-    state = model.state_dict()
-    state["head.weight"] = state["tokens.weight"]
-    export(state, model.config, tmp_path / "out")
-    saved = tensorkeep.load(tmp_path / "out/model.safetensors")
-    raw = (tmp_path / "out/model.safetensors").read_bytes()
-    assert b'"lm_head.weight"' in raw
-    assert torch.equal(saved["lm_head.weight"], model.tokens.weight)
-
-
-def test_special_tokens_of_published_models_are_not_in_the_configuration(tmp_path: Path) -> None:
-    model = build(**LLAMA)
-    export(model, model.config, tmp_path / "out")
     document = json.loads((tmp_path / "out/config.json").read_text())
+    # The special tokens of published models are not in the configuration.
     assert [document[f"{which}_token_id"] for which in ("bos", "eos", "pad")] == [None, None, None]
     assert document["rope_theta"] == document["rope_parameters"]["rope_theta"] == 10000.0
     assert document["architectures"] == ["LlamaForCausalLM"]
+    saved = tensorkeep.load(tmp_path / "out/model.safetensors")
+    assert torch.equal(saved["model.layers.0.self_attn.k_proj.weight"], model.blocks[0].attention.qkv.weight[12:24])
 
 
 def test_model_without_architecture_in_transformers_is_refused_with_the_reasons(tmp_path: Path) -> None:
@@ -213,49 +189,44 @@ def test_model_without_architecture_in_transformers_is_refused_with_the_reasons(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("parts", [{}, LLAMA], ids=["gpt2", "llama"])
-def test_shifts_and_convolutions_cannot_be_exported(tmp_path: Path, parts: dict[str, Any]) -> None:
-    model = build(**parts, token_shift=True)
-    with pytest.raises(UnsupportedError, match=r"needs token_shift=False \(it is True\)"):
-        export(model, model.config, tmp_path / "out")
-    model = build(**parts, convolution=3)
-    with pytest.raises(UnsupportedError, match=r"needs convolution=1 \(it is 3\)"):
-        export(model, model.config, tmp_path / "out")
+def test_shifts_and_convolutions_cannot_be_exported(tmp_path: Path) -> None:
+    for parts in ({}, LLAMA):
+        for name, value, plain in (("token_shift", True, False), ("convolution", 3, 1)):
+            model = build(**parts, **{name: value})
+            message = rf"needs {name}={plain} \(it is {value}\)"
+            with case((parts, name)), pytest.raises(UnsupportedError, match=message):
+                export(model, model.config, tmp_path / "out")
 
 
-def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_tensors_of_another_model_and_invalid_arguments_are_refused(tmp_path: Path) -> None:
     model = build(**GPT2)
-    state = model.state_dict()
+    state = dict(model.state_dict())
     state["blocks.0.mlp.fc.weight"] = state.pop("blocks.0.mlp.up.weight")
     state["norm.weight"] = torch.zeros(13)
-    with pytest.raises(StateMismatchError) as caught:
+    with pytest.raises(StateMismatchError) as mismatch:
         export(state, model.config, tmp_path / "out")
-    assert caught.value.missing == ("blocks.0.mlp.up.weight",)
-    assert caught.value.extra == ("blocks.0.mlp.fc.weight",)
-    assert caught.value.different == ("norm.weight",)
-    assert "missing: blocks.0.mlp.up.weight" in caught.value.message
+    assert mismatch.value.missing == ("blocks.0.mlp.up.weight",)
+    assert mismatch.value.extra == ("blocks.0.mlp.fc.weight",)
+    assert mismatch.value.different == ("norm.weight",)
+    assert "missing: blocks.0.mlp.up.weight" in mismatch.value.message
     with pytest.raises(UsageError, match="not that of the model"):
         export(model, build(**GPT2, dropout=0.1).config, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+    beyond = json.dumps(TOKENIZER).replace('"b": 1', '"b": 13')
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"dtype": "int8"}, "the dtype is int8"),
         ({"dtype": torch.float64}, "the dtype is float64"),
         ({"end_of_document": 13}, "the end of document is token 13, and the model has tokens 0 to 12"),
-        ({"tokenizer_json": "{"}, r"not a tokenizer\.json"),
-        ({"tokenizer_json": "[" * 100_000}, r"not a tokenizer\.json"),
-        ({"tokenizer_json": '{"model": {"vocab": [1]}}'}, r"not a tokenizer\.json"),
-        ({"tokenizer_json": json.dumps(TOKENIZER).replace('"b": 1', '"b": 13')}, "the tokenizer has the token 13"),
-    ],
-)
-def test_invalid_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
-    model = build(**GPT2)
-    with pytest.raises(UsageError, match=message) as caught:
-        export(model, model.config, tmp_path / "out", **arguments)
-    assert caught.value.remedy
+        *(
+            ({"tokenizer_json": text}, r"not a tokenizer\.json")
+            for text in ("{", "[" * 100_000, '{"model": {"vocab": [1]}}')
+        ),
+        ({"tokenizer_json": beyond}, "the tokenizer has the token 13"),
+    ]
+    for arguments, message in refused:
+        with case(str(arguments)[:50]):
+            with pytest.raises(UsageError, match=message) as caught:
+                export(model, model.config, tmp_path / "out", **arguments)
+            assert caught.value.remedy
     assert list(tmp_path.iterdir()) == []
 
 
@@ -290,20 +261,19 @@ def test_failing_disk_leaves_no_partial_export(tmp_path: Path) -> None:
     assert failures > whole / 2
 
 
+@pytest.mark.integration
 def test_killed_export_is_invisible_and_does_not_block_the_next(tmp_path: Path) -> None:
-    model = build(**GPT2, n_layers=1)
+    model, out = build(**GPT2, n_layers=1), tmp_path / "out"
     whole = faults.count_operations(lambda: export(model, model.config, tmp_path / "whole"))
 
     def work(index: int) -> None:
         with faults.broken(fail_at=index, action=faults.die):
-            export(model, model.config, tmp_path / "out")
+            export(model, model.config, out)
 
     for index in range(1, whole, 5):
         assert faults.in_child(lambda index=index: work(index)) == 9
-        assert not (tmp_path / "out").exists() or index > whole - 5
-        export(model, model.config, tmp_path / "out", overwrite=True)
-        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+        assert not out.exists() or index > whole - 5
+        export(model, model.config, out, overwrite=True)
+        assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-        for path in (tmp_path / "out").iterdir():
-            path.unlink()
-        (tmp_path / "out").rmdir()
+        shutil.rmtree(out)

@@ -2,13 +2,14 @@
 
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tensorkeep import CheckpointManager
+from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
@@ -56,6 +57,13 @@ def prepared(folder: Path) -> Path:
     return folder / "prepared"
 
 
+def conversations(folder: Path, talks: Iterable[Iterable[tuple[str, str]]], tokenizer: str = "byte") -> Path:
+    """Return a folder of prepared conversations; each has turns, of a role and a text."""
+    found = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    (folder / "talk.jsonl").write_text("".join(json.dumps(each) + "\n" for each in found))
+    return prepare(folder / "talk.jsonl", folder / "talk", tokenizer=tokenizer).path
+
+
 def run(
     config: Config,
     folder: Path,
@@ -70,6 +78,12 @@ def run(
     with open_run(config, RunFolder(folder), Dataset.open(data), resume=resume) as opened:
         arrange(opened)
         return train(opened, listener or Witness(), stop=lambda: opened.progress.step == stop_at)
+
+
+class Trained(Protocol):
+    """Puts a run on the data of the tests, which is trained once for all of them, into a folder that does not exist."""
+
+    def __call__(self, config: Config, folder: Path, *, stop_at: int | None = None) -> Summary: ...
 
 
 def poison(opened: Run, steps: Collection[int]) -> None:
@@ -91,6 +105,27 @@ def lines(folder: Path, *kinds: str) -> list[dict[str, Any]]:
         for line in found
         if (line["kind"] in kinds if kinds else line["kind"] != "save")
     ]
+
+
+def check_resumes_exactly(
+    config: Config,
+    folder: Path,
+    data: Path,
+    *kinds: str,
+    stop_at: int,
+    arrange: Callable[[Run], object] = lambda run: None,
+) -> None:
+    """Train a run at once, and another one in two parts; check that their logs and last states are the same."""
+    run(config, folder / "whole", data, arrange=arrange)
+    run(config, folder / "parts", data, arrange=arrange, stop_at=stop_at)
+    run(config, folder / "parts", data, arrange=arrange, resume=True)
+    check_same(folder / "parts", folder / "whole", *kinds)
+
+
+def check_same(folder: Path, whole: Path, *kinds: str) -> None:
+    """Check that two runs have the same log lines of some kinds, or of all but saves, and the same last state."""
+    assert lines(folder, *kinds) == lines(whole, *kinds)
+    assert difference(last_state(folder), last_state(whole)) is None
 
 
 def last_state(folder: Path) -> dict[str, Any]:

@@ -14,13 +14,13 @@ import os
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from tensorkeep.errors import BusyError, DestinationExistsError, StoreError
+from tensorkeep.io.clock import clock
 from tensorkeep.io.files import store_errors, sync_directory, write_small
 from tensorkeep.io.temporaries import adopt, lock, new_name, remove, remove_stale
 from tensorkeep.machine import libc
@@ -146,7 +146,7 @@ class Commit:
             except BusyError:
                 remove(temporary)
                 os.close(fd)
-                time.sleep(secrets.randbelow(50) / 1000)
+                clock().sleep(secrets.randbelow(50) / 1000)
                 continue
             except BaseException:
                 os.close(fd)

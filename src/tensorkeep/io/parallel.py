@@ -2,10 +2,10 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from tensorkeep.io.clock import clock
 from tensorkeep.machine import thread_wait_seconds, usable_processors
 
 Progress = Callable[[int, int], None]
@@ -94,9 +94,9 @@ class Pace:
                 yield
             return
         with _coding_beside.permit:
-            waited, ran = thread_wait_seconds(own=True), time.thread_time()
+            waited, ran = thread_wait_seconds(own=True), clock().thread_time()
             yield
-            waited, ran = thread_wait_seconds(own=True) - waited, time.thread_time() - ran
+            waited, ran = thread_wait_seconds(own=True) - waited, clock().thread_time() - ran
             if waited > self._WAITED * ran and self.beside.is_set():
                 self._cancellation.wait(min(self._PAUSE * ran, self._LONGEST_PAUSE))
 

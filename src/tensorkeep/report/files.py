@@ -36,7 +36,7 @@ def write_report(
     page = Path(out)
     check_page(page)
     found = results if isinstance(results, Results) else read_results(results)
-    drawn = draw_plots(found)
+    drawn = draw_plots(found, for_files=plots is not None)
     files: dict[Path, bytes] = {page: report_page(found, drawn).encode()}
     if plots is not None:
         for plot in drawn:

@@ -18,6 +18,7 @@ from tensorkeep.report.comparison import isolated_table
 from tensorkeep.report.design_tables import aliases_lines, claims_table, design_tables
 from tensorkeep.report.headlines import completeness, headlines, measured_by, noise_lines, purpose
 from tensorkeep.report.measures import GIB
+from tensorkeep.report.plots import FILES_ONLY
 from tensorkeep.report.plots.drawing import PALETTE, Plot
 from tensorkeep.report.rendering import render_page
 from tensorkeep.report.subject import subject_and_machine
@@ -26,8 +27,6 @@ from tensorkeep.report.verdict import verdict_sentence
 from tensorkeep.units import format_bytes
 
 _MOST_CELLS = 3000
-_FILES_ONLY = ("three-way", "comparison", "impact")
-"""Plots whose figures the page shows itself."""
 
 
 def report_page(results: Results, plots: list[Plot]) -> str:
@@ -40,7 +39,7 @@ def report_page(results: Results, plots: list[Plot]) -> str:
     picture = next((name for name in ("steps", "effects") if name in names), "")
     return render_page(
         "template.html.j2",
-        plots={plot.name: (plot.title, themed(plot)) for plot in plots if plot.name not in _FILES_ONLY},
+        plots={plot.name: (plot.title, themed(plot)) for plot in plots if plot.name not in FILES_ONLY},
         picture=picture or ("gains" if results.experiment.workload == "training" else "bars"),
         **_content(results),
     )

@@ -9,8 +9,8 @@ Subclass it in your tests, with the format and its capabilities; pytest then run
 
 import os
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,16 +21,22 @@ from hypothesis import HealthCheck, given, settings
 
 from tensorkeep.errors import DestinationExistsError, StoreError, TensorkeepError, UnsupportedError, UsageError
 from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Problem
-from tensorkeep.formats.write import WriteResult, WriteSettings
+from tensorkeep.formats.write import BLOCK_BYTES, WriteResult, WriteSettings
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.tree import flatten, leaf_specs
 from tensorkeep.testing import strategies
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import FailingDisk, content, names_in
 from tensorkeep.testing.equality import difference, same
 from tensorkeep.testing.format_states import STATES, load, noise, training_state
 
-_FLIPS_IN_A_FILE = 30
-_MOST_FAILURES = 8
+# Of a checkpoint of one file or two, and of one of many files.
+_FLIPS_IN_A_FILE, _FLIPS_IN_EACH_OF_MANY = 30, 3
+_MANY_FILES = 3
+_MOST_FAILURES = 4
+_LARGE = "several blocks"
+# A third of what the profile of hypothesis asks for, as each example is a checkpoint.
+_EXAMPLES = settings().max_examples // 3
 
 
 class ReadResult(NamedTuple):
@@ -107,31 +113,40 @@ class FormatSuite:
         self.save(training_state(), path)
         return path
 
-    @pytest.mark.parametrize("label", STATES)
-    def test_states_round_trip(self, label: str, tmp_path: Path) -> None:
-        state, path = STATES[label](), self.destination(tmp_path)
+    def check_round_trip(self, state: Any, path: Path) -> None:
+        """Save a state and load it; compare it, and the size that was reported."""
         written = self.save(state, path)
         assert written.stored_bytes == sum(map(len, content(path).values()))
         with self.format.open(path, OpenSettings()) as reader:
             assert list(reader.audit()) == []
             assert difference(state, load(reader)) is None
 
-    @pytest.mark.parametrize("name", [name for name, dtype in BY_NAME.items() if dtype.has_torch])
-    def test_every_torch_dtype_round_trips(self, name: str, tmp_path: Path) -> None:
-        state = {"odd": noise("uint8", 3), "many": noise(name, 5, 7), "one": noise(name), "none": noise(name, 0)}
-        self.save(state, self.destination(tmp_path))
-        assert difference(state, self.read(self.destination(tmp_path))) is None
+    def test_states_round_trip(self, tmp_path: Path) -> None:
+        for number, (label, make) in enumerate(STATES.items()):
+            if label != _LARGE:
+                (folder := tmp_path / str(number)).mkdir()
+                with case(label):
+                    self.check_round_trip(make(), self.destination(folder))
 
-    @pytest.mark.parametrize("name", [name for name, dtype in BY_NAME.items() if dtype.has_numpy])
-    def test_every_numpy_dtype_round_trips(self, name: str, tmp_path: Path) -> None:
+    def test_every_torch_dtype_round_trips(self, tmp_path: Path) -> None:
+        state = {
+            name: {"odd": noise("uint8", 3), "many": noise(name, 5, 7), "one": noise(name), "none": noise(name, 0)}
+            for name, dtype in BY_NAME.items()
+            if dtype.has_torch
+        }
+        self.check_round_trip(state, self.destination(tmp_path))
+
+    def test_every_numpy_dtype_round_trips(self, tmp_path: Path) -> None:
         if not self.carries_everything:
             pytest.skip("the format does not store numpy arrays")
-        array: npt.NDArray[Any] = np.array([[0, 1, 1], [1, 0, 1]]).astype(BY_NAME[name].numpy)
-        state = {"array": array, "turned": array.T.copy().T, "scalar": array[0, 1]}
-        self.save(state, self.destination(tmp_path))
-        assert difference(state, self.read(self.destination(tmp_path))) is None
+        state = {}
+        for name, dtype in BY_NAME.items():
+            if dtype.has_numpy:
+                array: npt.NDArray[Any] = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype.numpy)
+                state[name] = {"array": array, "turned": array.T.copy().T, "scalar": array[0, 1]}
+        self.check_round_trip(state, self.destination(tmp_path))
 
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
     @given(state=strategies.states)
     def test_any_state_round_trips_or_is_refused(self, state: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -230,9 +245,11 @@ class FormatSuite:
         assert names_in(tmp_path) == []
 
     def test_a_truncated_file_never_gives_a_wrong_value(self, saved: Path) -> None:
-        whole = training_state()
-        for file, data in _files(saved):
-            for length in sorted({0, 1, 7, 8, 9, 100, len(data) // 3, len(data) // 2, len(data) - 1}):
+        whole, files = training_state(), _files(saved)
+        for number, (file, data) in enumerate(files):
+            lengths = sorted({0, 1, 7, 8, 9, 100, len(data) // 3, len(data) // 2, len(data) - 1})
+            # Of many files, each is cut to a third of these lengths.
+            for length in lengths[number % 3 :: 3] if len(files) > _MANY_FILES else lengths:
                 file.write_bytes(data[:length])
                 found = self.read_damaged(saved)
                 assert found.refused or found.problems or same(whole, found.state), f"{file.name} cut to {length}"
@@ -240,7 +257,9 @@ class FormatSuite:
         assert same(whole, self.read(saved))
 
     def test_a_flipped_bit_is_detected_or_harmless(self, saved: Path) -> None:
-        self.check_flipped_bits(saved, _FLIPS_IN_A_FILE)
+        self.check_flipped_bits(
+            saved, _FLIPS_IN_A_FILE if len(_files(saved)) <= _MANY_FILES else _FLIPS_IN_EACH_OF_MANY
+        )
 
     def check_flipped_bits(self, path: Path, count: int) -> int:
         """Flip one bit at a time, in up to so many bytes of each file; return the number of bytes.
@@ -267,12 +286,14 @@ class FormatSuite:
             assert self.read_damaged(saved).refused, file.name
             file.write_bytes(data)
 
-    def test_any_range_can_be_read_from_any_thread(self, tmp_path: Path) -> None:
-        state, path = STATES["several blocks"](), self.destination(tmp_path)
-        self.save(state, path)
+    def test_several_blocks_round_trip_and_any_range_can_be_read_from_any_thread(self, tmp_path: Path) -> None:
+        state, path = STATES[_LARGE](), self.destination(tmp_path)
+        self.check_round_trip(state, path)
         expected = state["large"].numpy().view(np.uint8)
         random = np.random.default_rng(3)
-        ranges = [sorted(random.integers(0, expected.size // 4 + 1, 2) * 4) for _ in range(24)]
+        # Around the border of two blocks, and anywhere.
+        starts = [BLOCK_BYTES - 40, *(random.integers(0, expected.size // 4, 22) * 4)]
+        ranges = [[start, min(start + random.integers(1, 2**16) * 4, expected.size)] for start in starts]
         with self.format.open(path, OpenSettings()) as reader, ThreadPoolExecutor(8) as pool:
 
             def read(bounds: list[int]) -> bool:
@@ -298,30 +319,29 @@ class FormatSuite:
             assert difference(training_state(), load(reader)) is None
 
     @pytest.mark.parametrize("call", ["pwrite", "fsync"])
-    @pytest.mark.parametrize("over", [False, True], ids=["new", "over another"])
     def test_a_failing_disk_leaves_the_old_checkpoint(
-        self, call: str, over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        path = self.destination(tmp_path)
-        if over:
-            self.save(training_state(), path)
+        folders = [tmp_path / name for name in ("new", "over another", "undisturbed")]
+        new, old, undisturbed = map(self.destination, folders)
+        for folder in folders:
+            folder.mkdir()
+        self.save(training_state(), old)
         disk = FailingDisk(getattr(os, call))
         monkeypatch.setattr(os, call, disk)
-        undisturbed = tmp_path / "undisturbed"
-        undisturbed.mkdir()
-        self.save(STATES["flat"](), self.destination(undisturbed))  # counts the calls
+        self.save(STATES["flat"](), undisturbed)  # counts the calls
         assert disk.calls > 0, f"the format never calls os.{call}, so it cannot be durable"
         # The last fsync follows the rename: if it fails, the new checkpoint is visible already.
         last = disk.calls - 1 if call == "fsync" else disk.calls
-        for number in np.unique(np.linspace(1, last, _MOST_FAILURES).astype(int)):
-            disk.fail_at(int(number))
-            with pytest.raises(StoreError):
-                self.save(STATES["flat"](), path, overwrite=over)
-            assert names_in(tmp_path) == sorted(["undisturbed", *([path.name] if over else [])])
-            if over:
-                assert same(training_state(), self.read(path))
+        numbers = np.unique(np.linspace(1, last, _MOST_FAILURES).astype(int)).tolist()
+        for number, path in product(numbers, (new, old)):
+            disk.fail_at(number)
+            with case(f"failure {number}, {path.parent.name}"):
+                with pytest.raises(StoreError):
+                    self.save(STATES["flat"](), path, overwrite=path == old)
+                assert (names_in(new.parent), names_in(old.parent)) == ([], [old.name])
+                assert same(training_state(), self.read(old))
 
 
-def _files(path: Path) -> Iterator[tuple[Path, bytes]]:
-    for name, data in content(path).items():
-        yield path.parent / name, data
+def _files(path: Path) -> list[tuple[Path, bytes]]:
+    return [(path.parent / name, data) for name, data in content(path).items()]

@@ -16,7 +16,9 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, ClassVar, get_args
 
 import pytest
@@ -36,7 +38,7 @@ from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import OpenRun, open_run
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Kind, Technique
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Kind, Proof, Technique
 from tensorkeep.train.techniques.requirements import Machine
 
 STEPS = 6
@@ -53,7 +55,7 @@ TINY = Config(
         "loop.accumulate": 2,
         "loop.device": "cpu",
         "eval.every": 3,
-        "checkpoint.every": 2,
+        "checkpoint.every": 3,
         "checkpoint.asynchronous": False,
         "log.every": 1,
     }
@@ -100,12 +102,47 @@ def train_run(config: Config, folder: Path, data: Path, *, resume: bool = False,
         train(run, SilentListener(), stop=lambda: next(steps) == stop_after)
 
 
+@dataclass(frozen=True)
+class WholeRun:
+    """What was seen of a run that was trained to its end."""
+
+    folder: Path
+    start: Mapping[str, Tensor]
+    """The weights before the first step, whole even where they are sharded."""
+    plain_names: Sequence[str]
+    """The names of the weights of the same model without techniques."""
+    proofs: Mapping[str, Proof]
+    hooks: tuple[int, int]
+    """The number of hooks of modules, before the first step and after the last one."""
+    settings: Mapping[str, Any]
+    """The settings of the process before the run was opened."""
+    settings_after: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of the process after the run was closed."""
+
+
+_WHOLE_RUNS: dict[Path, WholeRun] = {}
+
+
+def whole_run(config: Config, data: Path) -> WholeRun:
+    """Return what was seen of a finished run with a configuration, which is trained once for all tests."""
+    folder = data.parent / f"trained-{zlib.crc32(json.dumps(config.as_dict(), sort_keys=True).encode()):08x}"
+    if folder not in _WHOLE_RUNS:
+        # What an attempt that failed has left.
+        rmtree(folder, ignore_errors=True)
+        settings = _process_settings()
+        with opened(config, folder, data) as run:
+            start = {name: _whole(each) for name, each in run.model.state_dict().items()}
+            plain_names = list(type(run.model)(run.config.model, device="meta").state_dict())
+            hooks = _count_hooks(run)
+            train(run, SilentListener())
+            seen = WholeRun(folder, start, plain_names, run.techniques.proofs, (hooks, _count_hooks(run)), settings)
+        _WHOLE_RUNS[folder] = replace(seen, settings_after=_process_settings())
+    return _WHOLE_RUNS[folder]
+
+
 def trained(config: Config, data: Path) -> Path:
     """Return the folder of a finished run with a configuration, which is trained once for all tests."""
-    folder = data.parent / f"trained-{zlib.crc32(json.dumps(config.as_dict(), sort_keys=True).encode()):08x}"
-    if not folder.exists():
-        train_run(config, folder, data)
-    return folder
+    return whole_run(config, data).folder
 
 
 def verified_step(run: OpenRun) -> dict[str, dict[str, Any]]:
@@ -186,19 +223,17 @@ class TechniqueSuite(ABC):
                 )
             assert all(each[2] < 20 for each in found)
 
-    def test_weights_move_as_far_as_without_it(self, tmp_path: Path, data: Path) -> None:
+    def test_weights_move_as_far_as_without_it(self, data: Path) -> None:
         """A systems technique moves the weights as far as the plain run, although its losses may differ.
 
         The losses of so few steps hardly differ from those of a run whose weights do not move at all.
         """
         if self.technique.kind != "systems":
             return
-        with opened(self.config, tmp_path / "plain", data) as run:
-            start = {name: _whole(each) for name, each in run.model.state_dict().items()}
-        plain = _distance(start, trained(self.config, data))
+        plain = whole_run(self.config, data)
         for variant in self.variants:
-            found = _distance(start, trained(self.config_with(variant), data))
-            assert found == pytest.approx(plain, rel=_DISTANCE_TOLERANCE)
+            found = _distance(plain.start, trained(self.config_with(variant), data))
+            assert found == pytest.approx(_distance(plain.start, plain.folder), rel=_DISTANCE_TOLERANCE)
 
     def test_resume_is_exact(self, tmp_path: Path, data: Path) -> None:
         """A run that was stopped and resumed ends bit-identical to one that was not."""
@@ -209,22 +244,20 @@ class TechniqueSuite(ABC):
             assert losses(resumed) == losses(whole)
             assert difference(last_state(resumed), last_state(whole)) is None
 
-    def test_parameter_names_are_unchanged(self, tmp_path: Path, data: Path) -> None:
+    def test_parameter_names_are_unchanged(self, data: Path) -> None:
         """A checkpoint saved with the technique can be loaded without it."""
-        for number, variant in enumerate(self.variants):
-            with opened(self.config_with(variant), tmp_path / str(number), data) as run:
-                names, config = list(run.model.state_dict()), run.config.model
-            assert names == list(type(run.model)(config, device="meta").state_dict())
+        for variant in self.variants:
+            run = whole_run(self.config_with(variant), data)
+            assert list(run.start) == run.plain_names
 
-    def test_active_technique_is_proved(self, tmp_path: Path, data: Path) -> None:
+    def test_active_technique_is_proved(self, data: Path) -> None:
         """The proof is one line with figures, and no hook remains."""
-        for number, variant in enumerate(self.variants):
-            with opened(self.config_with(variant), tmp_path / str(number), data) as run:
-                before = _count_hooks(run)
-                assert verified_step(run)[self.technique.name]
-                summary = run.techniques.proofs[self.technique.name].summary
-                assert summary and "\n" not in summary
-                assert _count_hooks(run) == before
+        for variant in self.variants:
+            run = whole_run(self.config_with(variant), data)
+            proof = run.proofs[self.technique.name]
+            assert proof.figures
+            assert proof.summary and "\n" not in proof.summary
+            assert run.hooks[0] == run.hooks[1]
 
     def test_inactive_technique_is_an_error(self, tmp_path: Path, data: Path) -> None:
         """A run that was broken on purpose raises an error that names the technique."""
@@ -234,12 +267,11 @@ class TechniqueSuite(ABC):
                 with pytest.raises(TechniqueNotActiveError, match=self.technique.name):
                     verified_step(run)
 
-    def test_process_settings_are_restored(self, tmp_path: Path, data: Path) -> None:
+    def test_process_settings_are_restored(self, data: Path) -> None:
         """Threads, default dtype and other settings of the process are restored when a run is closed."""
-        for number, variant in enumerate(self.variants):
-            before = _process_settings()
-            train_run(self.config_with(variant), tmp_path / str(number), data, stop_after=1)
-            assert _process_settings() == before
+        for variant in self.variants:
+            run = whole_run(self.config_with(variant), data)
+            assert run.settings_after == run.settings
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from bench.documents import Truth, broken, document, results, summarise, truth
 from tensorkeep.bench.analysis import claims as module
 from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.experiment.library import read_experiment
+from tensorkeep.testing.cases import case
 
 # Seconds per GiB and bytes per byte with which every claim that can be reproduced is.
 AS_CLAIMED = {
@@ -31,40 +32,32 @@ AS_CLAIMED = {
 }
 
 
-def check_claims(made: Mapping[str, Any]) -> list[dict[str, Any]]:
-    renamed = {**made, "experiment": {**made["experiment"], "name": "claims"}}
-    return [msgspec.to_builtins(claim) for claim in module.check_claims(Samples(results(renamed)))]
+def claims(
+    changed: Mapping[str, Truth] | None = None, arms: Mapping[str, Truth] = AS_CLAIMED, **more: Any
+) -> dict[str, dict[str, Any]]:
+    options = {"noise": 0.01, "control": False, "name": "claims", **more}
+    found = module.check_claims(Samples(results(document({**arms, **(changed or {})}, **options))))
+    return {claim.id: msgspec.to_builtins(claim) for claim in found}
 
 
-def claims(changed: Mapping[str, Truth] | None = None, **more: Any) -> dict[str, dict[str, Any]]:
-    made = document({**AS_CLAIMED, **(changed or {})}, noise=0.01, control=False, **more)
-    return {claim["id"]: claim for claim in check_claims(made)}
-
-
-def verdicts(changed: Mapping[str, Truth] | None = None, **more: Any) -> dict[str, str]:
-    return {id: claim["verdict"] for id, claim in claims(changed, **more).items()}
-
-
-def test_figures_as_claimed_reproduce_claims_that_change_one_thing() -> None:
-    found = verdicts()
-    assert found == {
+def test_figures_as_claimed_reproduce_claims_that_change_one_thing_and_both_ratios_are_shown() -> None:
+    found = claims()
+    assert {id: claim["verdict"] for id, claim in found.items()} == {
         **dict.fromkeys(("1a", "1b", "1c", "1d", "2"), "confounded"),  # several things change at once
         **dict.fromkeys(("3a", "3b", "4a", "4b", "5a", "5b", "5c", "6"), "reproduced"),
         "7": "not run",
     }
-
-
-def test_both_ratios_are_shown_with_their_intervals() -> None:
-    claim = claims()["5b"]
+    claim = found["5b"]
     assert "tensorstore-gzip-concurrency-1 against tensorstore, warm load: 1.4" in claim["ours"]
     assert "tensorstore-gzip against tensorstore-raw, warm load: 1.4" in claim["ours"]
     assert claim["ours"].count("95%") == 2
     assert claim["gain"] == pytest.approx(19.3 / 27.4, rel=0.02)
     assert claim["gain_low"] < claim["gain"] < claim["gain_high"] < 1
-    assert claims()["6"]["ours"].startswith("tensorstore against pytorch, bytes on disk: 0.945 of the bytes")
+    assert "tensorkeep bench training" in found["7"]["reason"]
+    assert found["6"]["ours"].startswith("tensorstore against pytorch, bytes on disk: 0.945 of the bytes")
 
 
-def test_a_claim_that_only_the_documented_arms_support_is_confounded() -> None:
+def test_a_claim_that_only_the_documented_arms_support_is_confounded_and_one_of_isolating_arms_reproduced() -> None:
     # Truly raw files are twice as large, as float32 is: only against Blosc does gzip gain 2 to 5%.
     found = claims({"tensorstore-raw": truth(134.0, warm=19.3, stored=2.0)})
     assert found["5c"]["verdict"] == "confounded"
@@ -73,42 +66,27 @@ def test_a_claim_that_only_the_documented_arms_support_is_confounded() -> None:
     found = claims({"tensorstore-concurrency-1": truth(92.0, warm=19.3)})
     assert found["4a"]["verdict"] == "confounded"
     assert "those that isolate the cause show no clear difference" in found["4a"]["reason"]
-
-
-def test_the_isolating_arms_alone_may_reproduce_a_claim() -> None:
+    # The isolating arms alone may reproduce a claim.
     found = claims({"tensorstore": truth(40.0, cold=19.3, warm=19.3, stored=0.945)})
     assert found["4a"]["verdict"] == "reproduced"
     assert "the documented arms show the opposite" in found["4a"]["reason"]
 
 
-@pytest.mark.parametrize(
-    ("save", "expected"),
-    [
-        (134.0, "no clear difference"),
-        (200.0, "the opposite"),
-        (20.0, "more than claimed"),
-        (125.0, "less than claimed"),
-    ],
-)
-def test_the_reason_names_how_a_claim_that_is_not_reproduced_differs(save: float, expected: str) -> None:
-    arms = {"tensorstore-concurrency-128": truth(save, warm=18.4)}
-    claim = claims(arms)["4a"]
-    assert claim["verdict"] == "not reproduced"
-    reason = f"the documented arms show {expected}; those that isolate the cause show {expected}"
-    assert claim["reason"].startswith(reason)
+def test_the_reason_names_how_a_claim_that_is_not_reproduced_differs() -> None:
+    shown = {134.0: "no clear difference", 200.0: "the opposite", 20.0: "more than claimed", 125.0: "less than claimed"}
+    for save, expected in shown.items():
+        claim = claims({"tensorstore-concurrency-128": truth(save, warm=18.4)})["4a"]
+        reason = f"the documented arms show {expected}; those that isolate the cause show {expected}"
+        with case(expected):
+            assert claim["verdict"] == "not reproduced"
+            assert claim["reason"].startswith(reason)
 
 
-def test_a_noisy_interval_reproduces_no_claim() -> None:
-    made = document(AS_CLAIMED, noise=0.5, control=False, runs=3)
-    found = {claim["id"]: claim for claim in check_claims(made)}
-    assert found["4a"]["verdict"] == "not reproduced"
+def test_a_noisy_or_very_wide_interval_reproduces_no_claim() -> None:
+    found = claims(noise=0.5, runs=3)
     # Not even a claim of no change, unless the whole interval shows it.
-    assert found["4b"]["verdict"] == "not reproduced"
-
-
-def test_a_very_wide_interval_supports_no_claim() -> None:
-    made = document(AS_CLAIMED, noise=0.4, control=False, runs=3, seed=1)
-    claim = next(claim for claim in check_claims(made) if claim["id"] == "1a")
+    assert found["4a"]["verdict"] == found["4b"]["verdict"] == "not reproduced"
+    claim = claims(noise=0.4, runs=3, seed=1)["1a"]
     assert claim["gain_high"] > 4 * claim["gain_low"]
     assert claim["gain_low"] < 6.66 / 61.8 < claim["gain_high"] < 1
     assert claim["verdict"] == "not reproduced"
@@ -116,134 +94,88 @@ def test_a_very_wide_interval_supports_no_claim() -> None:
 
 
 def test_a_claim_within_six_percent_is_a_claim_of_no_change() -> None:
-    def gzip(seconds: float) -> dict[str, Truth]:
-        one = truth(seconds, warm=27.4, stored=0.92)
-        return {"tensorstore-gzip": one, "tensorstore-gzip-concurrency-1": one}
-
-    assert verdicts(gzip(130.0))["5a"] == "reproduced"
-    twice = claims(gzip(268.0))["5a"]
-    assert twice["verdict"] == "not reproduced"
-    assert "no change of 25% or more" in twice["reason"]
+    for seconds, verdict in ((130.0, "reproduced"), (268.0, "not reproduced")):
+        gzip = truth(seconds, warm=27.4, stored=0.92)
+        claim = claims(dict.fromkeys(("tensorstore-gzip", "tensorstore-gzip-concurrency-1"), gzip))["5a"]
+        assert claim["verdict"] == verdict
+    assert "no change of 25% or more" in claim["reason"]
 
 
-def test_sizes_that_differ_by_a_header_are_the_same() -> None:
-    keep = {"tensorstore-keep-dtype": truth(134.0, stored=0.9999)}
-    assert "isolate the cause show no clear difference" in claims(keep)["6"]["reason"]
-
-
-def test_durable_saves_are_compared_with_each_other() -> None:
+def test_durable_saves_are_compared_with_each_other_and_sizes_that_differ_by_a_header_are_the_same() -> None:
     arms = {"pytorch": truth(20.0, cold=3.32, warm=3.32) | {"returned": 6.66}}
-    claim = claims(arms)["1a"]
+    found = claims({**arms, "tensorstore-keep-dtype": truth(134.0, stored=0.9999)})
+    assert "isolate the cause show no clear difference" in found["6"]["reason"]
+    claim = found["1a"]
     assert claim["gain"] == pytest.approx(6.66 / 61.8, rel=0.02)
     assert "durable save: 3.0" in claim["ours"]
     assert claim["verdict"] == "confounded"
     assert "torch.save does not" in claim["reason"]
 
 
-def test_without_an_arm_a_claim_is_not_run() -> None:
+def test_without_an_arm_or_a_second_block_or_with_other_settings_a_claim_is_not_run() -> None:
     replaced = [broken("tensorstore-raw", block, "timeout", "took longer than 600 s") for block in range(5)]
-    found = claims(replaced=replaced)
+    found = claims(replaced=[*replaced, broken("t5x", 2, "gate", "tensor 'w' differs")])
+    # A failed gate invalidates a claim.
+    assert (found["2"]["verdict"], found["2"]["reason"]) == ("not run", "t5x: tensor 'w' differs")
     assert (found["5a"]["verdict"], found["5a"]["reason"]) == ("not run", "tensorstore-raw: took longer than 600 s")
     assert "tensorstore-gzip-concurrency-1 against tensorstore," in found["5a"]["ours"]
     assert found["4a"]["verdict"] == "reproduced"
-    made = document({name: AS_CLAIMED[name] for name in ("pytorch", "t5x")}, control=False)
-    found = {claim["id"]: claim for claim in check_claims(made)}
+    found = claims(arms={name: AS_CLAIMED[name] for name in ("pytorch", "t5x")})
     assert found["1a"]["verdict"] == "confounded"
     assert (found["2"]["verdict"], found["2"]["reason"]) == ("not run", "the experiment has no tensorstore")
-
-
-def test_one_block_is_not_enough() -> None:
+    # One block is not enough.
     found = claims(runs=1)
     assert {claim["verdict"] for claim in found.values()} == {"not run"}
     assert found["3a"]["reason"] == "one block gives no interval: use --runs 5"
     assert found["3a"]["gain"] == pytest.approx(134 / 64, rel=0.1)
-
-
-def test_a_failed_gate_invalidates_a_claim() -> None:
-    found = claims(replaced=[broken("t5x", 2, "gate", "tensor 'w' differs")])
-    assert (found["2"]["verdict"], found["2"]["reason"]) == ("not run", "t5x: tensor 'w' differs")
-
-
-def test_arms_that_differ_in_other_settings_are_reported() -> None:
+    # Arms that differ in other settings do not isolate a cause.
     settings = {"tensorstore-gzip": {"compressor": "gzip", "concurrency": 1}, "tensorstore-raw": {"compressor": None}}
     claim = claims(settings=settings)["5b"]
     assert claim["verdict"] == "not run"
     assert "tensorstore-raw and tensorstore-gzip also differ in concurrency" in claim["reason"]
 
 
-def test_the_claim_about_training_names_the_other_command() -> None:
-    assert "tensorkeep bench training" in claims()["7"]["reason"]
-
-
-def test_the_shipped_experiment_has_the_arms_and_isolates_the_causes() -> None:
+def test_the_shipped_experiments_have_the_arms_and_isolate_the_causes() -> None:
     shipped = json.loads((resources.files("tensorkeep") / "experiments" / "claims.json").read_text())
     arms = {arm["name"]: arm["settings"] for arm in shipped["arms"]}
-    assert arms.keys() == module.published_claims().arms("checkpoint")
-    made = document(AS_CLAIMED, noise=0.01, control=False, settings=arms)
-    assert not [claim for claim in check_claims(made) if "is not isolated" in claim["reason"]]
-
-
-@pytest.mark.parametrize("name", ["training-claims", "training-claims-gpt2"])
-def test_the_shipped_experiments_of_training_have_the_arms_and_a_recipe_of_a_claim(name: str) -> None:
-    plan = read_experiment(name)
-    assert {arm.name for arm in plan.arms if arm.role != "control"} == module.published_claims().arms("training")
-    assert plan.experiment.settings["recipe"] in {claim.recipe for claim in module.published_claims().training}
+    published = module.published_claims()
+    assert arms.keys() == published.arms("checkpoint")
+    assert not [claim for claim in claims(settings=arms).values() if "is not isolated" in claim["reason"]]
+    # Those of training have the arms and a recipe of a claim.
+    for name in ("training-claims", "training-claims-gpt2"):
+        plan = read_experiment(name)
+        with case(name):
+            assert {arm.name for arm in plan.arms if arm.role != "control"} == published.arms("training")
+            assert plan.experiment.settings["recipe"] in {claim.recipe for claim in published.training}
 
 
 def test_only_experiments_about_claims_have_claims_in_their_summary() -> None:
-    assert len(summarise(document(AS_CLAIMED))["claims"]) == len(module.published_claims().claims) + 1
+    every = len(module.published_claims().claims) + 1
     few = {name: AS_CLAIMED[name] for name in ("pytorch", "t5x")}
-    assert summarise(document(few))["claims"] == []
-    assert len(summarise(document(few, name="claims"))["claims"]) == len(module.published_claims().claims) + 1
+    made = (document(AS_CLAIMED), document(few), document(few, name="claims"))
+    assert [len(summarise(each)["claims"]) for each in made] == [every, 0, every]
 
 
 def of_training(speed: float, memory: float, recipe: str = "chatgot-small-char") -> dict[str, dict[str, Any]]:
     """Return the claims about training where both techniques together have this gain in speed and in memory."""
-    arms = {"plain": 1.0, "only low-bit-optimizer": 0.9, "only activation-checkpointing": 0.8, "both": speed}
-    measures = [
-        {"name": "tokens_per_second", "label": "speed", "unit": "tokens/s", "better": "higher", "primary": True},
-        {"name": "peak_memory", "label": "peak memory", "unit": "B", "better": "lower", "primary": True},
-    ]
-    cells = [
-        {
-            "arm": arm,
-            "block": block,
-            "status": "ok",
-            "amount": 1.0,
-            "figures": {
-                "tokens_per_second": 1000 * gain * (1 + block / 1000),
-                "peak_memory": 100.0 / (memory if arm == "both" else 1.0),
-            },
-        }
-        for arm, gain in arms.items()
-        for block in range(3)
-    ]
-    experiment = {"name": "training-claims", "workload": "training", "settings": {"recipe": recipe}}
-    made = {
-        "experiment": experiment,
-        "measures": measures,
-        "cells": cells,
-        "arms": [{"name": name, "role": "arm" if place else "baseline"} for place, name in enumerate(arms)],
-    }
+    gains = {"plain": 1.0, "only low-bit-optimizer": 0.9, "only activation-checkpointing": 0.8, "both": speed}
+    speeds = {"name": "tokens_per_second", "label": "speed", "unit": "tokens/s", "better": "higher", "primary": True}
+    peaks = {"name": "peak_memory", "label": "peak memory", "unit": "B", "better": "lower", "primary": True}
+    arms = {arm: {"tokens_per_second": 1000 * gain, "peak_memory": 100.0} for arm, gain in gains.items()}
+    arms["both"] |= {"peak_memory": 100.0 / memory}
+    made = document(arms, runs=3, noise=0.001, control=False, name="training-claims", workload="training")
+    made["experiment"]["settings"], made["measures"] = {"recipe": recipe}, [speeds, peaks]
     return {claim["id"]: claim for claim in summarise(made)["claims"]}
 
 
 def test_claims_about_training_are_judged_where_all_arms_fit() -> None:
-    found = of_training(speed=0.7, memory=2.8)
-    assert {id: claim["verdict"] for id, claim in found.items()} == {
-        "7a": "not reproduced",
-        "7b": "reproduced",
-        "7c": "not run",
-        "7d": "not run",
-    }
+    for options, expected in (
+        ({"speed": 11.0, "memory": 4.5, "recipe": "gpt2-124m"}, ["not run", "not run", "reproduced", "reproduced"]),
+        ({"speed": 0.7, "memory": 2.8}, ["not reproduced", "reproduced", "not run", "not run"]),
+    ):
+        found = of_training(**options)
+        assert [found[id]["verdict"] for id in ("7a", "7b", "7c", "7d")] == expected
     assert "the documented arms show the opposite" in found["7a"]["reason"]
     assert "than the 4 GB card had" in found["7a"]["reason"]
     assert "both against plain, peak memory: 0.357 of the bytes" in found["7b"]["ours"]
     assert found["7c"]["reason"] == "it is about gpt2-124m, not chatgot-small-char"
-    found = of_training(speed=11.0, memory=4.5, recipe="gpt2-124m")
-    assert {id: claim["verdict"] for id, claim in found.items()} == {
-        "7a": "not run",
-        "7b": "not run",
-        "7c": "reproduced",
-        "7d": "reproduced",
-    }

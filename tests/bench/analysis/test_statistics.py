@@ -1,5 +1,6 @@
 """The bench's statistics, against scipy.stats, against simulation, and against what must hold for any data."""
 
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -12,31 +13,26 @@ import scipy  # it imports `stats` on first use
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.analysis.simulations import SIMULATIONS, most
 from tensorkeep.bench.analysis import statistics
 from tensorkeep.errors import MissingExtraError
 
 logs = st.lists(st.floats(-5, 5, allow_nan=False), min_size=2, max_size=12)
 
 
-@pytest.mark.parametrize("df", [1, 2, 3, 4, 9, 99, 1e5])
-def test_the_critical_t_is_that_of_scipy_stats(df: float) -> None:
-    for alpha in (0.5, 0.05, 0.05 / 24):
-        assert statistics.t_critical(df, alpha) == pytest.approx(scipy.stats.t.isf(alpha / 2, df), rel=1e-9)
-
-
-@pytest.mark.parametrize("n", [2, 3, 10, 1000])
-def test_the_p_value_is_that_of_scipy_stats(n: int) -> None:
-    for t in (0.0, 1e-9, 0.1, 1.0, -1.0, 1.9, 2.1, 5.0, 20.0, 30.0, 1e4):
-        expected = 2 * scipy.stats.t.sf(abs(t), n - 1)
-        assert statistics.paired_p(t / math.sqrt(n), 1.0, n, n - 1) == pytest.approx(expected, rel=1e-6, abs=1e-300)
-
-
-@pytest.mark.parametrize("df", [1, 2, 4, 29, 999])
-@pytest.mark.parametrize("alpha", [0.05, 0.05 / 12, 0.05 / 255])
-def test_the_smallest_effect_is_found_with_probability_80(df: int, alpha: float) -> None:
-    critical, effect = scipy.stats.t.isf(alpha / 2, df), statistics.effect_for_power(df, alpha)
-    opposite = np.nan_to_num(scipy.stats.nct.cdf(-critical, df, effect))
-    assert scipy.stats.nct.sf(critical, df, effect) + opposite == pytest.approx(0.8, abs=1e-4)
+def test_critical_t_p_values_and_the_smallest_effect_are_those_of_scipy_stats() -> None:
+    for df, alpha in itertools.product((1, 2, 3, 4, 9, 99, 1e5), (0.5, 0.05, 0.05 / 24)):
+        critical = pytest.approx(scipy.stats.t.isf(alpha / 2, df), rel=1e-9)
+        assert statistics.t_critical(df, alpha) == critical, (df, alpha)
+    for n, t in itertools.product((2, 3, 10, 1000), (0.0, 1e-9, 0.1, 1.0, -1.0, 1.9, 2.1, 5.0, 20.0, 30.0, 1e4)):
+        expected = pytest.approx(2 * scipy.stats.t.sf(abs(t), n - 1), rel=1e-6, abs=1e-300)
+        assert statistics.paired_p(t / math.sqrt(n), 1.0, n, n - 1) == expected, (n, t)
+    # The smallest effect is found with a probability of 80%.
+    for df, alpha in itertools.product((1, 2, 4, 29, 999), (0.05, 0.05 / 12, 0.05 / 255)):
+        critical, effect = scipy.stats.t.isf(alpha / 2, df), statistics.effect_for_power(df, alpha)
+        opposite = np.nan_to_num(scipy.stats.nct.cdf(-critical, df, effect))
+        power = scipy.stats.nct.sf(critical, df, effect) + opposite
+        assert power == pytest.approx(0.8, abs=1e-4), (df, alpha)
 
 
 def test_without_scipy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,63 +41,42 @@ def test_without_scipy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         statistics.compare([0.1, 0.2])
 
 
-@given(logs)
-def test_paired_test_and_gain_are_those_of_scipy_stats(values: list[float]) -> None:
+@given(logs, st.randoms())
+def test_comparisons_match_scipy_stats_in_any_order_and_for_swapped_sides(values: list[float], random: Random) -> None:
     found = statistics.compare(values)
+    assert found.gain == pytest.approx(scipy.stats.gmean(np.exp(values)), rel=1e-9)
+    # The interval contains the gain, and Student's interval.
+    assert found.low <= found.gain * (1 + 1e-12)
+    assert found.high >= found.gain * (1 - 1e-12)
     if found.std:
         expected = scipy.stats.ttest_1samp(np.where(np.abs(values) < 1e-12, 0, values), 0).pvalue
         assert found.p == pytest.approx(expected, abs=1e-9)
         assert found.std == pytest.approx(np.std(values, ddof=1), rel=1e-6)
-    assert found.gain == pytest.approx(scipy.stats.gmean(np.exp(values)), rel=1e-9)
-
-
-@given(logs, st.randoms())
-def test_the_order_of_the_blocks_does_not_matter(values: list[float], random: Random) -> None:
-    shuffled = random.sample(values, len(values))
-    assert statistics.compare(shuffled) == statistics.compare(values)
-
-
-@given(logs)
-def test_swapping_the_sides_inverts_the_gain(values: list[float]) -> None:
-    one, other = statistics.compare(values), statistics.compare([-value for value in values])
-    assert other.gain == pytest.approx(1 / one.gain, rel=1e-12)
-    assert (other.low, other.high) == pytest.approx((1 / one.high, 1 / one.low), rel=1e-9)
-    assert other.p == pytest.approx(one.p, abs=1e-12)
-
-
-@given(logs)
-def test_the_interval_contains_the_gain_and_students_interval(values: list[float]) -> None:
-    found = statistics.compare(values)
-    assert found.low <= found.gain * (1 + 1e-12)
-    assert found.high >= found.gain * (1 - 1e-12)
-    if found.std:
         reach = scipy.stats.t.isf(0.025, found.n - 1) * scipy.stats.sem(values)
         assert math.log(found.low) <= np.mean(values) - reach + 1e-9
         assert math.log(found.high) >= np.mean(values) + reach - 1e-9
+    assert statistics.compare(random.sample(values, len(values))) == found
+    swapped = statistics.compare([-value for value in values])
+    inverse = [1 / found.gain, 1 / found.high, 1 / found.low]
+    assert [swapped.gain, swapped.low, swapped.high] == pytest.approx(inverse, rel=1e-9)
+    assert swapped.p == pytest.approx(found.p, abs=1e-12)
 
 
-def coverage(draw: Callable[[int], Any], n: int, find: Callable[[Any], tuple[float, float]]) -> float:
-    """Return how often an interval of n values holds their true mean, 0."""
-    hits = 0
-    for _ in range(400):
-        low, high = find(np.sort(draw(n)))
-        hits += low <= 0 <= high
-    return hits / 400
+def misses(draws: Any, find: Callable[[Any], tuple[float, float]] = statistics.interval) -> int:
+    """Return how many intervals of the rows do not hold their true mean, 0."""
+    intervals = map(find, np.sort(draws))
+    return sum(not low <= 0 <= high for low, high in intervals)
 
 
+@pytest.mark.parametrize("count", SIMULATIONS)
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_the_interval_has_its_nominal_coverage(n: int) -> None:
-    # Measured with 3000 simulations: 95%; three standard errors of 400 simulations are 3%.
+def test_the_interval_has_its_nominal_coverage(n: int, count: int) -> None:
     random = np.random.default_rng(n)
-    assert coverage(lambda size: random.normal(size=size), n, statistics.interval) >= 0.915
+    assert misses(random.normal(size=(count, n))) <= most(count, 0.05, errors=3)  # 3000 simulations gave 95%
     # The plain bootstrap does not: this is why it is not used alone.
-    assert coverage(lambda size: random.normal(size=size), n, statistics._bootstrap) < 0.88
-
-
-@pytest.mark.parametrize("n", [3, 5])
-def test_coverage_of_the_interval_with_skewed_errors(n: int) -> None:
-    random = np.random.default_rng(n)
-    assert coverage(lambda size: random.exponential(size=size) - 1, n, statistics.interval) >= 0.83
+    assert misses(random.normal(size=(count, n)), statistics._bootstrap) > 0.12 * count
+    if n > 2:
+        assert misses(random.exponential(size=(count, n)) - 1) <= most(count, 0.15)
 
 
 def test_the_bootstrap_widens_the_interval_of_many_skewed_blocks() -> None:
@@ -130,22 +105,20 @@ def test_the_spread_of_many_arms_is_found() -> None:
     # Half of an estimate is the arm's own if it has as many degrees of freedom; all of it if it is larger.
     assert spread.shrink(0.01, spread.df)[0] == pytest.approx(math.sqrt((0.01**2 + spread.variance) / 2))
     assert spread.shrink(0.06, spread.df)[0] == 0.06
-
-
-def test_arms_of_one_spread_lend_each_other_all_their_degrees_of_freedom() -> None:
-    random = np.random.default_rng(3)
+    # Arms of one spread lend each other all their degrees of freedom.
     spreads = [statistics.Spread.of(random.normal(size=(30, 3))) for _ in range(100)]
     # Chance makes some variances look different: then fewer are lent.
     assert np.median([each.df for each in spreads]) > 20
     assert all(each.df <= each.most == 60 for each in spreads)
 
 
+@pytest.mark.parametrize("count", SIMULATIONS)
 @pytest.mark.parametrize("spread_of_stds", [0.0, 0.5])
-def test_with_the_spread_of_many_arms_three_blocks_show_what_they_hold(spread_of_stds: float) -> None:
+def test_with_the_spread_of_many_arms_three_blocks_show_what_they_hold(spread_of_stds: float, count: int) -> None:
     """Intervals keep their coverage, also where some arms are twice as noisy, and are much narrower."""
     random = np.random.default_rng(1)
     hits, widths, alone = [], [], []
-    for _ in range(60):
+    for _ in range(count // 8):
         stds = 0.02 * np.exp(spread_of_stds * random.normal(size=(25, 1)))
         values = random.normal(size=(25, 3)) * stds
         found = moderated(values)
@@ -156,55 +129,42 @@ def test_with_the_spread_of_many_arms_three_blocks_show_what_they_hold(spread_of
     assert np.mean(widths) < 0.7 * np.mean(alone)
 
 
-def test_arms_that_are_noisier_than_the_others_have_wider_intervals() -> None:
+@pytest.mark.parametrize("count", SIMULATIONS)
+def test_arms_that_are_noisier_than_the_others_have_wider_intervals(count: int) -> None:
     # Measured with 750 simulations: 89%; with the standard deviations of the paper, 82%.
     random = np.random.default_rng(5)
     stds = np.repeat([0.02, 0.04], [20, 5])[:, None]
     hits = []
-    for _ in range(120):
+    for _ in range(count // 4):
         found = moderated(random.normal(size=(25, 3)) * stds)
         hits += [each.low <= 1 <= each.high for each in found[20:]]
     assert np.mean(hits) >= 0.86
 
 
-def test_with_the_spread_of_many_arms_holm_keeps_its_promise() -> None:
-    # The probability of any false discovery among 25 equal arms is at most 5%; three standard errors are 3.3%.
+@pytest.mark.parametrize("count", SIMULATIONS)
+def test_with_the_spread_of_many_arms_holm_keeps_its_promise(count: int) -> None:
+    # The probability of any false discovery among 25 equal arms is at most 5%.
     random = np.random.default_rng(2)
-    wrong = [
-        min(statistics.holm([each.p for each in moderated(random.normal(size=(25, 3)))])) < 0.05 for _ in range(400)
-    ]
-    assert np.mean(wrong) <= 0.083
+    adjusted = (statistics.holm([each.p for each in moderated(random.normal(size=(25, 3)))]) for _ in range(count))
+    assert sum(min(values) < 0.05 for values in adjusted) <= most(count, 0.05, errors=3)
 
 
-def test_fewer_than_three_arms_with_noise_have_no_spread() -> None:
-    assert statistics.Spread.of([[0.1, 0.2], [0.3, 0.1], [0.5], []]) is None
-    assert statistics.Spread.of([[0.1, 0.2], [0.3, 0.1], [0.5, 0.5, 0.5]]) is None
-    assert statistics.Spread.of([[0.1, 0.2], [0.3, 0.1], [0.5, 0.6, 0.4]]) is not None
-
-
-def test_one_block_has_only_a_gain_also_with_the_spread_of_other_arms() -> None:
-    spread = statistics.Spread.of([[0.1, 0.2], [0.3, 0.1], [0.5, 0.6, 0.4]])
-    assert statistics.compare([math.log(2)], spread) == statistics.compare([math.log(2)])
-
-
-def test_one_block_has_only_a_gain() -> None:
-    assert statistics.compare([math.log(2)]) == statistics.Comparison(1, pytest.approx(2.0), None, None, None, None)
-
-
-def test_equal_figures_have_no_interval_width() -> None:
+def test_one_block_and_equal_blocks_have_a_gain_without_an_interval() -> None:
+    two = [[0.1, 0.2], [0.3, 0.1]]
+    # Fewer than three arms with noise have no spread.
+    assert statistics.Spread.of([*two, [0.5], []]) is statistics.Spread.of([*two, [0.5, 0.5, 0.5]]) is None
+    for spread in (None, statistics.Spread.of([*two, [0.5, 0.6, 0.4]])):
+        found = statistics.compare([math.log(2)], spread)
+        assert found == statistics.Comparison(1, pytest.approx(2.0), None, None, None, None)
+    # Equal figures have no interval width.
     same = statistics.compare([0.0, 0.0, 0.0])
     assert (same.gain, same.low, same.high, same.p, same.std) == (1.0, 1.0, 1.0, 1.0, 0.0)
     twice = statistics.compare([math.log(2)] * 3)
     assert (twice.gain, twice.low, twice.high) == pytest.approx((2.0, 2.0, 2.0))
     assert (twice.p, twice.std) == (0.0, 0.0)
-
-
-def test_rounding_differences_are_zero() -> None:
+    # Rounding differences are zero, and intervals of extreme blocks finite.
     found = statistics.compare([math.log(0.1 + 0.2) - math.log(0.3)] * 3 + [0.0])
     assert (found.p, found.std) == (1.0, 0.0)
-
-
-def test_intervals_of_extreme_blocks_are_finite() -> None:
     found = statistics.compare([-600.0, 600.0])
     assert all(math.isfinite(value) and value > 0 for value in (found.gain, found.low, found.high))
 
@@ -219,28 +179,19 @@ def test_holm_by_hand() -> None:
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=10))
 def test_holm_never_lowers_a_p_value_nor_changes_their_order(values: list[float]) -> None:
     adjusted = statistics.holm(values)
-    assert all(a >= p and a <= 1 for a, p in zip(adjusted, values, strict=True))
-    ranked = sorted(zip(values, adjusted, strict=True))
-    assert [a for _, a in ranked] == sorted(adjusted)
+    assert all(p <= a <= 1 for a, p in zip(adjusted, values, strict=True))
+    assert [a for _, a in sorted(zip(values, adjusted, strict=True))] == sorted(adjusted)
 
 
-@pytest.mark.parametrize(("n", "tests"), [(3, 1), (5, 1), (5, 4), (20, 8)])
-def test_the_detectable_gain_is_found_four_times_in_five(n: int, tests: int) -> None:
-    std = 0.05
-    gain = statistics.detectable_gain(std, n, tests)
-    random = np.random.default_rng(n)
-    values = random.normal(math.log(gain), std, size=(20_000, n))
-    found = scipy.stats.ttest_1samp(values, 0, axis=1).pvalue < 0.05 / tests
-    assert found.mean() == pytest.approx(0.8, abs=0.012)
-
-
-def test_lent_degrees_of_freedom_make_smaller_gains_detectable() -> None:
+def test_the_detectable_gain_is_found_four_times_in_five_and_lent_degrees_of_freedom_make_it_smaller() -> None:
+    for n, tests in ((3, 1), (5, 1), (5, 4), (20, 8)):
+        gain = statistics.detectable_gain(0.05, n, tests)
+        values = np.random.default_rng(n).normal(math.log(gain), 0.05, size=(20_000, n))
+        found = scipy.stats.ttest_1samp(values, 0, axis=1).pvalue < 0.05 / tests
+        assert found.mean() == pytest.approx(0.8, abs=0.012), (n, tests)
     assert statistics.detectable_gain(0.05, 3, 8, lent=17) < statistics.detectable_gain(0.05, 3, 8)
     assert statistics.blocks_needed(0.05, 1.1, 8, lent=17) < statistics.blocks_needed(0.05, 1.1, 8)
-
-
-def test_a_gain_that_overflows_is_not_detectable() -> None:
-    assert statistics.detectable_gain(100.0, 2, 20) is None
+    assert statistics.detectable_gain(100.0, 2, 20) is None, "it overflows"
     assert statistics.detectable_gain(0.0, 2) == 1.0
 
 

@@ -15,6 +15,9 @@ from tensorkeep.bench.checkpoint.state_pair import StatePair
 from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
 from tensorkeep.bench.experiment.workload import GateError
+from tensorkeep.testing.cases import case
+
+pytestmark = pytest.mark.integration
 
 
 def state() -> dict[str, Any]:
@@ -32,23 +35,15 @@ def test_first_loads_pass_the_gate(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_call_has_its_own_process() -> None:
-    processes = {run_in_new_process(os.getpid) for _ in range(2)}
-    assert len(processes) == 2
-    assert os.getpid() not in processes
-
-
-@pytest.mark.parametrize("into", [False, True])
-def test_other_values_fail_the_gate(into: bool, tmp_path: Path) -> None:
-    states = StatePair({"w": torch.ones(8)})
-    with pytest.raises(GateError, match="zeros loaded values that differ"):
-        FreshProcess(LoadsZeros(), tmp_path / "x.pt", states.of(LoadsZeros())).load("zeros", into=into)
-
-
-def test_errors_of_the_tool_and_a_lost_process_are_raised(tmp_path: Path) -> None:
+def test_each_call_has_its_own_process_and_errors_and_other_values_are_raised(tmp_path: Path) -> None:
+    assert len({os.getpid(), *(run_in_new_process(os.getpid) for _ in range(2))}) == 3
     tool: Tool = Raises()
     with pytest.raises(ValueError, match="no such thing"):
         FreshProcess(tool, tmp_path / "x.pt", StatePair(state()).of(tool)).load("raises")
+    tool, states = LoadsZeros(), StatePair({"w": torch.ones(8)})
+    for into in (False, True):
+        with case(f"into={into}"), pytest.raises(GateError, match="zeros loaded values that differ"):
+            FreshProcess(tool, tmp_path / "x.pt", states.of(tool)).load("zeros", into=into)
     with pytest.raises(ChildProcessError, match="exit code 3"):
         run_in_new_process(os._exit, 3)
 

@@ -25,28 +25,22 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-def needs_a_disk(path: Path) -> None:
-    if storage(path)["file_system"] in MEMORY_FILE_SYSTEMS:
-        pytest.skip("this folder's file system keeps its files in memory")
-
-
 def test_warm_file_is_not_cold(checkpoint: Path) -> None:
+    assert probes.cached_fraction(checkpoint / "empty") == 0.0
     probes.warm(checkpoint)
     assert probes.cached_fraction(checkpoint) == 1.0
     assert probes.cached_fraction(checkpoint / "a") == 1.0
 
 
 def test_evicted_checkpoint_is_cold(checkpoint: Path) -> None:
-    needs_a_disk(checkpoint)
+    if storage(checkpoint)["file_system"] in MEMORY_FILE_SYSTEMS:
+        pytest.skip("this folder's file system keeps its files in memory")
     assert probes.make_cold(checkpoint)
     assert probes.cached_fraction(checkpoint) <= probes.COLD_FRACTION
     probes.warm(checkpoint / "a")
     assert probes.cached_fraction(checkpoint) == pytest.approx(0.5, abs=0.01)
     assert not probes.cached_fraction(checkpoint) <= probes.COLD_FRACTION
-
-
-def test_mapped_pages_are_not_cold(checkpoint: Path) -> None:
-    needs_a_disk(checkpoint)
+    # Mapped pages are not cold.
     path = checkpoint / "a"
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         # The kernel keeps pages that a process has mapped and looked at.
@@ -65,10 +59,6 @@ def test_file_on_tmpfs_is_never_cold() -> None:
         assert not probes.make_cold(path)
     finally:
         path.unlink()
-
-
-def test_empty_checkpoint_is_cold(tmp_path: Path) -> None:
-    assert probes.cached_fraction(tmp_path) == 0.0
 
 
 @pytest.mark.parametrize("inside", [".", "a"])
@@ -98,8 +88,7 @@ def test_peak_includes_freed_memory_and_can_be_reset() -> None:
 
 def test_capacity_check_writes_nothing(tmp_path: Path) -> None:
     probes.check_capacity(tmp_path, disk=1, memory=1)
-    with pytest.raises(StoreError, match="on the disk"):
-        probes.check_capacity(tmp_path, disk=2**60, memory=1)
-    with pytest.raises(StoreError, match="of memory"):
-        probes.check_capacity(tmp_path, disk=1, memory=2**60)
+    for disk, memory, where in ((2**60, 1, "on the disk"), (1, 2**60, "of memory")):
+        with pytest.raises(StoreError, match=where):
+            probes.check_capacity(tmp_path, disk=disk, memory=memory)
     assert list(tmp_path.iterdir()) == []

@@ -2,22 +2,27 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tensorkeep.bench.experiment.workload import GateError, Outcome, Task
+from bench.forked_modules import FORKING, forks
+from tensorkeep.bench.experiment.workload import GateError, Task
 from tensorkeep.bench.results import Limits
-from tensorkeep.bench.run import worker
+from tensorkeep.bench.run import cell, worker
 from tensorkeep.bench.run.cell import command_of, run_cell
 from tensorkeep.errors import StoreError
 from tensorkeep.machine import written_bytes
+from tensorkeep.testing.cases import case
 
 SMALL = {"model": "openllama-3b:scale=0.0005:layers=1", "with_optimizer": None}
+LARGE = {**SMALL, "model": "openllama-3b"}  # it takes minutes, and gigabytes of memory, unless it is ended
 MEASURES = ["save", "load_cold", "load_warm"]
 
 
@@ -26,7 +31,17 @@ def task(folder: Path, settings: dict[str, object] | None = None, **changes: Any
     return Task(**{**given, "measures": MEASURES, "directory": str(folder / "cell"), **changes})
 
 
-def test_cell_has_figures_and_leaves_no_files(tmp_path: Path) -> None:
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the process of a cell: a new interpreter takes seconds to import torch."""
+    monkeypatch.setattr(cell, "subprocess", FORKING)
+
+
+@forks
+@pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_cell_has_figures_and_leaves_no_files(fork: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if fork:
+        request.getfixturevalue("forked")
     result = run_cell(task(tmp_path), Limits(seconds=120))
     assert (result.status, result.reason) == ("ok", None)
     assert {"save", "returned", "load_warm", "stored", "written", "files", "peak_memory"} <= result.figures.keys()
@@ -37,119 +52,87 @@ def test_cell_has_figures_and_leaves_no_files(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@forks
 def test_command_of_a_cell_runs_it_again(tmp_path: Path) -> None:
-    command = [sys.executable, *command_of(task(tmp_path))[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith(worker.MARK)
-    assert json.loads(last.removeprefix(worker.MARK))["status"] == "ok"
+    done = FORKING.run([sys.executable, *command_of(task(tmp_path))[1:]])
+    mark, last = done.stdout.splitlines()[-1].split(worker.MARK, 1)
+    assert (mark, json.loads(last)["status"]) == ("", "ok")
     assert not (tmp_path / "cell").exists()
 
 
-def test_cell_over_its_time_limit_is_ended(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    result = run_cell(task(tmp_path, input={**SMALL, "model": "openllama-3b"}), Limits(seconds=1))
-    assert time.monotonic() - begin < 20
-    assert (result.status, result.figures) == ("timeout", {})
-    assert result.reason == "took longer than its limit of 1.00 s"
-    assert list(tmp_path.iterdir()) == []
+@forks
+@pytest.mark.usefixtures("forked")
+def test_cell_over_its_limit_of_time_or_memory_is_ended(tmp_path: Path) -> None:
+    for status, limits, reason in (
+        ("timeout", Limits(seconds=0.2), "took longer than its limit of 200 ms"),
+        ("memory", Limits(seconds=120, memory_bytes=20_000_000), "its limit is 20.0 MB"),
+    ):
+        with case(status):
+            result = run_cell(task(tmp_path, input=LARGE), limits)
+            assert (result.status, result.figures) == (status, {})
+            assert reason in str(result.reason)
+            assert list(tmp_path.iterdir()) == []
 
 
-def test_cell_over_its_memory_limit_is_ended(tmp_path: Path) -> None:
-    result = run_cell(task(tmp_path), Limits(seconds=120, memory_bytes=20_000_000))
-    assert result.status == "memory"
-    assert "its limit is 20.0 MB" in str(result.reason)
-    assert list(tmp_path.iterdir()) == []
-
-
+@pytest.mark.integration
 def test_missing_package_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # `find_spec` finds nothing of this name in the child, either.
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util as u\nold = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name == 'zipnn' else old(name, *a)\n"
-    )
+    code = "import importlib.util as u\nold = u.find_spec\n"
+    code += "u.find_spec = lambda name, *a: None if name == 'zipnn' else old(name, *a)\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
     result = run_cell(task(tmp_path, {"tool": "zipnn"}), Limits())
     assert (result.status, result.reason) == ("not-run", "the package 'zipnn' is not installed")
 
 
+@pytest.mark.integration
 def test_process_that_ends_by_a_signal_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif 'tensorkeep.bench.run.worker' in sys.orig_argv: os.abort()\n"
-    )
-    result = run_cell(task(tmp_path), Limits())
-    assert result.status == "failed"
-    assert str(result.reason).startswith("its process was ended by SIGABRT")
+    kill = "os.kill(os.getpid(), int(os.environ['END']))"
+    code = f"import os, sys\nif 'tensorkeep.bench.run.worker' in sys.orig_argv: {kill}\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    for number, status, reason in (
+        (signal.SIGABRT, "failed", "its process was ended by SIGABRT"),
+        (signal.SIGKILL, "memory", "was killed by the kernel, most likely because memory ran out"),
+    ):
+        monkeypatch.setenv("END", f"{number:d}")
+        result = run_cell(task(tmp_path), Limits())
+        assert (result.status, str(result.reason).startswith(reason)) == (status, True), result
 
 
-def test_killed_process_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif 'tensorkeep.bench.run.worker' in sys.orig_argv: os.kill(os.getpid(), 9)\n"
-    )
-    assert run_cell(task(tmp_path), Limits()).status == "memory"
-
-
-def failing(error: Exception) -> Any:
-    class FailingWorkload:
-        def parse_arm(self, settings: object) -> object:
-            return settings
-
-        def missing(self, arm: object) -> None:
-            return None
-
-        def measure(self, task: Task) -> Outcome:
-            raise error
-
-    return FailingWorkload()
-
-
-def caused(error: Exception, cause: Exception) -> Exception:
-    error.__cause__ = cause
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "reason"),
-    [
-        (
-            GateError("torch loaded values that differ from the saved ones", name="w"),
-            "gate",
-            "w: torch loaded values that differ",
-        ),
+def test_status_and_reason_of_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = StoreError("cannot write")
+    wrapped.__cause__ = OSError(28, "x")
+    for error, status, reason in (
+        (GateError("torch loaded values that differ", name="w"), "gate", "w: torch loaded values that differ"),
         (OSError(28, "No space left on device"), "disk", "OSError: [Errno 28]"),
-        (caused(StoreError("cannot write"), OSError(28, "x")), "disk", "cannot write"),
+        (wrapped, "disk", "cannot write"),
         (RuntimeError("write failed: No space left on device [x]"), "disk", "RuntimeError: write failed"),
         (MemoryError(), "memory", "MemoryError: "),
         (ValueError("no such dtype\nand more"), "failed", "ValueError: no such dtype"),
-    ],
-)
-def test_status_and_reason_of_an_error(
-    error: Exception, status: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "get_workload", lambda name: failing(error))
-    found = worker.run_task(task(tmp_path), time.perf_counter())
-    assert found.status == status
-    assert str(found.reason).startswith(reason)
-    assert "\n" not in str(found.reason)
+    ):
+        failing = mock.Mock(**{"missing.return_value": None, "measure.side_effect": error})
+        monkeypatch.setattr(worker, "get_workload", mock.Mock(return_value=failing))
+        found = worker.run_task(task(tmp_path), time.perf_counter())
+        with case(repr(error)):
+            assert found.status == status
+            assert str(found.reason).startswith(reason)
+            assert "\n" not in str(found.reason)
 
 
+@forks
+@pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
 @pytest.mark.parametrize(
-    "tool", ["tensorkeep", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "safetensors"))]
+    "tool", ["tensorkeep", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("torch", "safetensors"))]
 )
 def test_full_disk_is_reported_and_cleared(tmp_path: Path, tool: str) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small], capture_output=True, check=False
-    )
-    if mounted.returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small], capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     try:
-        large = {**SMALL, "model": "openllama-3b:scale=0.002"}
-        result = run_cell(task(small, {"tool": tool}, input=large), Limits())
+        result = run_cell(task(small, {"tool": tool}, input={**SMALL, "model": "openllama-3b:scale=0.002"}), Limits())
         assert result.status == "disk", result
         assert list(small.iterdir()) == []
     finally:

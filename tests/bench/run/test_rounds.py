@@ -1,6 +1,7 @@
 """Interleaved rounds: their order, the ratios within a round, and arms that cannot run."""
 
 import math
+from unittest import mock
 
 from tensorkeep.bench.experiment.workload import Outcome
 from tensorkeep.bench.results import Cell
@@ -20,8 +21,9 @@ def constant() -> Outcome:
     return Outcome(figures={"save": 1.0})
 
 
-def test_every_arm_runs_once_in_each_round() -> None:
+def test_every_arm_runs_once_in_each_round_in_a_random_order_that_depends_on_the_seed() -> None:
     calls: list[str] = []
+    events: list[tuple[int, str]] = []
 
     def measurement(arm: str) -> Measurement:
         def measure() -> Outcome:
@@ -30,20 +32,19 @@ def test_every_arm_runs_once_in_each_round() -> None:
 
         return measure
 
-    result = run_rounds({arm: measurement(arm) for arm in "abc"}, 4, seed=1)
+    arms = {arm: measurement(arm) for arm in "abc"}
+    result = run_rounds(arms, 4, seed=1, progress=lambda done, arm: events.append((done, arm)))
     assert result.count == 4
     blocks = [[cell.arm for cell in result.cells if cell.block == block] for block in range(4)]
     assert all(sorted(arms) == ["a", "b", "c"] for arms in blocks)
     assert calls == [arm for arms in blocks for arm in arms]
     assert [cell.figures["save"] for cell in result.cells] == [float(n) for n in range(1, 13)]
     assert [cell.order for cell in result.cells] == list(range(12))
-
-
-def test_order_is_random_and_depends_on_the_seed() -> None:
-    arms = dict.fromkeys("abcdef", constant)
-    one, same, other = ([cell.arm for cell in run_rounds(arms, 5, seed=seed).cells] for seed in (7, 7, 8))
-    assert one == same
-    assert one != other
+    # Progress is reported before each measurement.
+    assert events == list(enumerate(calls))
+    six = dict.fromkeys("abcdef", constant)
+    one, same, other = ([cell.arm for cell in run_rounds(six, 5, seed=seed).cells] for seed in (7, 7, 8))
+    assert one == same != other
     assert len({tuple(one[start : start + 6]) for start in range(0, 30, 6)}) > 1
 
 
@@ -52,30 +53,20 @@ def test_ratios_are_taken_within_rounds() -> None:
     rounds = rounds_of({("a", "save"): [2.0, 9.0, 20.0], ("b", "save"): [1.0, 3.0, 10.0]})
     assert rounds.ratios(("a", "save"), ("b", "save")) == [2.0, 3.0, 2.0]
     assert rounds.figures("a", "save") == {0: 2.0, 1: 9.0, 2: 20.0}
-
-
-def test_rounds_without_one_of_the_two_do_not_count() -> None:
+    # Rounds without one of the two do not count.
     rounds = rounds_of({("a", "cold"): [2.0, 4.0], ("b", "cold"): [1.0]})
     assert rounds.ratios(("a", "cold"), ("b", "cold")) == [2.0]
     assert rounds.ratios(("a", "cold"), ("c", "cold")) == []
     assert rounds.figures("c", "cold") == {}
-
-
-def test_ratio_of_two_measures() -> None:
     rounds = rounds_of({("torch", "load"): [3.0], ("tensorkeep", "into"): [1.0]})
     assert rounds.ratios(("torch", "load"), ("tensorkeep", "into")) == [3.0]
 
 
 def test_arm_that_fails_is_left_out_with_its_reason() -> None:
-    calls = []
-
-    def fails_later() -> Outcome:
-        calls.append(1)
-        return Outcome("not-run", "no such dtype") if len(calls) == 2 else constant()
-
+    fails_later = mock.Mock(side_effect=[constant(), Outcome("not-run", "no such dtype")])
     result = run_rounds({"a": constant, "b": fails_later}, 4)
     assert result.not_run == {"b": "no such dtype"}
-    assert len(calls) == 2
+    assert fails_later.call_count == 2
     assert result.figures("b", "save") == {}
     assert len(result.figures("a", "save")) == 4
 
@@ -83,10 +74,3 @@ def test_arm_that_fails_is_left_out_with_its_reason() -> None:
 def test_no_round_starts_that_would_end_too_late() -> None:
     assert run_rounds({"a": constant}, 3, seconds=0.0).count == 1
     assert run_rounds({"a": constant}, 3, seconds=math.inf).count == 3
-
-
-def test_progress_is_reported_before_each_measurement() -> None:
-    events: list[tuple[int, str]] = []
-    run_rounds({"a": constant, "b": constant}, 2, progress=lambda done, arm: events.append((done, arm)))
-    assert [done for done, _ in events] == [0, 1, 2, 3]
-    assert sorted(arm for _, arm in events) == ["a", "a", "b", "b"]

@@ -1,17 +1,17 @@
 """A run stores results after every cell, ends cleanly, and resumes with the next cell."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 
-from tensorkeep.bench.experiment.library import read_experiment
+from tensorkeep.bench.experiment.file import read
 from tensorkeep.bench.experiment.plan import Plan
 from tensorkeep.bench.experiment.workload import Outcome, Task
-from tensorkeep.bench.results import Cell, Limits, Results, Status
+from tensorkeep.bench.results import Limits, Results, Status
 from tensorkeep.bench.results_file import read_results
 from tensorkeep.bench.run.runner import ExperimentRun, plan_results
 from tensorkeep.bench.run.scratch import NAME, scratch_folder
@@ -22,45 +22,26 @@ Measure = Callable[[Task, Limits], Outcome]
 
 
 @pytest.fixture
-def planned(tmp_path: Path) -> Results:
+def planned() -> Results:
     """Return the planned results of an experiment of three arms and three blocks."""
-    file = tmp_path / "experiment.json"
     settings = {"model": "openllama-3b:scale=0.0005:layers=1", "slow_model": "openllama-3b:scale=0.0005:first-2"}
     arms = [
         {"name": "one", "settings": {"tool": "torch"}},
         {"name": "two", "settings": {"tool": "safetensors"}, "slow": True},
         {"name": "three", "settings": {"tool": "tensorkeep"}},
     ]
-    file.write_text(json.dumps({"name": "small", "runs": 3, "settings": settings, "arms": arms}))
-    plan = read_experiment(file)
-    file.unlink()
+    plan = read({"runs": 3, "settings": settings, "arms": arms}, Path("small.json"))
     return plan_results(plan, "tensorkeep bench")
 
 
-class Events:
-    """Records what a listener receives."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def preparing(self) -> None:
-        self.events.append("preparing")
-
-    def cell_started(self, cell: Cell, done: int, total: int, seconds_left: float | None) -> None:
-        self.events.append((cell.arm, done, total, seconds_left))
-
-    def cell_ended(self, cell: Cell) -> None:
-        self.events.append(cell.status)
-
-
-def measured(task: Task, limits: Limits) -> Outcome:
+def measured(task: Task, limits: Limits | None = None) -> Outcome:
     figures = {"save": 1.0, "load_cold": 2.0, "load_warm": 3.0, "stored": 4.0, "returned": 0.5}
     return Outcome("ok", None, 10.0, figures, {"build": 1.0})
 
 
-def execute(results: Results, folder: Path, measure: Measure = measured, listener: Events | None = None) -> Results:
+def execute(results: Results, folder: Path, measure: Measure = measured, listener: mock.Mock | None = None) -> Results:
     run = ExperimentRun(results, folder / "results.json", folder, measure)
-    run.execute(listener or Events())
+    run.execute(listener or mock.Mock())
     return run.results
 
 
@@ -68,15 +49,13 @@ def on_disk(folder: Path) -> Results:
     return read_results(folder / "results.json")
 
 
-def with_model(results: Results, model: str) -> Results:
-    settings = {**results.experiment.settings, "model": model}
-    return msgspec.structs.replace(results, experiment=msgspec.structs.replace(results.experiment, settings=settings))
-
-
-def test_every_cell_is_run_once_in_blocks(planned: Results, tmp_path: Path) -> None:
-    tasks, listener = [], Events()
+def test_every_cell_is_run_once_in_blocks_on_the_model_of_its_arm(planned: Results, tmp_path: Path) -> None:
+    tasks: list[Task] = []
+    listener = mock.Mock()
 
     def run(task: Task, limits: Limits) -> Outcome:
+        # Results are written after every cell.
+        assert sum(cell.status == "ok" for cell in on_disk(tmp_path).cells) == len(tasks)
         assert list((tmp_path / NAME).iterdir())
         assert not (tmp_path / task.directory).exists()
         tasks.append(task)
@@ -86,23 +65,23 @@ def test_every_cell_is_run_once_in_blocks(planned: Results, tmp_path: Path) -> N
     assert sorted(task.arm for task in tasks[:4]) == sorted(ARMS)
     assert sorted(task.arm for task in tasks) == sorted(ARMS * 3)
     assert len({task.directory for task in tasks}) == 12
+    # A cell of an arm is given the settings of the baseline.
+    assert {task.arm: task.baseline for task in tasks} == {**{arm: {"tool": "torch"} for arm in ARMS}, "one": None}
     assert not (tmp_path / NAME).exists()
     found = on_disk(tmp_path)
     assert found == results
     assert found.complete
-    assert found.finished is not None
-    assert found.finished >= found.started
+    assert str(found.finished) >= found.started
     assert found.statistics("two", "save").n == 3
-    assert {measure.name for measure in found.measures} >= {"save", "load_cold", "load_warm", "stored"}
-    assert "into_warm" not in {measure.name for measure in found.measures}
+    measures = {measure.name for measure in found.measures}
+    assert measures >= {"save", "load_cold", "load_warm", "stored"}
+    assert "into_warm" not in measures
     assert found.environment["storage"]["free_bytes"] > 0
-    assert listener.events[0] == "preparing"
-    assert listener.events[1][1:] == (0, 12, None)
-    assert listener.events[-2][1:] == (11, 12, 10.0)
-
-
-def test_slow_arms_work_on_the_smaller_model(planned: Results, tmp_path: Path) -> None:
-    results = execute(planned, tmp_path)
+    assert [name for name, *_ in listener.mock_calls] == ["preparing", *["cell_started", "cell_ended"] * 12]
+    started = [call.args[1:] for call in listener.cell_started.mock_calls]
+    assert (started[0], started[-1]) == ((0, 12, None), (11, 12, 10.0))
+    assert {call.args[0].status for call in listener.cell_ended.mock_calls} == {"ok"}
+    # Slow arms work on the smaller model.
     amounts = {cell.arm: cell.amount for cell in results.cells}
     assert amounts["one"] == amounts["three"] == results.subject.bytes
     assert 0 < (amounts["two"] or 0) < (amounts["one"] or 0)
@@ -110,57 +89,30 @@ def test_slow_arms_work_on_the_smaller_model(planned: Results, tmp_path: Path) -
     assert str(subject).startswith("openllama-3b:scale=0.0005:first-2: 2 tensors, ")
 
 
-def test_results_are_written_after_every_cell(planned: Results, tmp_path: Path) -> None:
-    counts = []
-
-    def run(task: Task, limits: Limits) -> Outcome:
-        counts.append(sum(cell.status == "ok" for cell in on_disk(tmp_path).cells))
-        return measured(task, limits)
-
-    execute(planned, tmp_path, run)
-    assert counts == list(range(12))
-
-
-def interrupt_at(number: int, error: BaseException) -> Measure:
-    calls = []
-
-    def run(task: Task, limits: Limits) -> Outcome:
-        calls.append(task)
-        if len(calls) == number:
-            raise error
-        return measured(task, limits)
-
-    return run
-
-
-def test_interrupted_run_resumes(planned: Results, tmp_path: Path) -> None:
+def test_interrupted_run_resumes_on_the_same_machine(planned: Results, tmp_path: Path) -> None:
+    ok = measured(mock.Mock())
     with pytest.raises(KeyboardInterrupt):
-        execute(planned, tmp_path, interrupt_at(6, KeyboardInterrupt()))
+        execute(planned, tmp_path, mock.Mock(side_effect=[*[ok] * 5, KeyboardInterrupt]))
     found = on_disk(tmp_path)
     assert not (tmp_path / NAME).exists()
-    assert sum(cell.status == "ok" for cell in found.cells) == 5
     assert (found.complete, found.finished) == (False, None)
     assert found.statistics("one", "save").n >= 1
     done = [cell for cell in found.cells if cell.status == "ok"]
-    arms = []
-
-    def run(task: Task, limits: Limits) -> Outcome:
-        arms.append(task.arm)
-        return measured(task, limits)
-
+    assert len(done) == 5
+    with mock.patch.dict(found.environment["versions"], torch="1.0"):
+        with pytest.raises(UsageError, match="has changed since this run began"):
+            execute(found, tmp_path)
+        assert on_disk(tmp_path).environment["versions"]["torch"] != "1.0"
+    run = mock.Mock(side_effect=measured)
     resumed = execute(found, tmp_path, run)
-    assert len(arms) == 7
-    assert arms == [cell.arm for cell in planned.cells][5:]
+    assert [call.args[0].arm for call in run.mock_calls] == [cell.arm for cell in planned.cells][5:]
     assert resumed.complete
     assert [cell for cell in resumed.cells if cell.order < 5] == done
 
 
 def test_full_disk_ends_the_run_and_is_tried_again(planned: Results, tmp_path: Path) -> None:
-    def run(task: Task, limits: Limits) -> Outcome:
-        return Outcome("disk", "no space left", 1.0) if task.arm == "three" else measured(task, limits)
-
-    with pytest.raises(StoreError, match=r"the disk was full in arm 'three'.*\n.*--resume"):
-        execute(planned, tmp_path, run)
+    with pytest.raises(StoreError, match=r"the disk was full in arm 'two'.*\n.*--resume"):
+        execute(planned, tmp_path, without_two("disk"))
     assert not (tmp_path / NAME).exists()
     found = on_disk(tmp_path)
     assert not found.complete
@@ -170,17 +122,17 @@ def test_full_disk_ends_the_run_and_is_tried_again(planned: Results, tmp_path: P
     assert {cell.status for cell in resumed.cells} == {"ok"}
 
 
+def without_two(status: Status) -> mock.Mock:
+    """Return a measurement in which the arm two ends with this status."""
+    return mock.Mock(side_effect=lambda task, _: Outcome(status, "why", 1.0) if task.arm == "two" else measured(task))
+
+
 @pytest.mark.parametrize("status", ["failed", "timeout", "memory", "gate", "not-run"])
 def test_failed_arm_is_not_repeated(status: Status, planned: Results, tmp_path: Path) -> None:
-    arms = []
-
-    def run(task: Task, limits: Limits) -> Outcome:
-        arms.append(task.arm)
-        return Outcome(status, "why", 1.0) if task.arm == "two" else measured(task, limits)
-
+    run = without_two(status)
     results = execute(planned, tmp_path, run)
-    assert arms.count("two") == 1
-    assert arms.count("one") == 3
+    arms = [call.args[0].arm for call in run.mock_calls]
+    assert (arms.count("two"), arms.count("one")) == (1, 3)
     cells = [cell for cell in results.cells if cell.arm == "two"]
     assert [cell.status for cell in cells] == [status, "not-run", "not-run"]
     assert str(cells[2].reason).startswith("not repeated: in block 1 it ")
@@ -188,62 +140,38 @@ def test_failed_arm_is_not_repeated(status: Status, planned: Results, tmp_path: 
     assert results.statistics("two", "save").verdict == "not run"
 
 
-def test_second_run_in_the_same_folder_is_refused(planned: Results, tmp_path: Path) -> None:
-    with scratch_folder(tmp_path), pytest.raises(BusyError, match="another bench is running in this folder"):
-        execute(planned, tmp_path)
-
-
-def test_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_and_files_of_a_killed_one_are_removed(planned: Results, tmp_path: Path) -> None:
     left = tmp_path / NAME / "cell-3"
     left.mkdir(parents=True)
     (left / "state.pt").write_bytes(b"x")
     with scratch_folder(tmp_path) as scratch:
         assert list(scratch.iterdir()) == []
         (scratch / "y").write_bytes(b"y")
+        with pytest.raises(BusyError, match="another bench is running in this folder"):
+            execute(planned, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_earlier_results_are_kept_until_a_run_has_begun(planned: Results, tmp_path: Path) -> None:
+def test_too_little_disk_is_refused_first_and_keeps_earlier_results(planned: Results, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("earlier")
+    planned.experiment.settings["model"] = "openllama-3b:scale=16"
     with pytest.raises(StoreError, match="the measurement needs"):
-        execute(with_model(planned, "openllama-3b:scale=16"), tmp_path)
+        execute(planned, tmp_path, lambda task, limits: pytest.fail("ran"))
     assert (tmp_path / "results.json").read_text() == "earlier"
-
-
-def test_run_does_not_resume_on_another_machine(planned: Results, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        execute(planned, tmp_path, interrupt_at(3, KeyboardInterrupt()))
-    found = on_disk(tmp_path)
-    found.environment["versions"]["torch"] = "1.0"
-    with pytest.raises(UsageError, match="has changed since this run began"):
-        execute(found, tmp_path)
-    assert on_disk(tmp_path).environment["versions"]["torch"] != "1.0"
 
 
 def test_folders_of_cells_do_not_depend_on_the_results_file(planned: Results, tmp_path: Path) -> None:
     """Everything in the folder of a cell is removed, so a results file from a stranger must not choose it."""
     arms = tuple(msgspec.structs.replace(arm, name=f"../../{arm.name}") for arm in planned.arms)
     cells = tuple(msgspec.structs.replace(cell, arm=f"../../{cell.arm}", order=7) for cell in planned.cells)
-    folders = []
-
-    def run(task: Task, limits: Limits) -> Outcome:
-        folders.append(task.directory)
-        return measured(task, limits)
-
+    run = mock.Mock(side_effect=measured)
     execute(msgspec.structs.replace(planned, arms=arms, cells=cells), tmp_path, run)
+    folders = [call.args[0].directory for call in run.mock_calls]
     assert all(folder.startswith(str(tmp_path / NAME / "cell-")) and ".." not in folder for folder in folders)
-
-
-def test_settings_of_a_resumed_run_are_validated(planned: Results, tmp_path: Path) -> None:
+    # Its settings are validated, too.
     arms = tuple(msgspec.structs.replace(arm, settings={"tool": "rm"}) for arm in planned.arms)
     with pytest.raises(UsageError, match="the tool 'rm' does not exist"):
         execute(msgspec.structs.replace(planned, arms=arms), tmp_path, lambda task, limits: pytest.fail("ran"))
-
-
-def test_too_little_disk_is_refused_before_anything_runs(planned: Results, tmp_path: Path) -> None:
-    large = with_model(planned, "openllama-3b:scale=16")
-    with pytest.raises(StoreError, match="the measurement needs"):
-        execute(large, tmp_path, lambda task, limits: pytest.fail("ran"))
 
 
 def fixed(gains: dict[str, list[float]]) -> Measure:
@@ -271,19 +199,12 @@ def test_an_arm_is_measured_until_its_gain_is_precise(planned: Results, tmp_path
     noisy = fixed({"two": [2.0, 2.002, 2.001], "three": [1.0, 3.0]})
     found = execute(results, tmp_path, noisy)
     assert counted_runs(found) == [8, 3, 3, 8]
-    assert found.complete
-    assert found.finished is not None
-    # Baseline and control end with the last arm.
-    folder = tmp_path / "again"
-    folder.mkdir()
-    assert counted_runs(execute(results, folder, fixed({"two": [2.0], "three": [1.0]}))) == [3, 3, 3, 3]
-
-
-def test_an_arm_that_failed_keeps_no_other_arm_running(planned: Results, tmp_path: Path) -> None:
-    def run(task: Task, limits: Limits) -> Outcome:
-        return Outcome("failed", "it broke", 1.0) if task.arm == "three" else fixed({})(task, limits)
-
-    assert counted_runs(execute(sequential(planned, precision=1.05), tmp_path, run)) == [3, 3, 3, 3]
+    assert found.complete and found.finished
+    # Baseline and control end with the last arm; one that failed keeps no other running.
+    for name, measure in {"again": fixed({"two": [2.0], "three": [1.0]}), "failed": without_two("failed")}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        assert counted_runs(execute(results, folder, measure)) == [3, 3, 3, 3], name
 
 
 def test_no_block_begins_that_would_exceed_the_budget(planned: Results, tmp_path: Path) -> None:
@@ -292,14 +213,3 @@ def test_no_block_begins_that_would_exceed_the_budget(planned: Results, tmp_path
         folder.mkdir()
         found = execute(sequential(planned, budget=budget), folder, fixed({}))
         assert counted_runs(found) == [blocks] * 4
-
-
-def test_a_cell_of_an_arm_is_given_the_settings_of_the_baseline(planned: Results, tmp_path: Path) -> None:
-    seen = {}
-
-    def run(task: Task, limits: Limits) -> Outcome:
-        seen[task.arm] = task.baseline
-        return measured(task, limits)
-
-    execute(planned, tmp_path, run)
-    assert seen == {name: None if name == "one" else {"tool": "torch"} for name in ARMS}

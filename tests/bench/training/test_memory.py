@@ -19,7 +19,6 @@ MIB = 1 << 20
 
 
 def allocate(*mebibytes: int) -> None:
-    """Allocate tensors of these sizes, one after the other is freed."""
     for size in mebibytes:
         torch.empty(size * MIB, dtype=torch.uint8)
 
@@ -31,9 +30,7 @@ def test_peak_is_that_of_tensors_that_exist_together() -> None:
     assert step_peak(lambda: allocate(3)) == before + 8 * MIB
     del kept
     assert step_peak(lambda: None) == before
-
-
-def test_tensors_that_share_storage_count_once() -> None:
+    # Tensors that share storage count once.
     before = live_bytes()
     whole = torch.zeros(MIB, dtype=torch.uint8)
     views = [whole[:10], whole.view(2, -1), whole.view(torch.int32)]
@@ -44,11 +41,10 @@ def test_tensors_that_share_storage_count_once() -> None:
 WIDE = {"model.d_model": 64, "model.n_layers": 4, "model.context_length": 64, "model.dropout": 0.0}
 
 
-@pytest.mark.parametrize(
-    "arm",
-    [{}, {"techniques.activation-checkpointing": "on"}, {"techniques.gradient-accumulation.batches": 3}],
-    ids=["plain", "activation-checkpointing", "gradient-accumulation"],
-)
+ARMS = [{}, {"techniques.activation-checkpointing": "on"}, {"techniques.gradient-accumulation.batches": 3}]
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=["plain", "activation-checkpointing", "gradient-accumulation"])
 def test_a_step_takes_the_memory_that_the_ledger_predicts(
     arm: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

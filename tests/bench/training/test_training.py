@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
+from bench.forked_modules import FORKING, forks
 from tensorkeep.bench.experiment.library import read_experiment, shipped
 from tensorkeep.bench.experiment.workload import DoesNotApplyError, GateError, Task
 from tensorkeep.bench.training import cell as cell
@@ -17,6 +18,7 @@ from tensorkeep.bench.training.arms import arm_config, check_arm, loss_tolerance
 from tensorkeep.bench.training.reference_losses import LossGate, reference_losses, train_steps
 from tensorkeep.bench.training.workload import WORKLOAD
 from tensorkeep.errors import UsageError
+from tensorkeep.testing.cases import case
 from tensorkeep.train import loop
 from tensorkeep.train.config.recipes import RECIPES
 from tensorkeep.train.run import validation
@@ -38,18 +40,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for runs whose losses are references, so that the tests train each once."""
-    return tmp_path_factory.mktemp("references")
-
-
 @pytest.fixture(autouse=True)
-def shared_references(references: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train references in this process, where it is not what is tested."""
+def shared_references(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train each reference once and in this process, where it is not what is tested."""
 
     def shared(config: Any, data: Path, steps: int, cache: Path) -> list[float]:
-        kept = references / f"{zlib.crc32(msgspec.json.encode(config)):08x}-{steps}.json"
+        kept = data.parent / f"{zlib.crc32(msgspec.json.encode(config)):08x}-{steps}.json"
         if not kept.exists():
             kept.write_bytes(msgspec.json.encode(train_steps(config, data, steps, kept.with_suffix(""))))
         return msgspec.json.decode(kept.read_bytes(), type=list[float])
@@ -60,9 +56,8 @@ def shared_references(references: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def task(data: Path, folder: Path, arm: dict[str, Any], **settings: Any) -> Task:
     given = WORKLOAD.parse_settings({"recipe": "tiny", "data": str(data), "steps": STEPS, "warmup": 2, **settings})
     scratch = folder / "scratch"
-    scratch.mkdir(exist_ok=True)
-    prepared = WORKLOAD.prepare(given, [arm], scratch)
-    content = msgspec.to_builtins(prepared.input)
+    scratch.mkdir(parents=True, exist_ok=True)
+    content = msgspec.to_builtins(WORKLOAD.prepare(given, [arm], scratch).input)
     return Task("training", "arm", arm, content, WORKLOAD.measures_of(given), str(folder / "cell"))
 
 
@@ -76,11 +71,6 @@ def test_cell_measures_speed_memory_and_loss_and_records_techniques(data: Path, 
     assert outcome.figures[cell.TOKENS] == STEPS * loop.batch_size * length
     assert "recomputed" in outcome.observed["activation-checkpointing"]
     assert {"build", "gate", "evaluate"} <= outcome.clocks.keys()
-
-
-def measured(data: Path, folder: Path, arm: dict[str, Any], **settings: Any) -> dict[str, float]:
-    folder.mkdir()
-    return WORKLOAD.measure(task(data, folder, arm, **settings)).figures
 
 
 def trained(data: Path, folder: Path, protocol: cell.Protocol, arm: dict[str, Any]) -> dict[str, float]:
@@ -108,15 +98,8 @@ def test_loss_in_equal_time_uses_the_windows_of_the_final_loss(
     assert figures[cell.LOSS_IN_TIME] != figures[cell.LOSS]
 
 
-def test_run_that_ends_sooner_has_no_loss_in_equal_time(data: Path, tmp_path: Path) -> None:
-    figures = trained(data, tmp_path / "run", cell.Protocol(2, seconds=1000), {})
-    assert cell.LOSS_IN_TIME not in figures
-    assert figures[cell.LOSS] > 0
-
-
-@pytest.mark.parametrize(("counted", "measure", "most"), [(False, cell.RESIDENT, 10), (True, cell.MEMORY, 1000)])
 def test_peak_of_the_process_includes_evaluations_only_if_asked(
-    counted: bool, measure: str, most: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = {"peak": 0}
     validation_loss = loop.validation_loss
@@ -130,35 +113,34 @@ def test_peak_of_the_process_includes_evaluations_only_if_asked(
     monkeypatch.setattr(cell, "reset_peak_resident", lambda: memory.update(peak=10))
     monkeypatch.setattr(cell, "_nbytes", lambda _: 0)
     monkeypatch.setattr(cell, "resident_bytes", lambda: 0)
-    figures = trained(data, tmp_path / "run", cell.Protocol(2, with_evaluation=counted), {"eval.every": 1})
-    assert figures[measure] == most
+    for counted, measure, most in ((False, cell.RESIDENT, 10), (True, cell.MEMORY, 1000)):
+        protocol = cell.Protocol(2, with_evaluation=counted)
+        assert trained(data, tmp_path / measure, protocol, {"eval.every": 1})[measure] == most, measure
 
 
-def test_first_step_includes_compilation(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = TECHNIQUE_CLASSES.get("activation-checkpointing")
-    monkeypatch.setattr(kind, "warm_up", lambda *_: time.sleep(0.5))
-    figures = measured(data, tmp_path / "a", {"techniques.activation-checkpointing": "on"})
-    assert figures[cell.FIRST] > 0.5
-
-
-def test_compile_cache_is_empty(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_step_includes_compilation_into_an_empty_cache(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "earlier")
     seen = []
-    kind = TECHNIQUE_CLASSES.get("activation-checkpointing")
-    monkeypatch.setattr(kind, "warm_up", lambda *_: seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
-    measured(data, tmp_path / "a", {"techniques.activation-checkpointing": "on"})
-    assert seen == [str(tmp_path / "a" / "cell" / "compiled")]
+
+    def warm_up(*_: object) -> None:
+        seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        time.sleep(0.2)
+
+    monkeypatch.setattr(TECHNIQUE_CLASSES.get("activation-checkpointing"), "warm_up", warm_up)
+    found = WORKLOAD.measure(task(data, tmp_path, {"techniques.activation-checkpointing": "on"}))
+    assert found.figures[cell.FIRST] > 0.2
+    assert seen == [str(tmp_path / "cell" / "compiled")]
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "earlier"
 
 
 def test_each_block_has_its_own_seed_and_is_repeatable(data: Path, tmp_path: Path) -> None:
-    losses = []
-    for number, block in enumerate((0, 0, 1)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        one = task(data, folder, {})
-        losses.append(WORKLOAD.measure(msgspec.structs.replace(one, block=block)).figures[cell.LOSS])
-    assert losses[0] == losses[1] != losses[2]
+    tasks = [msgspec.structs.replace(task(data, tmp_path / str(n), {}), block=n // 2) for n in range(3)]
+    first, again, other = (WORKLOAD.measure(each).losses for each in tasks)
+    assert first == again != other
+    assert [step for step, _ in first] == list(range(1, STEPS + 1))
+    assert first[0][1] > first[-1][1] > 0
 
 
 class Wrong(Technique):
@@ -168,9 +150,7 @@ class Wrong(Technique):
     kind: ClassVar = "systems"
     changes: ClassVar = "loss"
     tolerance: ClassVar = 0.01
-    summary: ClassVar = "nothing"
-    effect: ClassVar = "none"
-    reference: ClassVar = "none"
+    summary = effect = reference = "none"
 
     def apply(self, run: Run) -> None:
         inner = run.operations.loss
@@ -193,45 +173,41 @@ class Absent(Wrong):
         raise self.not_active("nothing was seen", "report it")
 
 
-@pytest.fixture
-def others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register the techniques above."""
-    known, named = TECHNIQUE_CLASSES.get, TECHNIQUE_CLASSES.names
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("wrong", "on", GateError, r"the loss of step 1 is .*at most 1.00% may differ"),
+        ("absent", "on", GateError, "absent was requested and is not active"),
+        ("gradient-accumulation", {"batches": 2}, DoesNotApplyError, "a batch of 3 sequences cannot be split into 2"),
+    ],
+)
+def test_techniques_that_change_losses_or_are_not_active_or_do_not_apply_fail_the_gate(
+    name: str, value: Any, error: type[Exception], message: str, data: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    known, names = TECHNIQUE_CLASSES.get, TECHNIQUE_CLASSES.names()
     mine = {"wrong": Wrong, "absent": Absent}
     monkeypatch.setattr(TECHNIQUE_CLASSES, "get", lambda name: mine.get(name) or known(name))
-    monkeypatch.setattr(TECHNIQUE_CLASSES, "names", lambda: [*named(), *mine])
+    monkeypatch.setattr(TECHNIQUE_CLASSES, "names", lambda: [*names, *mine])
+    with pytest.raises(error, match=message):
+        WORKLOAD.measure(task(data, tmp_path, {f"techniques.{name}": value}))
 
 
-@pytest.mark.usefixtures("others")
-def test_technique_that_changes_losses_fails_the_gate(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(GateError, match=r"the loss of step 1 is .*at most 1.00% may differ"):
-        WORKLOAD.measure(task(data, tmp_path, {"techniques.wrong": "on"}))
-
-
-@pytest.mark.usefixtures("others")
-def test_inactive_technique_fails_the_gate(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(GateError, match="absent was requested and is not active"):
-        WORKLOAD.measure(task(data, tmp_path, {"techniques.absent": "on"}))
-
-
-def test_arm_that_does_not_fit_the_recipe_does_not_apply(data: Path, tmp_path: Path) -> None:
-    arm = {"techniques.gradient-accumulation.batches": 2}
-    with pytest.raises(DoesNotApplyError, match="a batch of 3 sequences cannot be split into 2 equal micro-batches"):
-        WORKLOAD.measure(task(data, tmp_path, arm))
-
-
-@pytest.mark.parametrize("loss", [1.0201, 0.9799, math.nan, math.inf])
-def test_gate_refuses_other_losses(loss: float) -> None:
+def test_gate_refuses_other_losses() -> None:
     gate = LossGate([5.0, 1.0], 0.02)
     gate.check(2, 1.0199)
-    gate.check(3, loss)
-    with pytest.raises(GateError, match="the loss of step 2"):
-        gate.check(2, loss)
+    for loss in (1.0201, 0.9799, math.nan, math.inf):
+        gate.check(3, loss)
+        with case(loss), pytest.raises(GateError, match="the loss of step 2"):
+            gate.check(2, loss)
     with pytest.raises(GateError, match="must be equal"):
         LossGate([1.0], 0.0).check(1, 1.0 + 1e-12)
 
 
-def test_reference_is_the_run_without_systems_techniques(data: Path, tmp_path: Path) -> None:
+@forks
+def test_reference_is_the_run_without_systems_techniques(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensorkeep.bench.training.reference_losses.subprocess", FORKING)
     arm = {"techniques.mixed-precision.dtype": "bf16", "techniques.fused-optimizer": "on"}
     config = arm_config("tiny", {**arm, "techniques.lr-plateau": "on", "eval.every": 4}, steps=STEPS)
     assert list(without_systems_techniques(config).techniques) == ["lr-plateau"]
@@ -244,67 +220,46 @@ def test_reference_is_the_run_without_systems_techniques(data: Path, tmp_path: P
     assert reference_losses(plain, data, 3, tmp_path) == [1.0]
 
 
-@pytest.mark.parametrize(
-    ("arm", "expected"),
-    [
+def test_invalid_arms_and_settings_are_refused(data: Path, tmp_path: Path) -> None:
+    for arm, expected in (
         ({"loop.steps": 5}, "loop.steps is the same for all arms"),
         ({"data.source": "x"}, "data.source is the same for all arms"),
         ({"techniques.compil": "on"}, "there is no technique named 'compil'"),
         ({"techniques.compile.mod": "x"}, "compile has no setting 'mod'"),
         ({"optim.lrr": 1}, "the setting 'optim.lrr' does not exist"),
         ({"techniques.fused-optimizer": "on", "techniques.low-bit-optimizer": "on"}, "cannot be combined"),
-    ],
-)
-def test_invalid_arms_are_refused(arm: dict[str, Any], expected: str) -> None:
-    with pytest.raises(UsageError) as error:
-        check_arm(arm)
-    assert expected in error.value.message
-    assert error.value.remedy
-
-
-def test_values_that_do_not_fit_the_recipe_are_refused_before_the_run(data: Path, tmp_path: Path) -> None:
+    ):
+        with case(arm), pytest.raises(UsageError, match=expected) as error:
+            check_arm(arm)
+        assert error.value.remedy
+    for settings, expected in (
+        ({"recipe": "gpt5"}, "there is no recipe"),
+        ({"steps": 5, "warmup": 5}, "steps: 5 is less than 8"),
+        ({"step": 5}, "settings has no field 'step'"),
+        ({"steps": "many"}, "settings: steps: expected `int`, got `str`"),
+    ):
+        with case(settings), pytest.raises(UsageError, match=expected):
+            WORKLOAD.parse_settings(settings)
+    # Values that do not fit the recipe are refused before the run, too.
     check_arm({"model.n_heads": 3})
     with pytest.raises(UsageError, match="d_model=16 is not a multiple of n_heads=3"):
         task(data, tmp_path, {"model.n_heads": 3})
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"recipe": "gpt5"}, "there is no recipe"),
-        ({"steps": 5, "warmup": 5}, "steps: 5 is less than 8"),
-        ({"step": 5}, "settings has no field 'step'"),
-        ({"steps": "many"}, "settings: steps: expected `int`, got `str`"),
-    ],
-)
-def test_invalid_settings_are_refused(settings: dict[str, Any], expected: str) -> None:
-    with pytest.raises(UsageError, match=expected):
-        WORKLOAD.parse_settings(settings)
-
-
-@pytest.mark.parametrize("name", shipped("training"))
-def test_shipped_experiments_are_valid(name: str) -> None:
-    found = read_experiment(name).experiment
-    assert found.workload == "training"
-    assert found.settings["steps"] > found.settings["warmup"] + 2
-
-
-def test_each_technique_is_measured_alone() -> None:
+def test_shipped_experiments_are_valid_and_measure_each_technique_and_combination() -> None:
+    for name in shipped("training"):
+        found = read_experiment(name).experiment
+        with case(name):
+            assert found.workload == "training"
+            assert found.settings["steps"] > found.settings["warmup"] + 2
     used = {key.split(".")[1] for arm in read_experiment("techniques").arms for key in arm.settings if "tech" in key}
     assert used == set(TECHNIQUE_CLASSES.names())
-
-
-def test_combinations_are_those_of_the_command_line() -> None:
-    found = {arm.name: arm for arm in read_experiment("combinations").arms}
+    arms = {arm.name: arm for arm in read_experiment("combinations").arms}
     for name, parts in COMBINATIONS.items():
-        used = [key.split(".")[1] for key in found[name].settings]
-        assert sorted(used) == sorted(parts)
+        assert sorted(key.split(".")[1] for key in arms[name].settings) == sorted(parts), name
 
 
-def test_losses_of_the_steps_are_kept_thinned(data: Path, tmp_path: Path) -> None:
-    outcome = WORKLOAD.measure(task(data, tmp_path, {}))
-    assert [step for step, _ in outcome.losses] == list(range(1, STEPS + 1))
-    assert outcome.losses[0][1] > outcome.losses[-1][1] > 0
+def test_losses_of_many_steps_are_thinned() -> None:
     long = cell.thinned([(step, 2.0 if step % 2 else math.nan if step == 4 else 4.0) for step in range(1, 1001)])
     assert len(long) == 100
     assert (long[0], long[-1]) == ((10, 2.88889), (1000, 3.0))

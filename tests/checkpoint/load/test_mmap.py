@@ -10,7 +10,9 @@ import safetensors.torch
 import torch
 
 import tensorkeep
+from faults.injection import flip_bit
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError, UsageError
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
 
 
@@ -35,6 +37,34 @@ def test_a_state_is_the_same_as_without(tmp_path: Path, verify: bool | None) -> 
     assert difference(state, loaded) is None
     assert loaded["model"]["tied"] is loaded["model"]["weight"]
     assert loaded["model"]["rows"].untyped_storage().data_ptr() == loaded["model"]["weight"].data_ptr()
+    rows = tensorkeep.load(tmp_path / "c", mmap=True, verify=verify, select="model.rows")
+    assert difference(rows["model"], {"rows": state["model"]["rows"].clone()}) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "error", "message"),
+    [
+        ({"compression": "lossless"}, {}, UnsupportedError, r"'w': is stored as planes, so that it .*\n.*convert"),
+        ({"format": "dcp"}, {}, UnsupportedError, "'w': is not stored in one aligned piece"),
+        ({}, {"into": {"w": torch.ones(2)}}, UsageError, "mmap|mapped"),
+        ({}, {"device": "meta"}, UsageError, "mmap|mapped"),
+    ],
+    ids=["compressed", "in pieces", "into", "device"],
+)
+def test_what_cannot_be_mapped_is_refused(
+    tmp_path: Path, options: dict[str, Any], given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    tensorkeep.save({"w": torch.randn(100_000).bfloat16()}, tmp_path / "c", **options)
+    with pytest.raises(error, match=message):
+        tensorkeep.load(tmp_path / "c", mmap=True, **given)
+
+
+def test_damage_is_found_on_request(tmp_path: Path) -> None:
+    tensorkeep.save({"w": torch.ones(10_000)}, tmp_path / "c")
+    flip_bit(tmp_path / "c" / "model.safetensors", -7)
+    assert is_mapped(tensorkeep.load(tmp_path / "c", mmap=True)["w"], tmp_path / "c" / "model.safetensors")
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors.*'w'"):
+        tensorkeep.load(tmp_path / "c", mmap=True, verify=True)
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
@@ -47,26 +77,15 @@ def test_files_of_other_tools_are_mapped(tmp_path: Path, name: str) -> None:
     assert is_mapped(loaded["w"], path)
 
 
-def test_no_memory_is_filled_until_data_is_used(tmp_path: Path) -> None:
-    tensorkeep.save({"w": torch.ones(1 << 22)}, tmp_path / "c")
-    loaded = tensorkeep.load(tmp_path / "c", mmap=True)
-    assert is_mapped(loaded["w"], tmp_path / "c" / "model.safetensors")
-
-
-def test_writes_stay_in_memory(tmp_path: Path) -> None:
+def test_writes_stay_in_memory_and_tensors_outlive_the_checkpoint(tmp_path: Path) -> None:
     tensorkeep.save({"w": torch.ones(10_000)}, tmp_path / "c")
-    loaded = tensorkeep.load(tmp_path / "c", mmap=True)
-    loaded["w"].zero_()
-    assert loaded["w"].sum() == 0
+    loaded, other = (tensorkeep.load(tmp_path / "c", mmap=True)["w"] for _ in range(2))
+    loaded.zero_()
+    assert loaded.sum() == 0
     assert tensorkeep.verify(tmp_path / "c").ok
-    assert tensorkeep.load(tmp_path / "c", mmap=True)["w"].sum() == 10_000
-
-
-def test_tensors_outlive_the_checkpoint(tmp_path: Path) -> None:
-    tensorkeep.save({"w": torch.ones(10_000)}, tmp_path / "c")
-    loaded = tensorkeep.load(tmp_path / "c", mmap=True)
+    assert other.sum() == tensorkeep.load(tmp_path / "c", mmap=True)["w"].sum() == 10_000
     tensorkeep.save({"w": torch.zeros(10_000)}, tmp_path / "c", overwrite=True)
-    assert loaded["w"].sum() == 10_000
+    assert other.sum() == 10_000
     assert tensorkeep.load(tmp_path / "c")["w"].sum() == 0
 
 
@@ -77,64 +96,22 @@ def test_each_tensor_has_a_storage_of_its_own_size(tmp_path: Path) -> None:
     assert [loaded[name].untyped_storage().nbytes() for name in "wb"] == [60, 4]
 
 
-def test_an_array_in_a_misaligned_place_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "c.safetensors"
-    tensorkeep.save({"w": np.ones(2, np.float32)}, path)
-    content = path.read_bytes()
+def test_an_array_or_a_tensor_in_a_misaligned_place_is_refused(tmp_path: Path) -> None:
+    array, odd = tmp_path / "c.safetensors", tmp_path / "odd.safetensors"
+    tensorkeep.save({"w": np.ones(2, np.float32)}, array)
+    content = array.read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
     # One byte more of header: the data begins at an odd place.
-    path.write_bytes(struct.pack("<Q", size + 1) + content[8 : 8 + size] + b" " + content[8 + size :])
-    assert tensorkeep.load(path)["w"].tolist() == [1, 1]
-    with pytest.raises(UnsupportedError, match="'w': is not stored in one aligned piece"):
-        tensorkeep.load(path, mmap=True)
-
-
-def test_only_selected_tensors_are_mapped(tmp_path: Path) -> None:
-    tensorkeep.save(make_state(), tmp_path / "c")
-    loaded = tensorkeep.load(tmp_path / "c", mmap=True, select="model.rows")
-    assert difference(loaded["model"], {"rows": tensorkeep.load(tmp_path / "c")["model"]["rows"]}) is None
-
-
-def test_damage_is_found_on_request(tmp_path: Path) -> None:
-    tensorkeep.save({"w": torch.ones(10_000)}, tmp_path / "c")
-    data = tmp_path / "c" / "model.safetensors"
-    content = bytearray(data.read_bytes())
-    content[-7] ^= 1
-    data.write_bytes(content)
-    tensorkeep.load(tmp_path / "c", mmap=True)
-    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors.*'w'"):
-        tensorkeep.load(tmp_path / "c", mmap=True, verify=True)
-
-
-def test_compressed_tensors_are_refused(tmp_path: Path) -> None:
-    tensorkeep.save({"w": torch.randn(100_000).bfloat16()}, tmp_path / "c", compression="lossless")
-    with pytest.raises(UnsupportedError, match=r"'w': is stored as planes, so that it cannot be mapped\n.*convert"):
-        tensorkeep.load(tmp_path / "c", mmap=True)
-
-
-def test_a_tensor_in_pieces_is_refused(tmp_path: Path) -> None:
-    tensorkeep.save({"w": torch.ones(4)}, tmp_path / "c", format="dcp")
-    with pytest.raises(UnsupportedError, match="'w': is not stored in one aligned piece"):
-        tensorkeep.load(tmp_path / "c", mmap=True)
-
-
-def test_a_misaligned_tensor_is_refused(tmp_path: Path) -> None:
-    header = (
-        b'{"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}'
-    )
+    array.write_bytes(struct.pack("<Q", size + 1) + content[8 : 8 + size] + b" " + content[8 + size :])
+    byte = b'{"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+    header = byte + b'"w":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}'
     header += b" " * (-len(header) % 8)
-    path = tmp_path / "odd.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\1" + struct.pack("<2f", 1, 2))
-    assert tensorkeep.load(path)["w"].tolist() == [1, 2]
-    with pytest.raises(UnsupportedError, match="'w': is not stored in one aligned piece"):
-        tensorkeep.load(path, mmap=True)
-
-
-@pytest.mark.parametrize("arguments", [{"into": {"w": torch.ones(2)}}, {"device": "meta"}], ids=str)
-def test_arguments_that_exclude_it(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    tensorkeep.save({"w": torch.ones(2)}, tmp_path / "c")
-    with pytest.raises(UsageError, match=r"mmap|mapped"):
-        tensorkeep.load(tmp_path / "c", mmap=True, **arguments)
+    odd.write_bytes(struct.pack("<Q", len(header)) + header + b"\1" + struct.pack("<2f", 1, 1))
+    for path in (array, odd):
+        with case(path.name):
+            assert tensorkeep.load(path)["w"].tolist() == [1, 1]
+            with pytest.raises(UnsupportedError, match="'w': is not stored in one aligned piece"):
+                tensorkeep.load(path, mmap=True)
 
 
 def is_mapped(tensor: torch.Tensor, path: Path) -> bool:

@@ -44,32 +44,25 @@ def test_the_faster_page_size_is_used(monkeypatch: pytest.MonkeyPatch, small: fl
     assert used.count(faster) >= len(used) - 5
 
 
-def test_a_size_that_becomes_slow_is_left_after_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_becomes_slow_is_left_after_one_piece_and_one_that_becomes_fast_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel, new = Kernel(monkeypatch, small=4.0, huge=1.0), NewPages()
     kernel.populate(new, 10 * MIB)
     kernel.huge = 20.0
     assert kernel.populate(new, 4 * MIB)[:2] == ["huge", "small"]
-
-
-def test_a_size_that_becomes_fast_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, new = Kernel(monkeypatch, small=4.0, huge=20.0), NewPages()
-    kernel.populate(new, 10 * MIB)
     kernel.huge = 1.0
     assert kernel.populate(new, 64 * MIB)[-1] == "huge"
 
 
-@pytest.mark.parametrize("nbytes", [1, 5000, 2 * MIB, 7 * MIB + 3])
-def test_memory_keeps_its_content(nbytes: int) -> None:
-    memory = np.arange(nbytes, dtype=np.uint8)
-    new = NewPages()
-    for _ in range(3):
-        new.populate(memory)
-    np.testing.assert_array_equal(memory, np.arange(nbytes, dtype=np.uint8))
-
-
-def test_pages_are_present_afterwards() -> None:
-    mapping = mmap.mmap(-1, 16 * MIB)
-    memory = np.frombuffer(mapping, np.uint8)
+def test_memory_keeps_its_content_and_pages_are_present_afterwards() -> None:
+    for nbytes in (1, 5000, 2 * MIB, 7 * MIB + 3):
+        memory = np.arange(nbytes, dtype=np.uint8)
+        new = NewPages()
+        for _ in range(3):
+            new.populate(memory)
+        np.testing.assert_array_equal(memory, np.arange(nbytes, dtype=np.uint8))
+    memory = np.frombuffer(mmap.mmap(-1, 16 * MIB), np.uint8)
     NewPages().populate(memory)
     assert resident_bytes(memory) == 16 * MIB
 

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,20 @@ import pytest
 import torch
 
 import tensorkeep
+from checkpoint.local_tier.copies import copy
+from faults.injection import flip_bit
 from forked import ended, start
-from store_servers import Fault, FaultAt, Proxy, environment_of
+from store_servers import Fault, FaultAt, Proxy, always, damage, environment_of
 from tensorkeep import CheckpointManager
-from tensorkeep.checkpoint.local_tier.transfer import Throttle, Transfer, copy_to_store
+from tensorkeep.checkpoint.local_tier import uploader
 from tensorkeep.checkpoint.manager.place import DiskPlace
 from tensorkeep.formats.probe import names_in
 from tensorkeep.io.objects import stores
-from tensorkeep.io.parallel import Cancellation
 from tensorkeep.paths import StorePath
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 
+pytestmark = pytest.mark.integration
 pytest.importorskip("obstore")
 
 BUCKET = "s3://tiers"
@@ -36,55 +40,94 @@ def state(number: int) -> dict[str, Any]:
     return {"model": {"w": torch.full((3000,), float(number)), "frozen": torch.arange(50_000.0)}, "step": number}
 
 
+class Tier:
+    """A run in the bucket that does not exist yet, with a local tier."""
+
+    def __init__(self, url: str, disk: Path) -> None:
+        self.url = url
+        self.disk = disk
+
+    def manager(self, **options: Any) -> CheckpointManager:
+        return CheckpointManager(self.url, local=self.disk, **options)
+
+    def step(self, number: int) -> Path:
+        return self.disk / f"step-{number:06d}"
+
+    def copy(self, number: int) -> StorePath:
+        return StorePath(self.url) / f"step-{number:06d}"
+
+    def on_disk(self) -> list[int]:
+        return [step.number for step in CheckpointManager(self.disk).steps()]
+
+    def in_store(self) -> list[int]:
+        return [step.number for step in CheckpointManager(self.url).steps()]
+
+    def both(self) -> tuple[list[int], list[int]]:
+        """Return the steps on the disk and in the store."""
+        return self.on_disk(), self.in_store()
+
+    def stores_state(self, number: int, value: int | None = None) -> bool:
+        """Return whether the step in the store is whole, and has the state of its number, or another one."""
+        return same(tensorkeep.load(f"{self.url}@{number}"), state(number if value is None else value))
+
+    def lose_an_object(self, number: int) -> None:
+        stores.delete([StorePath(str(data_of(self.copy(number))))])
+
+
 @pytest.fixture
-def url(bucket: Proxy, tmp_path: Path) -> str:
-    """Return the URL of a run that does not exist yet; ``tmp_path / "disk"`` is for its local tier."""
-    return f"{BUCKET}/{tmp_path.name}"
+def tier(bucket: Proxy, tmp_path: Path) -> Tier:
+    return Tier(f"{BUCKET}/{tmp_path.name}", tmp_path / "disk")
 
 
-def tiered(url: str, tmp_path: Path, **options: Any) -> CheckpointManager:
-    return CheckpointManager(url, local=tmp_path / "disk", **options)
+def data_of(step: Path) -> Path:
+    """Return the file or object of the tensors of a step."""
+    return step / next(name for name in names_in(step) if name.startswith("model"))
 
 
-def in_store(url: str) -> list[int]:
-    return [step.number for step in CheckpointManager(url).steps()]
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until another thread has come so far."""
+    while not condition():
+        time.sleep(0.001)
 
 
-def on_disk(tmp_path: Path) -> list[int]:
-    return [step.number for step in CheckpointManager(tmp_path / "disk").steps()]
+def save_each(manager: CheckpointManager, *numbers: int, upload: bool = True) -> None:
+    """Save steps, and wait until each is uploaded, or until it is on the disk."""
+    for number in numbers:
+        manager.save(number, state(number)).wait()
+        if upload:
+            manager.wait()
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Return what uploads wait for."""
     opened = threading.Event()
-    real = copy_to_store
+    real = uploader.copy_to_store
 
-    def copy(*arguments: Any, **options: Any) -> Any:
+    def waits(*arguments: Any, **options: Any) -> Any:
         assert opened.wait(60)
         return real(*arguments, **options)
 
-    monkeypatch.setattr("tensorkeep.checkpoint.local_tier.uploader.copy_to_store", copy)
+    monkeypatch.setattr(uploader, "copy_to_store", waits)
     return opened
 
 
 @pytest.fixture
 def broken(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """Let every request fail; `Proxy.start_again` ends that."""
-    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "1")
-    server.start_again(Fault("503", lambda number: True))
+    server.start_again(Fault("503", always))
     yield server
     server.start_again(None)
 
 
-def test_steps_are_saved_before_they_are_uploaded(url: str, tmp_path: Path, gate: threading.Event) -> None:
-    with tiered(url, tmp_path) as manager:
+def test_steps_are_saved_before_they_are_uploaded(tier: Tier, gate: threading.Event) -> None:
+    with tier.manager() as manager:
         for number in (1, 2):
             report = manager.save(number, state(number), metrics={"loss": 1 / number}).wait()
-            assert report.path == str(tmp_path / "disk" / f"step-{number:06d}")
+            assert report.path == str(tier.step(number))
         assert [status.step for status in manager.uploads()] == [1, 2]
         assert manager.uploads()[1] == tensorkeep.UploadStatus(2, "waiting")
-        assert in_store(url) == []
+        assert tier.in_store() == []
         gate.set()
         manager.wait()
         assert manager.uploads() == []
@@ -92,392 +135,315 @@ def test_steps_are_saved_before_they_are_uploaded(url: str, tmp_path: Path, gate
         best = manager.best()
         assert best is not None
         assert best.number == 2
-    assert in_store(url) == [1, 2]
-    assert same(tensorkeep.load(f"{url}@1"), state(1))
-    assert tensorkeep.verify(url)
+    assert tier.in_store() == [1, 2]
+    assert tier.stores_state(1)
+    assert tensorkeep.verify(tier.url)
 
 
-def test_the_disk_keeps_the_last_steps_and_the_rules_hold_in_the_store(url: str, tmp_path: Path) -> None:
-    with tiered(url, tmp_path, keep_local=1, keep_last=3) as manager:
-        for number in range(1, 6):
-            manager.save(number, state(number))
-            manager.wait()
-        assert [step.number for step in manager.steps()] == [3, 4, 5]
-    assert (on_disk(tmp_path), in_store(url)) == ([5], [3, 4, 5])
+@pytest.mark.parametrize(
+    ("rules", "disk", "store"),
+    [
+        ({"keep_local": 1, "keep_last": 3}, [5], [3, 4, 5]),
+        # Without a number, the rules hold on the disk as well.
+        ({"keep_local": None, "keep_last": 2, "keep_every": 2}, [2, 4, 5], [2, 4, 5]),
+    ],
+)
+def test_the_rules_hold_in_the_store_and_the_disk_keeps_the_last_steps(
+    tier: Tier, rules: dict[str, Any], disk: list[int], store: list[int]
+) -> None:
+    with tier.manager(**rules) as manager:
+        save_each(manager, *range(1, 6))
+        assert [step.number for step in manager.steps()] == store
+    assert tier.both() == (disk, store)
 
 
-def test_without_a_number_the_rules_hold_on_the_disk_as_well(url: str, tmp_path: Path) -> None:
-    with tiered(url, tmp_path, keep_local=None, keep_last=2, keep_every=2) as manager:
-        for number in range(1, 6):
-            manager.save(number, state(number))
-            manager.wait()
-    assert on_disk(tmp_path) == in_store(url) == [2, 4, 5]
+def test_a_step_without_a_whole_copy_stays_on_the_disk(tier: Tier) -> None:
+    with tier.manager(keep_local=1) as manager:
+        save_each(manager, 2)
+        shutil.copytree(tier.step(2), tier.step(1))
+        save_each(manager, 3)
+        assert tier.both() == ([1, 3], [2, 3])
+        tier.lose_an_object(3)
+        manager.save(4, state(4))
+    assert tier.both() == ([1, 3, 4], [2, 4])
 
 
-def test_a_step_that_was_not_uploaded_stays_on_the_disk(url: str, tmp_path: Path) -> None:
-    with tiered(url, tmp_path, keep_local=1) as manager:
-        manager.save(2, state(2))
-        manager.wait()
-        shutil.copytree(tmp_path / "disk" / "step-000002", tmp_path / "disk" / "step-000001")
-        manager.save(3, state(3))
-    assert (on_disk(tmp_path), in_store(url)) == ([1, 3], [2, 3])
-
-
-def test_steps_that_no_rule_keeps_any_more_are_not_uploaded(url: str, tmp_path: Path, gate: threading.Event) -> None:
-    with tiered(url, tmp_path, keep_local=1, keep_last=1) as manager:
-        for number in range(1, 6):
-            manager.save(number, state(number)).wait()
+def test_steps_that_no_rule_keeps_any_more_are_not_uploaded(tier: Tier, gate: threading.Event) -> None:
+    with tier.manager(keep_local=1, keep_last=1) as manager:
+        save_each(manager, *range(1, 6), upload=False)
         gate.set()
-    assert (on_disk(tmp_path), in_store(url)) == ([5], [5])
+    assert tier.both() == ([5], [5])
     # Of the others, the first one was being uploaded.
-    assert set(names_in(StorePath(url))) <= {"step-000001", "step-000005"}
+    assert set(names_in(StorePath(tier.url))) <= {"step-000001", "step-000005"}
 
 
-def test_steps_that_were_deleted_from_the_store_are_not_uploaded_again(url: str, tmp_path: Path, server: Proxy) -> None:
-    with tiered(url, tmp_path, keep_local=2, keep_last=1) as manager:
-        for number in (1, 2):
-            manager.save(number, state(number))
-            manager.wait()
-    assert (on_disk(tmp_path), in_store(url)) == ([1, 2], [2])
+def test_steps_that_were_deleted_from_the_store_are_not_uploaded_again(tier: Tier, server: Proxy) -> None:
+    with tier.manager(keep_local=2, keep_last=1) as manager:
+        save_each(manager, 1, 2)
+    assert tier.both() == ([1, 2], [2])
     server.start_again(None)
-    with tiered(url, tmp_path, keep_local=2, keep_last=1) as manager:
+    with tier.manager(keep_local=2, keep_last=1) as manager:
         manager.claim()
     assert not [request for request in server.requests if request.startswith("PUT")]
 
 
-def test_a_step_is_restored_from_the_nearest_whole_copy(
-    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_is_restored_from_the_nearest_whole_copy(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tensorkeep")
-    with tiered(url, tmp_path) as manager:
-        for number in (1, 2):
-            manager.save(number, state(number))
-        manager.wait()
+    with tier.manager() as manager:
+        save_each(manager, 1, 2)
         into = state(0)
         manager.restore(into=into)
         assert same(into, state(2) | {"step": 0})
-        assert str(manager.restored_from) == str(tmp_path / "disk" / "step-000002")
-        assert f"read {tmp_path}/disk/step-000002" in caplog.text
-
-        file = next((tmp_path / "disk" / "step-000002").glob("model*"))
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
+        assert str(manager.restored_from) == str(tier.step(2))
+        assert f"read {tier.step(2)}" in caplog.text
+        flip_bit(data_of(tier.step(2)), -1)
         assert same(manager.restore(), state(2))
-        assert str(manager.restored_from) == f"{url}/step-000002"
+        assert str(manager.restored_from) == str(tier.copy(2))
         assert same(manager.restore(1), state(1))
-        assert str(manager.restored_from) == str(tmp_path / "disk" / "step-000001")
-
-        shutil.rmtree(tmp_path / "disk" / "step-000001")
+        assert str(manager.restored_from) == str(tier.step(1))
+        shutil.rmtree(tier.step(1))
         assert same(manager.restore(1), state(1))
-        assert str(manager.restored_from) == f"{url}/step-000001"
+        assert str(manager.restored_from) == str(tier.copy(1))
 
 
-def test_a_run_continues_on_another_machine(url: str, tmp_path: Path) -> None:
-    with tiered(url, tmp_path, incremental=True) as manager:
+def test_a_run_continues_on_another_machine(tier: Tier) -> None:
+    with tier.manager(incremental=True) as manager:
         manager.save(1, state(1))
-    shutil.rmtree(tmp_path / "disk")
-    with tiered(url, tmp_path, incremental=True) as manager:
+    shutil.rmtree(tier.disk)
+    with tier.manager(incremental=True) as manager:
         latest = manager.latest()
         assert latest is not None
-        assert latest.path == f"{url}/step-000001"
+        assert latest.path == str(tier.copy(1))
         assert same(manager.restore(), state(1))
         manager.save(2, state(2))
-    assert in_store(url) == [1, 2]
-    assert same(tensorkeep.load(f"{url}@2"), state(2))
+    assert tier.in_store() == [1, 2]
+    assert tier.stores_state(2)
 
 
-def test_both_copies_damaged_is_an_earlier_step(url: str, tmp_path: Path) -> None:
-    with tiered(url, tmp_path) as manager:
-        for number in (1, 2):
-            manager.save(number, state(number))
-        manager.wait()
-        for copy in (tmp_path / "disk" / "step-000002", StorePath(f"{url}/step-000002")):
-            damage(copy)
-        with pytest.warns(UserWarning, match="step-000002 is skipped"):
-            assert same(manager.restore(), state(1))
-        manager.save(2, state(7))
-    assert same(tensorkeep.load(f"{url}@2"), state(7))
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_step_with_two_damaged_copies_is_saved_again_but_replaces_no_whole_copy(tier: Tier, replaced: bool) -> None:
+    manager = tier.manager()
+    save_each(manager, 1, 2)
+    flip_bit(data_of(tier.step(2)), -1)
+    damage(StorePath(str(data_of(tier.copy(2)))))
+    with pytest.warns(UserWarning, match="step-000002 is skipped"):
+        assert same(manager.restore(), state(1))
+    refused: Any = nullcontext()
+    if replaced:
+        tensorkeep.save(state(9), str(tier.copy(2)), overwrite=True)
+        refused = pytest.raises(tensorkeep.StoreError, match=r"1 step \(2\) could not be uploaded .*: exists already")
+    manager.save(2, state(7))
+    with refused:
+        manager.close()
+    assert tier.stores_state(2, 9 if replaced else 7)
+    assert same(tensorkeep.load(f"{tier.disk}@2"), state(7))
 
 
-def test_a_whole_copy_in_place_of_a_damaged_one_is_not_replaced(url: str, tmp_path: Path) -> None:
-    with (
-        pytest.raises(tensorkeep.StoreError, match=r"1 step \(2\) could not be uploaded .*: exists already"),
-        tiered(url, tmp_path) as manager,
-    ):
-        for number in (1, 2):
-            manager.save(number, state(number))
-        manager.wait()
-        for copy in (tmp_path / "disk" / "step-000002", StorePath(f"{url}/step-000002")):
-            damage(copy)
-        with pytest.warns(UserWarning, match="step-000002 is skipped"):
-            manager.restore()
-        tensorkeep.save(state(9), f"{url}/step-000002", overwrite=True)
-        manager.save(2, state(7))
-    assert same(tensorkeep.load(f"{url}@2"), state(9))
-    assert same(tensorkeep.load(tmp_path / "disk@2"), state(7))
-
-
-def damage(copy: Path) -> None:
-    """Flip the last bit of the tensors of a step."""
-    name = next(name for name in names_in(copy) if name.startswith("model"))
-    if isinstance(copy, StorePath):
-        content = bytearray(stores.get(copy / name))
-        content[-1] ^= 1
-        stores.put(copy / name, bytes(content))
-    else:
-        content = bytearray((copy / name).read_bytes())
-        content[-1] ^= 1
-        (copy / name).write_bytes(content)
-
-
-def lose_an_object(url: str, number: int) -> None:
-    step = StorePath(f"{url}/step-{number:06d}")
-    stores.delete([next(step / name for name in names_in(step) if name.startswith("model"))])
-
-
-def test_a_step_whose_copy_has_lost_an_object_is_uploaded_again(url: str, tmp_path: Path) -> None:
-    with tiered(url, tmp_path) as manager:
+def test_a_step_whose_copy_has_lost_an_object_is_uploaded_again_unless_others_are_in_its_place(tier: Tier) -> None:
+    with tier.manager() as manager:
         manager.save(1, state(1))
-    lose_an_object(url, 1)
-    with tiered(url, tmp_path, keep_local=1) as manager:
-        for number in (2, 3):
-            manager.save(number, state(number))
-            manager.wait()
-    assert (on_disk(tmp_path), in_store(url)) == ([3], [1, 2, 3])
-    assert same(tensorkeep.load(f"{url}@1"), state(1))
-
-
-def test_a_step_whose_copy_was_damaged_while_another_was_uploaded_stays_on_the_disk(url: str, tmp_path: Path) -> None:
-    with tiered(url, tmp_path, keep_local=1) as manager:
-        manager.save(1, state(1))
-        manager.wait()
-        lose_an_object(url, 1)
-        manager.save(2, state(2))
-    assert (on_disk(tmp_path), in_store(url)) == ([1, 2], [2])
-
-
-def test_a_damaged_copy_that_appears_before_an_upload_is_replaced(
-    url: str, tmp_path: Path, gate: threading.Event
-) -> None:
-    with tiered(url, tmp_path) as manager:
-        manager.save(1, state(1)).wait()
-        disk, copy = tmp_path / "disk" / "step-000001", StorePath(f"{url}/step-000001")
-        copy_to_store(disk, copy, Transfer(Throttle(None), Cancellation(), lambda *_: None), overwrite=False)
-        lose_an_object(url, 1)
-        gate.set()
-    assert same(tensorkeep.load(f"{url}@1"), state(1))
-
-
-def test_a_damaged_copy_beside_other_objects_is_reported_and_not_tried_for_ever(url: str, tmp_path: Path) -> None:
-    with tiered(url, tmp_path) as manager:
-        manager.save(1, state(1))
-    lose_an_object(url, 1)
-    stores.put(StorePath(f"{url}/step-000001/notes.txt"), b"kept by hand")
-    manager = tiered(url, tmp_path, keep_local=1)
+    tier.lose_an_object(1)
+    stores.put(tier.copy(1) / "notes.txt", b"kept by hand")
+    manager = tier.manager(keep_local=1)
     manager.save(2, state(2))
     with pytest.raises(tensorkeep.StoreError, match=r"1 step \(1\) could not be uploaded .*notes.txt"):
         manager.close()
-    assert (on_disk(tmp_path), in_store(url)) == ([1, 2], [2])
+    assert tier.both() == ([1, 2], [2]), "it is not tried for ever"
+    stores.delete([tier.copy(1) / "notes.txt"])
+    with tier.manager(keep_local=1) as manager:
+        save_each(manager, 3)
+    assert tier.both() == ([3], [1, 2, 3])
+    assert tier.stores_state(1)
+
+
+def test_a_damaged_copy_that_appears_before_an_upload_is_replaced(tier: Tier, gate: threading.Event) -> None:
+    with tier.manager() as manager:
+        manager.save(1, state(1)).wait()
+        copy(tier.step(1), tier.copy(1))
+        tier.lose_an_object(1)
+        gate.set()
+    assert tier.stores_state(1)
 
 
 @pytest.mark.parametrize("incremental", [True, "delta"])
-def test_a_chain_of_incremental_steps_is_uploaded_once(url: str, tmp_path: Path, incremental: Any) -> None:
+def test_a_chain_of_incremental_steps_is_uploaded_once(tier: Tier, incremental: Any) -> None:
     def save(*numbers: int) -> None:
-        with tiered(url, tmp_path, incremental=incremental, keep_local=1, keep_last=2) as manager:
+        with tier.manager(incremental=incremental, keep_local=1, keep_last=2) as manager:
             if numbers[0] > 1:
                 manager.restore()
-            for number in numbers:
-                manager.save(number, state(number))
-                manager.wait()
+            save_each(manager, *numbers)
 
     save(1, 2, 3)
-    before = {each.key for each in stores.objects(StorePath(url))}
+    before = {each.key for each in stores.objects(StorePath(tier.url))}
     save(4, 5)  # another process, which finds what the store has
-    added = [each for each in stores.objects(StorePath(url)) if each.key not in before]
+    added = [each for each in stores.objects(StorePath(tier.url)) if each.key not in before]
     assert sum(each.size for each in added if "manifest" not in each.key and "removed" not in each.key) < 100_000
-    assert in_store(url) == [4, 5]
+    assert tier.in_store() == [4, 5]
     for number in (4, 5):
-        assert same(tensorkeep.load(f"{url}@{number}"), state(number))
-        assert tensorkeep.verify(f"{url}@{number}")
+        assert tier.stores_state(number)
+        assert tensorkeep.verify(f"{tier.url}@{number}")
 
 
-def test_steps_that_are_uploaded_late_share_their_files(url: str, tmp_path: Path, gate: threading.Event) -> None:
-    with tiered(url, tmp_path, incremental=True, keep_local=1) as manager:
-        for number in (1, 2, 3):
-            manager.save(number, state(number)).wait()
+def test_steps_that_are_uploaded_late_share_their_files(tier: Tier, gate: threading.Event) -> None:
+    with tier.manager(incremental=True, keep_local=1) as manager:
+        save_each(manager, 1, 2, 3, upload=False)
         gate.set()
-    assert on_disk(tmp_path) == [3]
+    assert tier.on_disk() == [3]
     for number in (2, 3):
-        assert sum(each.size for each in stores.objects(StorePath(url) / f"step-{number:06d}")) < 100_000
-        assert same(tensorkeep.load(f"{url}@{number}"), state(number))
+        assert sum(each.size for each in stores.objects(tier.copy(number))) < 100_000
+        assert tier.stores_state(number)
 
 
-def test_a_request_that_fails_once_is_not_reported(url: str, tmp_path: Path, server: Proxy) -> None:
-    with tiered(url, tmp_path) as manager:
-        manager.claim()
-        manager.wait()
-        server.start_again(FaultAt("truncated", 0, 1))
-        manager.save(1, state(1))
-    assert in_store(url) == [1]
+def test_a_request_that_fails_once_is_not_reported_and_a_failed_step_may_be_deleted(tier: Tier, server: Proxy) -> None:
+    manager = tier.manager()
+    manager.claim()
+    manager.wait()
+    server.start_again(FaultAt("truncated", 0, 1))
+    save_each(manager, 1)
+    assert tier.in_store() == [1]
+    server.start_again(Fault("500", always))
+    with pytest.raises(tensorkeep.StoreError, match=r"1 step \(2\) could not be uploaded"):
+        save_each(manager, 2)
+    server.start_again(None)
+    manager.delete(2)
+    manager.close()
+    assert tier.both() == ([1], [1])
 
 
-def test_a_store_that_fails_is_tried_again(url: str, tmp_path: Path, broken: Proxy) -> None:
-    manager = tiered(url, tmp_path, keep_local=1)
+def test_a_store_that_fails_is_tried_again(tier: Tier, broken: Proxy) -> None:
+    manager = tier.manager(keep_local=1)
     with pytest.warns(UserWarning, match="steps are saved to .* uploaded later: .*cannot list it"):
         manager.save(1, state(1)).wait()
     with pytest.raises(tensorkeep.StoreError, match=r"1 step \(1\) could not be uploaded from") as caught:
         manager.wait()
-    assert caught.value.path == url
+    assert caught.value.path == tier.url
     assert "do-not-print" not in str(caught.value)
     assert [(status.step, status.state) for status in manager.uploads()] == [(1, "failed")]
     manager.save(2, state(2)).wait()
-    while {status.state for status in manager.uploads()} != {"failed"}:
-        time.sleep(0.01)
+    wait_for(lambda: {status.state for status in manager.uploads()} == {"failed"})
     with pytest.warns(UserWarning, match="not in the store yet"):
         manager.save(3, state(3)).wait()
-    assert on_disk(tmp_path) == [1, 2, 3], "nothing leaves the disk that is not in the store"
+    assert tier.on_disk() == [1, 2, 3], "nothing leaves the disk that is not in the store"
     broken.start_again(None)
     manager.close()
-    assert (on_disk(tmp_path), in_store(url)) == ([3], [1, 2, 3])
+    assert tier.both() == ([3], [1, 2, 3])
 
 
-def test_a_step_that_failed_and_was_deleted_is_forgotten(
-    url: str, tmp_path: Path, server: Proxy, monkeypatch: pytest.MonkeyPatch
+def test_without_the_store_steps_on_the_disk_are_used_and_the_next_manager_uploads_them(
+    tier: Tier, broken: Proxy
 ) -> None:
-    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "1")
-    manager = tiered(url, tmp_path)
-    manager.claim()
-    manager.wait()
-    server.start_again(Fault("500", lambda number: True))
-    manager.save(1, state(1)).wait()
-    with pytest.raises(tensorkeep.StoreError, match=r"1 step \(1\) could not be uploaded"):
-        manager.wait()
-    server.start_again(None)
-    manager.delete(1)
-    manager.close()
-    assert (on_disk(tmp_path), in_store(url)) == ([], [])
-
-
-def test_a_manager_that_was_closed_without_the_store_leaves_its_steps_to_the_next(
-    url: str, tmp_path: Path, broken: Proxy
-) -> None:
+    with pytest.raises(tensorkeep.StoreError, match="cannot list it"):
+        tier.manager().latest()
     with (
-        pytest.warns(UserWarning, match="uploaded later"),
+        pytest.warns(UserWarning, match="uploaded later|not in the store yet"),
         pytest.raises(tensorkeep.StoreError, match=r"2 steps \(1, 2\) could not be uploaded"),
-        tiered(url, tmp_path) as manager,
+        tier.manager() as manager,
     ):
-        for number in (1, 2):
-            manager.save(number, state(number)).wait()
+        save_each(manager, 1, 2, upload=False)
+    with pytest.warns(UserWarning, match="only the steps of .* are found"):
+        assert same(tier.manager().restore(), state(2))
     broken.start_again(None)
-    with tiered(url, tmp_path) as manager:
+    with tier.manager() as manager:
         assert same(manager.restore(), state(2))
         manager.claim()
-    assert in_store(url) == [1, 2]
+    assert tier.in_store() == [1, 2]
 
 
 def save_steps(url: str, disk: Path, environment: dict[str, str]) -> None:
     """Save three steps; a process of its own."""
     os.environ.update(environment)
-    with CheckpointManager(url, local=disk, incremental=True) as manager:
-        for number in (1, 2, 3):
-            manager.save(number, state(number)).wait()
+    with Tier(url, disk).manager(incremental=True) as manager:
+        save_each(manager, 1, 2, 3, upload=False)
 
 
-@pytest.mark.parametrize("request_number", [1, 3, 5, 7, 9])
-def test_a_killed_process_leaves_its_steps_to_the_next(
-    url: str, tmp_path: Path, server: Proxy, request_number: int
-) -> None:
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize(
+    "request_number", [1, 9, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (3, 5, 7))]
+)
+def test_a_killed_process_leaves_its_steps_to_the_next(tier: Tier, server: Proxy, request_number: int) -> None:
     server.start_again(FaultAt("kill", request_number))
-    process = start(save_steps, url, tmp_path / "disk", environment_of(server.url), output=tmp_path / "out")
-    server.client = process.pid
-    assert ended(process) == -9, (tmp_path / "out").read_text()
+    output = tier.disk.with_name("output")
+    process = start(save_steps, tier.url, tier.disk, environment_of(server.url), output=output)
+    server.client.put(process.pid)
+    assert ended(process) == -9, output.read_text()
     server.start_again(None)
-    saved = on_disk(tmp_path)
-    with tiered(url, tmp_path, incremental=True) as manager:
+    saved = tier.on_disk()
+    with tier.manager(incremental=True) as manager:
         manager.claim()
-    assert in_store(url) == saved
+    assert tier.in_store() == saved
     for number in saved:
-        assert same(tensorkeep.load(f"{url}@{number}"), state(number))
+        assert tier.stores_state(number)
 
 
-def test_a_step_of_another_run_in_the_store_is_not_replaced(url: str, tmp_path: Path) -> None:
-    with CheckpointManager(url) as other:
-        other.save(1, state(9))
-    with tiered(url, tmp_path) as manager:
-        with pytest.raises(tensorkeep.DestinationExistsError, match="saved already"):
-            manager.save(1, state(1))
-        manager.save(1, state(2), overwrite=True)
-    assert same(tensorkeep.load(f"{url}@1"), state(2))
-
-
-def test_a_step_that_differs_from_that_in_the_store_is_reported(url: str, tmp_path: Path) -> None:
-    with CheckpointManager(url) as other:
-        other.save(1, state(9))
-    tensorkeep.save(state(1), tmp_path / "disk" / "step-000001")
-    manager = tiered(url, tmp_path)
-    manager.claim()
+def test_a_step_of_another_run_in_the_store_is_not_replaced(tier: Tier) -> None:
+    with CheckpointManager(tier.url) as other:
+        save_each(other, 1, 2)
+    tensorkeep.save(state(7), tier.step(1))
+    manager = tier.manager()
+    with pytest.raises(tensorkeep.DestinationExistsError, match="saved already"):
+        manager.save(2, state(1))
     with pytest.raises(tensorkeep.StoreError, match="another step of this number is in the store"):
         manager.wait()
-    assert same(tensorkeep.load(f"{url}@1"), state(9))
     manager.delete(1)
+    manager.save(2, state(9), overwrite=True)
     manager.close()
-    assert (on_disk(tmp_path), in_store(url)) == ([], [])
+    assert tier.both() == ([2], [2])
+    assert tier.stores_state(2, 9)
 
 
-def test_a_damaged_step_does_not_hold_up_the_others(url: str, tmp_path: Path, gate: threading.Event) -> None:
-    manager = tiered(url, tmp_path)
-    for number in (1, 2, 3):
-        manager.save(number, state(number)).wait()
-    file = next((tmp_path / "disk" / "step-000002").glob("model*"))
-    file.write_bytes(file.read_bytes()[:-1])
+@pytest.mark.parametrize(("what", "message"), [("damaged", "was cut short"), ("deleted", "was deleted before")])
+def test_a_damaged_step_does_not_hold_up_the_others(tier: Tier, gate: threading.Event, what: str, message: str) -> None:
+    manager = tier.manager()
+    save_each(manager, 1, 2, 3, upload=False)
+    if what == "damaged":
+        os.truncate(data_of(tier.step(2)), 100)
+    else:
+        shutil.rmtree(tier.step(2))
     gate.set()
-    with pytest.raises(tensorkeep.StoreError, match=r"1 step \(2\) could not be uploaded .*was cut short"):
+    with pytest.raises(tensorkeep.StoreError, match=rf"1 step \(2\) could not be uploaded .*{message}"):
         manager.close()
-    assert in_store(url) == [1, 3]
+    assert tier.in_store() == [1, 3]
 
 
-def test_steps_are_deleted_in_both_places(url: str, tmp_path: Path) -> None:
-    with tiered(url, tmp_path, keep_local=1) as manager:
-        for number in (1, 2, 3):
-            manager.save(number, state(number))
-        manager.wait()
+def test_steps_are_deleted_and_pruned_in_both_places(tier: Tier) -> None:
+    with tier.manager(keep_local=3) as manager:
+        save_each(manager, *range(1, 6))
         manager.delete(1)
-        manager.delete(3)
-        with pytest.raises(tensorkeep.NotFoundError, match="the nearest step is 2"):
+        manager.delete(5)
+        with pytest.raises(tensorkeep.NotFoundError, match="the nearest steps are 2, 3, 4"):
             manager.delete(1)
-    assert (on_disk(tmp_path), in_store(url)) == ([], [2])
+    assert tier.both() == ([3, 4], [2, 3, 4])
+    with tier.manager(keep_last=1) as manager:
+        assert [step.number for step in manager.prune(dry_run=True)] == [2, 3]
+        assert [step.number for step in manager.prune()] == [2, 3]
+    assert tier.both() == ([4], [4])
 
 
-def test_a_step_is_deleted_after_its_upload(url: str, tmp_path: Path, gate: threading.Event) -> None:
-    with tiered(url, tmp_path) as manager:
-        for number in (1, 2, 3):
-            manager.save(number, state(number)).wait()
+def test_a_step_is_deleted_after_its_upload(tier: Tier, gate: threading.Event) -> None:
+    with tier.manager() as manager:
+        save_each(manager, 1, 2, 3, upload=False)
         manager.delete(2)  # waits
         deletion = threading.Thread(target=manager.delete, args=(1,))  # is being uploaded
         deletion.start()
         gate.set()
         deletion.join()
-    assert (on_disk(tmp_path), in_store(url)) == ([3], [3])
+    assert tier.both() == ([3], [3])
 
 
-def test_a_step_that_is_saved_again_replaces_its_copy(url: str, tmp_path: Path, gate: threading.Event) -> None:
-    with tiered(url, tmp_path, incremental=True) as manager:
+def test_a_step_that_is_saved_again_replaces_its_copy(tier: Tier, gate: threading.Event) -> None:
+    with tier.manager(incremental=True) as manager:
         manager.save(1, state(1)).wait()
         manager.save(1, state(2), overwrite=True).wait()  # while the first one is being uploaded
         gate.set()
         manager.wait()
-        assert same(tensorkeep.load(f"{url}@1"), state(2))
+        assert tier.stores_state(1, 2)
         manager.save(1, state(3), overwrite=True)
-    assert same(tensorkeep.load(f"{url}@1"), state(3))
+    assert tier.stores_state(1, 3)
 
 
-def test_a_step_that_is_saved_again_is_not_removed_with_old_ones(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with tiered(url, tmp_path, keep_local=5) as manager:
-        for number in (1, 2, 3):
-            manager.save(number, state(number))
+def test_a_step_that_is_saved_again_is_not_removed_with_old_ones(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tier.manager(keep_local=5) as manager:
+        save_each(manager, 1, 2, 3)
     removing, saved = threading.Event(), threading.Event()
     real = DiskPlace.remove
 
@@ -485,50 +451,28 @@ def test_a_step_that_is_saved_again_is_not_removed_with_old_ones(
         real(self, path)
         if path.name == "step-000001":
             removing.set()
-            saved.wait(0.5)  # not longer: the save waits until this step is removed
+            saved.wait(0.2)  # not longer: the save waits until this step is removed
 
     monkeypatch.setattr(DiskPlace, "remove", remove)
-    with tiered(url, tmp_path, keep_local=1) as manager:
+    with tier.manager(keep_local=1) as manager:
         manager.save(4, state(4)).wait()
-        assert removing.wait(10)
+        assert removing.wait(60)
         with pytest.warns(UserWarning, match="later ones"):
             manager.save(3, state(33), overwrite=True).wait()
         saved.set()
         manager.wait()
         assert manager.uploads() == []
-    assert same(tensorkeep.load(f"{url}@3"), state(33))
-    assert 3 in on_disk(tmp_path)
+    assert tier.stores_state(3, 33)
+    assert 3 in tier.on_disk()
 
 
-def test_a_step_that_others_delete_before_its_upload_is_reported(
-    url: str, tmp_path: Path, gate: threading.Event
-) -> None:
-    manager = tiered(url, tmp_path)
-    for number in (1, 2):
-        manager.save(number, state(number)).wait()
-    shutil.rmtree(tmp_path / "disk" / "step-000001")
-    gate.set()
-    with pytest.raises(tensorkeep.StoreError, match=r"1 step \(1\) could not be uploaded .*was deleted before"):
-        manager.close()
-    assert in_store(url) == [2]
-
-
-def test_prune_uploads_before_it_deletes(url: str, tmp_path: Path) -> None:
-    with tiered(url, tmp_path) as manager:
-        for number in (1, 2, 3):
-            manager.save(number, state(number))
-    with tiered(url, tmp_path, keep_last=1) as manager:
-        assert [step.number for step in manager.prune(dry_run=True)] == [1, 2]
-        assert [step.number for step in manager.prune()] == [1, 2]
-    assert (on_disk(tmp_path), in_store(url)) == ([3], [3])
-
-
-def test_a_failure_that_nobody_waits_for_is_logged_at_the_end(url: str, tmp_path: Path, broken: Proxy) -> None:
+def test_a_failure_that_nobody_waits_for_is_logged_at_the_end(tier: Tier, broken: Proxy) -> None:
     code = "import sys, tensorkeep; tensorkeep.CheckpointManager(sys.argv[1], local=sys.argv[2]).save(1, {'step': 1})"
-    command = [sys.executable, "-W", "ignore", "-c", code, url, str(tmp_path / "disk")]
-    found = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
-    assert f"NOT UPLOADED: steps of {tmp_path}/disk" in found.stderr
-    assert on_disk(tmp_path) == [1]
+    command = [sys.executable, "-W", "ignore", "-c", code, tier.url, str(tier.disk)]
+    environment = {**os.environ, "TENSORKEEP_STORE_TIMEOUT": "0.2"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert f"NOT UPLOADED: steps of {tier.disk}" in found.stderr
+    assert tier.on_disk() == [1]
 
 
 def interrupt_in_wait(manager: CheckpointManager) -> None:
@@ -549,55 +493,48 @@ def interrupt_in_wait(manager: CheckpointManager) -> None:
         ended.set()
 
 
-def test_ctrl_c_ends_the_uploads(url: str, tmp_path: Path, gate: threading.Event) -> None:
-    manager = tiered(url, tmp_path)
-    manager.save(1, state(1)).wait()
+@pytest.mark.parametrize("ended", [True, False])
+def test_uploads_that_ctrl_c_ended_are_made_up_for_at_the_end(tier: Tier, gate: threading.Event, ended: bool) -> None:
+    manager = tier.manager()
+    save_each(manager, 1, upload=False)
     with pytest.raises(KeyboardInterrupt):
         interrupt_in_wait(manager)
-    gate.set()
-    while [status.state for status in manager.uploads()] != ["waiting"]:
-        time.sleep(0.01)
-    assert in_store(url) == []
+    if ended:
+        gate.set()
+        wait_for(lambda: [status.state for status in manager.uploads()] == ["waiting"])
+        assert tier.in_store() == []
+    else:
+        threading.Timer(0.1, gate.set).start()  # until then the thread of the uploads is still ending
     manager.close()
-    assert in_store(url) == [1]
+    assert manager.uploads() == []
+    assert tier.in_store() == [1]
 
 
 class Interrupted(BaseException):
     """Stands for Ctrl-C at one instruction."""
 
 
-def test_ctrl_c_before_the_uploads_start(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(thread: threading.Thread) -> None:
-        raise Interrupted
+def test_ctrl_c_before_the_uploads_start(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = threading.Thread.start
 
-    manager = tiered(url, tmp_path)
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == "tensorkeep-uploads":
+            raise Interrupted
+        real(thread)
+
+    manager = tier.manager()
     with monkeypatch.context() as patches:
-        patches.setattr("tensorkeep.checkpoint.local_tier.uploader.threading.Thread.start", interrupted)
+        patches.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(Interrupted):
             manager.claim()
     assert manager._folder.place._uploader._thread is None, "wait() would wait for ever"  # type: ignore[attr-defined]
     manager.save(1, state(1))
     manager.close()
-    assert in_store(url) == [1]
+    assert tier.in_store() == [1]
 
 
-def test_what_ctrl_c_has_left_is_uploaded_when_the_manager_is_closed(
-    url: str, tmp_path: Path, gate: threading.Event
-) -> None:
-    manager = tiered(url, tmp_path)
-    manager.save(1, state(1)).wait()
-    with pytest.raises(KeyboardInterrupt):
-        interrupt_in_wait(manager)
-    threading.Timer(0.3, gate.set).start()  # until then the thread of the uploads is still ending
-    manager.close()
-    assert manager.uploads() == []
-    assert in_store(url) == [1]
-
-
-def test_ctrl_c_cannot_leave_the_lock_of_the_uploads_held(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with tiered(url, tmp_path) as manager:
+def test_ctrl_c_cannot_leave_the_lock_of_the_uploads_held(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tier.manager() as manager:
         uploader = manager._folder.place._uploader  # type: ignore[attr-defined]
         entered: list[Any] = []
         real = threading.Condition.__enter__
@@ -613,32 +550,17 @@ def test_ctrl_c_cannot_leave_the_lock_of_the_uploads_held(
     assert not [condition for condition in entered if condition is uploader._changed]
 
 
-def test_a_bucket_that_does_not_exist_is_reported_at_once(url: str, tmp_path: Path) -> None:
-    with pytest.raises(tensorkeep.NotFoundError, match="its bucket does not exist"):
-        CheckpointManager("s3://no-such-bucket/run", local=tmp_path).save(1, state(1))
-
-
-def test_a_store_that_cannot_be_reached_is_not_an_empty_run(url: str, tmp_path: Path, broken: Proxy) -> None:
-    manager = tiered(url, tmp_path)
-    with pytest.raises(tensorkeep.StoreError, match="cannot list it"):
-        manager.latest()
-    tensorkeep.save(state(1), tmp_path / "disk" / "step-000001")
-    with pytest.warns(UserWarning, match="only the steps of .* are found"):
-        assert same(manager.restore(), state(1))
-
-
-def test_arguments(url: str, tmp_path: Path) -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"keep_local": 0}, "keep_local is 0"),
-        ({"local": url}, "is a URL"),
-        ({"upload_bytes_per_second": "fast"}, "is not a size"),
-        ({"upload_bytes_per_second": 0}, "upload_bytes_per_second is 0"),
-    ]
-    for options, message in cases:
-        with pytest.raises(tensorkeep.UsageError, match=message):
-            CheckpointManager(url, **{"local": tmp_path, **options})
-    with pytest.raises(tensorkeep.UsageError, match="local= is for a run in an object store"):
-        CheckpointManager(tmp_path / "a", local=tmp_path / "b")
-    with pytest.raises(tensorkeep.UnsupportedError, match="https:// is only read from"):
-        CheckpointManager("https://host.example/run", local=tmp_path)
-    assert CheckpointManager(tmp_path).uploads() == []
+def test_arguments(tier: Tier) -> None:
+    errors: dict[tuple[type[tensorkeep.TensorkeepError], str], dict[str, Any]] = {
+        (tensorkeep.UsageError, "keep_local is 0"): {"keep_local": 0},
+        (tensorkeep.UsageError, "is a URL"): {"local": tier.url},
+        (tensorkeep.UsageError, "is not a size"): {"upload_bytes_per_second": "fast"},
+        (tensorkeep.UsageError, "upload_bytes_per_second is 0"): {"upload_bytes_per_second": 0},
+        (tensorkeep.UsageError, "local= is for a run in an object store"): {"root": f"{tier.disk}-of-run"},
+        (tensorkeep.UnsupportedError, "https:// is only read from"): {"root": "https://host.example/run"},
+        (tensorkeep.NotFoundError, "its bucket does not exist"): {"root": "s3://no-such-bucket/run"},
+    }
+    for (kind, message), options in errors.items():
+        with case(options), pytest.raises(kind, match=message):
+            CheckpointManager(**{"root": tier.url, "local": tier.disk, **options}).save(1, state(1))
+    assert CheckpointManager(tier.disk).uploads() == []

@@ -9,6 +9,7 @@ import tensorkeep
 import tensorkeep.torch
 from tensorkeep.checkpoint.manager.address import find_checkpoint, run_root
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, UsageError
+from tensorkeep.testing.cases import case
 
 
 @pytest.fixture
@@ -17,41 +18,28 @@ def run(tmp_path: Path) -> Path:
     losses = {100: 3.0, 200: 1.0, 300: 2.0}
     with tensorkeep.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
         for step, loss in losses.items():
-            manager.save(step, {"w": torch.full((4,), step)}, metrics={"loss": loss, "accuracy": step / 1000})
+            manager.save(step, {"w": torch.full((4,), step)}, metrics={"eval/loss": loss, "accuracy": step / 1000})
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(
-    ("address", "step"),
-    [
-        ("run", 300),
-        ("run/", 300),
-        ("run/checkpoints", 300),
-        ("run@latest", 300),
-        ("run/checkpoints@latest", 300),
-        ("run@200", 200),
-        ("run@000200", 200),
-        ("run@best:loss", 200),
-        ("run@best:accuracy", 300),
-        ("run@best", 200),
-        ("run/checkpoints/step-000100", 100),
-    ],
-)
-def test_an_address_names_a_step(address: str, step: int, run: Path) -> None:
-    path = f"{run.parent}/{address}"
-    assert tensorkeep.load(path)["w"][0] == step
-    with tensorkeep.open(path) as checkpoint:
-        assert checkpoint["w"][0] == step
-    assert tensorkeep.info(path).path.endswith(f"step-{step:06d}")
+def test_an_address_names_a_step(run: Path) -> None:
+    addresses = {
+        **dict.fromkeys(("run", "run/", "run/checkpoints", "run@latest", "run/checkpoints@latest"), 300),
+        **dict.fromkeys(("run@200", "run@000200", "run@best:eval/loss", "run@best"), 200),
+        "run@best:accuracy": 300,
+        "run/checkpoints/step-000100": 100,
+    }
+    for address, step in addresses.items():
+        path = f"{run.parent}/{address}"
+        with case(address), tensorkeep.open(path) as checkpoint:
+            assert checkpoint["w"][0] == tensorkeep.load(path)["w"][0] == step
+            assert tensorkeep.info(path).path.endswith(f"step-{step:06d}")
 
 
-def test_diff_and_convert_take_addresses(run: Path, tmp_path: Path) -> None:
+def test_diff_and_convert_take_addresses_and_verify_of_a_run_verifies_every_step(run: Path, tmp_path: Path) -> None:
     assert not tensorkeep.diff(f"{run}@100", f"{run}@200").equal
     tensorkeep.convert(f"{run}@100", tmp_path / "one.pt", to="torch")
     assert tensorkeep.diff(f"{run}@100", tmp_path / "one.pt").equal
-
-
-def test_verify_of_a_run_verifies_every_step(run: Path) -> None:
     report = tensorkeep.verify(run)
     assert (report.ok, report.tensors, report.path) == (True, 3, str(run))
     file = run / "checkpoints/step-000100/model.safetensors"
@@ -63,14 +51,12 @@ def test_verify_of_a_run_verifies_every_step(run: Path) -> None:
     assert tensorkeep.verify(f"{run}@latest").ok
 
 
-def test_an_existing_path_is_taken_literally(tmp_path: Path, run: Path) -> None:
-    for name in ("run@latest", "x@200"):
+def test_an_existing_path_is_taken_literally_and_a_checkpoint_with_steps_is_the_checkpoint(
+    tmp_path: Path, run: Path
+) -> None:
+    for name in ("run@latest", "x@200", "one"):
         tensorkeep.save({"w": 7}, tmp_path / name)
         assert tensorkeep.load(tmp_path / name) == {"w": 7}
-
-
-def test_a_checkpoint_that_also_contains_steps_is_the_checkpoint(tmp_path: Path) -> None:
-    tensorkeep.save({"w": 7}, tmp_path / "one")
     with tensorkeep.CheckpointManager(tmp_path / "one") as manager:
         manager.save(1, {"w": 8})
     assert tensorkeep.load(tmp_path / "one") == {"w": 7}
@@ -82,45 +68,26 @@ def test_the_latest_step_is_the_last_complete_one(run: Path) -> None:
     manifest.write_bytes(manifest.read_bytes()[:-9])
     found = find_checkpoint(run)
     assert (found.step, found.reason, list(found.skipped)) == (200, "the latest", [300])
-    with pytest.warns(UserWarning, match="step 300 is skipped"):
-        assert tensorkeep.load(run)["w"][0] == 200
+    for load in (tensorkeep.load, tensorkeep.torch.load):
+        with pytest.warns(UserWarning, match="step 300 is skipped") as caught:
+            assert load(run)["w"][0] == 200
+        assert caught[0].filename == __file__, "it does not name the line that loads"
     # A step that is asked for by its number is never replaced by another one.
     with pytest.raises(CorruptCheckpointError):
         tensorkeep.load(f"{run}@300")
+    # The error is of the last one if all are damaged.
+    for step in (100, 200):
+        (run / f"checkpoints/step-000{step}/manifest.json").write_bytes(b"{}")
+    with pytest.raises(CorruptCheckpointError, match="step-000300"):
+        tensorkeep.load(run)
 
 
-def test_a_run_whose_steps_are_all_damaged_raises_the_error_of_the_last(tmp_path: Path) -> None:
-    with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
-        manager.save(1, {"w": 8})
-    (tmp_path / "run/step-000001/manifest.json").write_bytes(b"{}")
-    with pytest.raises(CorruptCheckpointError, match="step-000001"):
-        tensorkeep.load(tmp_path / "run")
-
-
-def test_an_empty_path_is_not_the_run_in_the_current_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_addresses(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run)
     assert tensorkeep.load(".")["w"][0] == 300
     for call in (tensorkeep.load, tensorkeep.verify, tensorkeep.log):
         with pytest.raises(UsageError, match="the path is empty"):
             call("")
-
-
-def test_the_best_of_a_run_without_metrics_is_an_error(tmp_path: Path) -> None:
-    with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
-        manager.save(1, {"w": 8})
-    with pytest.raises(NotFoundError, match="has no step with a metric"):
-        tensorkeep.load(f"{tmp_path}/run@best")
-
-
-def test_a_missing_step_names_the_nearest(tmp_path: Path) -> None:
-    with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
-        for step in range(0, 1000, 100):
-            manager.save(step, {"w": 8})
-    with pytest.raises(NotFoundError, match="has no step 460\nthe nearest steps are 300, 400, 500, 600"):
-        tensorkeep.load(f"{tmp_path}/run@460")
-
-
-def test_wrong_addresses(run: Path, tmp_path: Path) -> None:
     for wrong in ("lates", "best:", "-1", "1e3", ""):
         with pytest.raises(UsageError, match="is not a step"):
             tensorkeep.load(f"{run}@{wrong}")
@@ -132,22 +99,10 @@ def test_wrong_addresses(run: Path, tmp_path: Path) -> None:
         tensorkeep.load(f"{tmp_path}@latest")
     with pytest.raises(UsageError, match="is one step, not a run"):
         run_root(f"{run}@100")
-
-
-def test_the_name_of_a_metric_may_have_slashes(tmp_path: Path) -> None:
-    with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
-        for step in (1, 2, 3):
-            manager.save(step, {"w": step}, metrics={"eval/loss": abs(step - 2), "train/loss": 1 / step})
-    assert find_checkpoint(f"{tmp_path}/run@best:eval/loss").step == 2
-    assert tensorkeep.load(f"{tmp_path}/run@best:train/loss")["w"] == 3
-
-
-def test_the_warning_of_a_skipped_step_names_the_line_that_loads(tmp_path: Path) -> None:
-    with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
-        for step in (1, 2):
-            manager.save(step, {"w": torch.ones(3)})
-    (tmp_path / "run" / "step-000002" / "model.safetensors").unlink()
-    for load in (tensorkeep.load, tensorkeep.torch.load):
-        with pytest.warns(UserWarning, match="step 2 is skipped") as caught:
-            load(tmp_path / "run")
-        assert caught[0].filename == __file__
+    with tensorkeep.CheckpointManager(tmp_path / "long") as manager:
+        for step in range(0, 1000, 100):
+            manager.save(step, {"w": 8})
+    with pytest.raises(NotFoundError, match="has no step with a metric"):
+        tensorkeep.load(f"{tmp_path}/long@best")
+    with pytest.raises(NotFoundError, match="has no step 460\nthe nearest steps are 300, 400, 500, 600"):
+        tensorkeep.load(f"{tmp_path}/long@460")

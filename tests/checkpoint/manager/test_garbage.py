@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,22 +44,17 @@ def garbage_of(others: list[ObjectStatus], manifests: list[Namer], tombstones: l
     return find_garbage({each.key: each for each in found}, manifests, tombstones, now=NOW, grace=GRACE)
 
 
-def test_what_a_step_names_remains() -> None:
+def test_what_a_step_names_remains_and_so_does_the_tombstone_of_an_earlier_one() -> None:
     assert not garbage_of([object_of(A), object_of(B)], [manifest(1, A), manifest(2, B, A)], [])
-
-
-@pytest.mark.parametrize(("hours", "removed"), [(0.9, False), (1.1, True)])
-def test_objects_of_a_deleted_step_go_after_the_grace_period(hours: float, removed: bool) -> None:
-    found = garbage_of([object_of(A), object_of(B)], [manifest(2, B)], [tombstone(1, hours, A)])
-    if removed:
-        assert found.removable == {A: 100, "run/step-000001/removed.json": 100}
-        assert not found.waiting
-    else:
-        assert found == Garbage(waiting={A: 100})
-
-
-def test_an_object_that_a_later_step_uses_remains_and_so_does_its_tombstone() -> None:
     assert not garbage_of([object_of(A), object_of(B)], [manifest(2, B, A)], [tombstone(1, 9, A)])
+
+
+def test_objects_of_a_deleted_step_go_after_the_grace_period() -> None:
+    others = [object_of(A), object_of(B)]
+    assert garbage_of(others, [manifest(2, B)], [tombstone(1, 0.9, A)]) == Garbage(waiting={A: 100})
+    found = garbage_of(others, [manifest(2, B)], [tombstone(1, 1.1, A)])
+    assert found.removable == {A: 100, "run/step-000001/removed.json": 100}
+    assert not found.waiting
 
 
 def test_a_reader_of_a_later_step_keeps_what_that_shared() -> None:
@@ -68,22 +62,16 @@ def test_a_reader_of_a_later_step_keeps_what_that_shared() -> None:
     assert found == Garbage(waiting={A: 100, B: 100})
     found = garbage_of([object_of(A), object_of(B)], [], [tombstone(1, 9, A), tombstone(2, 2, A, B)])
     assert [*found.removable] == sorted([A, B, "run/step-000001/removed.json", "run/step-000002/removed.json"])
-
-
-def test_a_tombstone_that_only_refers_to_others_goes_before_them() -> None:
+    # A tombstone that only refers to others goes before them.
     found = garbage_of([object_of(A), object_of(C)], [manifest(3, C, A)], [tombstone(1, 9, A), tombstone(2, 9, A)])
     assert [*found.removable] == ["run/step-000002/removed.json"]
 
 
-@pytest.mark.parametrize(("hours", "removed"), [(23, False), (25, True)])
-def test_objects_of_a_failed_save_go_after_a_day(hours: float, removed: bool) -> None:
-    found = garbage_of([object_of(A, hours)], [], [])
-    assert found == (Garbage(removable={A: 100}) if removed else Garbage(unfinished={A: 100}))
-
-
-@pytest.mark.parametrize("name", ["eval.json", "model.tensorkeep", f"notes-{ID}.txt", "notes-12.tensorkeep"])
-def test_objects_of_others_remain(name: str) -> None:
-    assert not garbage_of([object_of(f"run/step-000001/{name}", 999)], [], [])
+def test_objects_of_a_failed_save_go_after_a_day_and_objects_of_others_remain() -> None:
+    assert garbage_of([object_of(A, 23)], [], []) == Garbage(unfinished={A: 100})
+    assert garbage_of([object_of(A, 25)], [], []) == Garbage(removable={A: 100})
+    others = ["eval.json", "model.tensorkeep", f"notes-{ID}.txt", "notes-12.tensorkeep"]
+    assert not garbage_of([object_of(f"run/step-000001/{name}", 999) for name in others], [], [])
 
 
 def test_an_object_that_was_written_after_the_tombstone_is_of_another_save() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from tensorkeep import UsageError
 from tensorkeep.checkpoint.manager.metrics import direction, usual_metric
+from tensorkeep.testing.cases import case
 
 NAMES = {
     "min": "loss val_loss eval/loss valLoss validation_loss train.loss perplexity val_ppl top1_error wer"
@@ -15,25 +16,20 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode, names in NAMES.items() for name in names.split()])
-def test_the_direction_of_a_metric_by_its_name(mode: str | None, name: str) -> None:
-    assert direction(name) == mode
+def test_the_direction_of_a_metric_by_its_name() -> None:
+    for mode, names in NAMES.items():
+        assert {name: direction(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
 
 
-@pytest.mark.parametrize(
-    ("names", "usual"),
-    [
-        (["score"], "score"),
-        (["loss", "accuracy"], "loss"),
-        (["loss", "val_loss"], "val_loss"),
-        (["train/loss", "eval/loss", "eval/accuracy"], "eval/loss"),
-        ([], None),
-    ],
-)
-def test_the_metric_that_is_meant(names: list[str], usual: str | None) -> None:
-    assert usual_metric(names) == usual
-
-
-def test_several_metrics_that_might_be_meant() -> None:
+def test_the_metric_that_is_meant() -> None:
+    for usual, names in [
+        ("score", ["score"]),
+        ("loss", ["loss", "accuracy"]),
+        ("val_loss", ["loss", "val_loss"]),
+        ("eval/loss", ["train/loss", "eval/loss", "eval/accuracy"]),
+        (None, []),
+    ]:
+        with case(names):
+            assert usual_metric(names) == usual
     with pytest.raises(UsageError, match=r"several metrics: a_loss, b_loss\n.*metric=\"a_loss\"$"):
         usual_metric(["b_loss", "a_loss"])

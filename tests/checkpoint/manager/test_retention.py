@@ -3,26 +3,17 @@
 import math
 import os
 import signal
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorkeep import (
-    EverySteps,
-    EveryTime,
-    KeepBest,
-    KeepEvery,
-    KeepLast,
-    KeepThinned,
-    OnSignal,
-    Step,
-    UsageError,
-)
+from tensorkeep import EverySteps, EveryTime, KeepBest, KeepEvery, KeepLast, KeepThinned, OnSignal, Step, UsageError
 from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, best_step, keep_rule, run_times, unwanted
+from tensorkeep.testing.cases import case
 
 
 def step(number: int, saved_at: float = 0.0, metrics: Mapping[str, float] | None = None) -> Step:
@@ -46,25 +37,43 @@ def test_what_is_kept(rule: Keep, kept: list[int]) -> None:
     assert rule.wanted(HUNDREDS) == set(kept)
 
 
-def test_the_best_are_kept() -> None:
+def test_the_best_are_kept_of_a_metric_that_is_clear_or_named() -> None:
     steps = [step(number, metrics={"loss": loss}) for number, loss in enumerate([3.0, 1.0, math.nan, 2.0, 1.0])]
     steps.append(step(9))
     assert KeepBest(2).wanted(steps) == {1, 4}
     assert [found.number for found in KeepBest(9, "loss").ranked(steps)] == [4, 1, 3, 0]
     assert KeepBest(1, "loss", "max").wanted(steps) == {0}
     assert KeepBest(1).wanted([]) == set()
+    assert KeepBest(1, mode="max").wanted([step(1, metrics=SCORE), step(2, metrics={"score": 0.5})]) == {1}
+    KeepBest(1, "loss").check(LOSS_AND_ACCURACY)
+    for metrics in ({"loss": 1.0}, {}):
+        (KeepLast(2) | KeepBest(1)).check(metrics)
 
 
-def test_a_metric_that_is_not_clear_has_to_be_named() -> None:
-    steps = [step(1, metrics={"loss": 1.0, "accuracy": 0.5})]
-    with pytest.raises(UsageError, match="several metrics: accuracy, loss"):
-        KeepBest(1).wanted(steps)
+LOSS_AND_ACCURACY = {"loss": 1.0, "accuracy": 0.5}
+VALIDATION = {"val_loss": 1.0, "accuracy": 0.5}
+SCORE = {"score": 1.0}
 
 
-def test_a_metric_that_no_step_has_is_an_error_that_names_the_others() -> None:
-    steps = [step(number, metrics={"val_loss": 1.0, "accuracy": 0.5}) for number in range(5)]
-    with pytest.raises(UsageError, match=r"no step has the metric 'vall_loss', only accuracy, val_loss\n.*'val_loss'"):
-        unwanted(KeepBest(1, "vall_loss") | KeepLast(1), steps)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: KeepBest(1).wanted([step(1, metrics=LOSS_AND_ACCURACY)]), "several metrics: accuracy, loss"),
+        (lambda: (KeepLast(2) | KeepBest(1)).check(LOSS_AND_ACCURACY), "several metrics: accuracy, loss"),
+        (
+            lambda: unwanted(
+                KeepBest(1, "vall_loss") | KeepLast(1), [step(each, metrics=VALIDATION) for each in (1, 2)]
+            ),
+            r"no step has the metric 'vall_loss', only accuracy, val_loss\n.*'val_loss'",
+        ),
+        (lambda: KeepBest(1, "score"), r"'score' does not say .*\n.*mode=\"max\"$"),
+        (lambda: KeepBest(1).wanted([step(1, metrics=SCORE)]), "'score' does not say"),
+        (lambda: KeepBest(1).check(SCORE), "'score' does not say"),
+    ],
+)
+def test_a_metric_and_a_direction_that_are_not_clear_have_to_be_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("metrics", [{}, {"loss": math.nan}])
@@ -73,16 +82,6 @@ def test_while_there_is_nothing_to_compare_all_steps_are_kept(metrics: dict[str,
     assert unwanted(KeepBest(1) | KeepLast(1), steps) == []
     compared = [*steps, step(5, metrics={"loss": 1.0}), step(6)]
     assert unwanted(KeepBest(1) | KeepLast(1), compared) == steps
-
-
-def test_a_direction_that_is_not_known_is_asked_for() -> None:
-    with pytest.raises(UsageError, match=r"'score' does not say .*\n.*mode=\"max\"$"):
-        KeepBest(1, "score")
-    with pytest.raises(UsageError, match="'score' does not say"):
-        KeepBest(1).wanted([step(1, metrics={"score": 1.0})])
-    with pytest.raises(UsageError, match="'score' does not say"):
-        KeepBest(1).check({"score": 1.0})
-    assert KeepBest(1, mode="max").wanted([step(1, metrics={"score": 1.0}), step(2, metrics={"score": 0.5})]) == {1}
 
 
 def test_the_best_step_of_a_run() -> None:
@@ -155,26 +154,18 @@ def test_run_times_increase_whatever_the_clock_does(saved_at: list[float]) -> No
     assert run_times([step(number, moment) for number, moment in enumerate(saved_at)]) == right
 
 
-def test_run_times_do_not_depend_on_which_steps_are_left() -> None:
-    steps = [
-        step(number, moment) for number, moment in enumerate([*RIGHT[:4], *(moment + 1e9 for moment in RIGHT[4:])])
-    ]
-    left = [steps[number] for number in (0, 2, 5, 6, 7)]
-    assert run_times(left) == [0, 1200, 3000, 3600, 4200]
-
-
-def test_a_run_that_was_stopped_for_long_loses_no_steps() -> None:
-    steps = [step(number, 600.0 * number + 1e7 * (number > 5)) for number in range(8)]
-    assert unwanted(KeepThinned((("2h", 0),)), steps) == []
-
-
-def test_a_slower_pace_counts_once_it_is_the_median() -> None:
+def test_run_times_do_not_depend_on_which_steps_are_left_and_count_a_slower_pace_once_it_is_the_median() -> None:
+    moments = [*RIGHT[:4], *(moment + 1e9 for moment in RIGHT[4:])]
+    assert run_times([step(number, moments[number]) for number in (0, 2, 5, 6, 7)]) == [0, 1200, 3000, 3600, 4200]
     fast = [100.0 * number for number in range(4)]
     slow = [fast[-1] + 1000.0 * number for number in range(1, 7)]
     assert run_times([step(number, moment) for number, moment in enumerate(fast + slow)]) == fast + slow
 
 
-def test_two_steps_are_too_few_for_a_usual_pace() -> None:
+def test_a_run_that_was_stopped_for_long_loses_no_steps() -> None:
+    steps = [step(number, 600.0 * number + 1e7 * (number > 5)) for number in range(8)]
+    assert unwanted(KeepThinned((("2h", 0),)), steps) == []
+    # Two steps are too few for a usual pace.
     assert unwanted(KeepThinned((("1h", 0),)), [step(1, 0.0), step(2, 1e9)]) == []
     assert run_times([]) == run_times([step(5)]) == [0.0]
 
@@ -196,24 +187,12 @@ def test_a_run_that_went_back_keeps_what_it_saves() -> None:
     assert left == [[500, 600, 900, 1000], [600, 700, 900, 1000], [700, 800, 900, 1000], [1000, 1100]]
 
 
-def test_protected_steps_are_kept_whatever_the_rule() -> None:
+def test_protected_steps_and_the_last_one_are_kept_whatever_the_rule() -> None:
     steps = [step(number) for number in range(1, 6)]
     assert [found.number for found in unwanted(KeepEvery(5), steps, protect=[2])] == [1, 3, 4]
     assert [found.number for found in unwanted(KeepEvery(5), steps, protect={7})] == [1, 2, 3, 4]
-
-
-def test_the_last_step_is_never_deleted() -> None:
     assert [found.number for found in unwanted(KeepEvery(7), [step(7), step(8), step(9)])] == [8]
     assert unwanted(KeepEvery(7), []) == []
-
-
-def test_a_step_without_the_metric_of_a_rule_is_refused() -> None:
-    rule = KeepLast(2) | KeepBest(1)
-    rule.check({"loss": 1.0})
-    rule.check({})
-    with pytest.raises(UsageError, match="several metrics: accuracy, loss"):
-        rule.check({"loss": 1.0, "accuracy": 0.5})
-    KeepBest(1, "loss").check({"loss": 1.0, "accuracy": 0.5})
 
 
 def test_arguments_make_one_rule() -> None:
@@ -223,9 +202,8 @@ def test_arguments_make_one_rule() -> None:
     assert rule.wanted(steps) == {200, 500, 900, 1000}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_invalid_rules_are_refused() -> None:
+    for make in (
         lambda: KeepLast(0),
         lambda: KeepLast(True),
         lambda: KeepEvery(-1),
@@ -235,19 +213,13 @@ def test_arguments_make_one_rule() -> None:
         lambda: KeepThinned((("soon", 0),)),
         lambda: EverySteps(0),
         lambda: EveryTime("often"),
-    ],
-)
-def test_invalid_rules_are_refused(make: object) -> None:
-    with pytest.raises(UsageError):
-        make()  # type: ignore[operator]
+    ):
+        with case(f"line {make.__code__.co_firstlineno}"), pytest.raises(UsageError):
+            make()
 
 
-def test_every_steps() -> None:
-    rule = EverySteps(10)
-    assert [number for number in range(35) if rule.due(number)] == [10, 20, 30]
-
-
-def test_every_time() -> None:
+def test_every_steps_and_every_time() -> None:
+    assert [number for number in range(35) if EverySteps(10).due(number)] == [10, 20, 30]
     now = [0.0]
     rule = EveryTime("10min", clock=lambda: now[0])
     assert not rule.due(1)
@@ -273,15 +245,5 @@ def test_on_a_signal() -> None:
 
 
 def test_signals_are_for_the_main_thread() -> None:
-    errors: list[Exception] = []
-
-    def work() -> None:
-        try:
-            OnSignal()
-        except UsageError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert len(errors) == 1
+    with ThreadPoolExecutor(1) as thread, pytest.raises(UsageError):
+        thread.submit(OnSignal).result()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,19 +13,22 @@ import torch
 
 import tensorkeep
 from simulated_ranks import save_by_ranks
-from store_servers import Fault, FaultAt, Proxy, give_up_after
+from store_servers import Fault, FaultAt, Proxy, damage
 from tensorkeep import CheckpointManager
+from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.manager import garbage, store_place
 from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.cli.main import main
+from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.native.block_write import BlockFilesWrite
 from tensorkeep.formats.native.directory import read_contents
+from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.objects import stores
-from tensorkeep.io.objects.store_commit import save_of
 from tensorkeep.io.objects.store_directory import StoreDirectory
 from tensorkeep.paths import StorePath
 from tensorkeep.testing.equality import same
 
+pytestmark = pytest.mark.integration
 pytest.importorskip("obstore")
 
 BUCKET = "s3://runs"
@@ -79,18 +81,18 @@ def numbers(root: StorePath) -> list[int]:
 
 
 @pytest.mark.usefixtures("no_grace")
-def test_retention_over_twenty_steps(root: StorePath) -> None:
-    with CheckpointManager(root, keep_last=2, keep_every=8, metric="loss") as manager:
-        for step in range(1, 21):
-            manager.save(step, state(step), metrics={"loss": abs(step - 11.0)})
+def test_retention_over_many_steps(root: StorePath) -> None:
+    with CheckpointManager(root, keep_last=2, keep_every=4, metric="loss") as manager:
+        for step in range(1, 11):
+            manager.save(step, state(step), metrics={"loss": abs(step - 5.5)})
         manager.wait()
-        assert [step.number for step in manager.steps()] == [8, 16, 19, 20]
-        assert manager.latest().number == 20  # type: ignore[union-attr]
-        assert manager.best().number == 8  # type: ignore[union-attr]
-        assert same(manager.restore(), state(20))
-        assert same(manager.restore(8), state(8))
-    assert same(tensorkeep.load(f"{root}@best"), state(8))
-    assert {name.partition("/")[0] for name in names(root)} == {f"step-{n:06d}" for n in (8, 16, 19, 20)}
+        assert [step.number for step in manager.steps()] == [4, 8, 9, 10]
+        assert manager.latest().number == 10  # type: ignore[union-attr]
+        assert manager.best().number == 4  # type: ignore[union-attr]
+        assert same(manager.restore(), state(10))
+        assert same(manager.restore(4), state(4))
+    assert same(tensorkeep.load(f"{root}@best"), state(4))
+    assert {name.partition("/")[0] for name in names(root)} == {f"step-{n:06d}" for n in (4, 8, 9, 10)}
     assert not any(name.endswith("removed.json") for name in names(root))
 
 
@@ -112,8 +114,9 @@ def test_incremental_steps_share_objects_and_survive_the_deletion_of_others(root
     assert any(path.parent.name not in ("step-000004", "step-000008") for path in used)
 
 
-@pytest.mark.usefixtures("no_grace")
-def test_the_sizes_of_a_run_count_shared_objects_once(root: StorePath, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_shown_by_address_copied_whole_and_counts_shared_objects_once(
+    root: StorePath, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reports = save_all(root, range(1, 4), incremental=True)
     found = tensorkeep.log(root)
     assert [step.new_bytes for step in found.steps] == [report.new_bytes for report in reports]
@@ -122,27 +125,30 @@ def test_the_sizes_of_a_run_count_shared_objects_once(root: StorePath, capsys: p
     assert 0 < own[0] < found.steps[0].nbytes
     assert main(["info", f"{root}@3"]) == 0
     assert "shared with others" in capsys.readouterr().out
+    for address in ("latest", "best:loss"):
+        assert same(tensorkeep.load(f"{root}@{address}"), state(3)), address
+    assert tensorkeep.verify(root)
+    assert not tensorkeep.diff(f"{root}@1", f"{root}@2").equal
+    tensorkeep.convert(f"{root}@3", tmp_path / "copy")  # has the objects that the step shares, too
+    assert same(tensorkeep.load(tmp_path / "copy"), state(3))
+    with pytest.raises(tensorkeep.NotFoundError, match="has no step 9\nthe nearest steps are 1, 2, 3"):
+        tensorkeep.load(f"{root}@9")
 
 
-def test_a_reader_finishes_while_the_step_is_deleted(root: StorePath) -> None:
-    save_all(root, range(1, 3))
-    with tensorkeep.open(f"{root}@1") as opened, CheckpointManager(root, keep_last=1) as manager:
-        manager.prune()
-        assert numbers(root) == [2]
-        assert torch.equal(opened["model.w0"].load(), state(1)["model"]["w0"])
-    with pytest.raises(tensorkeep.NotFoundError, match="has no step 1"):
-        tensorkeep.load(f"{root}@1")
-    with pytest.raises(tensorkeep.NotFoundError, match="step-000001: this step was deleted"):
-        tensorkeep.load(root / "step-000001")
-    assert "step-000001/removed.json" in names(root)
-
-
-def test_a_deleted_step_is_saved_again_within_the_grace_period(
+def test_a_deleted_step_is_read_to_the_end_and_saved_again_in_the_grace_period(
     root: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_all(root, range(1, 3))
     with CheckpointManager(root) as manager:
-        manager.delete(2)
+        with tensorkeep.open(f"{root}@2") as opened:
+            manager.delete(2)
+            assert numbers(root) == [1]
+            assert torch.equal(opened["model.w0"].load(), state(2)["model"]["w0"])
+        with pytest.raises(tensorkeep.NotFoundError, match="has no step 2"):
+            tensorkeep.load(f"{root}@2")
+        with pytest.raises(tensorkeep.NotFoundError, match="step-000002: this step was deleted"):
+            tensorkeep.load(root / "step-000002")
+        assert "step-000002/removed.json" in names(root)
         assert manager.latest().number == 1  # type: ignore[union-attr]
         manager.save(2, state(7)).wait()
         assert same(manager.restore(2), state(7))
@@ -152,9 +158,7 @@ def test_a_deleted_step_is_saved_again_within_the_grace_period(
     assert same(tensorkeep.load(f"{root}@2"), state(7))
 
 
-def test_each_replaced_version_of_a_step_remains_for_the_grace_period(
-    root: StorePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_replaced_version_stays_for_the_grace_period(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(root, range(1, 2))
     monkeypatch.setattr(garbage, "LEFTOVER_AGE", timedelta(0))
     with tensorkeep.open(root / "step-000001") as opened, CheckpointManager(root) as manager:
@@ -168,9 +172,7 @@ def test_each_replaced_version_of_a_step_remains_for_the_grace_period(
     assert names(root) == []
 
 
-def test_a_step_that_is_saved_again_during_its_deletion_remains(
-    root: StorePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_saved_again_during_its_deletion_remains(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(root, range(1, 2))
     real = store_place.put_tombstone
 
@@ -209,11 +211,8 @@ def test_a_base_that_is_deleted_during_the_save_fails_it(root: StorePath, monkey
 
     with CheckpointManager(root, incremental=True, asynchronous=False) as manager:
         manager.restore(1)
-        with (
-            monkeypatch.context() as patches,
-            pytest.raises(tensorkeep.StoreError, match="was deleted or replaced during a save that shares it"),
-        ):
-            patches.setattr(BlockFilesWrite, "_write_files", write_files)
+        monkeypatch.setattr(BlockFilesWrite, "_write_files", write_files)
+        with pytest.raises(tensorkeep.StoreError, match="was deleted or replaced during a save that shares it"):
             manager.save(2, state(2))
         assert [step.number for step in manager.steps()] == []
 
@@ -236,21 +235,15 @@ def test_failed_saves_leave_objects_that_prune_deletes(
     document = prune("--keep-last", "1")
     assert document["leftovers"] == {"objects": 1, "bytes": 500}
     assert [step["step"] for step in document["deleted"]] == [1]
-    assert [name for name in names(root) if not name.startswith("step-000002/")] == ["step-000003/notes.txt"]
-
-
-@pytest.mark.usefixtures("no_grace")
-def test_the_manager_deletes_what_failed_saves_have_left(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_all(root, range(1, 3))
-    stores.put(root / "step-000003" / "model-0123456789abcdef.safetensors", bytes(500))
-    monkeypatch.setattr(garbage, "LEFTOVER_AGE", timedelta(0))
+    left = ["step-000003/notes.txt"]
+    assert [name for name in names(root) if not name.startswith("step-000002/")] == left
+    stores.put(orphan, bytes(500))
     with CheckpointManager(root) as manager:
         assert manager.prune() == []
-    assert not [name for name in names(root) if name.startswith("step-000003")]
-    assert numbers(root) == [1, 2]
+    assert [name for name in names(root) if not name.startswith("step-000002/")] == left
 
 
-def test_prune_says_when_the_objects_are_deleted(
+def test_prune_says_when_the_objects_are_deleted_and_which_are_not(
     root: StorePath, prune: Prune, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_all(root, range(1, 4))
@@ -269,91 +262,55 @@ def test_prune_says_when_the_objects_are_deleted(
     document = prune("--keep-last", "2")
     assert document["leftovers"]["objects"] == 2
     assert not [name for name in names(root) if name.startswith("step-000001")]
-
-
-def test_a_step_with_an_object_of_the_user_is_kept(root: StorePath, prune: Prune) -> None:
-    save_all(root, range(1, 4))
-    stores.put(root / "step-000001" / "eval.json", b"{}")
+    # A step with an object of the user is kept.
+    stores.put(root / "step-000002" / "eval.json", b"{}")
     document = prune("--keep-last", "1")
-    assert [step["step"] for step in document["deleted"]] == [2]
-    assert "holds 'eval.json', which does not belong to the step" in document["left"]["1"]
-    assert numbers(root) == [1, 3]
+    assert document["deleted"] == []
+    assert "holds 'eval.json', which does not belong to the step" in document["left"]["2"]
+    assert numbers(root) == [2, 3]
 
 
-def test_of_two_managers_one_saves_the_step(root: StorePath) -> None:
-    managers = [CheckpointManager(root, asynchronous=False) for _ in range(2)]
-    together, results = threading.Barrier(2), {}
-
-    def save(number: int) -> None:
-        together.wait()
-        try:
-            results[number] = managers[number].save(5, state(number)).wait().path
-        except tensorkeep.TensorkeepError as error:
-            results[number] = error
-
-    threads = [threading.Thread(target=save, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    won = [number for number in results if not isinstance(results[number], Exception)]
-    assert len(won) == 1
-    assert isinstance(results[1 - won[0]], tensorkeep.DestinationExistsError)
-    assert same(managers[1 - won[0]].restore(), state(won[0]))
-    assert len({save_of(name) for name in names(root)} - {None}) == 1
-
-
-def test_a_damaged_step_is_skipped_and_saved_again(root: StorePath) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_damaged_step_is_skipped_and_saved_again_unless_it_was_replaced(root: StorePath, replaced: bool) -> None:
     save_all(root, range(1, 4))
-    last = next(name for name in names(root) if name.startswith("step-000003/model"))
-    content, _ = stores.read(root / last)
-    stores.put(root / last, content[:-1] + bytes([content[-1] ^ 1]))
+    damage(root / next(name for name in names(root) if name.startswith("step-000003/model")))
     with CheckpointManager(root) as manager:
         with pytest.warns(UserWarning, match="step-000003 is skipped"):
             assert same(manager.restore(), state(2))
-        manager.save(3, state(3)).wait()
-        assert same(manager.restore(), state(3))
+        if replaced:
+            tensorkeep.save(state(9), root / "step-000003", overwrite=True)
+            with pytest.raises(tensorkeep.DestinationExistsError, match="this step was saved already"):
+                manager.save(3, state(3))
+        else:
+            manager.save(3, state(3)).wait()
+    assert same(tensorkeep.load(f"{root}@3"), state(9 if replaced else 3))
 
 
-def test_steps_are_listed_by_few_requests(root: StorePath, server: Proxy) -> None:
+def test_steps_are_listed_by_few_requests_also_while_the_store_fails(root: StorePath, server: Proxy) -> None:
     save_all(root, range(1, 7))
     place = place_of(root)
-    server.start_again(None)
-    assert len(place.listing().steps) == 6
-    assert len([each for each in server.requests if "list-type" in each]) == 1
-    assert len(server.requests) == 7  # and one for each manifest
-    server.start_again(None)
-    assert len(place.listing().steps) == 6
-    assert len(server.requests) == 1
-
-
-def test_a_run_is_read_while_its_store_fails_now_and_then(root: StorePath, server: Proxy) -> None:
-    save_all(root, range(1, 4))
+    for count in (7, 1):  # one for each manifest, the first time
+        server.start_again(None)
+        assert len(place.listing().steps) == 6
+        assert len([each for each in server.requests if "list-type" in each]) == 1
+        assert len(server.requests) == count
     server.start_again(Fault("500", lambda number: number % 3 == 0))
-    assert numbers(root) == [1, 2, 3]
-    assert same(tensorkeep.load(root), state(3))
+    assert numbers(root) == [1, 2, 3, 4, 5, 6]
+    assert same(tensorkeep.load(root), state(6))
+    # A store that does not give manifests is not an empty run.
+    server.start_again(
+        Fault("503", lambda number: server.requests[number].startswith("GET") and "list" not in server.requests[number])
+    )
+    with pytest.raises(tensorkeep.StoreError), CheckpointManager(root) as manager:
+        manager.latest()
+    with pytest.raises(tensorkeep.StoreError):
+        tensorkeep.load(f"{root}@latest")
 
 
 def test_a_grace_period_that_is_not_a_duration_is_refused(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORKEEP_STORE_GRACE", "soon")
     with pytest.raises(tensorkeep.UsageError, match="TENSORKEEP_STORE_GRACE is 'soon'"):
         CheckpointManager(root)
-
-
-def test_addresses_verify_and_diff_of_a_run(root: StorePath) -> None:
-    save_all(root, range(1, 4), incremental=True)
-    assert same(tensorkeep.load(f"{root}@latest"), state(3))
-    assert same(tensorkeep.load(f"{root}@best:loss"), state(3))
-    assert tensorkeep.verify(root)
-    assert not tensorkeep.diff(f"{root}@1", f"{root}@2").equal
-    with pytest.raises(tensorkeep.NotFoundError, match="has no step 9\nthe nearest steps are 1, 2, 3"):
-        tensorkeep.load(f"{root}@9")
-
-
-def test_a_step_that_shares_objects_is_complete_on_a_disk(root: StorePath, tmp_path: Path) -> None:
-    save_all(root, range(1, 4), incremental=True)
-    tensorkeep.convert(f"{root}@3", tmp_path / "copy")
-    assert same(tensorkeep.load(tmp_path / "copy"), state(3))
 
 
 def test_the_base_may_be_any_step_of_the_run_only(root: StorePath, tmp_path: Path) -> None:
@@ -363,67 +320,44 @@ def test_the_base_may_be_any_step_of_the_run_only(root: StorePath, tmp_path: Pat
     assert report.base is None
     assert "only steps of one run share objects" in (report.base_refused or "")
     assert same(tensorkeep.load(f"{root}/best"), state(2))
+    mixed = "one is on a disk, the other in an object store\nleave out base="
     for base, place in ((f"{root}/step-000001", tmp_path / "d"), (tmp_path / "c", f"{root}/step-000009")):
-        with pytest.raises(
-            tensorkeep.UsageError, match="one is on a disk, the other in an object store\nleave out base="
-        ):
+        with pytest.raises(tensorkeep.UsageError, match=mixed):
             tensorkeep.save(state(2), place, base=base)
-
-
-def test_a_whole_step_in_place_of_a_damaged_one_is_not_replaced(root: StorePath) -> None:
-    save_all(root, range(1, 3))
-    damaged = next(key for key in names(root) if key.startswith("step-000002/model"))
-    content = bytes(stores.get(root / damaged))
-    stores.put(root / damaged, content[:-1] + bytes([content[-1] ^ 1]))
-    with CheckpointManager(root) as manager:
-        with pytest.warns(UserWarning, match="step-000002 is skipped"):
-            assert same(manager.restore(), state(1))
-        tensorkeep.save(state(9), root / "step-000002", overwrite=True)
-        with pytest.raises(tensorkeep.DestinationExistsError, match="this step was saved already"):
-            manager.save(2, state(2))
-    assert same(tensorkeep.load(f"{root}@2"), state(9))
 
 
 @pytest.mark.usefixtures("no_grace")
 @pytest.mark.parametrize("times", [2, math.inf])
-def test_a_step_that_cannot_be_read_now_is_neither_ignored_nor_deleted(
-    root: StorePath, server: Proxy, monkeypatch: pytest.MonkeyPatch, times: float
-) -> None:
+def test_a_step_that_is_not_read_is_neither_ignored_nor_deleted(root: StorePath, server: Proxy, times: float) -> None:
     """A run would otherwise seem to have fewer steps, and keep or delete others than it should."""
     save_all(root, range(1, 4))
-    give_up_after(monkeypatch, 20 if times == 2 else 0.5)
     server.start_again(FaultAt("short", "step-000001/manifest.json", times))
     with CheckpointManager(root, keep_last=1) as manager:
         if times == 2:
             assert [step.number for step in manager.prune()] == [1, 2]
-        else:
-            with pytest.raises(
-                tensorkeep.StoreError, match=r"step-000001/manifest.json: cannot read it: the answer was"
-            ):
-                manager.prune()
-            server.start_again(None)
-            assert numbers(root) == [1, 2, 3]
+            return
+        with pytest.raises(tensorkeep.StoreError, match=r"step-000001/manifest.json: cannot read it: the answer was"):
+            manager.prune()
+    server.start_again(None)
+    assert numbers(root) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("action", ["reset", "truncated", "lost", "500"])
 def test_listing_and_deletion_survive_a_connection_that_breaks(root: StorePath, server: Proxy, action: str) -> None:
-    for number in range(3):
-        stores.put(root / "step-000001" / f"{number}", b"x")
+    paths = [root / "step-000001" / f"{number}" for number in range(3)]
+    for path in paths:
+        stores.put(path, b"x")
+    for call in (stores.objects, stores.children):
+        server.start_again(Fault(action, lambda number: number == 0))
+        assert len(list(call(root))) == (3 if call is stores.objects else 1)
     server.start_again(Fault(action, lambda number: number == 0))
-    assert len(stores.objects(root)) == 3
-    server.start_again(Fault(action, lambda number: number == 0))
-    assert len(list(stores.children(root))) == 1
-    server.start_again(Fault(action, lambda number: number == 0))
-    stores.delete([root / "step-000001" / f"{number}" for number in range(3)])
-    server.start_again(None)
+    stores.delete(paths)
     assert stores.objects(root) == []
 
 
 @pytest.mark.usefixtures("no_grace")
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_step_of_many_ranks_that_another_tool_uploaded_is_deleted(
-    root: StorePath, tmp_path: Path, prune: Prune, damaged: bool
-) -> None:
+def test_an_uploaded_step_of_two_ranks_is_deleted(root: StorePath, tmp_path: Path, prune: Prune, damaged: bool) -> None:
     save_by_ranks(tmp_path / "step", state(1), 2)
     for file in (tmp_path / "step").iterdir():
         stores.put(root / "step-000001" / file.name, file.read_bytes())
@@ -436,27 +370,8 @@ def test_a_step_of_many_ranks_that_another_tool_uploaded_is_deleted(
     assert {name.partition("/")[0] for name in names(root)} == {"step-000002"}
 
 
-def test_a_store_that_does_not_give_manifests_is_not_an_empty_run(
-    root: StorePath, server: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with CheckpointManager(root) as manager:
-        manager.save(1, {"w": torch.ones(3)})
-    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "0.5")
-    server.start_again(
-        Fault("503", lambda number: server.requests[number].startswith("GET") and "list" not in server.requests[number])
-    )
-    with pytest.raises(tensorkeep.StoreError), CheckpointManager(root) as manager:
-        manager.latest()
-    with pytest.raises(tensorkeep.StoreError):
-        tensorkeep.load(f"{root}@latest")
-
-
 def test_a_checkpoint_that_was_replaced_has_another_identity(root: StorePath) -> None:
     """Ranks compare it, so that none loads the old one beside others that load the new one."""
-    from tensorkeep.checkpoint.finding import open_reader
-    from tensorkeep.formats.base import OpenSettings
-    from tensorkeep.io.buffers import BufferPool
-
     path = root / "step-000001"
     tensorkeep.save({"w": torch.ones(3)}, path)
     with BufferPool(64 * 1024**2) as pool, open_reader(path, OpenSettings(pool=pool)) as old:

@@ -1,11 +1,10 @@
-"""What the ranks of `test_collective` do; each function runs on every rank of a gloo group."""
+"""What ranks do together, on disk and in object stores; each function runs on every rank of a gloo group."""
 
 import os
 import time
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
@@ -29,8 +28,11 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
 }
 
 
+def together(timeout: float = 20) -> dict[str, Any]:
+    return {"group": dist.group.WORLD, "timeout": timeout}
+
+
 def full_state() -> dict[str, Any]:
-    """Return the state that all ranks have together, in full."""
     draw = torch.Generator().manual_seed(7)
     return {
         "model": {
@@ -38,7 +40,7 @@ def full_state() -> dict[str, Any]:
             "uneven": torch.randn(7, 5, generator=draw),
             "few": torch.randn(1, 6, generator=draw),
             "empty": torch.zeros(0, 4),
-            "large": torch.randn(3000, 512, generator=draw).bfloat16(),
+            "large": torch.arange(3000 * 512.0).reshape(3000, 512).bfloat16(),
         },
         "plain": torch.arange(11),
         "scalar": torch.tensor(2.5),
@@ -50,9 +52,7 @@ def full_state() -> dict[str, Any]:
 def divided(state: dict[str, Any], layout: str) -> dict[str, Any]:
     """Return the state with the tensors of its model divided among the ranks."""
     shape, placements = LAYOUTS[layout]
-    size = dist.get_world_size()
-    known = -int(np.prod(shape))
-    mesh = init_device_mesh("cpu", tuple(size // known if length < 0 else length for length in shape))
+    mesh = init_device_mesh("cpu", tuple(torch.empty(dist.get_world_size()).reshape(shape).shape))
     model = {
         name: distribute_tensor(tensor, mesh, placements, src_data_rank=None) for name, tensor in state["model"].items()
     }
@@ -62,11 +62,6 @@ def divided(state: dict[str, Any], layout: str) -> dict[str, Any]:
 def zeros_like(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: zeros_like(value) for key, value in state.items()}
-    if isinstance(state, DTensor):
-        local = torch.zeros_like(state.to_local())
-        return DTensor.from_local(
-            local, state.device_mesh, state.placements, run_check=False, shape=state.shape, stride=state.stride()
-        )
     return torch.zeros_like(state) if isinstance(state, torch.Tensor) else state
 
 
@@ -79,13 +74,13 @@ def equal(first: Any, second: Any) -> bool:
 
 
 def save(path: str, layout: str, options: dict[str, Any]) -> dict[str, Any]:
-    report = tensorkeep.save(divided(full_state(), layout), path, group=dist.group.WORLD, timeout=20, **options)
+    report = tensorkeep.save(divided(full_state(), layout), path, **together(), **options)
     return report.as_dict()
 
 
 def save_async(path: str, layout: str, options: dict[str, Any]) -> dict[str, Any]:
     state = divided(full_state(), layout)
-    pending = tensorkeep.save_async(state, path, group=dist.group.WORLD, timeout=20, **options)
+    pending = tensorkeep.save_async(state, path, **together(), **options)
     for tensor in state["model"].values():
         tensor.to_local().zero_()
     return pending.wait().as_dict()
@@ -95,34 +90,37 @@ def load(path: str, layout: str) -> bool:
     """Load into another layout, and compare every bit of this rank's part."""
     expected = divided(full_state(), layout)
     given = zeros_like(expected)
-    loaded = tensorkeep.load(path, into=given, group=dist.group.WORLD, timeout=20)
+    loaded = tensorkeep.load(path, into=given, **together())
     return equal(given, expected) and loaded["step"] == 12 and loaded["names"] == ["a", "b"]
 
 
-def pipeline(path: str, count: int) -> list[str]:
-    """Save and load the stages of a pipeline: each rank has other keys, and its own random state."""
+def pipeline(path: str) -> list[Any]:
+    """Save and load the stages of a pipeline: each rank has other keys, and values of its own."""
     rank = dist.get_rank()
 
     def stage(scale: float) -> dict[str, Any]:
         return {f"block{rank}": torch.full((3, 2), rank * scale), "shared": torch.full((4,), scale)}
 
-    state = {"model": stage(1.0), "random": PerRank({"seed": rank, "bits": torch.full((2,), rank)}), "step": 3}
-    tensorkeep.save(state, path, group=dist.group.WORLD, timeout=20)
-    into = {"model": stage(0.0), "random": PerRank({"seed": -1, "bits": torch.zeros(2, dtype=torch.int64)}), "step": 0}
-    loaded = tensorkeep.load(path, into=into, group=dist.group.WORLD, timeout=20)
+    def state(scale: float, epoch: int, bits: torch.Tensor) -> dict[str, Any]:
+        return {"model": stage(scale), "random": PerRank({"bits": bits, "seed": epoch}), "epoch": PerRank(epoch)}
+
+    tensorkeep.save({**state(1.0, 100 + rank, torch.full((2,), rank)), "step": 3}, path, **together())
+    bits = torch.full((2,), 9)
+    into = {**state(0.0, -1, bits), "step": 0}
+    loaded = tensorkeep.load(path, into=into, **together())
     assert equal(into["model"], stage(1.0))
     assert loaded["step"] == 3
-    assert into["random"].value["bits"].tolist() == [rank, rank]
-    return sorted(loaded["model"])
+    assert loaded["random"].value["bits"] is bits
+    return [sorted(loaded["model"]), bits.tolist(), loaded["random"].value["seed"], loaded["epoch"].value]
 
 
-def per_rank_of_fewer(path: str) -> list[str]:
-    """Load the values of ranks from a checkpoint that fewer ranks saved."""
-    value = torch.full((2,), 50 + dist.get_rank())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        tensorkeep.load(path, into={"random": PerRank({"bits": value, "seed": 0})}, group=dist.group.WORLD, timeout=20)
-    return [*map(str, value.tolist()), *(str(each.message) for each in caught)]
+def per_rank_of_fewer(path: str) -> list[Any]:
+    """Load the values of ranks from a checkpoint that fewer ranks saved; return them, and the warnings."""
+    bits = torch.full((2,), 9)
+    into = {"random": PerRank({"bits": bits, "seed": -1}), "epoch": PerRank(-1)}
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        loaded = tensorkeep.load(path, into=into, **together())
+    return [bits.tolist(), loaded["epoch"].value, "\n".join(str(each.message) for each in caught)]
 
 
 def fsdp(path: str, action: str) -> Any:
@@ -130,10 +128,8 @@ def fsdp(path: str, action: str) -> Any:
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
     for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
         module.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     inputs = torch.arange(24.0).reshape(4, 6)
@@ -147,11 +143,11 @@ def fsdp(path: str, action: str) -> Any:
 
     if action == "save":
         take_step()
-        tensorkeep.save({"model": model, "optimizer": optimizer}, path, group=dist.group.WORLD, timeout=20)
+        tensorkeep.save({"model": model, "optimizer": optimizer}, path, **together())
     else:
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
-        tensorkeep.load(path, into={"model": model, "optimizer": optimizer}, group=dist.group.WORLD, timeout=20)
+        tensorkeep.load(path, into={"model": model, "optimizer": optimizer}, **together())
         kinds = {type(value).__name__ for state in optimizer.state.values() for value in state.values()}
         assert kinds == {"DTensor", "Tensor"}
     return [take_step() for _ in range(3)]
@@ -160,9 +156,7 @@ def fsdp(path: str, action: str) -> Any:
 def manage(root: str, incremental: Any) -> list[Any]:
     """Save steps with a manager, delete old ones, restore the last one."""
     state = divided(full_state(), "rows")
-    with tensorkeep.CheckpointManager(
-        root, keep_last=2, incremental=incremental, group=dist.group.WORLD, timeout=20
-    ) as manager:
+    with tensorkeep.CheckpointManager(root, keep_last=2, incremental=incremental, **together()) as manager:
         reports = []
         for step in (1, 2, 3):
             state["model"]["even"].to_local().fill_(step)
@@ -178,10 +172,8 @@ def manage(root: str, incremental: Any) -> list[Any]:
 
 def restore_damaged(root: str) -> float:
     given = zeros_like(divided(full_state(), "rows"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with tensorkeep.CheckpointManager(root, group=dist.group.WORLD, timeout=20) as manager:
-            manager.restore(into=given)
+    with warnings.catch_warnings(action="ignore"), tensorkeep.CheckpointManager(root, **together()) as manager:
+        manager.restore(into=given)
     even = given["model"]["even"].to_local()
     return float(even.flatten()[0]) if even.numel() else -1.0
 
@@ -191,20 +183,20 @@ def restore_damaged(root: str) -> float:
 
 def differing(path: str, what: str) -> None:
     """Save states that differ between two ranks."""
-    rank = dist.get_rank()
-    state = full_state()
-    if rank == 1:
+    state, options = full_state(), {"compression": "none", **together(10)}
+    if dist.get_rank() == 1:
         state |= {
             "key": {"plain": state["plain"].float()},
             "shape": {"plain": torch.arange(12)},
             "value": {"step": 13},
             "list": {"names": ["a", "c"]},
+            "unsupported": {"code": print},
         }.get(what, {})
-    target = path + ("-other" if what == "path" and rank == 1 else "")
-    compression = "lossless" if what == "compression" and rank == 1 else "none"
-    if what == "unsupported" and rank == 1:
-        state["code"] = print
-    tensorkeep.save(state, target, group=dist.group.WORLD, timeout=10, compression=compression)
+        if what == "path":
+            path += "-other"
+        if what == "compression":
+            options["compression"] = "lossless"
+    tensorkeep.save(state, path, **options)
 
 
 def failing(path: str, where: str, how: str) -> None:
@@ -226,7 +218,7 @@ def failing(path: str, where: str, how: str) -> None:
     with pytest.MonkeyPatch.context() as patches:
         if dist.get_rank() == 1:
             patches.setattr(owner, name, act)
-        tensorkeep.save(state, path, group=dist.group.WORLD, timeout=3, overwrite=True)
+        tensorkeep.save(state, path, **together(3), overwrite=True)
 
 
 def without_group(path: str) -> None:
@@ -236,9 +228,8 @@ def without_group(path: str) -> None:
 def differing_tensors(path: str) -> list[str]:
     """Save a plain tensor that differs between ranks, as a state of an optimizer of another stage."""
     state = {"momentum": torch.full((4, 3), dist.get_rank()), "same": torch.ones(2)}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        tensorkeep.save(state, path, group=dist.group.WORLD, timeout=20)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        tensorkeep.save(state, path, **together())
     return [str(each.message) for each in caught]
 
 
@@ -258,7 +249,6 @@ class Tied(torch.nn.Module):
 
 
 def reference() -> dict[str, torch.Tensor]:
-    """Return the state of the model in one process."""
     torch.manual_seed(5)
     return dict(Tied().state_dict())
 
@@ -286,7 +276,7 @@ def save_model(path: str, kind: str) -> list[str]:
     rank = dist.get_rank()
     model = parallel_model(kind)
     experts = {f"expert{rank}": torch.full((2, 3), rank)}
-    tensorkeep.save({"model": model, "experts": experts}, path, group=dist.group.WORLD, timeout=20)
+    tensorkeep.save({"model": model, "experts": experts}, path, **together())
     return [type(parameter).__name__ for parameter in model.parameters()]
 
 
@@ -296,6 +286,6 @@ def load_model(path: str, kind: str) -> bool:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    tensorkeep.load(path, into={"model": model}, group=dist.group.WORLD, timeout=20)
+    tensorkeep.load(path, into={"model": model}, **together())
     assert model.head.weight is model.embedding.weight
     return equal(dict(model.state_dict()), dict(expected.state_dict()))

@@ -1,12 +1,15 @@
-"""What the ranks of `test_stores` do; each function runs on every rank of a gloo group."""
+"""What ranks do in object stores; the function runs on every rank of a gloo group."""
 
 import os
 from typing import Any
 
 from checkpoint.ranks import cases
+from store_servers import JumpingClock
+from tensorkeep.io.clock import use_clock
 
 
 def in_store(environment: dict[str, str], name: str, *arguments: Any) -> Any:
-    """Call a function of `cases` with these environment variables, which a rank does not have from the test."""
+    """Call a function of `cases` with these environment variables and a quick clock, which no rank has from a test."""
     os.environ.update(environment)
-    return getattr(cases, name)(*arguments)
+    with use_clock(JumpingClock()):
+        return getattr(cases, name)(*arguments)

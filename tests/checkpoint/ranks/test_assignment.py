@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tensorkeep.checkpoint.ranks.assignment import SPLIT_BYTES, Share, assign, o
 from tensorkeep.checkpoint.ranks.outline import RankOutline, TensorOutline, Tensors, merge_skeletons, merge_tensors
 from tensorkeep.errors import RanksDisagreeError
 from tensorkeep.state.tree import flatten
+from tensorkeep.testing.cases import case
 
 Boxes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
@@ -37,24 +39,21 @@ def written(outlines: list[RankOutline]) -> list[int]:
     ]
 
 
-def test_replicated_tensors_are_divided_equally_and_written_once() -> None:
+def test_replicas_are_written_once_and_in_equal_parts() -> None:
+    def half(number: int) -> RankOutline:
+        return outline(*((f"w{n}", (64, 8 + n), (((32 * number, 0), (32, 8 + n)),)) for n in range(30)))
+
     shapes = {f"w{number}": (64 + number, 128) for number in range(40)}
-    state = outline(*((name, shape, whole(shape)) for name, shape in shapes.items()))
-    shares = shares_of([state] * 4)
-    assert Counter(share.name for own in shares for share in own) == Counter(list(shapes))
-    loads = written([state] * 4)
-    assert sum(loads) == sum(map(prod, shapes.values())) * 4
-    assert max(loads) <= 1.05 * sum(loads) / 4
-
-
-def test_a_mesh_of_replicas_and_shards_is_written_in_equal_parts() -> None:
-    # HSDP on 2 x 2 ranks: each half of every tensor is on two ranks.
-    def rank(half: int) -> RankOutline:
-        return outline(*((f"w{n}", (64, 8 + n), (((32 * half, 0), (32, 8 + n)),)) for n in range(30)))
-
-    loads = written([rank(0), rank(1), rank(0), rank(1)])
-    assert sum(loads) == sum(64 * (8 + n) * 4 for n in range(30))
-    assert max(loads) <= 1.05 * sum(loads) / 4
+    replicated = [outline(*((name, shape, whole(shape)) for name, shape in shapes.items()))] * 4
+    assert Counter(share.name for own in shares_of(replicated) for share in own) == Counter(list(shapes))
+    sharded = [half(0), half(1)] * 2  # HSDP on 2 x 2 ranks: each half of every tensor is on two ranks
+    for outlines, elements in (
+        (replicated, sum(map(prod, shapes.values()))),
+        (sharded, sum(64 * (8 + n) for n in range(30))),
+    ):
+        loads = written(outlines)
+        assert sum(loads) == 4 * elements
+        assert max(loads) <= 1.05 * elements
 
 
 def test_a_large_replicated_tensor_is_written_in_runs_by_several_ranks() -> None:
@@ -89,30 +88,27 @@ def test_own_pieces_are_views_of_the_memory_of_the_state() -> None:
     assert torch.equal(part.array, weight[2:5])
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
-        (("w", (4, 2), whole((4, 2))), ("w", (4, 3), whole((4, 3))), r"shape is \[4, 2\] on rank 0, and \[4, 3\]"),
-        (("w", (4,), (((0,), (2,)),)), ("w", (4,), (((0,), (2,)),)), r"have 2 of its 4 elements"),
-    ],
-)
-def test_tensors_that_do_not_fit_together_are_refused(first: object, second: object, message: str) -> None:
-    with pytest.raises(RanksDisagreeError, match=message) as refused:
-        merge_tensors([outline(first), outline(second)])  # type: ignore[arg-type]
-    assert refused.value.name == "w"
-
-
-def test_a_dtype_that_differs_is_refused_with_both() -> None:
-    flats = [flatten({"model": {"w": torch.zeros(2, dtype=dtype)}}) for dtype in (torch.float32, torch.bfloat16)]
-    with pytest.raises(RanksDisagreeError, match=r"dtype is float32 on rank 0, and bfloat16 on rank 1"):
-        merge_tensors([RankOutline.of_state(flat) for flat in flats])
-
-
-def test_a_tensor_that_is_tied_on_one_rank_only_is_refused() -> None:
-    tied = torch.zeros(2)
-    flats = [flatten({"a": tied, "b": tied}), flatten({"a": torch.zeros(2), "b": torch.zeros(2)})]
-    with pytest.raises(RanksDisagreeError, match=r"shares the memory of 'a' on rank 0, and not on rank 1"):
-        merge_tensors([RankOutline.of_state(flat) for flat in flats])
+def test_tensors_that_do_not_fit_together_are_refused() -> None:
+    tied, *separate = (torch.zeros(2) for _ in range(3))
+    states: list[tuple[dict[str, torch.Tensor], ...]] = [
+        ({"w": torch.zeros(2)}, {"w": torch.zeros(2).bfloat16()}),
+        ({"a": tied, "w": tied}, dict(zip("aw", separate, strict=True))),
+    ]
+    outlines = [
+        [outline(("w", (4, 2), whole((4, 2)))), outline(("w", (4, 3), whole((4, 3))))],
+        [outline(("w", (4,), (((0,), (2,)),)))] * 2,
+        *([RankOutline.of_state(flatten(state)) for state in each] for each in states),
+    ]
+    messages = (
+        r"shape is \[4, 2\] on rank 0, and \[4, 3\]",
+        "have 2 of its 4 elements",
+        "dtype is float32 on rank 0, and bfloat16 on rank 1",
+        "shares the memory of 'a' on rank 0, and not on rank 1",
+    )
+    for each, message in zip(outlines, messages, strict=True):
+        with case(message), pytest.raises(RanksDisagreeError, match=message) as refused:
+            merge_tensors(each)
+        assert refused.value.name == "w"
 
 
 def test_states_with_other_keys_are_merged() -> None:
@@ -130,18 +126,17 @@ def test_states_with_other_keys_are_merged() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (({"a": {"lr": 0.1}}, {"a": {"lr": 0.2}}), r"'a.lr' differs between ranks 0 and 1: '0.1' and '0.2'"),
-        (({"step": 7}, {"step": 8}), r"'step' differs between ranks 0 and 1: 7 and 8"),
-        (({"x": [1, 2]}, {"x": [1]}), r"'x' differs between ranks 0 and 1: a list of 2 and a list of 1"),
-        (({"x": 1}, {"x": True}), r"'x' differs between ranks 0 and 1: 1 and True"),
-        (({"x": {"y": 1}}, {"x": 3}), r"'x' differs between ranks 0 and 1: a dict of 1 and 3"),
-        (({"x": torch.zeros(1)}, {"x": None}), r"'x' differs between ranks 0 and 1: the tensor 'x' and None"),
-    ],
-)
-def test_plain_values_that_differ_are_refused_by_name(values: tuple[object, ...], message: str) -> None:
-    with pytest.raises(RanksDisagreeError, match=message) as refused:
-        merge_skeletons([flatten(value).skeleton for value in values])
-    assert "PerRank" in (refused.value.remedy or "")
+def test_plain_values_that_differ_are_refused_by_name() -> None:
+    values: list[tuple[Any, Any, str]] = [
+        ({"a": {"lr": 0.1}}, {"a": {"lr": 0.2}}, "'a.lr' differs between ranks 0 and 1: '0.1' and '0.2'"),
+        ({"step": 7}, {"step": 8}, "'step' differs between ranks 0 and 1: 7 and 8"),
+        ({"x": b"row 5"}, {"x": b"row 6"}, "'x' differs between ranks 0 and 1: b'row 5' and b'row 6'"),
+        ({"x": [1, 2]}, {"x": [1]}, "'x' differs between ranks 0 and 1: a list of 2 and a list of 1"),
+        ({"x": 1}, {"x": True}, "'x' differs between ranks 0 and 1: 1 and True"),
+        ({"x": {"y": 1}}, {"x": 3}, "'x' differs between ranks 0 and 1: a dict of 1 and 3"),
+        ({"x": torch.zeros(1)}, {"x": None}, "'x' differs between ranks 0 and 1: the tensor 'x' and None"),
+    ]
+    for first, second, message in values:
+        with case(message), pytest.raises(RanksDisagreeError, match=message) as refused:
+            merge_skeletons([flatten(first).skeleton, flatten(second).skeleton])
+        assert "PerRank" in (refused.value.remedy or "")

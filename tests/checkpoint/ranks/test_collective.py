@@ -1,6 +1,8 @@
-"""Saves and loads by several ranks: every layout, other numbers of ranks, managers, and failures of one rank."""
+"""Saves and loads by several ranks, on disk and in object stores: every layout, managers, and failures of one rank."""
 
 import re
+import secrets
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +10,86 @@ import pytest
 import torch
 
 import tensorkeep
-from checkpoint.ranks import cases
+from checkpoint.ranks import cases, store_cases
+from faults.injection import flip_bit
 from ranks import outcomes, run_ranks
+from store_servers import SECRET, FaultAt, Proxy, environment_of, make_bucket
+from tensorkeep.io.objects import stores
+from tensorkeep.paths import StorePath
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 COUNTS = {"rows": 2, "columns": 2, "replicated": 2, "replicas of shards": 4, "rows and columns": 4, "strided": 4}
 
 
-def test_one_process_loads_what_ranks_saved(tmp_path: Path) -> None:
-    path = tmp_path / "c"
-    reports = run_ranks(2, cases.save, str(path), "rows", {"compression": "lossless"})
-    assert cases.equal(tensorkeep.load(path), cases.full_state())
-    assert tensorkeep.verify(path)
+class Place:
+    """A folder or, with a server, a bucket, where ranks save; their requests go through a proxy."""
+
+    def __init__(self, root: str, server: Proxy | None = None) -> None:
+        self.root, self.url, self.server = root, f"{root}/c", server
+
+    def call(self, name: str, *, seconds: float = 20) -> tuple[Any, ...]:
+        """Return how ranks call a function of `cases`, whose requests may take so many seconds."""
+        if self.server is None:
+            return (getattr(cases, name),)
+        return store_cases.in_store, environment_of(self.server.url, seconds=seconds), name
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of everything here."""
+        if self.server is None:
+            return {str(each): each.stat().st_size * each.is_file() for each in Path(self.root).rglob("*")}
+        return {found.key: found.size for found in stores.objects(StorePath(self.root))}
+
+    def fail_manifest(self, action: str, times: int) -> None:
+        """Let so many requests fail that would make the checkpoint visible."""
+        assert self.server is not None
+        self.server.start_again(FaultAt(action, f"PUT {self.url.removeprefix('s3:/')}/manifest.json", times))
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Return a new folder if a test says ``"disk"``, or else a new bucket, where this process meets no fault."""
+    if getattr(request, "param", "store") == "disk":
+        return Place(str(tmp_path))
+    pytest.importorskip("obstore")
+    server: Proxy = request.getfixturevalue("server")
+    server.start_again(None)
+    name = f"ranks-{secrets.token_hex(4)}"
+    make_bucket(server.target, name)
+    for key, value in environment_of(server.target).items():
+        monkeypatch.setenv(key, value)
+    return Place(f"s3://{name}", server)
+
+
+@pytest.mark.parametrize(
+    ("place", "save", "compression"),
+    [
+        ("disk", "save", "lossless"),
+        ("disk", "save_async", "none"),
+        ("store", "save", "lossless"),
+        ("store", "save", "none"),
+        ("store", "save_async", "none"),
+    ],
+    indirect=["place"],
+)
+def test_what_ranks_save_is_one_checkpoint(place: Place, save: str, compression: str) -> None:
+    reports = run_ranks(2, *place.call(save), place.url, "rows", {"compression": compression})
+    assert cases.equal(tensorkeep.load(place.url), cases.full_state())
+    assert tensorkeep.verify(place.url)
+    assert len(tensorkeep.info(place.url).details["ranks"]) == 2
     assert {report["tensors"] for report in reports} == {7}
-    sizes = sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
-    assert [report["stored_bytes"] for report in reports] == [sizes, sizes]
-    assert run_ranks(3, cases.load, str(path), "columns") == [True] * 3
+    sizes = {name.rpartition("/")[2]: size for name, size in place.sizes().items()}
+    del sizes["manifest.json"]
+    assert [report["stored_bytes"] for report in reports] == [sum(sizes.values())] * 2
+    # The names of objects end with that of their save.
+    saves = {found[1] for name in sizes if (found := re.search(r"-([0-9a-f]{16})\.", name))}
+    assert len(saves) == (place.server is not None)
+    kinds = {re.sub(r"-[0-9a-f]{16}(?=\.)", "", name) for name in sizes}
+    suffix = "safetensors" if compression == "none" else "tensorkeep"
+    assert {"rank-00000.json", "rank-00001.json", f"model-rank-00001.{suffix}"} <= kinds
+    assert run_ranks(3, *place.call("load"), place.url, "columns") == [True] * 3
     into = cases.zeros_like(cases.full_state())
-    tensorkeep.load(path, into=into)
+    tensorkeep.load(place.url, into=into)
     assert cases.equal(into["model"], cases.full_state()["model"])
 
 
@@ -34,7 +99,7 @@ def test_ranks_load_what_one_process_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", COUNTS)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_layout_is_loaded_by_every_other(tmp_path: Path, layout: str) -> None:
     path = str(tmp_path / "c")
     run_ranks(COUNTS[layout], cases.save, path, layout, {})
@@ -43,20 +108,19 @@ def test_every_layout_is_loaded_by_every_other(tmp_path: Path, layout: str) -> N
         assert run_ranks(count, cases.load, path, other) == [True] * count
 
 
-def test_the_state_may_change_as_soon_as_save_async_returns(tmp_path: Path) -> None:
-    run_ranks(2, cases.save_async, str(tmp_path / "c"), "rows", {})
-    assert cases.equal(tensorkeep.load(tmp_path / "c"), cases.full_state())
-
-
 def test_ranks_may_have_other_keys_and_values_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "c"
-    assert run_ranks(2, cases.pipeline, str(path), 2) == [["block0", "shared"], ["block1", "shared"]]
+    assert run_ranks(2, cases.pipeline, str(path)) == [
+        [["block0", "shared"], [0, 0], 100, 100],
+        [["block1", "shared"], [1, 1], 101, 101],
+    ]
     state = tensorkeep.load(path)
     assert sorted(state["model"]) == ["block0", "block1", "shared"]
-    assert {rank: value["seed"] for rank, value in state["random"].items()} == {"0": 0, "1": 1}
-    found = run_ranks(3, cases.per_rank_of_fewer, str(path))
-    assert [each[:2] for each in found] == [["0", "0"], ["1", "1"], ["52", "52"]]
-    assert "no value of rank 2 for 'random', which is left as it is" in found[2][2]
+    assert {rank: value["seed"] for rank, value in state["random"].items()} == {"0": 100, "1": 101}
+    *found, last = run_ranks(3, cases.per_rank_of_fewer, str(path))
+    assert found == [[[0, 0], 100, ""], [[1, 1], 101, ""]]
+    assert last[:2] == [[9, 9], -1]
+    assert "has no value of rank 2 for 'epoch', 'random', which is left as it is" in last[2]
 
 
 def test_plain_tensors_that_differ_are_named_in_a_warning(tmp_path: Path) -> None:
@@ -81,7 +145,7 @@ KINDS = {"fsdp": 2, "tensor parallel": 2, "hsdp": 4, "fsdp and tensor parallel":
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if count > 2 else []) for kind, count in KINDS.items()]
+    "kind", [pytest.param(kind, marks=[pytest.mark.exhaustive] if count > 2 else []) for kind, count in KINDS.items()]
 )
 def test_models_divided_in_every_way_are_one_checkpoint(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "c"
@@ -98,24 +162,21 @@ def test_models_divided_in_every_way_are_one_checkpoint(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_manager_keeps_and_restores_steps_of_all_ranks(tmp_path: Path, incremental: bool) -> None:
-    found = run_ranks(2, cases.manage, str(tmp_path), incremental)
+@pytest.mark.parametrize("place", ["disk", "store"], indirect=True)
+def test_a_manager_keeps_and_restores_steps_of_all_ranks(place: Place, incremental: bool) -> None:
+    root = f"{place.root}/run"
+    found = run_ranks(2, *place.call("manage"), root, incremental)
     # Rank 0 deletes old steps, and the others may still see them.
     assert found[0][1:] == found[1][1:]
     numbers, loss, new_bytes, _ = found[0]
     assert numbers == [2, 3]
     assert loss == pytest.approx(1 / 3)
+    assert tensorkeep.load(f"{root}@3")["model"]["even"].unique().tolist() == [3.0]
     if incremental:
         assert new_bytes[1] < new_bytes[0] / 10
-
-
-def test_a_damaged_step_is_skipped_by_all_ranks(tmp_path: Path) -> None:
-    run_ranks(2, cases.manage, str(tmp_path), False)
-    data = tmp_path / "step-000003" / "model-rank-00001.safetensors"
-    content = bytearray(data.read_bytes())
-    content[-100] ^= 1
-    data.write_bytes(content)
-    assert run_ranks(2, cases.restore_damaged, str(tmp_path)) == [2.0, 2.0]
+    elif place.server is None:  # a damaged step is skipped by all ranks
+        flip_bit(Path(root, "step-000003", "model-rank-00001.safetensors"), -100)
+        assert run_ranks(2, *place.call("restore_damaged"), root) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -127,46 +188,73 @@ def test_a_damaged_step_is_skipped_by_all_ranks(tmp_path: Path) -> None:
         ("list", r"'names.1' differs between ranks 0 and 1: 'b' and 'c'"),
         ("path", r"path is '.*/c' on rank 0, and '.*/c-other' on rank 1"),
         ("compression", r"compression is 'none' on rank 0, and 'lossless' on rank 1"),
+        ("unsupported", r"rank 1 has failed preparing to save: UnsupportedLeafError: code: a value of type"),
     ],
 )
 def test_what_differs_between_ranks_is_named_on_all_of_them(tmp_path: Path, what: str, words: str) -> None:
-    found = outcomes(2, cases.differing, str(tmp_path / "c"), what)
-    assert [each.error for each in found] == ["RanksDisagreeError"] * 2
-    assert all(re.search(words, each.message, re.DOTALL) for each in found), found[0].message
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_value_that_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) -> None:
-    found = outcomes(2, cases.differing, str(tmp_path / "c"), "unsupported")
-    assert [each.error for each in found] == ["RanksDisagreeError", "UnsupportedLeafError"]
-    assert "rank 1 has failed preparing to save: UnsupportedLeafError: code: a value of type" in found[0].message
+    first, second = outcomes(2, cases.differing, str(tmp_path / "c"), what)
+    assert first.error == "RanksDisagreeError"
+    assert re.search(words, first.message, re.DOTALL), first.message
+    if what == "unsupported":
+        assert second.error == "UnsupportedLeafError"
+    else:
+        assert (second.error, second.message) == (first.error, first.message)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("where", "how"),
+    ("place", "where", "how"),
     [
-        ("begin", "fails"),
-        ("write", "fails"),
-        ("finish", "fails"),
-        ("write", "dies"),
-        pytest.param("write", "hangs", marks=pytest.mark.slow),
+        *(("disk", where, "fails") for where in ("begin", "write", "finish")),
+        ("disk", "write", "dies"),
+        *(("store", *each) for each in (("write", "fails"), ("finish", "fails"), ("finish", "dies"))),
         *(
-            pytest.param(where, how, marks=pytest.mark.slow)
-            for where in ("begin", "finish")
-            for how in ("dies", "hangs")
+            pytest.param("disk", where, how, marks=pytest.mark.exhaustive)
+            for where, how in product(("begin", "write", "finish"), ("dies", "hangs"))
+            if (where, how) != ("write", "dies")
         ),
     ],
+    indirect=["place"],
 )
-def test_if_one_rank_fails_all_raise_and_what_was_there_is_whole(tmp_path: Path, where: str, how: str) -> None:
-    path = tmp_path / "c"
-    tensorkeep.save({"old": torch.ones(3)}, path)
-    found = outcomes(2, cases.failing, str(path), where, how, seconds=12 if how == "hangs" else 30)
+def test_if_one_rank_fails_all_raise_and_what_was_there_is_whole(place: Place, where: str, how: str) -> None:
+    tensorkeep.save({"old": torch.ones(3)}, place.url)
+    before = place.sizes()
+    found = outcomes(2, *place.call("failing"), place.url, where, how, seconds=12 if how == "hangs" else 30)
     assert found[0].error == "RanksDisagreeError"
     expected = {"fails": "rank 1 has failed", "dies": "rank 1 has ended", "hangs": "rank 1 did not answer within 3 s"}
     assert expected[how] in found[0].message
-    assert tensorkeep.load(path)["old"].tolist() == [1, 1, 1]
-    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+    assert tensorkeep.load(place.url)["old"].tolist() == [1, 1, 1]
+    assert place.sizes() == before
+
+
+def test_a_checkpoint_in_a_store_is_replaced_as_a_whole_or_not_at_all(place: Place) -> None:
+    tensorkeep.save({"old": torch.ones(3)}, place.url)
+    before = place.sizes()
+    for found in outcomes(2, *place.call("save"), place.url, "rows", {}):
+        assert found.error in ("DestinationExistsError", "RanksDisagreeError")
+        assert "exists already" in found.message
+    assert place.sizes() == before
+    run_ranks(2, *place.call("save"), place.url, "rows", {"overwrite": True})
+    assert cases.equal(tensorkeep.load(place.url), cases.full_state())
+    assert before.keys() & place.sizes().keys() == {"c/manifest.json"}
+
+
+@pytest.mark.parametrize("action", ["lost", "503"])
+def test_the_request_for_the_manifest_may_fail_once(place: Place, action: str) -> None:
+    place.fail_manifest(action, times=1)
+    run_ranks(2, *place.call("save"), place.url, "rows", {})
+    assert cases.equal(tensorkeep.load(place.url), cases.full_state())
+
+
+def test_without_a_manifest_all_ranks_raise_in_time(place: Place) -> None:
+    place.fail_manifest("503", times=1_000_000)
+    found = outcomes(2, *place.call("save", seconds=1), place.url, "rows", {})
+    assert [each.error for each in found] == ["StoreError", "RanksDisagreeError"]
+    for each in found:
+        assert "cannot make the checkpoint visible" in each.message
+        assert SECRET not in each.message
+    with pytest.raises(tensorkeep.NotFoundError):
+        tensorkeep.load(f"{place.url}/manifest.json")
 
 
 def test_a_dtensor_without_a_group_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -1,24 +1,86 @@
-"""Exchanges of ranks: their order, ranks that do different things, values of all lengths, and connections."""
+"""Exchanges of ranks: their order, ranks that do different things, values of all lengths, and connections.
+
+The functions before each test run on every rank of a gloo group.
+"""
 
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d
 
 import tensorkeep
-from checkpoint.ranks import exchanges
+from checkpoint.ranks import cases
 from ranks import outcomes, run_ranks
+from tensorkeep.checkpoint.ranks import collective, connection
+from tensorkeep.checkpoint.ranks.group import ranks_of
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
+
+
+def several_in_flight(folder: str) -> list[str]:
+    """Begin saves while the first one is being written; return those that this rank stages, in order."""
+    stage = collective.Coordination._stage
+    staged: list[str] = []
+
+    def slow(self: collective.Coordination) -> tuple[str, str]:
+        if self._destination.name == "first":
+            time.sleep(0.2)
+        staged.append(self._destination.name)
+        return stage(self)
+
+    def state(number: int) -> dict[str, Any]:
+        return cases.divided({"model": {"w": torch.full((50, 4), float(number))}}, "rows")
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(collective.Coordination, "_stage", slow)
+        group = dist.group.WORLD
+        first = tensorkeep.save_async(state(1), f"{folder}/first", group=group, timeout=10)
+        manager = tensorkeep.CheckpointManager(f"{folder}/run", group=group, timeout=10)
+        second = manager.save(2, state(2))
+        tensorkeep.save(state(3), f"{folder}/third", group=group, timeout=10)
+        first.wait()
+        second.wait()
+        manager.close()
+    return staged
 
 
 def test_saves_of_a_group_are_written_in_the_order_in_which_they_begin(tmp_path: Path) -> None:
-    assert run_ranks(2, exchanges.several_in_flight, str(tmp_path)) == [["first", "step-000002", "third"], []]
+    assert run_ranks(2, several_in_flight, str(tmp_path)) == [["first", "step-000002", "third"], []]
     for number, path in enumerate(("first", "run@2", "third"), 1):
         assert tensorkeep.load(tmp_path / path)["model"]["w"].unique().tolist() == [number]
 
 
+def boxes_remembered(path: str) -> int:
+    """Save; return how many boxes this rank remembers for the next save."""
+    cases.save(path, "rows", {})
+    ranks = ranks_of(dist.group.WORLD, 20)
+    assert ranks is not None
+    return len(ranks.remembered["merged"].boxes)
+
+
 def test_the_boxes_of_other_ranks_are_not_kept_between_saves(tmp_path: Path) -> None:
-    assert run_ranks(2, exchanges.boxes_remembered, str(tmp_path / "c")) == [0, 0]
+    assert run_ranks(2, boxes_remembered, str(tmp_path / "c")) == [0, 0]
+
+
+def differently(path: str, what: str) -> None:
+    """Load on rank 1, while rank 0 saves, or loads in another way; no error of a rank is waited for."""
+    own, group = torch.zeros(4), dist.group.WORLD
+    if what == "other saves":
+        mine: Any = collective.Coordination
+        stage = mine(ranks_of(group, 20), None, Path(path + str(dist.get_rank())), None)
+        stage._stage = lambda: (path, "")
+        stage.begin()
+    elif dist.get_rank() == 1:
+        tensorkeep.load(path, into={"w": own}, group=group, timeout=20)
+    elif what == "save":
+        tensorkeep.save({"w": own}, path, overwrite=True, group=group, timeout=20)
+    else:
+        tensorkeep.load(path, group=group, timeout=20)
 
 
 @pytest.mark.parametrize(
@@ -31,30 +93,121 @@ def test_the_boxes_of_other_ranks_are_not_kept_between_saves(tmp_path: Path) -> 
 )
 def test_ranks_in_different_operations_all_raise_at_once(tmp_path: Path, what: str, words: str) -> None:
     tensorkeep.save({"w": torch.ones(4)}, tmp_path / "c")
-    found = outcomes(2, exchanges.differently, str(tmp_path / "c"), what, seconds=10)
+    found = outcomes(2, differently, str(tmp_path / "c"), what, seconds=10)
     assert [each.error for each in found] == ["RanksDisagreeError"] * 2, found
     assert all(re.search(words, each.message) for each in found), found[0].message
+
+
+def exchange_long_and_short(length: int) -> list[list[int]]:
+    """Exchange values of other lengths; return the lengths that arrive, at all ranks and at the coordinator."""
+    ranks = ranks_of(dist.group.WORLD, 20)
+    assert ranks is not None
+    own = b"x" * (length if dist.get_rank() == 1 else 3)
+    found = [ranks.caller.exchange(own, "testing", to_coordinator=only) for only in (False, True)]
+    return [[len(each) for each in received] for received in found]
 
 
 @pytest.mark.parametrize("length", [5, 300_000])
 def test_values_of_different_lengths_arrive(length: int) -> None:
     sizes = [3, length, 3]
-    assert run_ranks(3, exchanges.exchange_long_and_short, length) == [[sizes, sizes], [sizes, []], [sizes, []]]
+    assert run_ranks(3, exchange_long_and_short, length) == [[sizes, sizes], [sizes, []], [sizes, []]]
 
 
-@pytest.mark.slow
+def connect_out_of_step(path: str) -> list[str]:
+    """Save again and again, while rank 1 comes when rank 0 has given up several connections."""
+    errors = []
+    for attempt in range(8):
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(connection, "_GRACE", 0.1)
+            try:
+                tensorkeep.save({"w": torch.zeros(4)}, path, overwrite=True, group=dist.group.WORLD, timeout=0.5)
+                errors.append("")
+            except tensorkeep.RanksDisagreeError as error:
+                errors.append(error.message)
+        if dist.get_rank() == 1 and attempt == 0:
+            time.sleep(2)
+        if attempt and not errors[-1]:
+            break
+    return errors
+
+
+@pytest.mark.exhaustive
 def test_ranks_meet_again_that_gave_up_different_numbers_of_connections(tmp_path: Path) -> None:
-    errors = run_ranks(2, exchanges.connect_out_of_step, str(tmp_path / "c"))
+    errors = run_ranks(2, connect_out_of_step, str(tmp_path / "c"))
     assert any(errors[0]), "rank 1 was not late"
     assert [each[-1] for each in errors] == ["", ""]
 
 
+def connect_beside_a_slow_rank() -> float:
+    """Connect; return when this rank may continue, and on rank 0, whose gloo is slow, when it has connected."""
+    real, times = distributed_c10d.ProcessGroupGloo, list[float]()
+
+    def slow(*arguments: Any) -> Any:
+        made = real(*arguments)
+        time.sleep(0.2)
+        times.append(time.monotonic())
+        return made
+
+    with pytest.MonkeyPatch.context() as patches:
+        if dist.get_rank() == 0:
+            patches.setattr(distributed_c10d, "ProcessGroupGloo", slow)
+        ranks_of(dist.group.WORLD, 20)
+    return times[-1] if times else time.monotonic()
+
+
 def test_no_rank_goes_on_before_all_have_connected() -> None:
-    connected, *others = run_ranks(3, exchanges.connect_beside_a_slow_rank)
+    connected, *others = run_ranks(3, connect_beside_a_slow_rank)
     assert min(others) > connected
 
 
-def test_each_operation_has_its_timeout_and_ranks_with_others_meet(tmp_path: Path) -> None:
-    for kept, error in run_ranks(2, exchanges.operations_with_other_timeouts, str(tmp_path / "c")):
+def timeouts_of_operations(path: str) -> list[set[float]]:
+    """Save and load, each rank and each operation with a timeout of its own; return those of the exchanges of each."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    real, found = connection.Connection._all_gather, []
+
+    def noted(self: connection.Connection, received: Any, own: Any, timeout: float) -> None:
+        found[-1].add(timeout)
+        real(self, received, own, timeout)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(connection.Connection, "_all_gather", noted)
+        for seconds in (20, 30):
+            found.append(set[float]())
+            tensorkeep.save({"w": torch.zeros(4)}, path, overwrite=True, group=group, timeout=seconds + rank)
+        found.append(set[float]())
+        tensorkeep.load(path, group=group, timeout=40 + rank)
+    return found
+
+
+def test_each_operation_has_its_timeout(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, timeouts_of_operations, str(tmp_path / "c"))):
+        assert found == [{20 + rank}, {30 + rank}, {40 + rank}]
+
+
+def save_slowly(path: str, seconds: float, timeout: float) -> None:
+    """Save ones, while rank 0 needs some time to begin."""
+    stage = collective.Coordination._stage
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(collective.Coordination, "_stage", lambda self: (time.sleep(seconds), stage(self))[1])
+        tensorkeep.save({"w": torch.ones(4)}, path, overwrite=True, group=dist.group.WORLD, timeout=timeout)
+
+
+def operations_with_other_timeouts(path: str) -> tuple[list[float], str]:
+    """Save and load with other timeouts; return what was loaded, and the error of a save that lasts too long.
+
+    The second save lasts longer than the timeout of the operation that connected the ranks.
+    """
+    rank, group = dist.get_rank(), dist.group.WORLD
+    tensorkeep.save({"w": torch.zeros(4)}, path, group=group, timeout=2 + rank)
+    save_slowly(path, 3, timeout=10 + rank)
+    kept = tensorkeep.load(path, group=group)["w"].tolist()
+    with pytest.raises(tensorkeep.RanksDisagreeError) as caught:
+        save_slowly(path, 2, timeout=0.5)
+    return kept, caught.value.message
+
+
+@pytest.mark.exhaustive
+def test_an_operation_may_last_longer_than_the_timeout_of_an_earlier_one(tmp_path: Path) -> None:
+    for kept, error in run_ranks(2, operations_with_other_timeouts, str(tmp_path / "c")):
         assert kept == [1.0] * 4
         assert "did not answer within 0.5 s" in error

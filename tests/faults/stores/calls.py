@@ -1,21 +1,32 @@
 """The calls whose requests are broken: saves, runs and reads. Each checks what the store holds afterwards."""
 
 import os
+import shutil
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
+from unittest import mock
 
 import torch
 
 import tensorkeep
+from checkpoint.local_tier.copies import copy
+from faults.stores.buckets import Call
 from tensorkeep import CheckpointManager
+from tensorkeep.checkpoint.local_tier.transfer import find_copy
+from tensorkeep.io.objects import uploads
+from tensorkeep.paths import StorePath
 from tensorkeep.testing.equality import same
 
 OLD: dict[str, Any] = {"model": {"w": torch.arange(3000.0), "b": torch.zeros(7)}, "frozen": torch.ones(500), "step": 1}
 NEW: dict[str, Any] = {**OLD, "model": {"w": torch.arange(3000.0) * 2, "b": torch.ones(7)}, "step": 2}
 
-LARGE: dict[str, Any] = {"w": torch.arange(9 * 2**18, dtype=torch.float32), "step": 3}
-"""9 MiB: its file goes up in two parts."""
+LARGE: dict[str, Any] = {"w": torch.arange(5 * 2**17, dtype=torch.float32), "step": 3}
+"""2.5 MiB, whose file goes up in parts of one."""
 
 
 def holds(url: str) -> str:
@@ -31,19 +42,20 @@ def holds(url: str) -> str:
 
 
 class Save:
-    """A save to a new place."""
+    """A save to a place where is nothing, or the old checkpoint."""
 
-    before = "nothing"
-
-    def __init__(self, state: Mapping[str, Any] = NEW, **options: Any) -> None:
+    def __init__(self, state: Mapping[str, Any] = NEW, *, before: str = "nothing", **options: Any) -> None:
         self.state = state
+        self.before = before
         self.options = options
 
     def prepare(self, url: str) -> None:
-        """Write nothing."""
+        if self.before == "old":
+            tensorkeep.save(OLD, url)
 
     def run(self, url: str) -> None:
-        tensorkeep.save(self.state, url, overwrite=True, threads=2, **self.options)
+        with mock.patch.object(uploads, "_PART_BYTES", 2**20):
+            tensorkeep.save(self.state, url, overwrite=True, threads=2, **self.options)
 
     def check(self, url: str, *, returned: bool) -> str:
         found = holds(url)
@@ -51,30 +63,42 @@ class Save:
         return "new" if found == "large" else found
 
 
-class Replacement(Save):
-    """A save in place of another checkpoint."""
-
-    before = "old"
-
-    def prepare(self, url: str) -> None:
-        tensorkeep.save(OLD, url)
-
-
-class BackgroundSave(Replacement):
-    """A save in the background."""
-
+class BackgroundSave(Save):
     def run(self, url: str) -> None:
         tensorkeep.save_async(NEW, url, overwrite=True, threads=2).wait()
 
 
 class Conversion(Save):
-    """A conversion from one place of the store to another."""
-
     def prepare(self, url: str) -> None:
         tensorkeep.save(NEW, f"{url}-source")
 
     def run(self, url: str) -> None:
         tensorkeep.convert(f"{url}-source", url, compression="lossless", overwrite=True)
+
+
+class Upload(Save):
+    """An upload of a step from a disk, which shares a file with the copy of the step before it."""
+
+    def _steps(self, url: str) -> tuple[Path, Path]:
+        folder = self._folder / url.removeprefix("s3://")
+        return folder / "step-000001", folder / "step-000002"
+
+    def prepare(self, url: str) -> None:
+        self._folder = Path(mkdtemp())
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        first, second = self._steps(url)
+        tensorkeep.save(OLD, first, incremental=True)
+        tensorkeep.save(NEW, second, base=first)
+        self._copied, _ = copy(first, StorePath(f"{url}-run/step-000001"))
+
+    def run(self, url: str) -> None:
+        second = self._steps(url)[1]
+        with suppress(tensorkeep.DestinationExistsError):  # the answer to the last request was lost before
+            copy(second, StorePath(f"{url}-run/step-000002"), self._copied)
+        assert find_copy(second, StorePath(f"{url}-run/step-000002")) is not None
+
+    def check(self, url: str, *, returned: bool) -> str:
+        return super().check(f"{url}-run/step-000002", returned=returned)
 
 
 class NextStep:
@@ -111,46 +135,41 @@ class NextStep:
         return OLD if number == 1 else {**NEW, "step": number}
 
 
-class _LongRun(NextStep):
-    """A run of three steps, each of which shares data with the one before it."""
+class ShorterRun(NextStep):
+    """A run of three steps, each of which shares data with the one before it, some of which are deleted."""
 
     before = (1, 2, 3)
+
+    def __init__(self, run: Callable[[str], None], after: tuple[int, ...]) -> None:
+        super().__init__()
+        self._run = run
+        self.after = after
 
     def prepare(self, url: str) -> None:
         with CheckpointManager(url, incremental=True) as manager:
             for number in self.before:
                 manager.save(number, self.state_of(number)).wait()
 
-
-class RetainingSave(_LongRun):
-    """A run of three steps that saves a fourth and deletes all others."""
-
-    after = (4,)
-
     def run(self, url: str) -> None:
-        with CheckpointManager(url, keep_last=1, incremental=True) as manager:
-            manager.save(4, self.state_of(4), overwrite=True).wait()
+        self._run(url)
 
 
-class Prune(_LongRun):
-    """A run of three steps that is pruned to its last one."""
-
-    after = (3,)
-
-    def run(self, url: str) -> None:
-        with CheckpointManager(url, keep_last=1) as manager:
-            manager.prune()
+def _save_and_retain(url: str) -> None:
+    """Save a fourth step, and delete all others."""
+    with CheckpointManager(url, keep_last=1, incremental=True) as manager:
+        manager.save(4, {**NEW, "step": 4}, overwrite=True).wait()
 
 
-class Deletion(_LongRun):
-    """A run of three steps whose second one, with which the third shares data, is deleted."""
+def _prune(url: str) -> None:
+    with CheckpointManager(url, keep_last=1) as manager:
+        manager.prune()
 
-    after = (1, 3)
 
-    def run(self, url: str) -> None:
-        with CheckpointManager(url) as manager:
-            if 2 in [step.number for step in manager.steps()]:
-                manager.delete(2)
+def _delete(url: str) -> None:
+    """Delete the second step, with which the third shares data."""
+    with CheckpointManager(url) as manager:
+        if 2 in [step.number for step in manager.steps()]:
+            manager.delete(2)
 
 
 class Restore(NextStep):
@@ -169,7 +188,7 @@ class Restore(NextStep):
         assert same(found, NEW) or (same(found, OLD) and caught)
 
 
-class Load(Replacement):
+class Load(Save):
     """A load into tensors that exist, and of a slice."""
 
     def check(self, url: str, *, returned: bool) -> str:
@@ -193,30 +212,31 @@ class Verify(Load):
         assert tensorkeep.info(url).entries
 
 
-SAVES: dict[str, Save] = {
+WRITES: dict[str, Call] = {
     "raw": Save(),
     "in several parts": Save(LARGE),
     "lossless": Save(compression="lossless"),
     "several files": Save(shard_bytes=4096),
-    "replacement": Replacement(),
-    "background": BackgroundSave(),
+    "replacement": Save(before="old"),
+    "background": BackgroundSave(before="old"),
     "conversion": Conversion(),
-}
-
-RUNS: dict[str, NextStep] = {
     "incremental": NextStep(),
     "differences": NextStep(incremental="delta", compression="lossless"),
-    "retention": RetainingSave(),
-    "prune": Prune(),
-    "deletion": Deletion(),
+    "retention": ShorterRun(_save_and_retain, (4,)),
+    "prune": ShorterRun(_prune, (3,)),
+    "deletion": ShorterRun(_delete, (1, 3)),
 }
 
-READS = {"load": Load(), "verify": Verify(), "restore": Restore()}
-
-CALLS = SAVES | RUNS
+CALLS: dict[str, Call] = {
+    **WRITES,
+    "upload": Upload(),
+    "load": Load(before="old"),
+    "verify": Verify(before="old"),
+    "restore": Restore(),
+}
 
 
 def run_in_process(name: str, url: str, environment: Mapping[str, str]) -> None:
     """Do the call with a name; the body of a process that is killed meanwhile."""
     os.environ.update(environment)
-    CALLS[name].run(url)
+    WRITES[name].run(url)

@@ -8,9 +8,11 @@ import torch
 
 import tensorkeep
 from checkpoint.ranks import cases, store_cases
-from faults.stores.buckets import ACTIONS, Bucket, cases_of, every_sixth, requests_of, sampled, sweep
+from faults.stores.buckets import Bucket, cases_of, every_sixth, requests_of, sampled, sweep
 from ranks import outcomes
-from store_servers import environment_of
+from store_servers import ACTIONS, environment_of
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 
 class RanksSave:
@@ -40,14 +42,12 @@ class RanksSave:
         return "new"
 
 
-def test_a_request_fails(bucket: Bucket, record_property: Any) -> None:
+@pytest.mark.parametrize("action", [None, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ACTIONS)])
+def test_any_request_fails(bucket: Bucket, action: str | None, record_property: Any) -> None:
     call = RanksSave()
-    record_property("cases", sweep(bucket, call, sampled(cases_of(requests_of(bucket, call)), 0)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("action", ACTIONS)
-def test_any_request_fails(bucket: Bucket, action: str, record_property: Any) -> None:
-    call = RanksSave()
-    chosen = every_sixth(cases_of(requests_of(bucket, call), [action]), ACTIONS.index(action))
+    requests = requests_of(bucket, call)
+    if action is None:
+        chosen = sampled(cases_of(requests), 0)
+    else:
+        chosen = every_sixth(cases_of(requests, [action]), ACTIONS.index(action))
     record_property("cases", sweep(bucket, call, chosen))

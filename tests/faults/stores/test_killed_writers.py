@@ -8,12 +8,14 @@ import pytest
 
 from faults.conftest import Choose
 from faults.stores.buckets import Bucket, requests_of
-from faults.stores.calls import CALLS, run_in_process
+from faults.stores.calls import WRITES, run_in_process
 from forked import ended, start
 from store_servers import FaultAt
 
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
+
 SAMPLED = ("raw", "replacement", "incremental")
-NAMES = [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.slow) for name in CALLS]
+NAMES = [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.exhaustive) for name in WRITES]
 
 
 @pytest.mark.parametrize("action", ["kill", "kill after"])
@@ -21,7 +23,7 @@ NAMES = [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.slow)
 def test_killed_at_any_request(
     tmp_path: Path, bucket: Bucket, name: str, action: str, choose: Choose, record_property: Any
 ) -> None:
-    call = CALLS[name]
+    call = WRITES[name]
     found = []
     for number in choose(len(requests_of(bucket, call))):
         url = f"{bucket.url}/{number}/ckpt"
@@ -29,7 +31,7 @@ def test_killed_at_any_request(
         bucket.proxy.start_again(FaultAt(action, number, 1))
         environment = bucket.environment(disturbed=True)
         process = start(run_in_process, name, url, environment, output=tmp_path / "output")
-        bucket.proxy.client = process.pid
+        bucket.proxy.client.put(process.pid)
         if ended(process) == 0:
             continue  # this time it had fewer requests
         assert process.exitcode == -signal.SIGKILL, (tmp_path / "output").read_text()

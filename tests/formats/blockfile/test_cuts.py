@@ -1,8 +1,8 @@
 """Cuts of boxes on the grid of the full tensor."""
 
+import math
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,9 +19,7 @@ from tensorkeep.formats.blockfile.cuts import (
 
 def cuts_in_rows(offsets, sizes, whole, itemsize, grid_bytes) -> set[int]:
     """Return the rows of the full tensor at which the blocks of a box begin."""
-    row = itemsize
-    for size in sizes[1:]:
-        row *= size
+    row = itemsize * math.prod(sizes[1:])
     return {offsets[0] + start // row for start in block_starts(whole, offsets, sizes, itemsize, Grid(grid_bytes))[1:]}
 
 
@@ -35,15 +33,10 @@ def test_boxes_of_different_ranks_are_cut_at_the_same_rows() -> None:
             assert found == {row for row in range(start + 1, start + sizes[0]) if row % 16 == 0}
 
 
-def test_columns_are_cut_at_the_rows_of_the_full_tensor() -> None:
+def test_columns_are_cut_at_the_rows_of_the_full_tensor_and_a_long_row_within_the_row() -> None:
     assert cuts_in_rows((0, 5), (100, 5), (100, 10), 4, 640) == set(range(16, 100, 16))
-
-
-def test_a_long_row_is_cut_within_the_row() -> None:
     assert list(block_starts((3, 100), (1, 0), (2, 50), 1, Grid(32))) == [0, 32, 50, 82]
-
-
-def test_a_box_that_lies_on_the_grid_has_starts_without_a_list() -> None:
+    # The starts of a box that lies on the grid need no list.
     assert isinstance(block_starts((10**12, 4), (0, 0), (10**12, 4), 4, Grid(64)), range)
 
 
@@ -56,23 +49,16 @@ def test_counts_and_starts_agree(seed: int) -> None:
     itemsize, grid = random.choice((1, 2, 4, 8, 16)), random.choice((16, 32, 128, 1024))
     starts = block_starts(whole, offsets, sizes, itemsize, Grid(grid))
     assert len(starts) == block_count(whole, offsets, sizes, itemsize, Grid(grid))
-    nbytes = itemsize
-    for size in sizes:
-        nbytes *= size
-    lengths = [stop - start for start, stop in zip(starts, [*starts[1:], nbytes], strict=True)]
+    stops = [*starts[1:], itemsize * math.prod(sizes)]
+    lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
     assert starts[0] == 0
     assert all(0 < length <= grid and length % itemsize == 0 for length in lengths)
 
 
-def test_the_count_of_an_impossible_box_takes_no_memory() -> None:
+def test_boxes_of_any_size_have_limits() -> None:
+    # An impossible box takes no memory, and a block has at least one row.
     assert block_count((2**62, 3), (1, 0), (2**62 - 1, 3), 1, Grid(16)) > 2**58
-
-
-def test_rows_are_at_least_one() -> None:
     assert rows_per_block((5, 10**9), 4, Grid(4096)) == 1
     assert rows_per_block((5, 0), 4, Grid(4096)) == 4096
-
-
-@pytest.mark.parametrize(("mib", "expected"), [(1, LEAST_BYTES), (20, 256 * 1024), (100, 1024**2), (5000, 4 * 1024**2)])
-def test_raw_tensors_are_cut_into_parts(mib: int, expected: int) -> None:
-    assert bytes_between_cuts((mib, 1024**2), 1, RAW_GRID) == expected
+    for mib, expected in ((1, LEAST_BYTES), (20, 256 * 1024), (100, 1024**2), (5000, 4 * 1024**2)):
+        assert bytes_between_cuts((mib, 1024**2), 1, RAW_GRID) == expected, mib

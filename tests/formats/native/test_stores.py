@@ -1,12 +1,7 @@
 """Native checkpoints are saved to object stores: complete or not at all, by any number of writers."""
 
-import os
-import re
 import signal
-import subprocess
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +10,15 @@ import pytest
 import torch
 
 import tensorkeep
-from faults.injection import in_child
-from store_servers import SECRET, Fault, Proxy
+from store_servers import SECRET, Fault, Proxy, always
 from tensorkeep.cli.main import main
 from tensorkeep.io.objects import stores
 from tensorkeep.io.objects.store_commit import StoreCommit, save_of
 from tensorkeep.paths import StorePath, as_path
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 
+pytestmark = pytest.mark.integration
 pytest.importorskip("obstore")
 
 BUCKET = "s3://bucket-native"
@@ -51,74 +47,64 @@ def test_round_trip(bucket: Proxy, compression: str) -> None:
     url = f"{BUCKET}/round/{compression}"
     report = tensorkeep.save(state(5), url, compression=compression, metadata={"a": [1]})
     assert (report.path, report.direct_io) == (url, False)
-    assert same(tensorkeep.load(url), state(5))
+    loaded = tensorkeep.load(url)
+    assert same(loaded, state(5))
+    model = loaded["model"]
+    assert model["tied"].data_ptr() == model["w"].data_ptr()
+    assert model["rows"].data_ptr() == model["w"][10:].data_ptr()
     assert tensorkeep.verify(url)
     found = objects(url)
     assert sum(found.values()) == report.stored_bytes
     assert len({save_of(name) for name in found if name != "manifest.json"}) == 1
-    info = tensorkeep.info(url)
-    assert info.metadata == {"a": [1]}
+    assert tensorkeep.info(url).metadata == {"a": [1]}
     if compression == "auto":
         assert (report.compression, report.auto and report.auto["rates"]) == ("lossless", None)
 
 
-def test_tied_tensors_share_storage_again(bucket: Proxy) -> None:
-    tensorkeep.save(state(1), f"{BUCKET}/tied")
-    model = tensorkeep.load(f"{BUCKET}/tied")["model"]
-    assert model["tied"].data_ptr() == model["w"].data_ptr()
-    assert model["rows"].data_ptr() == model["w"][10:].data_ptr()
-
-
-@pytest.mark.parametrize("states", [{}, {"step": 3}, {"w": torch.empty(0)}], ids=["empty", "no tensor", "no byte"])
 @pytest.mark.parametrize("compression", ["none", "lossless"])
-def test_states_without_a_byte(bucket: Proxy, states: dict[str, Any], compression: str) -> None:
-    url = f"{BUCKET}/empty-{len(states)}-{'w' in states}-{compression}"
-    tensorkeep.save(states, url, compression=compression)
-    assert same(tensorkeep.load(url), states)
-    assert tensorkeep.verify(url)
+def test_states_without_a_byte(bucket: Proxy, compression: str) -> None:
+    states: list[dict[str, Any]] = [{}, {"step": 3}, {"w": torch.empty(0)}]
+    for content in states:
+        with case(content):
+            tensorkeep.save(content, f"{BUCKET}/empty", compression=compression, overwrite=True)
+            assert same(tensorkeep.load(f"{BUCKET}/empty"), content)
+            assert tensorkeep.verify(f"{BUCKET}/empty")
 
 
 @pytest.mark.parametrize("compression", ["none", "lossless"])
 def test_several_files_in_parts(bucket: Proxy, compression: str) -> None:
-    large = {"model": {str(i): torch.randn(5 * MIB // 4 + i) for i in range(9)} | {"big": torch.randn(10 * MIB)}}
+    noise = torch.randint(0, 255, (9 * MIB,), dtype=torch.uint8)
+    large = {"model": {str(i): noise[: 5 * MIB // 8 + i].clone() for i in range(9)} | {"big": noise}}
     url = f"{BUCKET}/several-{compression}"
-    report = tensorkeep.save(large, url, compression=compression, shard_bytes="12MiB", memory_budget="64MiB")
+    report = tensorkeep.save(large, url, compression=compression, shard_bytes="2MiB", memory_budget="64MiB")
     assert same(tensorkeep.load(url), large)
     assert report.peak_buffer_bytes <= 64 * MIB
     found = objects(url)
-    assert sum(name.startswith("model-0000") for name in found) == 6
+    assert sum(name.startswith("model-0000") for name in found) >= 4
     assert sum(".index.json" in name for name in found) == (compression == "none")
     assert any("partNumber=2" in request for request in bucket.requests)
 
 
-def test_raw_objects_are_safetensors_files_and_coded_ones_have_no_header(bucket: Proxy, tmp_path: Path) -> None:
+def test_raw_objects_are_safetensors_files_and_coded_ones_have_no_header(bucket: Proxy) -> None:
+    url = f"{BUCKET}/head"
     for compression in ("none", "lossless"):
-        tensorkeep.save(
-            {"model": {"w": torch.arange(4000.0)}}, f"{BUCKET}/head", compression=compression, overwrite=True
-        )
-        (name,) = set(objects(f"{BUCKET}/head")) - {"manifest.json"}
-        url = f"{BUCKET}/head/{name}"
+        tensorkeep.save({"model": {"w": torch.arange(4000.0)}}, url, compression=compression, overwrite=True)
+        (name,) = set(objects(url)) - {"manifest.json"}
         if compression == "none":
-            assert torch.equal(tensorkeep.load(url)["w"], torch.arange(4000.0))
-        else:
-            assert name.endswith(".tensorkeep")
-            assert tensorkeep.info(f"{BUCKET}/head").details["files"] == {name: objects(f"{BUCKET}/head")[name]}
+            assert torch.equal(tensorkeep.load(f"{url}/{name}")["w"], torch.arange(4000.0))
+    assert name.endswith(".tensorkeep")
+    assert tensorkeep.info(url).details["files"] == {name: objects(url)[name]}
 
 
 def test_background_saves(bucket: Proxy) -> None:
-    weight = torch.ones(3 * MIB)
-    kinds: list[dict[str, Any]] = [
-        {"compression": "none"},
-        {"compression": "lossless"},
-        {"compression": "lossless", "delta": True, "incremental": True, "threads": 1},
-    ]
-    pending = [
-        tensorkeep.save_async({"w": weight, "n": n}, f"{BUCKET}/async-{n}", **kind) for n, kind in enumerate(kinds)
-    ]
+    weight = torch.ones(MIB)
+    delta: dict[str, Any] = {"compression": "lossless", "delta": True, "incremental": True, "threads": 1}
+    kinds = enumerate(({"compression": "none"}, {"compression": "lossless"}, delta))
+    pending = [tensorkeep.save_async({"w": weight, "n": n}, f"{BUCKET}/async-{n}", **kind) for n, kind in kinds]
     weight.zero_()
     for n, each in enumerate(pending):
         assert each.wait().path == f"{BUCKET}/async-{n}"
-        assert same(tensorkeep.load(each.path), {"w": torch.ones(3 * MIB), "n": n})
+        assert same(tensorkeep.load(each.path), {"w": torch.ones(MIB), "n": n})
     with pytest.raises(tensorkeep.DestinationExistsError):
         tensorkeep.save_async({}, f"{BUCKET}/async-0")
 
@@ -135,147 +121,39 @@ def test_overwrite_replaces_and_removes_the_old_objects(bucket: Proxy) -> None:
     assert len(objects(url)) == len(before)
 
 
-def test_16_writers_for_one_destination(bucket: Proxy) -> None:
-    url = f"{BUCKET}/race"
+class InterruptAt(Fault):
+    """Ctrl-C at the first request that contains a text, while all requests are slow."""
 
-    def attempt(number: int) -> int | str:
-        try:
-            tensorkeep.save({"w": torch.full((1000,), float(number)), "n": number}, url)
-        except tensorkeep.DestinationExistsError as error:
-            return str(error)
-        return number
+    def __init__(self, text: str) -> None:
+        super().__init__("slow", always)
+        self._text = text
 
-    with ThreadPoolExecutor(16) as pool:
-        outcomes = list(pool.map(attempt, range(16)))
-    (winner,) = [each for each in outcomes if isinstance(each, int)]
-    assert tensorkeep.load(url)["n"] == winner
-    assert tensorkeep.verify(url)
-    found = objects(url)
-    (save,) = {save_of(name) for name in found} - {None}
-    assert len(found) == 2
-    for each in outcomes:
-        assert each == winner or "exists already" in str(each) or f"another save was first: save {save}" in str(each)
-
-
-@pytest.mark.parametrize(
-    ("action", "overwrite"),
-    [
-        ("lost", True),
-        ("503", False),
-        ("reset", True),
-        pytest.param("lost", False, marks=pytest.mark.slow),
-        pytest.param("503", True, marks=pytest.mark.slow),
-        pytest.param("reset", False, marks=pytest.mark.slow),
-    ],
-)
-def test_any_request_of_a_save_may_fail_once(bucket: Proxy, action: str, overwrite: bool) -> None:
-    url = f"{BUCKET}/once-{action}-{overwrite}"
-
-    def prepare() -> None:
-        bucket.start_again(None)
-        if overwrite:
-            tensorkeep.save(state(1), url, overwrite=True)
-        bucket.start_again(None)
-
-    prepare()
-    tensorkeep.save(state(2), url, overwrite=overwrite)
-    count = len(bucket.requests)
-    for number in range(count):
-        if not overwrite:
-            url = f"{BUCKET}/once-{action}-{number}"
-        prepare()
-        bucket.start_again(Fault(action, lambda each, number=number: each == number))  # type: ignore[misc]
-        tensorkeep.save(state(3), url, overwrite=overwrite)
-        bucket.start_again(None)
-        assert same(tensorkeep.load(url), state(3)), number
-
-
-def test_a_store_that_fails_for_ever_ends_in_time(bucket: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = f"{BUCKET}/ever"
-    tensorkeep.save(state(1), url)
-    bucket.start_again(None)
-    tensorkeep.save(state(2), url, overwrite=True)
-    count = len(bucket.requests)
-    for number in range(count):
-        monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "0.5")
-        bucket.start_again(Fault("503", lambda each, number=number: each >= number))  # type: ignore[misc]
-        try:
-            tensorkeep.save(state(3), url, overwrite=True)
-        except tensorkeep.StoreError as error:
-            assert url in str(error) and re.search(r"SlowDown|503", str(error))
-        bucket.start_again(None)
-        monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "20")
-        assert tensorkeep.load(url)["step"] in (2, 3)
-        assert tensorkeep.verify(url)
-
-
-KILLED = """
-import os, sys, torch, tensorkeep
-from tensorkeep.io.objects.store_commit import StoreCommit
-StoreCommit.publish = lambda self, content: os._exit(9)
-tensorkeep.save({"w": torch.ones(10)}, sys.argv[1])
-"""
-
-
-def test_killed_before_the_commit(bucket: Proxy) -> None:
-    url = f"{BUCKET}/killed"
-    assert subprocess.run([sys.executable, "-c", KILLED, url], env=os.environ, check=False).returncode == 9
-    assert len(objects(url)) == 1
-    with pytest.raises(tensorkeep.NotACheckpointError, match="is a folder, not a checkpoint"):
-        tensorkeep.open(url)
-    tensorkeep.save(state(4), url)
-    assert same(tensorkeep.load(url), state(4))
+    def strikes(self, number: int, request: str) -> bool:
+        if self._text and self._text in request:
+            self._text = ""
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return True
 
 
 def test_a_failed_or_interrupted_save_removes_its_objects(bucket: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: StoreCommit, content: bytes) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(StoreCommit, "publish", interrupted)
+    url = f"{BUCKET}/interrupted"
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        patches.setattr(StoreCommit, "publish", interrupted)
+        tensorkeep.save(state(1), url)
+    assert not objects(url)
+    bucket.start_again(InterruptAt("partNumber=2"))
     with pytest.raises(KeyboardInterrupt):
-        tensorkeep.save(state(1), f"{BUCKET}/interrupted")
-    assert not objects(f"{BUCKET}/interrupted")
-
-
-def test_interrupted_while_parts_are_sent(bucket: Proxy) -> None:
-    url = f"{BUCKET}/ctrl-c"
-    bucket.start_again(Fault("slow", lambda number: True))
-
-    ended = threading.Event()
-
-    def interrupt() -> None:
-        while not any("partNumber=3" in request for request in bucket.requests):
-            if ended.wait(0.01):
-                return
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt, daemon=True)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            tensorkeep.save({"w": torch.randn(40 * MIB)}, url, memory_budget="64MiB")
-    finally:
-        ended.set()
-    thread.join()
+        tensorkeep.save({"w": torch.zeros(20 * MIB, dtype=torch.uint8)}, url, memory_budget="64MiB")
     bucket.start_again(None)
     assert not objects(url)
+    # One that was killed has left its objects.
+    stores.put(StorePath(f"{url}/model-0123456789abcdef.safetensors"), b"x")
+    with pytest.raises(tensorkeep.NotACheckpointError, match="is a folder, not a checkpoint"):
+        tensorkeep.open(url)
     tensorkeep.save({"w": torch.ones(3)}, url)
-
-
-def test_a_forked_child_is_refused(bucket: Proxy) -> None:
-    tensorkeep.save({}, f"{BUCKET}/parent")
-    reading, writing = os.pipe()
-
-    def work() -> None:
-        try:
-            tensorkeep.save({}, f"{BUCKET}/child")
-        except tensorkeep.TensorkeepError as error:
-            os.write(writing, str(error).encode())
-
-    assert in_child(work) == 0
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        assert "was forked from one that has used an object store" in answer.read()
 
 
 def test_convert_between_disk_and_store(bucket: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,8 +172,8 @@ def test_convert_between_disk_and_store(bucket: Proxy, tmp_path: Path, capsys: p
 
 def test_one_safetensors_file(bucket: Proxy) -> None:
     url = f"{BUCKET}/w.safetensors"
-    tensorkeep.save({"w": torch.ones(3 * MIB)}, url)
-    assert torch.equal(tensorkeep.load(url)["w"], torch.ones(3 * MIB))
+    tensorkeep.save({"w": torch.ones(MIB)}, url)
+    assert torch.equal(tensorkeep.load(url)["w"], torch.ones(MIB))
     with pytest.raises(tensorkeep.DestinationExistsError):
         tensorkeep.save({"w": torch.zeros(5)}, url)
     tensorkeep.save({"w": torch.zeros(5)}, url, overwrite=True)

@@ -1,43 +1,27 @@
 """The `tensorkeep` entry in the metadata of a safetensors file: valid notes are read, invalid ones refused."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from formats.safetensors.files import raw, read, save
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
-from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.safetensors import FORMAT
 from tensorkeep.formats.safetensors.writer import SafetensorsOptions
-from tensorkeep.formats.write import WriteSettings
 from tensorkeep.io.source_file import SourceFile
-from tensorkeep.state.tree import flatten
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import leaf_bytes
-from tensorkeep.testing.format_states import load, noise, training_state
-
-
-def save(state: Any, path: Path, **settings: Any) -> None:
-    FORMAT.write(flatten(state), path, WriteSettings(threads=2, **settings))
-
-
-def read(path: Path) -> Any:
-    with FORMAT.open(path, OpenSettings()) as reader:
-        return load(reader)
-
-
-def raw(path: Path, header: dict[str, Any], data: bytes = b"") -> Path:
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return path
-
+from tensorkeep.testing.format_states import noise, training_state
 
 NOTE = {
     "version": 1,
     "block_bytes": 16,
     "tensors": {"w": {"dtype": "float64", "shape": [3], "blocks": [["raw", 16], ["raw", 8]]}},
 }
+W = ("tensors", "w")
 STRUCTURE = {
     "skeleton": {"dict": {"a": {"tensor": "w"}, "b": {"tensor": "v"}}},
     "aliases": {"v": {"of": "w", "offset": 0, "shape": [2], "strides": [1], "part": "model"}},
@@ -54,125 +38,88 @@ def changed(base: dict[str, Any], *path: Any, to: Any) -> dict[str, Any]:
     return copy
 
 
-class TestUntrustedNotes:
-    def write(self, path: Path, note: Any, tag: str = "U8", shape: Any = (24,)) -> Path:
-        text = note if isinstance(note, str) else json.dumps(note)
-        header = {"__metadata__": {"tensorkeep": text}, "w": {"dtype": tag, "shape": shape, "data_offsets": [0, 24]}}
-        return raw(path / "x.safetensors", header, bytes(range(24)))
+def with_note(path: Path, note: Any, tag: str = "U8", shape: Any = (24,)) -> Path:
+    text = note if isinstance(note, str) else json.dumps(note)
+    header = {"__metadata__": {"tensorkeep": text}, "w": {"dtype": tag, "shape": shape, "data_offsets": [0, 24]}}
+    return raw(path / "x.safetensors", header, bytes(range(24)))
 
-    def test_valid_notes_are_read(self, tmp_path: Path) -> None:
-        assert leaf_bytes(read(self.write(tmp_path, NOTE))["w"]) == bytes(range(24))
-        note = {**NOTE, "structure": STRUCTURE}
-        found = read(self.write(tmp_path, note))
-        assert list(found) == ["a", "b"]
-        assert found["b"].untyped_storage().data_ptr() == found["a"].untyped_storage().data_ptr()
 
-    @pytest.mark.parametrize(
-        "note",
+def refuses(folder: Path, notes: Iterable[Any], error: type[Exception] = CorruptCheckpointError) -> None:
+    for note in notes:
+        with case(str(note)[-100:]), pytest.raises(error):
+            read(with_note(folder, note))
+
+
+def test_valid_notes_are_read(tmp_path: Path) -> None:
+    assert leaf_bytes(read(with_note(tmp_path, NOTE))["w"]) == bytes(range(24))
+    found = read(with_note(tmp_path, {**NOTE, "structure": STRUCTURE}))
+    assert list(found) == ["a", "b"]
+    assert found["b"].untyped_storage().data_ptr() == found["a"].untyped_storage().data_ptr()
+
+
+def test_invalid_notes_impossible_shapes_and_later_versions_are_refused(tmp_path: Path) -> None:
+    raw_blocks = [[24], [32, -8], [0, 24], [8, 16]]
+    blocks = [[["raw", length] for length in lengths] for lengths in raw_blocks]
+    blocks += [[[codec, 16], ["raw", 8]] for codec in ("zstd", "planes")]
+    refuses(
+        tmp_path,
         [
-            "",
-            "[]",
-            "{",
-            "[" * 100_000,
-            {},
+            *("", "[]", "{", "[" * 100_000, {}),
             changed(NOTE, "version", to="1"),
-            changed(NOTE, "block_bytes", to=0),
-            changed(NOTE, "block_bytes", to=-16),
-            changed(NOTE, "block_bytes", to=2**63),
-            changed(NOTE, "block_bytes", to=20),
+            *(changed(NOTE, "block_bytes", to=size) for size in (0, -16, 2**63, 20)),
             changed(NOTE, "tensors", to={"other": NOTE["tensors"]["w"]}),  # type: ignore[index]
-            changed(NOTE, "tensors", "w", "shape", to=[4]),
-            changed(NOTE, "tensors", "w", "shape", to=[-3]),
-            changed(NOTE, "tensors", "w", "shape", to=[1] * 65 + [3]),
-            changed(NOTE, "tensors", "w", "shape", to=[2**62, 2**62]),
-            changed(NOTE, "tensors", "w", "blocks", to=[["raw", 24]]),
-            changed(NOTE, "tensors", "w", "blocks", to=[["raw", 32], ["raw", -8]]),
-            changed(NOTE, "tensors", "w", "blocks", to=[["raw", 0], ["raw", 24]]),
-            changed(NOTE, "tensors", "w", "blocks", to=[["raw", 8], ["raw", 16]]),
-            changed(NOTE, "tensors", "w", "blocks", to=[["zstd", 16], ["raw", 8]]),
-            changed(NOTE, "tensors", "w", "blocks", to=[["planes", 16], ["raw", 8]]),
+            *(changed(NOTE, *W, "shape", to=shape) for shape in ([4], [-3], [1] * 65 + [3], [2**62, 2**62])),
+            *(changed(NOTE, *W, "blocks", to=each) for each in blocks),
         ],
-        ids=lambda note: str(note)[:100],
     )
-    def test_invalid_notes_are_refused(self, tmp_path: Path, note: Any) -> None:
-        with pytest.raises(CorruptCheckpointError):
-            read(self.write(tmp_path, note))
-
-    def test_note_about_a_tensor_other_than_a_byte_vector_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(CorruptCheckpointError):
-            read(self.write(tmp_path, NOTE, tag="F32", shape=(6,)))
-
-    @pytest.mark.parametrize(
-        "note",
-        [
-            changed(NOTE, "version", to=4),
-            changed(NOTE, "tensors", "w", "dtype", to="float7"),
-            changed(NOTE, "tensors", "w", "blocks", to=[["no-such-codec", 16], ["raw", 8]]),
-        ],
-        ids=["version", "dtype", "codec"],
-    )
-    def test_notes_of_later_versions_are_unsupported(self, tmp_path: Path, note: Any) -> None:
-        with pytest.raises(UnsupportedError):
-            read(self.write(tmp_path, note))
-
-    @pytest.mark.parametrize(
-        "structure",
-        [
-            7,
-            {},
-            changed(STRUCTURE, "skeleton", to={}),
-            changed(STRUCTURE, "skeleton", to={"pickle": "x"}),
-            changed(STRUCTURE, "skeleton", to={"dict": {"a": {"tensor": "w"}}}),
-            changed(STRUCTURE, "skeleton", "dict", "a", to={"tensor": "other"}),
-            changed(STRUCTURE, "skeleton", "dict", "c", to={"tensor": "w"}),
-            changed(STRUCTURE, "aliases", to={}),
-            changed(STRUCTURE, "aliases", "v", "of", to="other"),
-            changed(STRUCTURE, "aliases", "v", "of", to="v"),
-            changed(STRUCTURE, "aliases", "v", "offset", to=2),
-            changed(STRUCTURE, "aliases", "v", "offset", to=-1),
-            changed(STRUCTURE, "aliases", "v", "shape", to=[2**62]),
-            changed(STRUCTURE, "aliases", "v", "strides", to=[2**40]),
-            changed(STRUCTURE, "aliases", "v", "strides", to=[1, 1]),
-            changed(STRUCTURE, "aliases", "w", to=STRUCTURE["aliases"]["v"]),  # type: ignore[index]
-            changed(STRUCTURE, "parts", to={}),
-            changed(STRUCTURE, "parts", "v", to=["model", "w"]),
-            changed(STRUCTURE, "parts", "v", to=["model", "__metadata__"]),
-            changed(STRUCTURE, "parts", "v", to=["", "v"]),
-            changed(STRUCTURE, "parts", "v", to=["model", ""]),
-            changed(STRUCTURE, "parts", "v", to=["model"]),
-            changed(STRUCTURE, "skeleton", "dict", "b", to={"ndarray": "v"}),
-            changed(STRUCTURE, "skeleton", "dict", "a", to={"npscalar": "w"}),
-            {
-                **changed(STRUCTURE, "aliases", "v", "strides", to=[-1]),
-                "aliases": {"v": {**STRUCTURE["aliases"]["v"], "strides": [-1], "offset": 2}},  # type: ignore[index]
-            },
-        ],
-        ids=lambda structure: str(structure)[-100:],
-    )
-    def test_invalid_structures_are_refused(self, tmp_path: Path, structure: Any) -> None:
-        with pytest.raises(CorruptCheckpointError):
-            read(self.write(tmp_path, {**NOTE, "structure": structure}))
-
-    def test_structure_in_a_second_file_is_refused(self, tmp_path: Path) -> None:
-        save(
-            {"a": {"x": noise("float32", 10), "y": noise("float32", 10)}},
-            tmp_path / "m",
-            options=SafetensorsOptions(shard_bytes=40),
-        )
-        first, second = sorted((tmp_path / "m").glob("*.safetensors"))
-        length = int.from_bytes(first.read_bytes()[:8], "little")
-        header = json.loads(first.read_bytes()[8 : 8 + length])
-        other = json.loads(second.read_bytes()[8 : 8 + int.from_bytes(second.read_bytes()[:8], "little")])
-        raw(second, {**other, "__metadata__": header["__metadata__"]}, bytes(40))
-        with pytest.raises(CorruptCheckpointError, match="second file"):
-            read(tmp_path / "m")
+    # A note about a tensor other than a vector of bytes.
+    with pytest.raises(CorruptCheckpointError):
+        read(with_note(tmp_path, NOTE, tag="F32", shape=(6,)))
+    # An empty tensor without a note.
+    for shape in ([2**63, 0], [2**40, 2**40, 0]):
+        entry = {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
+        with case(shape), pytest.raises(CorruptCheckpointError, match="impossible shape"):
+            read(raw(tmp_path / "x.safetensors", entry))
+    later = [
+        changed(NOTE, "version", to=4),
+        changed(NOTE, *W, "dtype", to="float7"),
+        changed(NOTE, *W, "blocks", to=[["no-such-codec", 16], ["raw", 8]]),
+    ]
+    refuses(tmp_path, later, UnsupportedError)
 
 
-@pytest.mark.parametrize("shape", [[2**63, 0], [2**40, 2**40, 0]])
-def test_empty_tensor_of_an_impossible_shape_is_refused(tmp_path: Path, shape: list[int]) -> None:
-    entry = {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
-    with pytest.raises(CorruptCheckpointError, match="impossible shape"):
-        read(raw(tmp_path / "x.safetensors", entry))
+def test_invalid_structures_are_refused(tmp_path: Path) -> None:
+    skeletons = [{}, {"pickle": "x"}, {"dict": {"a": {"tensor": "w"}}}]
+    aliases = {"of": ["other", "v"], "offset": [2, -1], "shape": [[2**62]], "strides": [[2**40], [1, 1]]}
+    parts = [["model", "w"], ["model", "__metadata__"], ["", "v"], ["model", ""], ["model"]]
+    structures = [
+        *(7, {}),
+        *(changed(STRUCTURE, "skeleton", to=skeleton) for skeleton in skeletons),
+        changed(STRUCTURE, "skeleton", "dict", "a", to={"tensor": "other"}),
+        changed(STRUCTURE, "skeleton", "dict", "c", to={"tensor": "w"}),
+        changed(STRUCTURE, "skeleton", "dict", "b", to={"ndarray": "v"}),
+        changed(STRUCTURE, "skeleton", "dict", "a", to={"npscalar": "w"}),
+        *(changed(STRUCTURE, "aliases", "v", key, to=value) for key, values in aliases.items() for value in values),
+        changed(STRUCTURE, "aliases", to={}),
+        changed(STRUCTURE, "aliases", "w", to=STRUCTURE["aliases"]["v"]),  # type: ignore[index]
+        changed(STRUCTURE, "aliases", "v", to={**STRUCTURE["aliases"]["v"], "strides": [-1], "offset": 2}),  # type: ignore[index]
+        changed(STRUCTURE, "parts", to={}),
+        *(changed(STRUCTURE, "parts", "v", to=part) for part in parts),
+    ]
+    refuses(tmp_path, ({**NOTE, "structure": structure} for structure in structures))
+
+
+def test_structure_in_a_second_file_is_refused(tmp_path: Path) -> None:
+    state = {"a": {"x": noise("float32", 10), "y": noise("float32", 10)}}
+    save(state, tmp_path / "m", options=SafetensorsOptions(shard_bytes=40))
+    first, second = sorted((tmp_path / "m").glob("*.safetensors"))
+    headers = []
+    for file in (first, second):
+        content = file.read_bytes()
+        headers.append(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]))
+    raw(second, {**headers[1], "__metadata__": headers[0]["__metadata__"]}, bytes(40))
+    with pytest.raises(CorruptCheckpointError, match="second file"):
+        read(tmp_path / "m")
 
 
 def test_random_damage_raises_only_tensorkeep_errors(tmp_path: Path) -> None:

@@ -52,11 +52,6 @@ def foreign_group(root: Path) -> Path:
     return root
 
 
-def linked(place: Path, tmp_path: Path) -> None:
-    place.rename(tmp_path / "elsewhere")
-    place.symlink_to(tmp_path / "elsewhere")
-
-
 def forbid_listing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Make folders of a name unreadable for every user; root ignores permissions."""
     original = os.scandir

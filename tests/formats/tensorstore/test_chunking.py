@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -65,31 +66,15 @@ def documented_divisors(write_shape: list[int], target_elements: int) -> list[in
 def test_both_algorithms_are_the_documented_ones(shape: list[int], target: int) -> None:
     assert list(halve(shape, target)) == documented_halving(shape, target)
     assert list(divide(shape, target)) == documented_divisors(shape, target)
-
-
-def test_documented_example() -> None:
-    assert halve([32000, 3200], 16_777_216) == (4000, 3200)
-    assert divide([32000, 3200], 16_777_216) == (4000, 3200)
-    # The documents do not mention that 1 MiB of float32 gives far smaller chunks.
-    assert halve([32000, 3200], 262_144) == (500, 400)
-
-
-@pytest.mark.parametrize("length", [1, 2, 97, 1024, 30_030])
-def test_divisors_are_all_numbers_that_divide(length: int) -> None:
-    assert divisors(length) == [i for i in range(1, length + 1) if length % i == 0]
-
-
-def test_prime_and_square_dimensions_of_a_terabyte_are_fast() -> None:
-    assert divide([999_999_999_989], 1000) == (1,)
-    assert divide([1_000_003 * 1_000_003], 2_000_000) == (1_000_003,)
-
-
-def test_an_empty_array_may_have_a_dimension_of_any_length() -> None:
-    assert chunk_shape([0, 2**61 - 1], 4, 2**20, "divisors") == (1, 2**20 - 1)
+    for length in shape:
+        assert divisors(length) == [i for i in range(1, length + 1) if length % i == 0]
 
 
 def test_each_kind_of_chunk_limit() -> None:
     shape = [32000, 3200]
+    # The documented example; the documents do not mention that 1 MiB of float32 gives far smaller chunks.
+    assert halve(shape, 16_777_216) == divide(shape, 16_777_216) == (4000, 3200)
+    assert halve(shape, 262_144) == (500, 400)
     assert chunk_shape(shape, 4, "64", "halving") == (64, 64)
     assert chunk_shape([3, 100], 4, "64", "halving") == (3, 64)
     assert chunk_shape(shape, 4, "64MiB", "halving") == (4000, 3200)
@@ -98,6 +83,10 @@ def test_each_kind_of_chunk_limit() -> None:
     assert chunk_shape(shape, 2, None, "halving") == (32000, 3200)
     assert chunk_shape([0, 3], 4, 1, "halving") == (1, 1)
     assert chunk_shape([], 4, "1B", "halving") == ()
+    # An empty array may have a dimension of any length; prime and square dimensions of a terabyte are divided fast.
+    assert chunk_shape([0, 2**61 - 1], 4, 2**20, "divisors") == (1, 2**20 - 1)
+    assert divide([999_999_999_989], 1000) == (1,)
+    assert divide([1_000_003 * 1_000_003], 2_000_000) == (1_000_003,)
     for wrong in (0, -1, True, "0", "", "many", 1.5):
         with pytest.raises(UsageError):
             FORMAT.parse_options({"chunk": wrong})
@@ -105,31 +94,28 @@ def test_each_kind_of_chunk_limit() -> None:
 
 def test_budget_is_never_exceeded_except_by_one_larger_region() -> None:
     budget = ByteBudget(100)
-    random = np.random.default_rng(0)
-    lock = threading.Lock()
+    lock, met = threading.Lock(), threading.Barrier(3)
     held: list[int] = []
     crowds: list[list[int]] = []
 
-    def step(count: int) -> None:
+    def step(count: int, meet: bool) -> None:
         budget.acquire(count)
         with lock:
             held.append(count)
             crowds.append(list(held))
-        time.sleep(0.0005)
+        if meet:
+            met.wait(60)
         with lock:
             held.remove(count)
         budget.release(count)
 
-    counts = [int(n) for n in random.integers(1, 100, 60)] + [250]
-    random.shuffle(counts)
-    threads = [threading.Thread(target=step, args=(count,)) for count in counts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-        assert not thread.is_alive(), "a step waits for ever"
-    assert len(crowds) == len(counts)
-    assert any(len(crowd) > 1 for crowd in crowds)
+    counts = [250, *np.random.default_rng(0).integers(1, 100, 60).tolist()]
+    with ThreadPoolExecutor(2 + len(counts)) as pool:
+        steps = [pool.submit(step, count, True) for count in (40, 60)]
+        met.wait(60)  # both hold their bytes
+        for done in [*steps, *(pool.submit(step, count, False) for count in counts)]:
+            done.result(60)
+    assert len(crowds) == 2 + len(counts)
     assert all(sum(crowd) <= 100 or crowd == [250] for crowd in crowds)
     assert budget.peak == 250
 
@@ -147,29 +133,21 @@ def test_regions_are_admitted_in_the_order_of_their_requests() -> None:
             time.sleep(0.001)
     assert admitted == []
     budget.release(8)
-    threads[0].join(10)
-    threads[1].join(10)
+    threads[0].join(60)
+    threads[1].join(60)
     assert admitted == [9, 1]
     budget.release(10)
-    threads[2].join(10)
+    threads[2].join(60)
     assert admitted == [9, 1, 2]
 
 
 def test_cancelling_wakes_waiting_threads() -> None:
     budget = ByteBudget(10)
     budget.acquire(10)
-    seen: list[str] = []
-
-    def wait() -> None:
-        try:
-            budget.acquire(1)
-        except Cancelled:
-            seen.append("cancelled")
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    budget.cancel()
-    thread.join(10)
-    assert seen == ["cancelled"]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(budget.acquire, 1)
+        budget.cancel()
+        with pytest.raises(Cancelled):
+            waiting.result(60)
     budget.release(10)
     budget.wait_until_empty()

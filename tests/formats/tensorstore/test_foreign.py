@@ -1,6 +1,7 @@
 """Reading arrays of other programs, and hostile ones."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,10 @@ import pytest
 import torch
 
 import tensorkeep
-from formats.tensorstore.array_files import (
-    forbid_listing,
-    foreign_group,
-    write_array,
-)
-from tensorkeep import (
-    CorruptCheckpointError,
-    NotACheckpointError,
-    OutOfMemoryError,
-    StoreError,
-    UnsupportedError,
-)
+from formats.tensorstore.array_files import forbid_listing, foreign_group, write_array
+from tensorkeep import CorruptCheckpointError, NotACheckpointError, OutOfMemoryError, StoreError, UnsupportedError
 from tensorkeep.formats import tensorstore
+from tensorkeep.testing.cases import case
 
 ts = pytest.importorskip("tensorstore")
 
@@ -56,7 +48,7 @@ def test_database_of_another_program_is_read(tmp_path: Path) -> None:
     assert loaded["c"].dtype == torch.float16
 
 
-def test_directories_of_other_formats_are_not_recognised(tmp_path: Path) -> None:
+def test_directories_that_are_of_other_formats_empty_or_missing_are_not_recognised(tmp_path: Path) -> None:
     for mark in ("_METADATA", "_CHECKPOINT_METADATA", "checkpoint"):
         root = tmp_path / mark
         write_array(root / "w", np.ones(2))
@@ -66,6 +58,11 @@ def test_directories_of_other_formats_are_not_recognised(tmp_path: Path) -> None
     (tmp_path / "mixed" / "data").mkdir(parents=True)
     write_array(tmp_path / "mixed" / "w", np.ones(2))
     assert not tensorstore.FORMAT.recognises(tmp_path / "mixed")
+    (tmp_path / "empty").mkdir()
+    for place in ("empty", "missing"):
+        assert not tensorstore.FORMAT.recognises(tmp_path / place)
+        with pytest.raises(NotACheckpointError):
+            tensorkeep.load(tmp_path / place, format="tensorstore")
 
 
 def test_groups_that_zarr_python_wrote_are_read(tmp_path: Path) -> None:
@@ -78,21 +75,15 @@ def test_groups_that_zarr_python_wrote_are_read(tmp_path: Path) -> None:
         loaded = tensorkeep.load(path)
         assert loaded["layer.weight"].tolist() == np.arange(12.0).reshape(3, 4).tolist()
         assert loaded["bias"].dtype == torch.int32
-
-
-@pytest.mark.parametrize("filling", ["", "x" * 100_000])
-def test_consolidated_group_is_not_an_array(filling: str, tmp_path: Path) -> None:
-    zarr = pytest.importorskip("zarr")
-    path = tmp_path / "g"
-    # zarr-python writes NaN, which is not JSON, and the node type may come after all attributes.
-    group = zarr.open_group(path, mode="w", zarr_format=3, attributes={"lowest": float("nan"), "note": filling})
-    group.create_array("layer/weight", data=np.arange(12.0).reshape(3, 4))
-    group.create_array("bias", data=np.arange(3, dtype="i4"))
-    with pytest.warns(match="Consolidated metadata"):
-        zarr.consolidate_metadata(path)
-    assert b'"array"' in (path / "zarr.json").read_bytes()
-    assert tensorstore.FORMAT.recognises(path)
-    assert sorted(tensorkeep.load(path)) == ["bias", "layer.weight"]
+    # A group with the metadata of its arrays is not an array. zarr-python writes NaN, which is not JSON, and the node
+    # type may come after all attributes.
+    for filling in ("", "x" * 100_000):
+        zarr.open_group(path, mode="a").attrs.update({"lowest": float("nan"), "note": filling})
+        with pytest.warns(match="Consolidated metadata"):
+            zarr.consolidate_metadata(path)
+        assert b'"array"' in (path / "zarr.json").read_bytes()
+        assert tensorstore.FORMAT.recognises(path)
+        assert sorted(tensorkeep.load(path)) == ["bias", "layer.weight"]
 
 
 def test_consolidated_group_in_a_database_is_not_an_array(tmp_path: Path) -> None:
@@ -124,45 +115,37 @@ def grid(*chunk: int) -> dict[str, Any]:
     return {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"shape": [2**50], "chunk_grid": grid(1024)}, OutOfMemoryError, "needs 4.50 PB"),
-        ({"chunk_grid": grid(2**40)}, UnsupportedError, "4,398,046,511,104 bytes each"),
-        ({"shape": [2**41], "chunk_grid": grid(2**40)}, UnsupportedError, "4,398,046,511,104 bytes each"),
-        ({"chunk_grid": grid(2**27)}, UnsupportedError, "536,870,912 bytes each"),
-        ({"shape": [2**40, 2**40], "chunk_grid": grid(9, 9)}, CorruptCheckpointError, "impossible shape"),
-        ({"shape": [-1]}, CorruptCheckpointError, "shape"),
-        ({"data_type": "string"}, UnsupportedError, "string data type"),
-        ({"codecs": [{"name": "lz9"}]}, UnsupportedError, "lz9"),
-    ],
-)
-def test_hostile_metadata_is_refused(
-    changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=message):
-        tensorkeep.load(hostile(tmp_path / "h", **changes))
+HOSTILE: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"shape": [2**50], "chunk_grid": grid(1024)}, OutOfMemoryError, "needs 4.50 PB"),
+    ({"chunk_grid": grid(2**40)}, UnsupportedError, "4,398,046,511,104 bytes each"),
+    ({"shape": [2**41], "chunk_grid": grid(2**40)}, UnsupportedError, "4,398,046,511,104 bytes each"),
+    ({"chunk_grid": grid(2**27)}, UnsupportedError, "536,870,912 bytes each"),
+    ({"shape": [2**40, 2**40], "chunk_grid": grid(9, 9)}, CorruptCheckpointError, "impossible shape"),
+    ({"shape": [-1]}, CorruptCheckpointError, "shape"),
+    ({"data_type": "string"}, UnsupportedError, "string data type"),
+    ({"codecs": [{"name": "lz9"}]}, UnsupportedError, "lz9"),
+]
 
 
-def test_empty_and_missing_directories_are_not_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for place in ("empty", "missing"):
-        with pytest.raises(NotACheckpointError):
-            tensorkeep.load(tmp_path / place, format="tensorstore")
-    assert not tensorstore.FORMAT.recognises(tmp_path / "empty")
+def test_hostile_metadata_is_refused(tmp_path: Path) -> None:
+    for number, (changes, error, message) in enumerate(HOSTILE):
+        with case(changes), pytest.raises(error, match=message):
+            tensorkeep.load(hostile(tmp_path / str(number), **changes))
 
 
-@pytest.mark.parametrize("content", [b"", b'{"zarr_format": 3, "node_ty', b"[]", b"\xff", b"[" * 100_000, b'{"a": 1}'])
-@pytest.mark.parametrize("file", ["zarr.json", ".zarray"])
-def test_array_with_broken_metadata_is_an_error(content: bytes, file: str, tmp_path: Path) -> None:
+def test_array_with_broken_metadata_is_an_error(tmp_path: Path) -> None:
     root = foreign_group(tmp_path / "g")
     (root / "deep" / "b" / "zarr.json").unlink()
-    (root / "deep" / "b" / file).write_bytes(content)
-    for read in (tensorkeep.load, tensorkeep.info):
-        with pytest.raises(CorruptCheckpointError) as caught:
-            read(root)
-        assert caught.value.name == "deep.b"
-    assert not tensorkeep.verify(root).ok
+    contents = [b"", b'{"zarr_format": 3, "node_ty', b"[]", b"\xff", b"[" * 100_000, b'{"a": 1}']
+    for file, content in product(("zarr.json", ".zarray"), contents):
+        (root / "deep" / "b" / file).write_bytes(content)
+        with case(f"{file}: {content[:20]}"):
+            for read in (tensorkeep.load, tensorkeep.info):
+                with pytest.raises(CorruptCheckpointError) as caught:
+                    read(root)
+                assert caught.value.name == "deep.b"
+            assert not tensorkeep.verify(root).ok
+        (root / "deep" / "b" / file).unlink()
 
 
 def test_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,20 @@ import pytest
 import torch
 
 import tensorkeep
-from formats.tensorstore.array_files import damaged, files, flip, foreign_group, linked, save, write_array
-from tensorkeep import (
-    CorruptCheckpointError,
-    StoreError,
-    UnsupportedError,
-)
-from tensorkeep.formats import sealed, tensorstore
+from formats.tensorstore.array_files import damaged, files, flip, foreign_group, save, write_array
+from tensorkeep import CorruptCheckpointError, StoreError, UnsupportedError
+from tensorkeep.formats import sealed, t5x, tensorstore
+from tensorkeep.formats.base import OpenSettings
+from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.directory import Directory
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.format_states import noise, training_state
 
 ts = pytest.importorskip("tensorstore")
 
 
-def readers() -> list[Callable[[Path], Any]]:
-    return [tensorkeep.load, tensorkeep.info]
+READERS: list[Callable[[Path], Any]] = [tensorkeep.load, tensorkeep.info]
 
 
 def test_nested_state_round_trips(tmp_path: Path) -> None:
@@ -42,15 +41,9 @@ def test_chunk_larger_than_a_read_is_decoded_once(tmp_path: Path, monkeypatch: p
     state = {"w": noise("float32", 128, 256), "rows": noise("float32", 128, 256, seed=1)}
     save({"w": state["w"]}, tmp_path / "w", chunk=None)
     save({"rows": state["rows"]}, tmp_path / "rows", chunk=1024, chunking="divisors")
-    from tensorkeep.formats.base import OpenSettings
-    from tensorkeep.io.buffers import BufferPool
-
-    class Pool(BufferPool):
-        def __init__(self) -> None:
-            super().__init__()
-            self.budget = 8 * 4096
-
-    with tensorstore.FORMAT.open(tmp_path / "w", OpenSettings(pool=Pool())) as reader:
+    pool = BufferPool()
+    pool.budget = 8 * 4096
+    with tensorstore.FORMAT.open(tmp_path / "w", OpenSettings(pool=pool)) as reader:
         assert reader.block_bytes("w") == 4096
         out = np.empty(4096, np.uint8)
         before = _decoded(ts)
@@ -88,34 +81,30 @@ def test_flipped_bit_is_found_by_the_crc_and_its_file_is_named(tmp_path: Path) -
     assert not tensorkeep.verify(path).ok
 
 
-@pytest.mark.parametrize("options", [{}, {"zarr": 2}, {"chunk": 10, "shard_bytes": 400}])
-def test_missing_chunk_is_an_error(options: dict[str, Any], tmp_path: Path) -> None:
-    save({"w": torch.ones(20, 20)}, tmp_path / "c", **{"chunk": 100, **options})
-    chunk = next(f for f in files(tmp_path / "c" / "w") if not f.endswith((".zarray", "zarr.json")))
-    (tmp_path / "c" / "w" / chunk).unlink()
-    with pytest.raises(CorruptCheckpointError, match="missing") as caught:
-        tensorkeep.load(tmp_path / "c")
-    assert caught.value.name == "w"
+def test_missing_chunk_is_an_error(tmp_path: Path) -> None:
+    for number, options in enumerate([{}, {"zarr": 2}, {"chunk": 10, "shard_bytes": 400}]):
+        path = tmp_path / str(number)
+        save({"w": torch.ones(20, 20)}, path, **{"chunk": 100, **options})
+        chunk = next(f for f in files(path / "w") if not f.endswith((".zarray", "zarr.json")))
+        (path / "w" / chunk).unlink()
+        with case(options):
+            with pytest.raises(CorruptCheckpointError, match="missing") as caught:
+                tensorkeep.load(path)
+            assert caught.value.name == "w"
 
 
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("w/zarr.json", "metadata has changed since the save"),
-        ("tensorkeep.json", "checksum is wrong"),
-        ("zarr.json", "checksum is wrong"),
-    ],
-)
-def test_changed_metadata_is_found_on_opening(file: str, message: str, tmp_path: Path) -> None:
-    path = damaged(tmp_path, file, flip)
-    with pytest.raises(CorruptCheckpointError, match=message):
-        tensorkeep.open(path)
-
-
-def test_missing_sidecar_is_an_error(tmp_path: Path) -> None:
-    path = damaged(tmp_path, "tensorkeep.json", Path.unlink)
-    with pytest.raises(CorruptCheckpointError, match=r"tensorkeep\.json: is missing"):
-        tensorkeep.load(path)
+def test_changed_or_missing_metadata_is_found_on_opening(tmp_path: Path) -> None:
+    for number, (file, damage, message) in enumerate(
+        [
+            ("w/zarr.json", flip, "metadata has changed since the save"),
+            ("tensorkeep.json", flip, "checksum is wrong"),
+            ("zarr.json", flip, "checksum is wrong"),
+            ("tensorkeep.json", Path.unlink, r"tensorkeep\.json: is missing"),
+        ]
+    ):
+        path = damaged(tmp_path / str(number), file, damage)
+        with case(f"{file}: {message}"), pytest.raises(CorruptCheckpointError, match=message):
+            tensorkeep.open(path)
 
 
 def test_impossible_view_is_refused(tmp_path: Path) -> None:
@@ -126,45 +115,45 @@ def test_impossible_view_is_refused(tmp_path: Path) -> None:
         found = sealed.read(directory, "tensorkeep.json")
     found["structure"]["aliases"]["v"]["of"] = "nothing"
     (path / "tensorkeep.json").write_bytes(sealed.seal(found))
-    for read in readers():
+    for read in READERS:
         with pytest.raises(CorruptCheckpointError, match="cannot be a view of 'nothing'"):
             read(path)
 
 
-def test_array_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    def link(place: Path) -> None:
-        place.rename(tmp_path / "elsewhere")
-        place.symlink_to(tmp_path / "elsewhere")
-
-    path = damaged(tmp_path, "w", link)
-    with pytest.raises(CorruptCheckpointError, match="symbolic link"):
-        tensorkeep.load(path)
-
-
-@pytest.mark.parametrize("where", ["w", "w/c", "w/c/0", "w/c/0/0", "w/zarr.json"])
 @pytest.mark.parametrize("own", [True, False])
-def test_links_in_arrays_are_refused(where: str, own: bool, tmp_path: Path) -> None:
+def test_links_in_arrays_are_refused(own: bool, tmp_path: Path) -> None:
     path = tmp_path / "c"
     save({"w": torch.ones(4, 4)}, path)
     if not own:
         (path / "tensorkeep.json").unlink()
         (path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
-    linked(path / where, tmp_path)
-    for read in readers():
-        with pytest.raises(CorruptCheckpointError, match="symbolic link") as caught:
-            read(path)
-        assert caught.value.path == str(path / where)
+    for where, read in product(("w", "w/c", "w/c/0", "w/c/0/0", "w/zarr.json"), READERS):
+        place = path / where
+        place.rename(tmp_path / "elsewhere")
+        place.symlink_to(tmp_path / "elsewhere")
+        with case(where):
+            with pytest.raises(CorruptCheckpointError, match="symbolic link") as caught:
+                read(path)
+            assert caught.value.path == str(place)
+        place.unlink()
+        (tmp_path / "elsewhere").rename(place)
 
 
-def test_links_in_databases_are_refused(tmp_path: Path) -> None:
+def test_links_in_databases_and_pipes_in_arrays_are_refused(tmp_path: Path) -> None:
     save({"w": torch.ones(4, 4)}, tmp_path / "own", kvstore="ocdbt")
     write_array(Path("w"), np.arange(5), base=str(tmp_path / "foreign"))
     for name in ("own", "foreign"):
         (tmp_path / name / "d").rename(tmp_path / f"{name}-elsewhere")
         (tmp_path / name / "d").symlink_to(tmp_path / f"{name}-elsewhere")
-        for read in readers():
+        for read in READERS:
             with pytest.raises(CorruptCheckpointError, match="symbolic link"):
                 read(tmp_path / name)
+    save({"w": torch.ones(4)}, tmp_path / "c")
+    (tmp_path / "c/w/c/0").unlink()
+    os.mkfifo(tmp_path / "c/w/c/0")
+    for read in READERS:
+        with pytest.raises(CorruptCheckpointError, match="neither a file nor a folder"):
+            read(tmp_path / "c")
 
 
 def test_checkpoint_may_be_opened_through_a_link(tmp_path: Path) -> None:
@@ -176,39 +165,31 @@ def test_checkpoint_may_be_opened_through_a_link(tmp_path: Path) -> None:
         assert tensorkeep.load(link)[key].tolist() == [1] * 4
 
 
-def test_pipe_in_an_array_is_refused(tmp_path: Path) -> None:
-    save({"w": torch.ones(4)}, tmp_path / "c")
-    chunk = tmp_path / "c" / "w" / "c" / "0"
-    chunk.unlink()
-    os.mkfifo(chunk)
-    for read in readers():
-        with pytest.raises(CorruptCheckpointError, match="neither a file nor a folder"):
-            read(tmp_path / "c")
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_metadata_of_more_than_16_mib_is_not_read(own: bool, tmp_path: Path) -> None:
-    path = tmp_path / "c"
-    if own:
-        save({"w": torch.ones(4)}, path)
-    else:
-        foreign_group(path)
-    os.truncate(path / "w" / "zarr.json", 2**40)
-    for read in readers():
+def test_metadata_of_more_than_16_mib_is_not_read(tmp_path: Path) -> None:
+    save({"w": torch.ones(4)}, tmp_path / "own")
+    foreign_group(tmp_path / "foreign")
+    for name, read in product(("own", "foreign"), READERS):
+        path = tmp_path / name / "w" / "zarr.json"
+        os.truncate(path, 2**40)
         with pytest.raises(UnsupportedError, match="bytes of metadata") as caught:
-            read(path)
-        assert caught.value.path == str(path / "w" / "zarr.json")
+            read(tmp_path / name)
+        assert caught.value.path == str(path)
 
 
 def test_without_tensorstore_errors_name_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save({"w": torch.zeros(2)}, tmp_path / "c")
-    monkeypatch.setitem(sys.modules, "tensorstore", None)
-    assert tensorstore.FORMAT.recognises(tmp_path / "c")
-    for call in (tensorkeep.load, lambda path: save({"w": torch.zeros(2)}, tmp_path / "d")):
-        with pytest.raises(tensorkeep.MissingExtraError, match=r"pip install '\.\[tensorstore\]'"):
-            call(tmp_path / "c")
+    state = {"w": torch.zeros(2)}
+    for format in (tensorstore.FORMAT, t5x.FORMAT):
+        path = tmp_path / format.name
+        tensorkeep.save(state, path, format=format.name)
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, "tensorstore", None)
+            assert format.recognises(path)
+            for call in (tensorkeep.load, lambda path: tensorkeep.save(state, f"{path}-2", format=path.name)):
+                with pytest.raises(tensorkeep.MissingExtraError, match=r"pip install '\.\[tensorstore\]'"):
+                    call(path)
 
 
+@pytest.mark.integration
 def test_importing_the_format_imports_neither_tensorstore_nor_zarr() -> None:
     code = "import sys, tensorkeep.formats.tensorstore; print({'tensorstore', 'zarr'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

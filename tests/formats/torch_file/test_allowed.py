@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import os
 import pathlib
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import tensorkeep
 from tensorkeep.cli.main import main
 from tensorkeep.formats.torch_file.allowed import allowed_names
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 
 EXECUTED: list[object] = []
@@ -78,7 +80,9 @@ def test_the_error_names_all_classes_and_the_options_that_allow_them(path: Path)
 
 
 def test_every_call_reads_objects_of_allowed_classes_as_dicts(path: Path, tmp_path: Path) -> None:
+    before = set(torch.serialization.get_safe_globals())
     assert same(tensorkeep.load(path, allow=ALLOW), ALLOWED)
+    assert set(torch.serialization.get_safe_globals()) == before  # torch keeps them in no order
     with tensorkeep.open(path, allow=ALLOW) as opened:
         assert list(opened) == ["model.w", "best", "ids"]
     assert tensorkeep.info(path, allow=ALLOW).total.tensors == 3
@@ -96,12 +100,6 @@ def test_every_command_takes_the_classes(path: Path, tmp_path: Path) -> None:
         assert main([command[0], str(path), *second, *command[1:], *allow]) == 0
 
 
-def test_nothing_stays_allowed(path: Path) -> None:
-    before = set(torch.serialization.get_safe_globals())
-    tensorkeep.load(path, allow=ALLOW)
-    assert set(torch.serialization.get_safe_globals()) == before  # torch keeps them in no order
-
-
 def test_the_code_of_an_allowed_class_is_not_run(tmp_path: Path) -> None:
     watched, slotted = Watched(), Slotted()
     watched.__dict__.update(a=1)
@@ -113,21 +111,16 @@ def test_the_code_of_an_allowed_class_is_not_run(tmp_path: Path) -> None:
     assert EXECUTED == []
 
 
-@pytest.mark.parametrize(
-    ("value", "name", "arguments"),
-    [
+def test_an_object_made_from_arguments_becomes_its_class_and_arguments(tmp_path: Path) -> None:
+    for value, name, arguments in (
         (pathlib.PurePosixPath("/a"), "pathlib.PurePosixPath", ["/", "a"]),
         (Calls(Watched, 1), f"{__name__}.Watched", [1]),
         (Calls(print, 1), "builtins.print", [1]),
-    ],
-)
-def test_an_object_made_from_arguments_becomes_its_class_and_arguments(
-    tmp_path: Path, value: object, name: str, arguments: list[object]
-) -> None:
-    torch.save({"x": value, "w": torch.ones(1)}, tmp_path / "x")
-    EXECUTED.clear()
-    assert tensorkeep.load(tmp_path / "x", allow=name)["x"] == {"class": name, "arguments": arguments}
-    assert EXECUTED == []
+    ):
+        torch.save({"x": value, "w": torch.ones(1)}, tmp_path / "x")
+        EXECUTED.clear()
+        found = tensorkeep.load(tmp_path / "x", allow=name)["x"]
+        assert (found, EXECUTED) == ({"class": name, "arguments": arguments}, []), name
 
 
 class Settings(dict[str, Any]):
@@ -148,31 +141,24 @@ def test_subclasses_of_dict_and_list_become_containers_of_their_items(tmp_path: 
     found = tensorkeep.load(tmp_path / "x", allow=allow)
     inner = {"lr": 1, "names": ["a", "b"], "single": ["c"], "queue": [1, 2], "inner": {"x": torch.ones(1)}}
     assert same(found, {"x": inner, "lists": {"a": [1]}, "w": torch.ones(1)})
-
-
-def test_an_object_with_items_whose_class_is_not_allowed_is_named(tmp_path: Path) -> None:
+    # An object with items whose class is not allowed is named.
     torch.save({"x": Settings(names=Names(["a"])), "w": torch.ones(1)}, tmp_path / "x")
     with pytest.raises(tensorkeep.UnsupportedError, match=f"calls {__name__}.Names: "):
         tensorkeep.load(tmp_path / "x", allow=Settings)
 
 
-@pytest.mark.parametrize("name", ["builtins.eval", "posix.system"])
-def test_functions_that_run_code_are_refused_and_never_recommended(tmp_path: Path, name: str) -> None:
-    function = eval if name == "builtins.eval" else __import__("os").system
-    torch.save({"x": Calls(function, "EXECUTED.append(1)"), "w": torch.ones(1)}, tmp_path / "x")
-    with pytest.raises(tensorkeep.UnsupportedError, match=f"calls {name}: .*\ndo not load it elsewhere"):
-        tensorkeep.load(tmp_path / "x")
-    with pytest.raises(tensorkeep.UsageError, match=f"{name} cannot be allowed"):
-        tensorkeep.load(tmp_path / "x", allow=name)
-
-
-@pytest.mark.parametrize("name", ["Namespace", "", "a b.c", "a..b", 5])
-def test_names_that_cannot_be_those_of_a_class_are_refused(name: Any) -> None:
-    with pytest.raises(tensorkeep.UsageError, match="not the full name of a class"):
-        allowed_names([name])
-
-
-def test_an_object_that_contains_itself_is_refused(tmp_path: Path) -> None:
+def test_functions_that_run_code_names_of_no_class_and_objects_that_contain_themselves_are_refused(
+    tmp_path: Path,
+) -> None:
+    for name, function in (("builtins.eval", eval), ("posix.system", os.system)):
+        torch.save({"x": Calls(function, "EXECUTED.append(1)"), "w": torch.ones(1)}, tmp_path / "x")
+        with pytest.raises(tensorkeep.UnsupportedError, match=f"calls {name}: .*\ndo not load it elsewhere"):
+            tensorkeep.load(tmp_path / "x")
+        with pytest.raises(tensorkeep.UsageError, match=f"{name} cannot be allowed"):
+            tensorkeep.load(tmp_path / "x", allow=name)
+    for name in ("Namespace", "", "a b.c", "a..b", 5):
+        with case(repr(name)), pytest.raises(tensorkeep.UsageError, match="not the full name of a class"):
+            allowed_names([name])
     args = argparse.Namespace()
     args.self = args
     torch.save({"args": args, "w": torch.ones(1)}, tmp_path / "x")

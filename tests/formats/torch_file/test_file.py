@@ -2,11 +2,11 @@
 
 import collections
 import datetime
-import io
 import os
 import pickle
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.torch_file import FORMAT
 from tensorkeep.formats.write import WriteSettings
 from tensorkeep.state.tree import flatten
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference, same
 from tensorkeep.testing.format_states import load, noise, training_state
 
@@ -39,11 +40,11 @@ def read(path: Path, *, verify: bool = True) -> Any:
         return load(reader)
 
 
-def rezip(path: Path, change: Any) -> None:
+def rezip(path: Path, change: Any, compression: int = zipfile.ZIP_STORED) -> None:
     """Rewrite the zip file with its list of (name, content) changed by ``change``."""
     with zipfile.ZipFile(path) as old:
         records = [(name, old.read(name)) for name in old.namelist()]
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:
+    with zipfile.ZipFile(path, "w", compression) as new:
         for name, content in change(records):
             new.writestr(name, content)
 
@@ -65,8 +66,10 @@ class RunsOnLoad:
 
 
 class TestTorch:
-    def test_torch_loads_saved_files(self, tmp_path: Path) -> None:
-        save(training_state(), tmp_path / "x.pt")
+    def test_torch_loads_saved_files_and_progress_ends_at_the_total(self, tmp_path: Path) -> None:
+        seen: list[tuple[int, int]] = []
+        save(training_state(), tmp_path / "x.pt", progress=lambda *counts: seen.append(counts))
+        assert seen == sorted(seen) and {total for _, total in seen} == {seen[-1][0]}
         for mapped in (False, True):
             found = torch.load(tmp_path / "x.pt", weights_only=True, mmap=mapped)
             assert difference(training_state(), found) is None
@@ -78,82 +81,51 @@ class TestTorch:
         assert difference(state, read(tmp_path / "x.pt")) is None
         assert tensorkeep.load(tmp_path / "x.pt")["step"] == 2**70
 
-    def test_row_of_a_matrix_is_saved_without_the_matrix(self, tmp_path: Path) -> None:
-        save({"row": torch.zeros(1000, 1000)[3]}, tmp_path / "x.pt")
-        assert (tmp_path / "x.pt").stat().st_size < 10_000
-
-    def test_views_of_one_memory_with_two_dtypes_round_trip(self, tmp_path: Path) -> None:
+    def test_views_of_one_memory_with_two_dtypes_and_a_row_without_its_matrix_round_trip(self, tmp_path: Path) -> None:
         floats = noise("float32", 8)
-        state = {"floats": floats, "bits": floats.view(torch.int32)}
+        state = {"floats": floats, "bits": floats.view(torch.int32), "row": torch.zeros(1000, 1000)[3]}
         save(state, tmp_path / "x.pt")
         assert same(read(tmp_path / "x.pt"), state)
-
-    def test_progress_ends_at_the_total(self, tmp_path: Path) -> None:
-        seen: list[tuple[int, int]] = []
-        save(training_state(), tmp_path / "x.pt", progress=lambda done, total: seen.append((done, total)))
-        done, totals = [d for d, _ in seen], {total for _, total in seen}
-        assert done == sorted(done)
-        assert totals == {done[-1]}
+        assert (tmp_path / "x.pt").stat().st_size < 14_000
 
 
-class TestRefusedOnWriting:
-    @pytest.mark.parametrize(
-        "value", [range(3), frozenset([1]), collections.namedtuple("Pair", "a b")(1, 2)], ids=["range", "set", "tuple"]
-    )
-    def test_values_that_torch_cannot_load_safely_are_refused(self, tmp_path: Path, value: Any) -> None:
-        with pytest.raises(UnsupportedError, match="without running code"):
-            save({"value": value}, tmp_path / "x.pt")
-        assert list(tmp_path.iterdir()) == []
+def test_states_that_torch_could_not_load_are_refused(tmp_path: Path) -> None:
+    tracked = torch.tensor(30.0).to(torch.float8_e4m3fn).requires_grad_()
+    pair = collections.namedtuple("Pair", "a b")(1, 2)
+    cases: list[tuple[Any, dict[str, Any], type[TensorkeepError], str, str | None]] = [
+        *(
+            ({"value": value}, {}, UnsupportedError, "without running code", None)
+            for value in (range(3), frozenset([1]), pair)
+        ),
+        *(({"a": {"b": x}}, {}, UnsupportedLeafError, "numpy", "a.b") for x in (np.zeros(3), np.float32(1))),
+        ({"a": tracked}, {}, UnsupportedError, r"torch.load would fail .*in-place operation", None),
+        ({}, {"compression": "lossless"}, UnsupportedError, "compress", None),
+        ({}, {"metadata": {"a": 1}}, UnsupportedError, "metadata", None),
+    ]
+    for state, settings, error, words, name in cases:
+        with case(f"{state} {settings}"):
+            with pytest.raises(error, match=words) as caught:
+                save(state, tmp_path / "x.pt", **settings)
+            assert name in (None, caught.value.name)
+    assert list(tmp_path.iterdir()) == []
+    save({"a": tracked.detach()}, tmp_path / "x.pt")
 
-    @pytest.mark.parametrize("value", [np.zeros(3), np.float32(1)], ids=["array", "scalar"])
-    def test_numpy_values_are_refused_by_name(self, tmp_path: Path, value: Any) -> None:
-        with pytest.raises(UnsupportedLeafError, match="numpy") as caught:
-            save({"a": {"b": value}}, tmp_path / "x.pt")
-        assert caught.value.name == "a.b"
 
-    def test_compression_and_metadata_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(UnsupportedError, match="compress"):
-            save({}, tmp_path / "x.pt", compression="lossless")
-        with pytest.raises(UnsupportedError, match="metadata"):
-            save({}, tmp_path / "x.pt", metadata={"a": 1})
-
-
-class TestNeverExecuted:
-    @pytest.mark.parametrize("mapped", ["zip", "legacy", "bare"])
-    def test_pickle_that_calls_the_shell_is_refused_and_not_executed(self, tmp_path: Path, mapped: str) -> None:
-        path, witness = tmp_path / "evil.pth", tmp_path / "witness"
-        evil = {"w": torch.zeros(3), "x": RunsOnLoad(f"touch {witness}")}
-        if mapped == "bare":
+def test_pickle_that_calls_the_shell_is_refused_and_not_executed(tmp_path: Path) -> None:
+    path, witness = tmp_path / "evil.pth", tmp_path / "witness"
+    evil = {"w": torch.zeros(3), "x": RunsOnLoad(f"touch {witness}")}
+    for kind in ("zip", "legacy", "bare"):
+        if kind == "bare":
             path.write_bytes(pickle.dumps(evil["x"]))
         else:
-            torch.save(evil, path, _use_new_zipfile_serialization=mapped == "zip")
-        assert FORMAT.recognises(path)
-        with pytest.raises(UnsupportedError, match="run") as caught:
-            read(path)
-        assert caught.value.remedy
-        assert not witness.exists()
-        if mapped == "zip":
-            assert "system" in caught.value.message
-        with pytest.raises(UnsupportedError):
-            tensorkeep.load(path)
-        assert not witness.exists()
-
-    def test_class_outside_of_torch_is_refused_by_name(self, tmp_path: Path) -> None:
-        torch.save({"when": datetime.timedelta(1)}, tmp_path / "x.pt")
-        with pytest.raises(UnsupportedError, match=r"datetime\.timedelta"):
-            read(tmp_path / "x.pt")
-
-    def test_torchscript_is_refused(self, tmp_path: Path) -> None:
-        torch.save({}, tmp_path / "x.pt")
-        rezip(tmp_path / "x.pt", lambda records: [*records, (f"{records[0][0].split('/')[0]}/constants.pkl", b"")])
-        with pytest.raises(UnsupportedError, match="TorchScript"):
-            read(tmp_path / "x.pt")
-
-    def test_sparse_tensor_is_refused_by_name(self, tmp_path: Path) -> None:
-        torch.save({"a": {"b": torch.eye(3).to_sparse()}}, tmp_path / "x.pt")
-        with pytest.raises(UnsupportedError, match="sparse") as caught:
-            read(tmp_path / "x.pt")
-        assert caught.value.name == "a.b"
+            torch.save(evil, path, _use_new_zipfile_serialization=kind == "zip")
+        with case(kind):
+            assert FORMAT.recognises(path)
+            for load_it in (read, tensorkeep.load):
+                with pytest.raises(UnsupportedError, match="system" if kind == "zip" else "run") as caught:
+                    load_it(path)
+                assert caught.value.remedy
+            assert not witness.exists()
 
 
 class TestChecksums:
@@ -185,53 +157,81 @@ class TestChecksums:
 
     def test_files_without_checksums_are_read_and_reported_as_unverifiable(self, tmp_path: Path) -> None:
         state = {"w": noise("uint8", 500)}
-        torch.serialization.set_crc32_options(False)
-        try:
-            torch.save(state, tmp_path / "x.pt")
-        finally:
-            torch.serialization.set_crc32_options(True)
-        with FORMAT.open(tmp_path / "x.pt", OpenSettings()) as reader:
-            assert reader.verifiable is None
-            assert "not written" in reader.details["crc32"]
-            assert difference(state, load(reader)) is None
+        for write in (torch.save, tensorkeep.save):
+            path = tmp_path / f"{write.__module__}.pt"
+            torch.serialization.set_crc32_options(False)
+            try:
+                write(state, path)
+            finally:
+                torch.serialization.set_crc32_options(True)
+            with case(path.name), FORMAT.open(path, OpenSettings()) as reader:
+                assert reader.verifiable is None
+                assert "not written" in reader.details["crc32"]
+                assert difference(state, load(reader)) is None
+                assert (report := tensorkeep.verify(path)) and report.checked is None
+
+
+Records = list[tuple[str, bytes]]
+
+STORED = zipfile.ZIP_STORED
+RECORDS: dict[str, tuple[Callable[[Records], Records], int, type[TensorkeepError], str | None]] = {
+    "TorchScript": (
+        lambda records: [*records, (f"{records[0][0].split('/')[0]}/constants.pkl", b"")],
+        *(STORED, UnsupportedError, "TorchScript"),
+    ),
+    "a record twice": (
+        lambda records: [*records, *(r for r in records if r[0].endswith("/0"))],
+        *(STORED, CorruptCheckpointError, "twice"),
+    ),
+    "a missing storage": (
+        lambda records: [record for record in records if not record[0].endswith("data/0")],
+        *(STORED, CorruptCheckpointError, None),
+    ),
+    "a storage cut short": (
+        lambda records: [(name, data[:-400] if name.endswith("data/0") else data) for name, data in records],
+        *(STORED, CorruptCheckpointError, "CRC-32"),
+    ),
+    # If each of many records claimed the length of the largest, checking them would take very long.
+    "storages that claim more than the file": (
+        lambda records: [(name, data[:10] if name.endswith("data/0") else data) for name, data in records],
+        *(STORED, CorruptCheckpointError, "its storages claim"),
+    ),
+    # A zip bomb is refused before anything is inflated.
+    "compressed": (lambda records: records, zipfile.ZIP_DEFLATED, CorruptCheckpointError, "compressed"),
+}
 
 
 class TestDamage:
-    @pytest.mark.parametrize("content", [b"", b"PK", b"PK\3\4", b"PK\3\4" + bytes(100), b"hello world" * 10])
-    def test_file_other_than_a_zip_is_refused(self, tmp_path: Path, content: bytes) -> None:
-        (tmp_path / "x.pt").write_bytes(content)
-        assert not FORMAT.recognises(tmp_path / "x.pt")
-        with pytest.raises(CorruptCheckpointError):
-            read(tmp_path / "x.pt")
+    @pytest.mark.filterwarnings("ignore:Duplicate name")
+    def test_other_records_are_refused(self, tmp_path: Path) -> None:
+        for label, (change, compression, error, words) in RECORDS.items():
+            save({"w": noise("uint8", 4000), "v": noise("uint8", 8000, seed=1)}, tmp_path / label)
+            rezip(tmp_path / label, change, compression)
+            with case(label), pytest.raises(error, match=words):
+                read(tmp_path / label)
 
-    def test_missing_path_and_directory_are_not_checkpoints(self, tmp_path: Path) -> None:
-        for path in (tmp_path / "missing.pt", tmp_path):
-            assert not FORMAT.recognises(path)
-            with pytest.raises(NotACheckpointError):
-                read(path)
+    def test_values_of_other_classes_and_sparse_tensors_are_refused_by_name(self, tmp_path: Path) -> None:
+        for value, words in ((datetime.timedelta(1), r"datetime\.timedelta"), (torch.eye(3).to_sparse(), "sparse")):
+            torch.save({"a": {"b": value}}, tmp_path / "x.pt")
+            with pytest.raises(UnsupportedError, match=words) as caught:
+                read(tmp_path / "x.pt")
+        assert caught.value.name == "a.b"
 
-    def test_zip_without_a_pickle_is_refused(self, tmp_path: Path) -> None:
+    def test_what_is_not_a_zip_with_a_pickle_is_refused(self, tmp_path: Path) -> None:
+        for content in (b"", b"PK", b"PK\3\4", b"PK\3\4" + bytes(100), b"hello world" * 10):
+            (tmp_path / "x.pt").write_bytes(content)
+            assert not FORMAT.recognises(tmp_path / "x.pt"), content
+            with case(content), pytest.raises(CorruptCheckpointError):
+                read(tmp_path / "x.pt")
         with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
             file.writestr("readme.txt", "hello")
         assert not FORMAT.recognises(tmp_path / "x.zip")
         with pytest.raises(CorruptCheckpointError, match=r"data\.pkl"):
             read(tmp_path / "x.zip")
-
-    @pytest.mark.filterwarnings("ignore:Duplicate name")
-    def test_duplicate_record_is_refused(self, tmp_path: Path) -> None:
-        save({"w": noise("uint8", 50)}, tmp_path / "x.pt")
-        rezip(tmp_path / "x.pt", lambda records: [*records, *(r for r in records if r[0].endswith("/0"))])
-        with pytest.raises(CorruptCheckpointError, match="twice"):
-            read(tmp_path / "x.pt")
-
-    def test_compressed_record_is_refused(self, tmp_path: Path) -> None:
-        """A zip bomb is refused before anything is inflated."""
-        save({"w": torch.zeros(1000)}, tmp_path / "x.pt")
-        with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / "y.pt", "w") as new:
-            for name in old.namelist():
-                new.writestr(name, old.read(name), zipfile.ZIP_DEFLATED)
-        with pytest.raises(CorruptCheckpointError, match="compressed"):
-            read(tmp_path / "y.pt")
+        for path in (tmp_path / "missing.pt", tmp_path):
+            assert not FORMAT.recognises(path)
+            with pytest.raises(NotACheckpointError):
+                read(path)
 
     def test_record_larger_than_the_file_is_refused(self, tmp_path: Path) -> None:
         save({"w": noise("uint8", 500)}, tmp_path / "x.pt")
@@ -243,44 +243,26 @@ class TestDamage:
         with pytest.raises(CorruptCheckpointError, match="claim"):
             read(tmp_path / "x.pt")
 
-    def test_missing_storage_is_refused(self, tmp_path: Path) -> None:
-        save({"w": noise("uint8", 500)}, tmp_path / "x.pt")
-        rezip(tmp_path / "x.pt", lambda records: [r for r in records if not r[0].endswith("data/0")])
-        with pytest.raises(CorruptCheckpointError):
-            read(tmp_path / "x.pt")
+    def test_malformed_pickles_are_refused(self, tmp_path: Path) -> None:
+        long = b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."
+        cut = [b"", b".", b"\x80\x02", b"\x80\x02}", b"\x80\x04\x95", b"\x80\x02(.", b"\x80\x02X\xff\xff\xff\x7fa."]
+        for pickled in (*cut, b"\x80\x02K\x01Q.", long):
+            path = with_pickle(tmp_path / "x.pt", pickled)
+            with case(pickled[:20]):
+                with pytest.raises(TensorkeepError) as caught:
+                    read(path)
+                assert caught.value.path == str(path)
+        assert read(with_pickle(tmp_path / "x.pt", b"N.")) is None
 
-    def test_truncated_storage_is_refused(self, tmp_path: Path) -> None:
-        save({"w": noise("uint8", 500), "v": noise("uint8", 500, seed=1)}, tmp_path / "x.pt")
-        rezip(tmp_path / "x.pt", lambda records: [(n, c[:100] if n.endswith("data/0") else c) for n, c in records])
-        with pytest.raises(CorruptCheckpointError):
-            read(tmp_path / "x.pt")
-
-    @pytest.mark.parametrize(
-        "pickled",
-        [b"", b".", b"\x80\x02", b"\x80\x02}", b"\x80\x04\x95", b"\x80\x02(.", b"N.", b"\x80\x02K\x01Q."]
-        + [b"\x80\x02X\xff\xff\xff\x7fa.", b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."],
-    )
-    def test_malformed_pickles_are_refused(self, tmp_path: Path, pickled: bytes) -> None:
-        path = with_pickle(tmp_path / "x.pt", pickled)
-        try:
-            assert read(path) is None  # b"N." is a pickle of None
-        except TensorkeepError as error:
-            assert error.path == str(path)
-
-    def test_pickle_that_expands_exponentially_is_refused(self, tmp_path: Path) -> None:
-        state: Any = ["x"] * 10
+    def test_containers_that_expand_exponentially_or_contain_themselves_are_refused(self, tmp_path: Path) -> None:
+        expanding: Any = ["x"] * 10
         for _ in range(30):
-            state = [state] * 10
-        pickled = io.BytesIO()
-        pickle.Pickler(pickled, protocol=2).dump(state)
-        with pytest.raises(UnsupportedError, match="expands to more than"):
-            read(with_pickle(tmp_path / "x.pt", pickled.getvalue()))
-
-    def test_container_that_contains_itself_is_refused(self, tmp_path: Path) -> None:
-        state: list[Any] = []
-        state.append(state)
-        with pytest.raises(UnsupportedError):
-            read(with_pickle(tmp_path / "x.pt", pickle.dumps(state, protocol=2)))
+            expanding = [expanding] * 10
+        endless: list[Any] = []
+        endless.append(endless)
+        for state, words in ((expanding, "expands to more than"), (endless, None)):
+            with pytest.raises(UnsupportedError, match=words):
+                read(with_pickle(tmp_path / "x.pt", pickle.dumps(state, protocol=2)))
 
     def test_randomly_damaged_pickles_raise_only_tensorkeep_errors(self, tmp_path: Path) -> None:
         random = np.random.default_rng(1)
@@ -288,7 +270,7 @@ class TestDamage:
         with zipfile.ZipFile(tmp_path / "x.pt") as file:
             original = next(file.read(name) for name in file.namelist() if name.endswith("/data.pkl"))
         refused = 0
-        for _ in range(200):
+        for _ in range(100):
             pickled = bytearray(original)
             for place in random.integers(0, len(pickled), random.integers(1, 4)):
                 pickled[place] = random.integers(256)
@@ -297,12 +279,4 @@ class TestDamage:
             except TensorkeepError:
                 refused += 1
         # Most of the damage is detected, which shows that the checks were reached.
-        assert refused > 100
-
-
-def test_tensor_that_torch_load_cannot_restore_is_refused(tmp_path: Path) -> None:
-    tracked = torch.tensor(30.0).to(torch.float8_e4m3fn).requires_grad_()
-    with pytest.raises(UnsupportedError, match=r"torch.load would fail .*in-place operation"):
-        tensorkeep.save({"a": tracked}, tmp_path / "a.pt")
-    assert list(tmp_path.iterdir()) == []
-    tensorkeep.save({"a": tracked.detach()}, tmp_path / "a.pt")
+        assert refused > 50

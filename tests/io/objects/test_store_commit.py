@@ -2,35 +2,38 @@
 
 import contextlib
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import msgspec
 import pytest
 
+from store_servers import JumpingClock
 from tensorkeep.errors import DestinationExistsError, StoreError
+from tensorkeep.io.clock import use_clock
 from tensorkeep.io.objects import store_commit, stores
 from tensorkeep.io.objects.store_commit import StoreCommit, is_tombstone, object_name, put_tombstone
 from tensorkeep.io.objects.uploads import ObjectCommit
 from tensorkeep.paths import StorePath
 
 obstore = pytest.importorskip("obstore")
+pytestmark = pytest.mark.usefixtures("memory")
 
 PATH = StorePath("s3://bucket/run/step-1")
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use a store in the memory of this process."""
     store = obstore.store.MemoryStore()
     monkeypatch.setattr(stores, "_connect", lambda *arguments: store)
-    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "0.2")
-    return store
+    with use_clock(JumpingClock()):
+        yield
 
 
-def names(store: Any) -> set[str]:
-    return {meta["path"] for batch in obstore.list(store) for meta in batch}
+def names() -> set[str]:
+    return {status.key for status in stores.objects(StorePath("s3://bucket/"))}
 
 
 def commit(*, overwrite: bool = False, listed: Callable[[Any], list[str]] = lambda path: []) -> StoreCommit:
@@ -49,21 +52,24 @@ def save(begun: StoreCommit) -> str:
     return f"run/step-1/{name}"
 
 
-def test_a_published_checkpoint_stays_and_a_failed_one_does_not(memory: Any) -> None:
+def save_whole() -> str:
+    with commit() as begun:
+        return save(begun)
+
+
+def test_a_published_checkpoint_stays_and_a_failed_one_does_not() -> None:
     with pytest.raises(KeyError), commit() as failed:
         stores.put(failed.path / object_name("model.safetensors", failed.save_id), b"data")
         raise KeyError
-    assert not names(memory)
-    with commit() as begun:
-        kept = save(begun)
-    assert names(memory) == {kept, "run/step-1/manifest.json"}
+    assert not names()
+    kept = save_whole()
+    assert names() == {kept, "run/step-1/manifest.json"}
     with pytest.raises(DestinationExistsError, match="exists already"):
         commit().__enter__()
 
 
-def test_a_replacement_removes_what_only_the_old_manifest_lists(memory: Any) -> None:
-    with commit() as first:
-        old = save(first)
+def test_a_replacement_removes_what_only_the_old_manifest_lists() -> None:
+    old = save_whole()
     stores.put(PATH / "of-nobody.txt", b"x")
     shared = object_name("shared.tensorkeep", "0" * 16)
     stores.put(PATH / shared, b"x")
@@ -71,28 +77,25 @@ def test_a_replacement_removes_what_only_the_old_manifest_lists(memory: Any) -> 
     with commit(overwrite=True, listed=lambda path: listed) as second:
         stores.put(PATH / object_name("model.safetensors", second.save_id), b"data")
         second.publish(manifest(second.save_id) + f'"../step-1/{shared}"'.encode())
-    assert old not in names(memory)
-    assert names(memory) >= {f"run/step-1/{shared}", "run/step-1/of-nobody.txt"}
+    assert old not in names()
+    assert names() >= {f"run/step-1/{shared}", "run/step-1/of-nobody.txt"}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_the_loser_of_a_race_learns_who_won(memory: Any, overwrite: bool) -> None:
+def test_the_loser_of_a_race_learns_who_won(overwrite: bool) -> None:
     if overwrite:
-        with commit() as old:
-            save(old)
+        save_whole()
     with pytest.raises(DestinationExistsError) as caught, commit(overwrite=overwrite) as loser:
         with commit(overwrite=overwrite) as winner:
             save(winner)
         save(loser)
     assert f"another save was first: save {winner.save_id} of step 1 by tensorkeep 9, at 20" in str(caught.value)
-    assert not any(loser.save_id in name for name in names(memory))
-    assert sum(winner.save_id in name for name in names(memory)) == 1
+    assert not any(loser.save_id in name for name in names())
+    assert sum(winner.save_id in name for name in names()) == 1
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["first tombstone", "another tombstone"])
-def test_objects_stay_that_were_visible_before_another_save_replaced_them(
-    memory: Any, monkeypatch: pytest.MonkeyPatch, earlier: bool
-) -> None:
+def test_objects_that_were_visible_stay_when_they_are_replaced(monkeypatch: pytest.MonkeyPatch, earlier: bool) -> None:
     path = PATH.parent / "step-000001"
     if earlier:
         put_tombstone(path, b"that of an earlier step")
@@ -111,12 +114,10 @@ def test_objects_stay_that_were_visible_before_another_save_replaced_them(
     ):
         monkeypatch.setattr(StoreCommit, "_read_back", read_back)
         save(loser)
-    assert any(loser.save_id in name for name in names(memory)), "whoever opened it may read it still"
+    assert any(loser.save_id in name for name in names()), "whoever opened it may read it still"
 
 
-def test_a_save_of_more_than_a_day_is_not_published_without_its_objects(
-    memory: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_of_more_than_a_day_is_not_published_without_its_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_commit, "LEFTOVER_AGE", timedelta(-1))
     with commit() as whole:
         save(whole)
@@ -126,7 +127,7 @@ def test_a_save_of_more_than_a_day_is_not_published_without_its_objects(
         fragment = object_name("rank-00000.json", ranks.save_id)
         stores.put(PATH / fragment, manifest(ranks.save_id))
         ranks.publish(f'{{"fragments": ["{fragment}"]}}'.encode())
-    assert len(names(memory)) == 2
+    assert len(names()) == 2
     assert stores.read(PATH / "manifest.json")[0] == manifest(whole.save_id)
 
 
@@ -137,16 +138,12 @@ def answers(monkeypatch: pytest.MonkeyPatch, *outcomes: str) -> None:
 
     def put(path: StorePath, content: bytes, seen: Any) -> bool:
         outcome = left.pop(0) if left and path.name == "manifest.json" else "as it is"
-        result = (
-            real(path, content, seen)
-            if outcome in ("as it is", "answer lost", "retried after a lost answer")
-            else False
-        )
+        done = outcome in ("as it is", "answer lost", "retried after a lost answer") and real(path, content, seen)
         if outcome == "refused":
             raise StoreError("cannot write it: AccessDenied", path=path, errno=errno.EACCES)
         if outcome in ("answer lost", "nothing arrives"):
             raise StoreError("cannot write it: timed out", path=path)
-        return result and outcome != "retried after a lost answer"
+        return done and outcome != "retried after a lost answer"
 
     monkeypatch.setattr(stores, "put_unless_changed", put)
 
@@ -156,39 +153,35 @@ def answers(monkeypatch: pytest.MonkeyPatch, *outcomes: str) -> None:
     "outcomes",
     [["retried after a lost answer"], ["answer lost"], ["conflict"], ["conflict", "conflict", "answer lost"]],
 )
-def test_our_own_manifest_is_no_other_save(
-    memory: Any, monkeypatch: pytest.MonkeyPatch, outcomes: list[str], overwrite: bool
-) -> None:
+def test_our_manifest_is_no_other_save(monkeypatch: pytest.MonkeyPatch, outcomes: list[str], overwrite: bool) -> None:
     if overwrite:
-        with commit() as old:
-            save(old)
+        save_whole()
     answers(monkeypatch, *outcomes)
     with commit(overwrite=overwrite) as begun:
         kept = save(begun)
-    assert names(memory) >= {kept, "run/step-1/manifest.json"}
+    assert names() >= {kept, "run/step-1/manifest.json"}
     assert stores.read(PATH / "manifest.json")[0] == manifest(begun.save_id)
 
 
-def test_without_an_answer_the_objects_stay_for_a_manifest_that_may_appear(
-    memory: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("outcome", "times", "message", "left"),
+    [
+        ("nothing arrives", 1000, "timed out; if the store still carries out the request", 1),
+        ("refused", 1, "AccessDenied", 0),
+        ("conflict", 1000, "keeps answering that another request is in its way", 1),
+    ],
+)
+def test_a_commit_that_fails_leaves_objects_only_for_a_manifest_that_may_appear(
+    monkeypatch: pytest.MonkeyPatch, outcome: str, times: int, message: str, left: int
 ) -> None:
-    answers(monkeypatch, *["nothing arrives"] * 1000)
-    with pytest.raises(StoreError, match="timed out; if the store still carries out the request"), commit() as begun:
+    answers(monkeypatch, *[outcome] * times)
+    with pytest.raises(StoreError, match=message), commit() as begun:
         save(begun)
-    assert len(names(memory)) == 1
-
-
-def test_a_refused_commit_leaves_nothing(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers(monkeypatch, "refused")
-    with pytest.raises(StoreError, match="AccessDenied"), commit() as begun:
-        save(begun)
-    assert not names(memory)
+    assert len(names()) == left
 
 
 @pytest.mark.parametrize("readable", [True, False])
-def test_a_refusal_after_a_lost_answer_keeps_what_may_be_visible(
-    memory: Any, monkeypatch: pytest.MonkeyPatch, readable: bool
-) -> None:
+def test_after_a_lost_answer_a_refusal_keeps_what_may_be_seen(monkeypatch: pytest.MonkeyPatch, readable: bool) -> None:
     def refused(path: StorePath, *arguments: Any) -> Any:
         raise StoreError("AccessDenied", path=path, errno=errno.EACCES)
 
@@ -201,35 +194,28 @@ def test_a_refusal_after_a_lost_answer_keeps_what_may_be_visible(
     with contextlib.nullcontext() if readable else pytest.raises(StoreError, match="AccessDenied"), commit() as begun:
         monkeypatch.setattr(stores, "put_unless_changed", put)
         save(begun)
-    assert len(names(memory)) == 2
+    assert len(names()) == 2
 
 
-def test_a_tombstone_does_not_replace_another(memory: Any) -> None:
+def test_a_tombstone_does_not_replace_another() -> None:
     for content in (b"first", b"second", b"second"):
         put_tombstone(PATH, content)
-    found = {name.rpartition("/")[2] for name in names(memory)}
+    found = {name.rpartition("/")[2] for name in names()}
     assert len(found) == 2 and all(map(is_tombstone, found))
     assert {stores.read(PATH / name)[0] for name in found} == {b"first", b"second"}
 
 
-def test_a_store_that_always_answers_conflict_ends_in_time(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers(monkeypatch, *["conflict"] * 1000)
-    with pytest.raises(StoreError, match="keeps answering that another request is in its way"), commit() as begun:
-        save(begun)
-
-
-def test_leftovers_of_dead_saves_are_no_obstacle_and_other_objects_are(memory: Any) -> None:
+def test_leftovers_of_dead_saves_are_no_obstacle_and_other_objects_are() -> None:
     stores.put(PATH / object_name("model.safetensors", "0" * 16), b"half")
     stores.put(PATH / "removed.json", b"{}")
-    with commit() as begun:
-        save(begun)
-    obstore.delete(memory, "run/step-1/manifest.json")
+    save_whole()
+    stores.delete([PATH / "manifest.json"])
     stores.put(PATH / "notes.txt", b"mine")
     with pytest.raises(DestinationExistsError, match=r"holds 'notes\.txt', and is not a checkpoint"):
         commit(overwrite=True).__enter__()
 
 
-def test_one_object_is_not_replaced_unless_asked_for(memory: Any) -> None:
+def test_one_object_is_not_replaced_unless_asked_for() -> None:
     path = PATH / "w.safetensors"
     with ObjectCommit(path, overwrite=False, replaceable=lambda path: False):
         stores.put(path, b"x")

@@ -5,6 +5,8 @@ import itertools
 import random
 import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,10 @@ from tensorkeep.io.objects import stores, uploads
 from tensorkeep.io.objects.uploads import Upload
 from tensorkeep.io.parallel import Cancellation, Cancelled
 from tensorkeep.paths import StorePath
+from tensorkeep.testing.cases import case
 
 obstore = pytest.importorskip("obstore")
+pytestmark = pytest.mark.usefixtures("memory")
 
 MIB = 1024**2
 PATH = StorePath("s3://bucket/object")
@@ -26,15 +30,18 @@ PATH = StorePath("s3://bucket/object")
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Use a store in the memory of this process, and parts of 1 MiB."""
+    """Use a store in the memory of this process."""
     store = obstore.store.MemoryStore()
     monkeypatch.setattr(stores, "_connect", lambda *arguments: store)
-    monkeypatch.setattr(uploads, "_PART_BYTES", MIB)
     return store
 
 
-def content_of(store: Any, path: StorePath = PATH) -> bytes:
-    return bytes(obstore.get(store, path.key).bytes())
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[BufferPool]:
+    """Return a pool of 64 MiB; parts have 1 MiB."""
+    monkeypatch.setattr(uploads, "_PART_BYTES", MIB)
+    with BufferPool(64 * MIB) as pool:
+        yield pool
 
 
 def some_bytes(count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -43,27 +50,25 @@ def some_bytes(count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 @pytest.mark.parametrize("size", [0, 1, MIB - 1, MIB, MIB + 1, 9 * MIB + 12345])
 @pytest.mark.parametrize("in_buffers", [False, True])
-def test_many_threads_write_pieces_of_any_size(memory: Any, size: int, in_buffers: bool) -> None:
+def test_many_threads_write_pieces_of_any_size(memory: Any, pool: BufferPool, size: int, in_buffers: bool) -> None:
     draw = random.Random(size)
     cuts = sorted({0, size, *(draw.randint(0, size) for _ in range(20))})
     data = some_bytes(size)
     cancellation = Cancellation()
-    with BufferPool(64 * MIB) as pool:
-        upload = Upload(PATH, pool, cancellation, most_bytes=size)
+    upload = Upload(PATH, pool, cancellation, most_bytes=size)
 
-        def write(start: int, stop: int) -> None:
-            if not in_buffers:
-                upload.write(start, data[start:stop])
-                return
-            buffer = pool.acquire(stop - start)
-            with buffer as array:
-                array[: stop - start] = data[start:stop]
-                upload.write(start, array[: stop - start], buffer)
+    def write(start: int, stop: int) -> None:
+        if not in_buffers:
+            upload.write(start, data[start:stop])
+            return
+        buffer = pool.acquire(stop - start)
+        with buffer as array:
+            array[: stop - start] = data[start:stop]
+            upload.write(start, array[: stop - start], buffer)
 
-        tasks = [lambda a=a, b=b: write(a, b) for a, b in itertools.pairwise(cuts)]  # type: ignore[misc]
-        parallel.run(tasks, 4, cancellation)
-        upload.finish(size)
-        assert content_of(memory) == data.tobytes()
+    parallel.run([partial(write, *each) for each in itertools.pairwise(cuts)], 4, cancellation)
+    upload.finish(size)
+    assert bytes(obstore.get(memory, PATH.key).bytes()) == data.tobytes()
 
 
 class Held:
@@ -79,113 +84,90 @@ class Held:
         self.pieces.clear()
 
 
-def test_a_buffer_is_not_used_again_before_it_was_sent(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_is_not_used_again_before_it_was_sent(pool: BufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held()
     monkeypatch.setattr(stores, "put_pieces", held)
-    with BufferPool(64 * MIB) as pool:
-        upload = Upload(PATH, pool, Cancellation(), most_bytes=100 * MIB)
-        buffer = pool.acquire(40 * MIB)
-        with buffer as array:
-            array[: 40 * MIB] = 7
-            upload.write(0, array[: 40 * MIB], buffer)
-        cancellation = Cancellation()
-        cancellation.cancel()
-        with pytest.raises(Cancelled):
-            pool.acquire(40 * MIB, cancellation)  # would wait
-        end = threading.Thread(target=lambda: upload.finish(40 * MIB), daemon=True)
-        end.start()
-        try:
-            while not upload._pieces.exhausted:
-                time.sleep(0.001)
-            assert sum(len(piece) for piece in held.pieces) == 40 * MIB
-            assert all((piece == 7).all() for piece in held.pieces)
-        finally:
-            held.may_end.set()
-        end.join()
-        gc.collect()
-        with pool.acquire(60 * MIB):
-            assert pool.peak_bytes <= 64 * MIB
+    upload = Upload(PATH, pool, Cancellation(), most_bytes=100 * MIB)
+    buffer = pool.acquire(40 * MIB)
+    with buffer as array:
+        array[: 40 * MIB] = 7
+        upload.write(0, array[: 40 * MIB], buffer)
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with pytest.raises(Cancelled):
+        pool.acquire(40 * MIB, cancellation)  # would wait
+    end = threading.Thread(target=lambda: upload.finish(40 * MIB), daemon=True)
+    end.start()
+    try:
+        while not upload._pieces.exhausted:
+            time.sleep(0.001)
+        assert sum(len(piece) for piece in held.pieces) == 40 * MIB
+        assert all((piece == 7).all() for piece in held.pieces)
+    finally:
+        held.may_end.set()
+    end.join()
+    gc.collect()
+    with pool.acquire(60 * MIB):
+        assert pool.peak_bytes <= 64 * MIB
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_an_object_larger_than_the_budget(memory: Any, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_larger_than_the_budget(pool: BufferPool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[bytes] = []
     # As a store far away: the memory of a piece is free once it was sent.
-    monkeypatch.setattr(stores, "put_pieces", lambda path, pieces, **_: received.extend(bytes(p) for p in pieces))
+    monkeypatch.setattr(stores, "put_pieces", lambda path, pieces, **_: received.extend(map(bytes, pieces)))
     size, step = 90 * MIB, 3 * MIB + 100
     cancellation = Cancellation()
-    with BufferPool(64 * MIB) as pool:
-        upload = Upload(PATH, pool, cancellation, most_bytes=size)
+    upload = Upload(PATH, pool, cancellation, most_bytes=size)
 
-        def write(start: int) -> None:
-            buffer = pool.acquire(20 * MIB if threads == 1 else 10 * MIB)
-            with buffer as array:
-                count = min(step, size - start)
-                array[:count] = start // step % 251
-                upload.write(start, array[:count], buffer)
+    def write(start: int) -> None:
+        buffer = pool.acquire(20 * MIB if threads == 1 else 10 * MIB)
+        with buffer as array:
+            count = min(step, size - start)
+            array[:count] = start // step % 251
+            upload.write(start, array[:count], buffer)
 
-        parallel.run([lambda s=s: write(s) for s in range(0, size, step)], threads, cancellation)  # type: ignore[misc]
-        upload.finish(size)
-        assert pool.peak_bytes <= 64 * MIB
+    parallel.run([partial(write, start) for start in range(0, size, step)], threads, cancellation)
+    upload.finish(size)
+    assert pool.peak_bytes <= 64 * MIB
     found = np.frombuffer(b"".join(received), np.uint8)
     assert len(found) == size
     assert (found[::step] == np.arange(len(found[::step])) % 251).all()
 
 
-def test_the_error_of_the_store_is_raised_and_memory_is_free(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_the_store_is_raised_and_memory_is_free(pool: BufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(path: StorePath, pieces: Any, **_: Any) -> None:
         next(pieces)
         raise StoreError("cannot write it: SlowDown", path=path)
 
     monkeypatch.setattr(stores, "put_pieces", fails)
-    with BufferPool(64 * MIB) as pool:
-        upload = Upload(PATH, pool, Cancellation(), most_bytes=60 * MIB)
-        with pytest.raises(StoreError, match="SlowDown"):
-            for start in range(0, 60 * MIB, 4 * MIB):
-                buffer = pool.acquire(4 * MIB)
-                with buffer as array:
-                    upload.write(start, array[: 4 * MIB], buffer)
-            upload.finish(60 * MIB)
-        upload.close()
-        with pool.acquire(64 * MIB):
-            pass
+    upload = Upload(PATH, pool, Cancellation(), most_bytes=60 * MIB)
+    with pytest.raises(StoreError, match="SlowDown"):
+        for start in range(0, 60 * MIB, 4 * MIB):
+            buffer = pool.acquire(4 * MIB)
+            with buffer as array:
+                upload.write(start, array[: 4 * MIB], buffer)
+        upload.finish(60 * MIB)
+    upload.close()
+    pool.acquire(64 * MIB).release()
 
 
 @pytest.mark.parametrize("cancel", [False, True])
-def test_an_upload_that_does_not_end_leaves_nothing(memory: Any, cancel: bool) -> None:
+def test_an_upload_that_does_not_end_leaves_nothing(pool: BufferPool, cancel: bool) -> None:
     cancellation = Cancellation()
-    with BufferPool(64 * MIB) as pool:
-        upload = Upload(PATH, pool, cancellation, most_bytes=3 * MIB)
-        upload.write(0, some_bytes(2 * MIB + 5))
-        if cancel:
-            cancellation.cancel()
-            with pytest.raises(Cancelled):
-                upload.finish(2 * MIB + 5)
-        upload.close()
-        upload.close()
-        with pool.acquire(64 * MIB):
-            pass
-    assert not list(obstore.list(memory))
+    upload = Upload(PATH, pool, cancellation, most_bytes=3 * MIB)
+    upload.write(0, some_bytes(2 * MIB + 5))
+    if cancel:
+        cancellation.cancel()
+        with pytest.raises(Cancelled):
+            upload.finish(2 * MIB + 5)
+    upload.close()
+    upload.close()
+    pool.acquire(64 * MIB).release()
+    assert not stores.objects(PATH.parent)
 
 
-def test_a_lost_answer_to_the_last_request_is_no_error(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = stores.put_pieces
-
-    def loses(path: StorePath, pieces: Any, **named: Any) -> None:
-        real(path, pieces, **named)
-        raise StoreError("the upload does not exist", path=path)
-
-    monkeypatch.setattr(stores, "put_pieces", loses)
-    data = some_bytes(5 * MIB)
-    path = PATH.with_name("model-0123456789abcdef.safetensors")
-    with BufferPool(64 * MIB) as pool:
-        upload = Upload(path, pool, Cancellation(), most_bytes=5 * MIB)
-        upload.write(0, data)
-        upload.finish(5 * MIB)
-    assert content_of(memory, path) == data.tobytes()
-
-
-def test_progress_counts_what_was_sent(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_what_was_sent(pool: BufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
     may_take = threading.Semaphore(0)
 
     def slow(path: StorePath, pieces: Any, **_: Any) -> None:
@@ -194,13 +176,12 @@ def test_progress_counts_what_was_sent(memory: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(stores, "put_pieces", slow)
     done: list[int] = []
-    with BufferPool(64 * MIB) as pool:
-        upload = Upload(PATH, pool, Cancellation(), most_bytes=9 * MIB, progress=done.append)
-        for number in range(3):
-            upload.write(3 * number * MIB, some_bytes(3 * MIB), counts=100)
-        assert not done
-        may_take.release(9)
-        upload.finish(9 * MIB)
+    upload = Upload(PATH, pool, Cancellation(), most_bytes=9 * MIB, progress=done.append)
+    for number in range(3):
+        upload.write(3 * number * MIB, some_bytes(3 * MIB), counts=100)
+    assert not done
+    may_take.release(9)
+    upload.finish(9 * MIB)
     assert sum(done) == 300
 
 
@@ -211,11 +192,9 @@ def test_parts_grow_with_the_object() -> None:
 
 
 @pytest.mark.parametrize("answer_lost", [False, True])
-def test_an_older_object_of_the_same_size_is_not_taken_for_the_new_one(
-    memory: Any, monkeypatch: pytest.MonkeyPatch, answer_lost: bool
+def test_only_an_object_with_the_id_of_the_save_is_taken_for_it(
+    pool: BufferPool, monkeypatch: pytest.MonkeyPatch, answer_lost: bool
 ) -> None:
-    """Only a name with the id of the save can be of no other object."""
-
     def refused(path: StorePath, pieces: Any, **options: Any) -> None:
         content = b"".join(map(bytes, pieces))
         if answer_lost:
@@ -223,14 +202,16 @@ def test_an_older_object_of_the_same_size_is_not_taken_for_the_new_one(
         raise StoreError("cannot write it", path=path)
 
     monkeypatch.setattr(stores, "put_pieces", refused)
-    for path in (PATH, PATH.with_name("model-0123456789abcdef.safetensors")):
-        if not answer_lost:
-            stores.put(PATH, b"old")
-        with BufferPool(64 * MIB) as pool:
-            upload = Upload(path, pool, Cancellation(), most_bytes=3)
-            upload.write(0, some_bytes(3))
-            if answer_lost and path is not PATH:
-                upload.finish(3)
+    named = PATH.with_name("model-0123456789abcdef.safetensors")
+    if not answer_lost:
+        stores.put(PATH, bytes(3 * MIB))  # an older object of the same size
+    for path in (PATH, named):
+        with case(path):
+            upload = Upload(path, pool, Cancellation(), most_bytes=3 * MIB)
+            upload.write(0, some_bytes(3 * MIB))
+            if answer_lost and path is named:
+                upload.finish(3 * MIB)
+                assert bytes(stores.get(path)) == some_bytes(3 * MIB).tobytes()
             else:
                 with pytest.raises(StoreError, match="cannot write it"):
-                    upload.finish(3)
+                    upload.finish(3 * MIB)

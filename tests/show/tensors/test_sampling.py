@@ -28,16 +28,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_small_checkpoint_is_read_completely(large: Path) -> None:
+def test_a_small_checkpoint_is_read_completely_and_of_a_large_one_blocks_that_are_spread_evenly(large: Path) -> None:
     with open_reader(large, OpenSettings()) as reader:
         sample = choose_sample(reader, 10**9)
         assert sample.every == 1
         assert sample.nbytes == sample.total == sum(leaf.nbytes for leaf in reader.flat.leaves.values())
         assert sample.text.startswith("Every element was read")
-
-
-def test_blocks_are_spread_evenly_and_each_tensor_has_one(large: Path) -> None:
-    with open_reader(large, OpenSettings()) as reader:
+        # Each tensor has a block.
         sample = choose_sample(reader, 3 * BLOCK_BYTES + 100)
         assert sample.every == 4
         assert [start // BLOCK_BYTES for start, _ in sample.ranges["model.w"]] == [1, 4, 7]

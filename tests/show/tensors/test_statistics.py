@@ -53,65 +53,29 @@ def some_bytes(dtype: DType, count: int) -> Bytes:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-@pytest.mark.parametrize("step", [None, 4096, 16])
-def test_statistics_are_those_of_numpy(name: str, step: int | None) -> None:
+def test_statistics_are_those_of_numpy(name: str) -> None:
     dtype = BY_NAME[name]
-    data = some_bytes(dtype, 3000)
-    if step == 16:
-        data = data[: 64 * dtype.itemsize]
-    found = measured(data, dtype, step)
-    expected = numbers(data, dtype)
-    finite = expected[np.isfinite(expected)]
-    assert found.numbers == len(expected)
-    assert found.nan == np.isnan(expected).sum()
-    assert found.infinite == np.isinf(expected).sum()
-    assert found.zeros == (expected == 0).sum()
-    assert (found.least, found.largest) == (finite.min(), finite.max())
-    assert found.mean == pytest.approx(finite.mean(), rel=1e-9, abs=1e-9 * np.abs(finite).max())
-    assert found.std == pytest.approx(finite.std(), rel=1e-9)
-    if found.least != found.largest:
-        assert found.histogram is not None
-        total = sum(found.histogram.counts) + found.histogram.beyond
-        # Each count is rounded up.
-        assert len(finite) <= total <= len(finite) + len(found.histogram.counts) + 1
+    whole = some_bytes(dtype, 3000)
+    for data, step in ((whole, None), (whole, 4096), (whole[: 64 * dtype.itemsize], 16)):
+        found = measured(data, dtype, step)
+        expected = numbers(data, dtype)
+        finite = expected[np.isfinite(expected)]
+        counts = (len(expected), np.isnan(expected).sum(), np.isinf(expected).sum(), (expected == 0).sum())
+        assert (found.numbers, found.nan, found.infinite, found.zeros) == counts, step
+        assert (found.least, found.largest) == (finite.min(), finite.max()), step
+        assert found.mean == pytest.approx(finite.mean(), rel=1e-9, abs=1e-9 * np.abs(finite).max()), step
+        assert found.std == pytest.approx(finite.std(), rel=1e-9), step
+        if found.least != found.largest:
+            assert found.histogram is not None
+            total = sum(found.histogram.counts) + found.histogram.beyond
+            # Each count is rounded up.
+            assert len(finite) <= total <= len(finite) + len(found.histogram.counts) + 1, step
 
 
-@pytest.mark.parametrize("name", ["int64", "uint64"])
-def test_integers_beyond_float64_keep_their_digits(name: str) -> None:
-    values = np.array([2**53 + 1, 5, 2**62 + 3], name)
-    found = measured(values.view(np.uint8), BY_NAME[name])
-    assert (found.least, found.largest) == (5, 2**62 + 3)
-
-
-def test_threads_and_order_do_not_change_a_bit() -> None:
-    data = np.random.default_rng(1).normal(3.0, 1e-3, 400_000).astype(np.float32).view(np.uint8)
-    one = Accumulator(BY_NAME["float32"])
-    other = Accumulator(BY_NAME["float32"])
-    starts = list(range(0, len(data), 100_000))
-    for start in starts:
-        one.add(start, data[start : start + 100_000])
-    for start in reversed(starts):
-        other.add(start, data[start : start + 100_000])
-    assert one.result() == other.result()
-    # The sum of squares would lose all digits.
-    assert one.result().std == pytest.approx(data.view(np.float32).astype(np.float64).std(), rel=1e-9)
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_an_empty_tensor_has_no_numbers(name: str) -> None:
-    assert Accumulator(BY_NAME[name]).result() == Statistics()
-    assert measured(np.zeros(0, np.uint8), BY_NAME[name]) == Statistics()
-
-
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2", "float64"])
-def test_a_tensor_without_a_finite_number_has_no_range(name: str) -> None:
-    dtype = BY_NAME[name]
-    values = np.array([math.nan, math.inf, -math.inf, math.nan]).astype(dtype.numpy)
-    found = measured(values.view(np.uint8), dtype)
-    assert found == Statistics(numbers=4, nan=2, infinite=2)
-
-
-def test_numbers_beyond_float32_are_in_the_range() -> None:
+def test_integers_beyond_float64_keep_their_digits_and_numbers_beyond_float32_are_in_the_range() -> None:
+    for name in ("int64", "uint64"):
+        found = measured(np.array([2**53 + 1, 5, 2**62 + 3], name).view(np.uint8), BY_NAME[name])
+        assert (found.least, found.largest) == (5, 2**62 + 3), name
     values = np.array([1e300, -1e300, 1.0, 2.0])
     found = measured(values.view(np.uint8), BY_NAME["float64"])
     assert (found.least, found.largest, found.infinite) == (-1e300, 1e300, 0)
@@ -119,11 +83,33 @@ def test_numbers_beyond_float32_are_in_the_range() -> None:
     assert (found.least, found.largest, found.histogram) == (-1e300, 1e300, None)
 
 
-@pytest.mark.parametrize("largest", [0.1, 0.3, 1 / 3, 0.7, 1e-7])
-def test_the_largest_number_is_in_the_last_bar(largest: float) -> None:
-    found = measured(np.array([-0.2, 0.01, largest], np.float64).view(np.uint8), BY_NAME["float64"]).histogram
-    assert found is not None
-    assert (found.counts[0] >= 1, found.counts[-1] >= 1, found.beyond) == (True, True, 0)
+def test_the_largest_number_is_in_the_last_bar() -> None:
+    for largest in (0.1, 0.3, 1 / 3, 0.7, 1e-7):
+        found = measured(np.array([-0.2, 0.01, largest]).view(np.uint8), BY_NAME["float64"]).histogram
+        assert found is not None, largest
+        assert (found.counts[0] >= 1, found.counts[-1] >= 1, found.beyond) == (True, True, 0), largest
+
+
+def test_threads_and_order_do_not_change_a_bit() -> None:
+    data = np.random.default_rng(1).normal(3.0, 1e-3, 400_000).astype(np.float32).view(np.uint8)
+    one, other = Accumulator(BY_NAME["float32"]), Accumulator(BY_NAME["float32"])
+    starts = range(0, len(data), 100_000)
+    for found, order in ((one, starts), (other, reversed(starts))):
+        for start in order:
+            found.add(start, data[start : start + 100_000])
+    assert one.result() == other.result()
+    # The sum of squares would lose all digits.
+    assert one.result().std == pytest.approx(data.view(np.float32).astype(np.float64).std(), rel=1e-9)
+
+
+def test_an_empty_tensor_has_no_numbers_and_one_without_a_finite_number_no_range() -> None:
+    for name, dtype in BY_NAME.items():
+        assert Accumulator(dtype).result() == Statistics(), name
+        assert measured(np.zeros(0, np.uint8), dtype) == Statistics(), name
+    for name in ("float32", "bfloat16", "float8_e5m2", "float64"):
+        values = np.array([math.nan, math.inf, -math.inf, math.nan]).astype(BY_NAME[name].numpy)
+        found = measured(values.view(np.uint8), BY_NAME[name])
+        assert found == Statistics(numbers=4, nan=2, infinite=2), name
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
@@ -150,14 +136,11 @@ def test_positive_numbers_of_many_sizes_have_a_logarithmic_histogram() -> None:
     assert min(found.counts) > 0.5 * max(found.counts)
 
 
-@pytest.mark.parametrize(("name", "bars"), [("bool", 2), ("uint8", 4), ("int32", 4)])
-def test_few_integers_have_a_bar_each(name: str, bars: int) -> None:
-    values = np.arange(4000) % bars
-    found = measured(values.astype(BY_NAME[name].numpy).view(np.uint8), BY_NAME[name]).histogram
-    assert found is not None
-    assert found.counts == [4000 // bars] * bars
-
-
-def test_one_value_has_no_histogram() -> None:
-    found = measured(np.full(9, 1.5, np.float32).view(np.uint8), BY_NAME["float32"])
-    assert (found.least, found.largest, found.std, found.histogram) == (1.5, 1.5, 0.0, None)
+def test_few_integers_have_a_bar_each_and_one_value_has_no_histogram() -> None:
+    for name, bars in {"bool": 2, "uint8": 4, "int32": 4}.items():
+        values = np.arange(4000) % bars
+        found = measured(values.astype(BY_NAME[name].numpy).view(np.uint8), BY_NAME[name]).histogram
+        assert found is not None, name
+        assert found.counts == [4000 // bars] * bars, name
+    one = measured(np.full(9, 1.5, np.float32).view(np.uint8), BY_NAME["float32"])
+    assert (one.least, one.largest, one.std, one.histogram) == (1.5, 1.5, 0.0, None)

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,19 @@ from tensorkeep.train.run.speed import Clock, Speedometer, measured_peak
 BASE = get_recipe("shakespeare-char-cpu")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_complete_and_documented(name: str) -> None:
-    config = get_recipe(name)
-    assert config.recipe == name
-    assert Config.from_dict(config.as_dict()) == config
-    assert RECIPES[name].__doc__
-
-
-def test_unknown_recipe_suggests_the_nearest() -> None:
+def test_recipes_are_complete_and_documented_and_an_unknown_one_suggests_the_nearest() -> None:
+    for name in RECIPES:
+        config = get_recipe(name)
+        assert config.recipe == name
+        assert Config.from_dict(config.as_dict()) == config, name
+        assert RECIPES[name].__doc__, name
     with pytest.raises(UsageError, match=r"did you mean 'shakespeare-char-cpu'\?"):
         get_recipe("shakespeare-char-cpuu")
 
 
 def test_one_setting_changes_one_thing() -> None:
-    changed = BASE.changed(
-        {"optim.lr": "3e-4", "loop.steps": "7", "sample.top_k": "5", "checkpoint.incremental": "false"}
-    )
+    given = {"optim.lr": "3e-4", "loop.steps": "7", "sample.top_k": "5", "checkpoint.incremental": "false"}
+    changed = BASE.changed(given)
     assert differences(BASE, changed) == {
         "optim.lr": (1e-3, 3e-4),
         "loop.steps": (2000, 7),
@@ -48,75 +45,68 @@ def test_one_setting_changes_one_thing() -> None:
         "checkpoint.incremental": (True, False),
     }
     assert changed.changed({"sample.top_k": "none"}).sample.top_k is None
+    # Those that depend on each other may be given in any order.
+    heads, width = {"model.n_heads": 6}, {"model.d_model": 384}
+    assert BASE.changed(heads | width).model.head_size == BASE.changed(width | heads).model.head_size == 64
 
 
-def test_setting_of_a_section_within_a_section() -> None:
+def test_settings_have_names_also_those_of_a_section_within_a_section() -> None:
     rotary = BASE.changed({"model.positions": "rotary", "model.rope_scaling.kind": "linear"})
     changed = rotary.changed({"model.rope_scaling.factor": "2"})
     assert (changed.setting("model.rope_scaling.factor"), changed.model.rope_scaling.kind) == (2.0, "linear")
     assert changed.changed({"model.rope_scaling.kind": "none"}).model.rope_scaling.kind is None
     assert "model.rope_scaling.factor" in setting_names()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("optim.rl", 1, r"no setting 'optim\.rl'.*did you mean optim\.lr"),
-        ("lr", 1, r"no setting 'lr'.*did you mean optim\.lr"),
-        ("optim.lr", "fast", r"optim\.lr is 'fast'\ngive a finite number above 0"),
-        ("optim.lr", -1, r"optim\.lr is -1"),
-        ("optim.beta1", 1.0, r"optim\.beta1 is 1\.0.*below 1"),
-        ("optim.muon_steps", 0, r"optim\.muon_steps is 0"),
-        ("loop.steps", 0, r"loop\.steps is 0.*1 or more"),
-        ("loop.steps", 1.5, r"loop\.steps is 1\.5\ngive a whole number 1 or more"),
-        ("schedule.name", "spiral", r"schedule\.name is 'spiral'\ngive one of cosine, linear"),
-        ("model.n_heads", 3, "is not a multiple of"),
-        ("checkpoint.incremental", "sometimes", r"checkpoint\.incremental is 'sometimes'"),
-        ("schedule.factor", 1.0, r"schedule\.factor is 1\.0.*above 0 and below 1"),
-        ("sample.top_k", 0, r"sample\.top_k is 0.*1 or more"),
-        ("sample.temperature", "inf", r"sample\.temperature is 'inf'.*finite number 0 or more"),
-        ("sample.tokens", 10**18, r"sample\.tokens is 1000000000000000000.*or less"),
-        ("data.validation", 1.0, r"data\.validation is 1\.0.*above 0 and below 1"),
-        ("loop.threads", 10**6, r"loop\.threads is 1000000.*1024 or less"),
-    ],
-)
-def test_invalid_settings_are_refused(name: str, value: object, message: str) -> None:
-    with pytest.raises(UsageError, match=f"(?s){message}"):
-        BASE.changed({name: value})
-
-
-NUMBERS = [name for name, value in flat(BASE.as_dict()).items() if isinstance(value, float)]
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
-def test_every_number_is_finite(name: str, value: str) -> None:
-    with pytest.raises(UsageError, match=f"{name} is '{value}'"):
-        BASE.changed({name: value})
+    names = flat(BASE.as_dict())
+    assert (names["optim.lr"], names["recipe"]) == (1e-3, "shakespeare-char-cpu")
+    # Techniques that are off have no settings.
+    assert list(names) == [each for each in setting_names() if not each.endswith("techniques")]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"optim.rl": 1}, r"no setting 'optim\.rl'.*did you mean optim\.lr"),
+        ({"lr": 1}, r"no setting 'lr'.*did you mean optim\.lr"),
+        ({"optim.lr": "fast"}, r"optim\.lr is 'fast'\ngive a finite number above 0"),
+        ({"optim.lr": -1}, r"optim\.lr is -1"),
+        ({"optim.beta1": 1.0}, r"optim\.beta1 is 1\.0.*below 1"),
+        ({"optim.muon_steps": 0}, r"optim\.muon_steps is 0"),
+        ({"loop.steps": 0}, r"loop\.steps is 0.*1 or more"),
+        ({"loop.steps": 1.5}, r"loop\.steps is 1\.5\ngive a whole number 1 or more"),
+        ({"schedule.name": "spiral"}, r"schedule\.name is 'spiral'\ngive one of cosine, linear"),
+        ({"model.n_heads": 3}, "is not a multiple of"),
+        ({"checkpoint.incremental": "sometimes"}, r"checkpoint\.incremental is 'sometimes'"),
+        ({"schedule.factor": 1.0}, r"schedule\.factor is 1\.0.*above 0 and below 1"),
+        ({"sample.top_k": 0}, r"sample\.top_k is 0.*1 or more"),
+        ({"sample.temperature": "inf"}, r"sample\.temperature is 'inf'.*finite number 0 or more"),
+        ({"sample.tokens": 10**18}, r"sample\.tokens is 1000000000000000000.*or less"),
+        ({"data.validation": 1.0}, r"data\.validation is 1\.0.*above 0 and below 1"),
+        ({"loop.threads": 10**6}, r"loop\.threads is 1000000.*1024 or less"),
+        # Without effect.
         ({"schedule.name": "plateau", "eval.every": 0}, r"schedule\.name is 'plateau', and eval\.every is 0"),
         ({"eval.patience": 3, "eval.every": 0}, r"eval\.patience is 3, and eval\.every is 0"),
         ({"schedule.name": "range"}, r"schedule\.warmup_steps is 100, .*\ngive schedule\.warmup_steps 0"),
     ],
 )
-def test_settings_without_effect_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_invalid_settings_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=f"(?s){message}"):
         BASE.changed(settings)
 
 
-def test_new_tokenizer_resets_the_vocabulary_size() -> None:
+def test_every_number_is_finite() -> None:
+    numbers = [name for name, default in flat(BASE.as_dict()).items() if isinstance(default, float)]
+    assert len(numbers) > 20
+    for name, value in product(numbers, ("inf", "-inf", "nan")):
+        with pytest.raises(UsageError, match=f"{name} is '{value}'"):
+            BASE.changed({name: value})
+
+
+def test_new_tokenizer_resets_the_vocabulary_size_and_a_given_batch_size_is_not_replaced() -> None:
     pairs = get_recipe("chatgot-85m")
     assert pairs.data.vocab_size == 8192
     assert pairs.changed({"data.tokenizer": "byte"}).data.vocab_size is None
     assert pairs.changed({"data.tokenizer": "bpe"}).data.vocab_size == 8192
     assert BASE.changed({"data.vocab_size": 300, "data.tokenizer": "bpe"}).data.vocab_size == 300
-
-
-def test_a_given_batch_size_is_not_replaced_by_one_that_fills_the_memory() -> None:
     recipe = get_recipe("gpt2-124m")
     assert recipe.loop.fill_memory
     given = recipe.changed({"loop.batch_size": 4}).loop
@@ -135,22 +125,14 @@ def test_optimizer_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPa
         check_optimizers(OptimConfig(implementation="fused"), torch.device("cpu"))
 
 
-def test_dependent_settings_may_be_given_in_any_order() -> None:
-    for names in (["model.n_heads", "model.d_model"], ["model.d_model", "model.n_heads"]):
-        values = {"model.n_heads": 6, "model.d_model": 384}
-        assert BASE.changed({name: values[name] for name in names}).model.head_size == 64
-
-
-def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+def test_flags_come_in_any_order_and_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('[train]\nout = "elsewhere"\n[train.optim]\nlr = 1.0\nclip = 2.0\nweight_decay = 3.0\n')
     environment = {"TENSORKEEP_OPTIM_CLIP": "4", "TENSORKEEP_OPTIM_WEIGHT_DECAY": "5"}
     _, words = read_words(["--optim.weight_decay", "6", "--loop.steps=9"])
     found = BASE.changed(given_settings(words, file=file, environment=environment))
     assert (found.optim.lr, found.optim.clip, found.optim.weight_decay, found.loop.steps) == (1.0, 4.0, 6.0, 9)
-
-
-def test_words_come_in_any_order() -> None:
+    # Words come in any order.
     expected = ("tiny", {"optim.lr": "3e-4", "loop.steps": "-5"})
     assert read_words(["tiny", "--optim.lr", "3e-4", "--loop.steps=-5"]) == expected
     assert read_words(["--optim.lr", "3e-4", "tiny", "--loop.steps", "-5"]) == expected
@@ -175,18 +157,14 @@ def test_invalid_words_are_refused(words: list[str], message: str) -> None:
         read_words(words, ["--resume", "--out"])
 
 
-def test_unknown_setting_of_a_file_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text("[train.optim]\nrl = 1.0\n")
-    with pytest.raises(UsageError, match=r"x\.toml: there is no setting 'optim\.rl'\ndid you mean optim\.lr"):
-        given_settings(file=tmp_path / "x.toml", environment={})
-
-
-def test_file_that_is_not_toml_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text("[train")
-    with pytest.raises(UsageError, match="is not TOML"):
-        given_settings(file=tmp_path / "x.toml", environment={})
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
+    suggestion = r"x\.toml: there is no setting 'optim\.rl'\ndid you mean optim\.lr"
     with pytest.raises(UsageError, match="cannot read"):
-        given_settings(file=tmp_path / "y.toml", environment={})
+        given_settings(file=tmp_path / "x.toml", environment={})
+    for text, message in {"[train.optim]\nrl = 1.0\n": suggestion, "[train": "is not TOML"}.items():
+        (tmp_path / "x.toml").write_text(text)
+        with pytest.raises(UsageError, match=message):
+            given_settings(file=tmp_path / "x.toml", environment={})
 
 
 @given(
@@ -209,22 +187,16 @@ def test_schedules_stay_within_their_bounds(name: str, warmup: int, steps: int, 
         assert (rest[0], rest[-1]) == pytest.approx((first, last))
 
 
-def test_wsd_is_stable_before_it_decays() -> None:
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_last_step_of_a_decay_to_0_changes_the_weights_and_wsd_is_stable_before_it_decays(name: Any) -> None:
+    for warmup, steps in product((0, 3), (1, 2, 10, 1000)):
+        config = ScheduleConfig(name=name, final=0.0, decay=0.5, warmup_steps=warmup)
+        shares = [learning_rate_factor(config, step, steps) for step in range(1, steps + 2)]
+        assert min(shares[:-1]) > 0, (warmup, steps)
+        assert steps <= warmup or shares[-1] == pytest.approx(0, abs=1e-12), (warmup, steps)
     config = ScheduleConfig(name="wsd", final=0.0, decay=0.2)
     shares = [learning_rate_factor(config, step, 100) for step in range(1, 102)]
-    assert shares[:81] == pytest.approx([1.0] * 81)
-    assert shares[90] == pytest.approx(0.5)
-    assert shares[100] == pytest.approx(0.0)
-
-
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_last_step_of_a_decay_to_0_changes_the_weights(name: Any, warmup: int) -> None:
-    config = ScheduleConfig(name=name, final=0.0, decay=0.5, warmup_steps=warmup)
-    for steps in (1, 2, 10, 1000):
-        shares = [learning_rate_factor(config, step, steps) for step in range(1, steps + 2)]
-        assert min(shares[:-1]) > 0
-        assert steps <= warmup or shares[-1] == pytest.approx(0, abs=1e-12)
+    assert (shares[:81], shares[90]) == (pytest.approx([1.0] * 81), pytest.approx(0.5))
 
 
 def test_a_plateau_lowers_the_rate_and_can_be_saved() -> None:
@@ -245,20 +217,17 @@ def test_a_plateau_lowers_the_rate_and_can_be_saved() -> None:
 def test_every_parameter_has_one_optimizer_and_vectors_do_not_decay(name: str) -> None:
     config = BASE.changed({"optim.name": name, "model.bias": True, "model.vocab_size": 30})
     model = GPT(config.model)
-    groups = [group for each in build_optimizers(model, config.optim).values() for group in each.param_groups]
+    optimizers = build_optimizers(model, config.optim)
+    groups = [group for each in optimizers.values() for group in each.param_groups]
     found = [parameter for group in groups for parameter in group["params"]]
     assert len(found) == len(set(found)) == len(list(model.parameters()))
     for group in groups:
         assert all((parameter.ndim >= 2) == (group["weight_decay"] > 0) for parameter in group["params"])
-
-
-def test_learning_rate_is_a_factor_of_each_groups_peak() -> None:
-    config = BASE.changed({"optim.name": "muon", "optim.muon_steps": 3, "model.vocab_size": 30})
-    optimizers = build_optimizers(GPT(config.model), config.optim)
+    # The learning rate is a factor of each group's peak.
     set_learning_rate(optimizers, 0.5)
     set_learning_rate(optimizers, 0.25)
-    assert optimizers["muon"].param_groups[0]["lr"] == 0.25 * 0.02
-    assert optimizers["adamw"].param_groups[0]["lr"] == 0.25 * 1e-3
+    rates = {name: each.param_groups[0]["lr"] for name, each in optimizers.items()}
+    assert rates == {name: 0.25 * (0.02 if name == "muon" else 1e-3) for name in optimizers}
 
 
 def test_average_follows_the_weights_and_is_put_into_the_model() -> None:
@@ -280,16 +249,13 @@ def test_average_follows_the_weights_and_is_put_into_the_model() -> None:
     assert WeightAverage(dict(model.named_parameters()), 0.0).state_dict() == {}
 
 
-def test_clock_sums_the_seconds_of_each_activity() -> None:
+def test_clock_sums_the_seconds_of_each_activity_and_mfu_is_never_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 5.0, 7.0, 7.0, 8.0])
     clock = Clock(lambda: next(times))
     for what in ("train", "evaluate", "train"):
         with clock.spent_on(what):
             pass
     assert clock.seconds == {"train": 2.0, "evaluate": 2.0}
-
-
-def test_mfu_is_never_above_one() -> None:
     speed = Speedometer(peak=100.0)
     speed.add(50, 500, 10.0)
     assert speed.lap() == {"tokens_per_second": 5.0, "mfu": 0.5}
@@ -297,19 +263,9 @@ def test_mfu_is_never_above_one() -> None:
     assert speed.lap() == {"tokens_per_second": 40.0, "mfu": 1.0}
     assert speed.peak == 400.0
     assert speed.total() == {"tokens_per_second": 22.5, "mfu": 0.5625}
-
-
-def test_the_measured_peak_draws_no_random_numbers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The measured peak draws no random numbers of others.
     monkeypatch.setattr("tensorkeep.train.run.speed._SIZES", (64,))
     monkeypatch.setattr("tensorkeep.train.run.speed._SECONDS", 0.01)
     before = torch.get_rng_state()
     assert measured_peak(torch.device("cpu")) > 1e6
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_flat_names_every_setting_once() -> None:
-    names = flat(BASE.as_dict())
-    assert names["optim.lr"] == 1e-3
-    assert names["recipe"] == "shakespeare-char-cpu"
-    # Techniques that are off have no settings.
-    assert list(names) == [each for each in setting_names() if not each.endswith("techniques")]

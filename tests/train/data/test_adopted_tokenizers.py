@@ -1,6 +1,7 @@
 """Tokenizers of runs, prepared data and Hugging Face folders: tokens of the whole text, and refusals by name."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError, UsageError
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.technique_suite import TINY, train_run
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
@@ -40,7 +42,9 @@ def read(folder: Path) -> HuggingFaceTokenizer:
     return tokenizer
 
 
-def test_truncation_and_padding_of_the_file_are_left_out(tmp_path: Path, stored: dict[str, Any]) -> None:
+def test_truncation_and_padding_of_the_file_are_left_out_and_composed_characters_the_only_normalization(
+    tmp_path: Path, stored: dict[str, Any]
+) -> None:
     limits = {
         "truncation": {"max_length": 4, "stride": 0, "strategy": "LongestFirst", "direction": "Right"},
         "padding": {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
@@ -49,36 +53,28 @@ def test_truncation_and_padding_of_the_file_are_left_out(tmp_path: Path, stored:
     tokenizer = read(model_folder(tmp_path, stored | limits))
     for text in ("t", "to be or not to be, more than four tokens"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+    for normalizer, decomposed in (
+        ({"type": "NFC"}, "Ü"),
+        ({"type": "Sequence", "normalizers": []}, "U\u0308"),
+    ):
+        tokenizer = read(model_folder(tmp_path, stored | {"normalizer": normalizer}))
+        assert tokenizer.decode(tokenizer.encode("Ünï Ab")) == "Ünï Ab", normalizer
+        assert tokenizer.decode(tokenizer.encode("U\u0308")) == decomposed, normalizer
 
 
-SEQUENCE = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_tokenizer_that_changes_or_ends_text_is_refused(tmp_path: Path, stored: dict[str, Any]) -> None:
+    sequence = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+    prefix = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    for change, message in (
         ({"normalizer": {"type": "Lowercase"}}, "its normalizer Lowercase changes the text"),
-        ({"normalizer": SEQUENCE}, "its normalizer Lowercase changes the text"),
-        (
-            {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
-            "it does not give back the text that it encodes",
-        ),
-    ],
-)
-def test_a_tokenizer_that_changes_text_is_refused(
-    tmp_path: Path, stored: dict[str, Any], change: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        read(model_folder(tmp_path, stored | change))
-
-
-@pytest.mark.parametrize("normalizer", [{"type": "NFC"}, {"type": "Sequence", "normalizers": []}])
-def test_composed_characters_are_the_only_normalization(
-    tmp_path: Path, stored: dict[str, Any], normalizer: dict[str, Any]
-) -> None:
-    tokenizer = read(model_folder(tmp_path, stored | {"normalizer": normalizer}))
-    assert tokenizer.decode(tokenizer.encode("Ünï Ab")) == "Ünï Ab"
-    assert tokenizer.decode(tokenizer.encode("U\u0308")) == ("Ü" if "NFC" in str(normalizer) else "U\u0308")
+        ({"normalizer": sequence}, "its normalizer Lowercase changes the text"),
+        ({"pre_tokenizer": prefix}, "it does not give back the text that it encodes"),
+        ({}, "it encodes text as 't', which ends a document"),
+    ):
+        if not change:
+            (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "t"}')
+        with case(change), pytest.raises(UnsupportedError, match=message):
+            read(model_folder(tmp_path, stored | change))
 
 
 def test_text_is_not_encoded_as_an_end_that_the_file_does_not_call_special(
@@ -107,27 +103,20 @@ def test_a_tokenizer_without_an_end_is_for_streams_and_conversations(tmp_path: P
     assert "state eos_token in its tokenizer_config.json" in str(raised.value.remedy)
 
 
-def test_an_end_that_is_a_word_of_text_is_refused(tmp_path: Path, stored: dict[str, Any]) -> None:
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "t"}')
-    with pytest.raises(UnsupportedError, match="it encodes text as 't', which ends a document"):
-        read(model_folder(tmp_path, stored))
-
-
-@pytest.mark.parametrize("content", [b"{bad", b"[1]", b'{"eos_token": 3}', b'{"eos_token": "\xff"}'])
-def test_malformed_settings_are_named(tmp_path: Path, stored: dict[str, Any], content: bytes) -> None:
-    (tmp_path / "tokenizer_config.json").write_bytes(content)
-    with pytest.raises(CorruptCheckpointError, match="is not the settings of a tokenizer") as caught:
-        read(model_folder(tmp_path, stored))
-    assert caught.value.path == str(tmp_path / "tokenizer_config.json")
-
-
-@pytest.mark.parametrize("content", [b"\xff", b"{bad", b"[1]"])
-def test_a_malformed_tokenizer_file_is_named(tmp_path: Path, content: bytes) -> None:
-    pytest.importorskip("tokenizers")
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(CorruptCheckpointError, match="is not a tokenizer") as caught:
-        read(tmp_path)
-    assert caught.value.path == str(tmp_path / "tokenizer.json")
+def test_a_malformed_file_is_named(tmp_path: Path, stored: dict[str, Any]) -> None:
+    settings, tokenizer = "is not the settings of a tokenizer", "is not a tokenizer"
+    for name, reason, content in (
+        *(("tokenizer.json", tokenizer, each) for each in (b"\xff", b"{bad", b"[1]")),
+        *(
+            ("tokenizer_config.json", settings, each)
+            for each in (b"{bad", b"[1]", b'{"eos_token": 3}', b'{"eos_token": "\xff"}')
+        ),
+    ):
+        (model_folder(tmp_path, stored) / name).write_bytes(content)
+        with case((name, content)):
+            with pytest.raises(CorruptCheckpointError, match=reason) as caught:
+                read(tmp_path)
+            assert caught.value.path == str(tmp_path / name)
 
 
 def talk(folder: Path, name: str = "talk.jsonl", answer: str = "to be") -> Path:
@@ -149,18 +138,25 @@ def test_conversations_take_the_tokenizer_of_a_run_or_of_prepared_data(tmp_path:
         assert (np.array(made.train) == np.array(Dataset.open(data).train)).all()
 
 
-def test_tokens_of_messages_are_added_to_those_of_prepared_data(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("to be or not to be " * 20)
-    prepare(tmp_path / "a.txt", tmp_path / "a", tokenizer="byte")
-    made = prepare(tmp_path / "a.txt", tmp_path / "b", tokenizer=f"from:{tmp_path}/a+chat")
-    assert made.description["tokenizer"] == "byte+chat"
-    assert Dataset.open(made.path).vocab_size == 261
+TOKENIZERS = {"letters": "", "data": "from:{}/base", "data+chat": "from:{}/base+chat"}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("kind", ["text", "documents", "conversations"])
+@pytest.mark.parametrize(
+    ("processes", "kind", "tokenizers"),
+    [
+        *((1, kind, TOKENIZERS) for kind in ("text", "documents", "conversations")),
+        # A process passes on the error of any tokenizer.
+        pytest.param(2, "documents", ["letters"], marks=pytest.mark.integration),
+        pytest.param(2, "conversations", ["data+chat"], marks=pytest.mark.integration),
+        *(
+            pytest.param(2, kind, TOKENIZERS, marks=pytest.mark.exhaustive)
+            for kind in ("text", "documents", "conversations")
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list | dict) else str(value),
+)
 def test_a_character_outside_the_vocabulary_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, processes: int
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], processes: int, kind: str, tokenizers: Iterable[str]
 ) -> None:
     source = tmp_path / ("a.txt" if kind == "text" else "a.jsonl")
     source.write_text("the\u00e9 other " * 40 if kind == "text" else '{"text": "the\u00e9 other"}\n' * 40)
@@ -168,16 +164,20 @@ def test_a_character_outside_the_vocabulary_is_named(
         talk(tmp_path, "a.jsonl", "th\u00e9")
     (tmp_path / "base.jsonl").write_text('{"text": "the author be"}\n' * 40)
     prepare(tmp_path / "base.jsonl", tmp_path / "base", tokenizer="char")
-    for tokenizer in (LETTERS, f"from:{tmp_path}/base", f"from:{tmp_path}/base+chat"):
+    for name in tokenizers:
+        tokenizer = TOKENIZERS[name].format(tmp_path) if name != "letters" else LETTERS
         with pytest.raises(UsageError, match=r"the character 'é' \(U\+00E9\) is not in the vocabulary") as caught:
             prepare(source, tmp_path / "data", tokenizer=tokenizer, processes=processes)
         assert caught.value.path == str(source)
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_the_size_of_a_vocabulary_that_exists_cannot_be_set(tmp_path: Path) -> None:
+def test_tokens_of_messages_are_added_to_prepared_data_and_its_size_cannot_be_set(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("to be or not to be " * 20)
     prepare(tmp_path / "a.txt", tmp_path / "a", tokenizer="byte")
+    made = prepare(tmp_path / "a.txt", tmp_path / "b", tokenizer=f"from:{tmp_path}/a+chat")
+    assert made.description["tokenizer"] == "byte+chat"
+    assert Dataset.open(made.path).vocab_size == 261
     for tokenizer in (LETTERS, f"from:{tmp_path}/a", f"from:{tmp_path}/a+chat"):
         with pytest.raises(UsageError, match="has a fixed vocabulary size"):
-            prepare(tmp_path / "a.txt", tmp_path / "b", tokenizer=tokenizer, vocab_size=300)
+            prepare(tmp_path / "a.txt", tmp_path / "c", tokenizer=tokenizer, vocab_size=300)

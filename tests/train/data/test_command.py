@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from cyclopts import App, CycloptsError
 
+from faults.injection import flip_bit
 from tensorkeep.cli import data
 from tensorkeep.cli.output import Output
 from tensorkeep.errors import CorruptCheckpointError, UsageError
@@ -25,33 +26,23 @@ def test_prepare_shows_its_result_and_the_next_command(text: Path, capsys: pytes
     shown = capsys.readouterr().out
     assert "char tokens of" in shown
     assert "(1 file, 1.40 kB of utf-8, 1,400 characters)" in shown
-    assert shown.splitlines()[3].split() == ["split", "tokens"]
-    assert shown.splitlines()[4].split() == ["train", "1,260"]
-    assert shown.splitlines()[5].split() == ["validation", "140"]
+    found = [line.split() for line in shown.splitlines()[3:6]]
+    assert found == [["split", "tokens"], ["train", "1,260"], ["validation", "140"]]
     assert shown.endswith(f"next: tensorkeep train shakespeare-char-cpu --data '{out}'\n")
-
-
-def test_preparing_as_json(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Documents are counted.
+    (text.parent / "d.jsonl").write_text("\n".join(json.dumps({"text": f"document {number}"}) for number in range(40)))
+    data.prepare(str(text.parent / "d.jsonl"), out=text.parent / "documents")
+    counts = [line.split() for line in capsys.readouterr().out.splitlines()[4:6]]
+    assert sum(int(count[2]) for count in counts) == 40
     out = text.parent / "data"
     data.prepare(str(text), out=out, tokenizer="byte", validation=0.5, output=Output(json=True))
     document = json.loads(capsys.readouterr().out)
-    assert document["path"] == str(out)
+    assert (document["path"], document["vocab_size"]) == (str(out), 256)
     assert document["splits"]["validation"]["tokens"] == 700
-    assert document["vocab_size"] == 256
     assert document["next"].startswith("tensorkeep train")
 
 
-def test_documents_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [json.dumps({"text": f"document {number}"}) for number in range(40)]
-    (tmp_path / "d.jsonl").write_text("\n".join(lines))
-    data.prepare(str(tmp_path / "d.jsonl"), out=tmp_path / "data")
-    shown = capsys.readouterr().out
-    assert "split" in shown
-    counts = [line.split() for line in shown.splitlines()[4:6]]
-    assert sum(int(count[2]) for count in counts) == 40
-
-
-def test_info_shows_a_sample(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_shows_a_sample_and_damage_is_found(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = text.parent / "data"
     data.prepare(str(text), out=out, output=Output(quiet=True))
     assert capsys.readouterr().out == ""
@@ -65,26 +56,17 @@ def test_info_shows_a_sample(text: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert document["sample"] == TEXT[:200]
     data.info(out, verify=True)
     assert "verified: the checksum" in capsys.readouterr().out
-
-
-def test_a_sample_cannot_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("\x1b[2J\x07" * 40)
-    data.prepare(str(tmp_path / "a.txt"), out=tmp_path / "data")
-    data.info(tmp_path / "data")
-    assert "\x1b" not in capsys.readouterr().out
-
-
-def test_damage_is_found(text: Path) -> None:
-    out = text.parent / "data"
-    data.prepare(str(text), out=out, output=Output(quiet=True))
-    content = bytearray((out / "train.bin").read_bytes())
-    content[0] ^= 1
-    (out / "train.bin").write_bytes(content)
+    flip_bit(out / "train.bin", 0)
     data.info(out, output=Output(quiet=True))
     with pytest.raises(CorruptCheckpointError):
         data.info(out, verify=True)
     with pytest.raises(UsageError, match="vocabulary size"):
         data.prepare(str(text), out=out, vocab_size=100)
+    # A sample cannot drive the terminal.
+    text.write_text("\x1b[2J\x07" * 40)
+    data.prepare(str(text), out=text.parent / "other")
+    data.info(text.parent / "other")
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_the_options_are_those_documented() -> None:
@@ -94,15 +76,8 @@ def test_the_options_are_those_documented() -> None:
     line = "prepare - --tokenizer bpe --vocab-size 300 --validation 0.2 --seed 3 --encoding latin-1 --out x --overwrite"
     _, bound, _ = app.parse_args(line.split(), exit_on_error=False, print_error=False)
     assert bound.args == ("-",)
-    assert bound.kwargs == {
-        "tokenizer": "bpe",
-        "vocab_size": 300,
-        "validation": 0.2,
-        "seed": 3,
-        "encoding": "latin-1",
-        "out": Path("x"),
-        "overwrite": True,
-    }
+    numbers = {"vocab_size": 300, "validation": 0.2, "seed": 3}
+    assert bound.kwargs == {"tokenizer": "bpe", "encoding": "latin-1", "out": Path("x"), "overwrite": True, **numbers}
     with pytest.raises(CycloptsError, match="--ouy"):
         app.parse_args(["prepare", "--ouy", "--out", "x"], exit_on_error=False, print_error=False)
     _, bound, _ = app.parse_args(["info", "x", "--verify"], exit_on_error=False, print_error=False)

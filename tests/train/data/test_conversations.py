@@ -1,7 +1,7 @@
 """Conversations: reserved tokens that no text produces, the template, and errors that name the line."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tensorkeep
+from tensorkeep.testing.cases import case
 from tensorkeep.train.data import conversations
 from tensorkeep.train.data.corpus import Source, open_source
 from tensorkeep.train.data.dataset import Dataset
@@ -46,17 +47,13 @@ TEXT_TOKENIZERS = {
 }
 
 
-@pytest.fixture(params=TEXT_TOKENIZERS.values(), ids=TEXT_TOKENIZERS.keys())
-def text_tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    made: Tokenizer = request.param()
-    return made
-
-
 def talk(*turns: tuple[str, str]) -> str:
     return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
 
 
-def test_template_has_one_reserved_token_for_each_mark(text_tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("make", TEXT_TOKENIZERS.values(), ids=TEXT_TOKENIZERS.keys())
+def test_template_has_one_reserved_token_for_each_mark_and_no_text_produces_one(make: Callable[[], Tokenizer]) -> None:
+    text_tokenizer = make()
     chat = ChatTokenizer(text_tokenizer)
     tokens = np.concatenate([*(chat.message(*turn) for turn in TURNS), [chat.end_of_document]])
     rendered = "".join(f"<|{role}|>{content}<|end|>" for role, content in TURNS) + "<|endoftext|>"
@@ -68,22 +65,9 @@ def test_template_has_one_reserved_token_for_each_mark(text_tokenizer: Tokenizer
     # Three messages with two marks each, and the end of the conversation.
     assert reserved.sum() == 7
     assert chat.vocab_size == max(chat.stops) + 1 or text_tokenizer.end_of_document is not None
-
-
-def test_no_text_produces_a_reserved_token(text_tokenizer: Tokenizer) -> None:
-    chat = ChatTokenizer(text_tokenizer)
     assert not chat.stops & set(chat.encode(HOSTILE).tolist())
     assert (chat.encode(HOSTILE) == text_tokenizer.encode(HOSTILE)).all()
-
-
-@given(st.text())
-def test_no_text_of_any_characters_produces_a_reserved_token(text: str) -> None:
-    chat = ChatTokenizer(ByteTokenizer(documents=False))
-    assert chat.encode(text).max(initial=0) < 256
-
-
-def test_it_is_stored_and_read_again(text_tokenizer: Tokenizer) -> None:
-    chat = ChatTokenizer(text_tokenizer)
+    # It is stored and read again.
     again = tokenizer_from_dict(json.loads(json.dumps(chat.as_dict())))
     assert (again.digest, again.name, again.vocab_size) == (chat.digest, chat.name, chat.vocab_size)
     assert ChatTokenizer.of(again) is again
@@ -92,25 +76,23 @@ def test_it_is_stored_and_read_again(text_tokenizer: Tokenizer) -> None:
             tokenizer_from_dict(malformed)
 
 
+@given(st.text())
+def test_no_text_of_any_characters_produces_a_reserved_token(text: str) -> None:
+    chat = ChatTokenizer(ByteTokenizer(documents=False))
+    assert chat.encode(text).max(initial=0) < 256
+
+
 def test_hugging_face_reads_the_same_tokens() -> None:
     from tokenizers import Tokenizer as HuggingFace
 
-    chat = ChatTokenizer(BpeTokenizer.learn(iter([iter(["to be or not to be " * 9])]), False, vocab_size=280))
-    described = chat.hugging_face_json()
-    assert described is not None
-    read = HuggingFace.from_str(described)
-    assert [read.token_to_id(f"<|{name}|>") for name in ("system", "user", "assistant", "end", "endoftext")] == [
-        *chat.begin.values(),
-        chat.end,
-        chat.end_of_document,
-    ]
+    text = ["to be or not to be " * 9]
+    chat = ChatTokenizer(BpeTokenizer.learn(iter([iter(text)]), False, vocab_size=280))
+    read = HuggingFace.from_str(chat.hugging_face_json())
+    found = [read.token_to_id(f"<|{name}|>") for name in ("system", "user", "assistant", "end", "endoftext")]
+    assert found == [*chat.begin.values(), chat.end, chat.end_of_document]
     assert ChatTokenizer(ByteTokenizer(documents=True)).hugging_face_json() is None
-
-
-def test_tokens_that_the_other_tokenizer_has_already_are_not_written_with_other_ids() -> None:
-    from tokenizers import Tokenizer as HuggingFace
-
-    pairs = BpeTokenizer.learn(iter([iter(["to be or not to be " * 9])]), True, vocab_size=280)
+    # Tokens that the other tokenizer has already are not written with other ids.
+    pairs = BpeTokenizer.learn(iter([iter(text)]), True, vocab_size=280)
     described = HuggingFace.from_str(pairs.hugging_face_json())
     described.add_special_tokens(["<|user|>", "<|end|>"])
     chat = ChatTokenizer(HuggingFaceTokenizer(described.to_str(), pairs.end_of_document))
@@ -118,52 +100,41 @@ def test_tokens_that_the_other_tokenizer_has_already_are_not_written_with_other_
     assert chat.hugging_face_json() is None
 
 
-def test_any_tokenizer_can_reserve_the_tokens_for_later() -> None:
-    made = learner("byte+chat")(iter(()), True)
-    assert (made.name, made.vocab_size) == ("byte+chat", 261)
-
-
 def prepared(folder: Path, *lines: str, **options: Any) -> Dataset:
     (folder / "talk.jsonl").write_text("\n".join(lines) + "\n")
     return Dataset.open(prepare(folder / "talk.jsonl", folder / "data", **options).path, verify=True)
 
 
-@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
-def test_conversations_are_found_and_prepared(tmp_path: Path, tokenizer: str) -> None:
+def test_conversations_are_found_and_prepared(tmp_path: Path) -> None:
     lines = [talk(("user", f"say {n}"), ("assistant", f"{n}")) for n in range(30)]
-    dataset = prepared(tmp_path, *lines, "", tokenizer=tokenizer)
-    assert dataset.chat_tokenizer is not None
-    text = dataset.tokenizer.decode(np.concatenate([dataset.train, dataset.validation]))
     expected = {f"<|user|>say {n}<|end|><|assistant|>{n}<|end|>" for n in range(30)}
-    assert set(text.removesuffix("<|endoftext|>").split("<|endoftext|>")) == expected
-    assert dataset.description["source"]["kind"] == "conversations"
-    assert dataset.description["tokenizer"] == f"{tokenizer}+chat"
-    assert sum(split["documents"] for split in dataset.description["splits"].values()) == 30
+    for tokenizer in ("char", "byte", "bpe"):
+        with case(tokenizer):
+            dataset = prepared(tmp_path, *lines, "", tokenizer=tokenizer, overwrite=True)
+            assert dataset.chat_tokenizer is not None
+            text = dataset.tokenizer.decode(np.concatenate([dataset.train, dataset.validation]))
+            assert set(text.removesuffix("<|endoftext|>").split("<|endoftext|>")) == expected
+            assert dataset.description["source"]["kind"] == "conversations"
+            assert dataset.description["tokenizer"] == f"{tokenizer}+chat"
+            assert sum(split["documents"] for split in dataset.description["splits"].values()) == 30
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
-def test_conversations_are_the_same_from_several_processes(tmp_path: Path, tokenizer: str) -> None:
+@pytest.mark.integration
+@pytest.mark.parametrize("tokenizer", ["bpe", pytest.param("byte", marks=pytest.mark.exhaustive)])
+def test_conversations_are_the_same_from_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
+) -> None:
+    asked: list[int] = []
+    real = conversations.encoded
+    monkeypatch.setattr(conversations, "encoded", lambda *each: (asked.append(each[-1]), real(*each))[1])
     lines = [talk(("user", f"say {n}"), ("assistant", ""), ("user", "?"), ("assistant", f"{n}")) for n in range(50)]
     found = []
     for processes in (1, 2):
         (tmp_path / str(processes)).mkdir()
         found.append(prepared(tmp_path / str(processes), *lines, tokenizer=tokenizer, processes=processes))
+    assert asked == [1, 2]
     assert found[0].fingerprint == found[1].fingerprint
     assert found[0].description["splits"] == found[1].description["splits"]
-
-
-def test_processes_encode_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    real = conversations.encoded
-
-    def encoded(tokenizer: Any, pieces: Any, processes: int) -> Any:
-        asked.append(processes)
-        return real(tokenizer, pieces, 1)
-
-    monkeypatch.setattr(conversations, "encoded", encoded)
-    lines = [talk(("user", f"say {n}"), ("assistant", f"{n}")) for n in range(30)]
-    prepared(tmp_path, *lines, tokenizer="byte", processes=3)
-    assert asked == [3]
 
 
 def test_first_line_is_read_up_to_the_longest_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +155,8 @@ def test_first_line_is_read_up_to_the_longest_record(tmp_path: Path, monkeypatch
 
 
 def test_text_with_the_same_tokens_is_not_conversations(tmp_path: Path) -> None:
+    made = learner("byte+chat")(iter(()), True)
+    assert (made.name, made.vocab_size) == ("byte+chat", 261)
     (tmp_path / "text.txt").write_text("to be or not to be " * 20)
     dataset = Dataset.open(prepare(tmp_path / "text.txt", tmp_path / "data", tokenizer="char+chat").path)
     assert isinstance(dataset.tokenizer, ChatTokenizer)
@@ -193,9 +166,9 @@ def test_text_with_the_same_tokens_is_not_conversations(tmp_path: Path) -> None:
     assert Dataset.open(prepare(tmp_path / "text.jsonl", tmp_path / "other").path).chat_tokenizer is None
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_malformed_lines_and_sources_without_conversations_are_refused(tmp_path: Path) -> None:
+    good = talk(("user", "x"), ("assistant", "y"))
+    for line, message in (
         ('{"messages": [', r"line 2 is not a conversation \("),
         (talk(("tool", "x")), r"line 2 is not a conversation \(Invalid enum value 'tool'"),
         ('{"messages": [{"role": "user"}]}', r"line 2 is not a conversation \(.*`content`"),
@@ -203,18 +176,14 @@ def test_text_with_the_same_tokens_is_not_conversations(tmp_path: Path) -> None:
         (talk(("user", "x")), "line 2 is a conversation without an answer"),
         (talk(("user", "x"), ("assistant", "")), "line 2 is a conversation without an answer"),
         (talk(("user", "a\0b"), ("assistant", "x")), "line 2 has a message with NUL"),
-    ],
-)
-def test_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    with pytest.raises(tensorkeep.UsageError, match=message) as raised:
-        prepared(tmp_path, talk(("user", "x"), ("assistant", "y")), line)
-    assert raised.value.path == str(tmp_path / "talk.jsonl")
-    assert not (tmp_path / "data").exists()
-
-
-def test_sources_without_conversations_are_refused(tmp_path: Path) -> None:
+    ):
+        with case(line):
+            with pytest.raises(tensorkeep.UsageError, match=message) as raised:
+                prepared(tmp_path, good, line)
+            assert raised.value.path == str(tmp_path / "talk.jsonl")
     with pytest.raises(tensorkeep.UsageError, match="none of its 1 conversations is for"):
-        prepared(tmp_path, talk(("user", "x"), ("assistant", "y")))
+        prepared(tmp_path, good)
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(tensorkeep.UsageError, match="has no conversations"):
         prepare(tmp_path / "text.txt", tmp_path / "data", conversations=True)
+    assert not (tmp_path / "data").exists()

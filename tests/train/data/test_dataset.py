@@ -1,5 +1,6 @@
 """Opening prepared data: its attributes, and the errors for damaged and hostile files."""
 
+import copy
 import gc
 import json
 import os
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from faults.injection import flip_bit
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats import sealed
+from tensorkeep.testing.cases import case
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 
@@ -34,22 +37,22 @@ def put(folder: Path, body: object) -> None:
     (folder / "data.json").write_bytes(sealed.seal(body))
 
 
-def test_dataset_attributes(data: Path) -> None:
+def test_dataset_attributes(data: Path, tmp_path: Path) -> None:
     dataset = Dataset.open(data)
     assert dataset.vocab_size == len(set(TEXT)) == dataset.tokenizer.vocab_size
-    assert dataset.train.dtype == np.uint16
     assert dataset.tokenizer.decode(dataset.train) + dataset.tokenizer.decode(dataset.validation) == TEXT
     assert dataset.description["source"]["spec"].endswith("a.txt")
     assert dataset.description["tokenizer"] == "char"
-
-
-def test_arrays_are_mapped_and_read_only(data: Path) -> None:
-    dataset = Dataset.open(data)
+    # The arrays are mapped, and read-only.
     for array in (dataset.train, dataset.validation):
-        assert type(array) is np.ndarray
+        assert type(array) is np.ndarray and array.dtype == np.uint16
         assert isinstance(array.base, np.memmap)
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
+    # A name of the source that cannot be decoded stays readable.
+    path = tmp_path / os.fsdecode(b"a\xff.txt")
+    path.write_text(TEXT)
+    assert prepare(path, tmp_path / "other").description["source"]["spec"].endswith(r"a\xff.txt")
 
 
 def descriptors(folder: Path) -> int:
@@ -74,80 +77,62 @@ def test_only_the_maps_hold_files_open(data: Path) -> None:
 
 
 def test_fingerprint_depends_on_tokens_and_tokenizer_only(data: Path, tmp_path: Path) -> None:
-    first = Dataset.open(data).fingerprint
-    (tmp_path / "b.txt").write_text(TEXT)
-    (tmp_path / "c.txt").write_text(TEXT + "x")
-    (tmp_path / "d.txt").write_text(TEXT[::-1])
-    (tmp_path / "e.txt").write_text(TEXT.replace("q", "Q"))
-    fingerprints = [Dataset.open(prepare(tmp_path / f"{n}.txt", tmp_path / n).path).fingerprint for n in "bcde"]
-    assert fingerprints[0] == first
-    assert len({first, *fingerprints}) == 4
-    assert Dataset.open(prepare(data.parent / "a.txt", tmp_path / "f", validation=0.2).path).fingerprint != first
-
-
-def test_verifying_reads_every_byte(data: Path) -> None:
-    calls: list[tuple[int, int]] = []
-    Dataset.open(data, verify=True, progress=lambda done, total: calls.append((done, total)))
-    nbytes = 2 * len(TEXT)
-    assert calls[-1] == (nbytes, nbytes)
+    fingerprints = [Dataset.open(data).fingerprint]
+    for number, text in enumerate((TEXT, TEXT + "x", TEXT[::-1], TEXT.replace("q", "Q"))):
+        (tmp_path / "b.txt").write_text(text)
+        fingerprints.append(Dataset.open(prepare(tmp_path / "b.txt", tmp_path / str(number)).path).fingerprint)
+    assert fingerprints[0] == fingerprints[1]
+    assert len(set(fingerprints)) == 4
+    other = prepare(tmp_path / "a.txt", tmp_path / "f", validation=0.2).path
+    assert Dataset.open(other).fingerprint != fingerprints[0]
 
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.bin"])
-def test_a_flipped_bit_is_found_when_verifying(data: Path, name: str) -> None:
-    content = bytearray((data / name).read_bytes())
-    content[-2] ^= 1
-    (data / name).write_bytes(content)
+def test_flipped_bits_and_files_that_are_cut_missing_or_links_are_found(data: Path, name: str) -> None:
+    content = (data / name).read_bytes()
+    calls: list[tuple[int, int]] = []
+    Dataset.open(data, verify=True, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (2 * len(TEXT), 2 * len(TEXT))
+    flip_bit(data / name, -2)
     Dataset.open(data)
     with pytest.raises(CorruptCheckpointError, match=f"{name}: its checksum is wrong"):
         Dataset.open(data, verify=True)
-
-
-@pytest.mark.parametrize("name", ["train.bin", "validation.bin"])
-def test_files_that_are_cut_missing_or_links_are_refused(data: Path, name: str) -> None:
-    content = (data / name).read_bytes()
     for changed in (content[:-2], content[:-1], content + b"\0\0", b""):
         (data / name).write_bytes(changed)
         with pytest.raises(CorruptCheckpointError, match=f"holds {len(changed):,} bytes, not {len(content):,}"):
             Dataset.open(data)
-    (data / name).unlink()
-    with pytest.raises(CorruptCheckpointError, match=f"{name}: the file is missing"):
-        Dataset.open(data)
     (data.parent / "far.bin").write_bytes(content)
-    (data / name).symlink_to(data.parent / "far.bin")
-    with pytest.raises(CorruptCheckpointError, match="is a symbolic link"):
-        Dataset.open(data)
-    (data / name).unlink()
-    os.mkfifo(data / name)
-    with pytest.raises(CorruptCheckpointError, match="is not a regular file"):
-        Dataset.open(data)
+    for message, put_there in (
+        (f"{name}: the file is missing", lambda path: None),
+        ("is a symbolic link", lambda path: path.symlink_to(data.parent / "far.bin")),
+        ("is not a regular file", os.mkfifo),
+    ):
+        (data / name).unlink(missing_ok=True)
+        put_there(data / name)
+        with pytest.raises(CorruptCheckpointError, match=message):
+            Dataset.open(data)
 
 
 def test_every_damaged_byte_of_the_json_is_found(data: Path) -> None:
-    content = (data / "data.json").read_bytes()
+    path = data / "data.json"
+    content = path.read_bytes()
     for place in range(0, len(content), 7):
-        damaged = bytearray(content)
-        damaged[place] ^= 0x20
-        (data / "data.json").write_bytes(damaged)
-        with pytest.raises(CorruptCheckpointError, match="its checksum is wrong"):
+        path.write_bytes(content)
+        flip_bit(path, place, 5)
+        with case(place), pytest.raises(CorruptCheckpointError, match="its checksum is wrong"):
             Dataset.open(data)
     for cut in (0, 5, len(content) // 2, len(content) - 1):
-        (data / "data.json").write_bytes(content[:cut])
-        with pytest.raises(CorruptCheckpointError):
+        path.write_bytes(content[:cut])
+        with case(cut), pytest.raises(CorruptCheckpointError):
             Dataset.open(data)
 
 
-def test_other_folders_are_not_prepared_data(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(NotACheckpointError) as caught:
+def test_other_folders_and_later_versions_are_not_corrupt_data(tmp_path: Path, data: Path) -> None:
+    for path, message in ((tmp_path, r"holds no data\.json"), (tmp_path / "none", None)):
+        with pytest.raises(NotACheckpointError, match=message) as caught:
             Dataset.open(path)
         assert caught.value.exit_code == 5
-    with pytest.raises(NotACheckpointError, match=r"holds no data\.json") as caught:
-        Dataset.open(tmp_path)
-    assert caught.value.remedy is not None
-    assert "tensorkeep data prepare" in caught.value.remedy
-
-
-def test_later_layout_version_is_unsupported_not_corrupt(data: Path) -> None:
+        assert "tensorkeep data prepare" in str(caught.value.remedy) or not message
     put(data, {**body_of(data), "version": 3, "new": "thing"})
     with pytest.raises(UnsupportedError, match="has version 3 of the layout"):
         Dataset.open(data)
@@ -207,23 +192,18 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_json_is_refused(data: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    body = body_of(data)
-    change(body)
-    put(data, body)
-    with pytest.raises(TensorkeepError) as caught:
-        Dataset.open(data)
-    assert type(caught.value) is CorruptCheckpointError
-    assert caught.value.path is not None
-    assert caught.value.path.startswith(str(data))
-
-
-def test_body_that_is_not_an_object_is_refused(data: Path) -> None:
-    for body in ([], "x", None, 5):
-        put(data, body)
-        with pytest.raises(CorruptCheckpointError):
-            Dataset.open(data)
+def test_a_hostile_json_is_refused(data: Path) -> None:
+    original = body_of(data)
+    for name, change in [*HOSTILE.items(), *((repr(each), each) for each in ([], "x", None, 5))]:
+        body = copy.deepcopy(original)
+        if callable(change):
+            change(body)
+        put(data, body if callable(change) else change)
+        with case(name):
+            with pytest.raises(TensorkeepError) as caught:
+                Dataset.open(data)
+            assert type(caught.value) is CorruptCheckpointError
+            assert str(caught.value.path).startswith(str(data))
 
 
 def test_tokens_beyond_the_vocabulary_are_found_when_verifying(data: Path) -> None:
@@ -235,10 +215,3 @@ def test_tokens_beyond_the_vocabulary_are_found_when_verifying(data: Path) -> No
     put(data, body)
     with pytest.raises(CorruptCheckpointError, match=rf"train\.bin: holds the token {body['vocab_size']}, and"):
         Dataset.open(data, verify=True)
-
-
-def test_undecodable_source_name_stays_readable(tmp_path: Path) -> None:
-    path = tmp_path / os.fsdecode(b"a\xff.txt")
-    path.write_text(TEXT)
-    prepared = prepare(path, tmp_path / "data")
-    assert prepared.description["source"]["spec"].endswith(r"a\xff.txt")

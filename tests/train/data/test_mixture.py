@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.errors import UnsupportedError, UsageError
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run
 from tensorkeep.train.data.batches import Batches, MixedOffsets
@@ -51,15 +52,6 @@ def test_batches_of_a_mixture_do_not_depend_on_earlier_ones(order: str, position
     assert ((inputs.amin(1) == inputs.amax(1)) & (inputs == targets).all(1)).all()
 
 
-def test_counts_are_exact_after_more_windows_than_64_bits_count() -> None:
-    weights = [0.7, 1 / 3, 1e-8]
-    offsets, begin = MixedOffsets([(100, each) for each in weights], 4, 0, "random"), 10**24 + 7
-    exact = [Fraction(each).limit_denominator(1 << 32) for each in weights]
-    first = int(begin * exact[0] / sum(exact))
-    second = int((begin - first) * exact[1] / (exact[1] + exact[2]))
-    assert offsets.counts(begin, begin).tolist() == [[first], [second], [begin - first - second]]
-
-
 def test_standard_input_is_refused_where_it_would_be_read_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,10 +66,20 @@ def test_standard_input_is_refused_where_it_would_be_read_twice(
     assert "text of standard input" in found.tokenizer.decode(found.train)
 
 
-def test_the_windows_have_the_weights() -> None:
+def test_the_windows_have_the_weights_and_their_counts_are_exact_beyond_64_bits() -> None:
     tokens = np.concatenate([np.zeros(50), np.ones(5000)]).astype(np.uint16)
     batches = Batches(tokens, context_length=4, batch_size=10, seed=0, mixture=[(50, 0.7), (5000, 0.3)])
     assert [int((next(batches)[0][:, 0] == 0).sum()) for _ in range(5)] == [7, 7, 7, 7, 7]
+    # The smallest weight is a billionth.
+    assert MixedOffsets([(100, 1.0), (100, 2e-9)], 4, 0, "random").counts(10**9, 10**9).tolist() == [[10**9 - 2], [2]]
+    with pytest.raises(UsageError, match="the weight of part 2 is 1e-12"):
+        MixedOffsets([(100, 1.0), (100, 1e-12)], 4, 0, "random")
+    weights, begin = [0.7, 1 / 3, 1e-8], 10**24 + 7
+    exact = [Fraction(each).limit_denominator(1 << 32) for each in weights]
+    first = int(begin * exact[0] / sum(exact))
+    second = int((begin - first) * exact[1] / (exact[1] + exact[2]))
+    found = MixedOffsets([(100, each) for each in weights], 4, 0, "random").counts(begin, begin)
+    assert found.tolist() == [[first], [second], [begin - first - second]]
 
 
 def texts(folder: Path) -> None:
@@ -85,9 +87,12 @@ def texts(folder: Path) -> None:
     (folder / "b.jsonl").write_text("\n".join(f'{{"text": "another line {number}"}}' for number in range(400)))
 
 
-def test_sources_are_prepared_together(tmp_path: Path) -> None:
+def test_sources_are_prepared_together_and_the_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
     texts(tmp_path)
-    made = prepare_mixture(f"{tmp_path}/a.txt:3,{tmp_path}/b.jsonl:1", tmp_path / "data", tokenizer="char")
+    made, *others = (
+        prepare_mixture(f"{tmp_path}/a.txt:{a},{tmp_path}/b.jsonl:{b}", tmp_path / f"data{number}", tokenizer="char")
+        for number, (a, b) in enumerate(((3, 1), (3, 1), (6, 2), (1, 2)))
+    )
     dataset = Dataset.open(made.path, verify=True)
     assert sorted(entry.name for entry in made.path.iterdir()) == ["data.json", "train.bin", "validation.bin"]
     assert [part["weight"] for part in made.description["mixture"]] == [0.75, 0.25]
@@ -97,6 +102,8 @@ def test_sources_are_prepared_together(tmp_path: Path) -> None:
     # The validation split has the same proportions.
     first = dataset.tokenizer.decode(dataset.validation).index("another")
     assert first == pytest.approx(0.75 * len(dataset.validation), abs=2)
+    same, scaled, different = (Dataset.open(each.path).fingerprint for each in others)
+    assert dataset.fingerprint == same == scaled != different
 
 
 def test_prepared_data_is_taken_with_its_tokenizer(tmp_path: Path) -> None:
@@ -110,6 +117,9 @@ def test_prepared_data_is_taken_with_its_tokenizer(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
     prepare(tmp_path / "b.jsonl", tmp_path / "c", tokenizer=f"from:{tmp_path}/a")
     assert Dataset.open(tmp_path / "c").tokenizer.digest == Dataset.open(tmp_path / "a").tokenizer.digest
+    prepare(tmp_path / "a.txt", tmp_path / "stream", tokenizer="byte")
+    with pytest.raises(UsageError, match=r"b\.jsonl: consists of documents, and the tokenizer \(byte\) has no token"):
+        prepare(tmp_path / "b.jsonl", tmp_path / "d", tokenizer=f"from:{tmp_path}/stream")
 
 
 def test_a_mixture_of_mixtures_is_refused_with_the_weights_of_the_sources(tmp_path: Path) -> None:
@@ -123,34 +133,11 @@ def test_a_mixture_of_mixtures_is_refused_with_the_weights_of_the_sources(tmp_pa
     assert Dataset.open(prepare_mixture(f"{a}:1.5,{b}:0.5", tmp_path / "flat").path).mixture
 
 
-def test_a_weight_that_is_too_small_to_draw_from_is_refused() -> None:
-    with pytest.raises(UsageError, match="the weight of part 2 is 1e-12"):
-        MixedOffsets([(100, 1.0), (100, 1e-12)], 4, 0, "random")
-    assert MixedOffsets([(100, 1.0), (100, 2e-9)], 4, 0, "random").counts(10**9, 10**9).tolist() == [[10**9 - 2], [2]]
-
-
-def test_documents_need_a_token_that_ends_them(tmp_path: Path) -> None:
-    texts(tmp_path)
-    prepare(tmp_path / "a.txt", tmp_path / "a", tokenizer="byte")
-    with pytest.raises(UsageError, match=r"b\.jsonl: consists of documents, and the tokenizer \(byte\) has no token"):
-        prepare(tmp_path / "b.jsonl", tmp_path / "b", tokenizer=f"from:{tmp_path}/a")
-
-
-def test_the_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
-    texts(tmp_path)
-    names = [f"{tmp_path}/a.txt", f"{tmp_path}/b.jsonl"]
-    for number, weights in enumerate(((1, 1), (1, 1), (2, 2), (1, 2))):
-        spec = ",".join(f"{name}:{weight}" for name, weight in zip(names, weights, strict=True))
-        prepare_mixture(spec, tmp_path / str(number))
-    found = [Dataset.open(tmp_path / str(number)).fingerprint for number in range(4)]
-    assert found[0] == found[1] == found[2] != found[3]
-
-
 @pytest.mark.parametrize("order", ["random", "shuffled"])
 def test_a_run_on_a_mixture_is_resumed_exactly(tmp_path: Path, order: str) -> None:
     texts(tmp_path)
     source = f"{tmp_path}/a.txt:0.6,{tmp_path}/b.jsonl:0.4"
-    config = TINY.changed({"data.source": source, "data.order": order})
+    config = TINY.changed({"data.source": source, "data.order": order, "eval.every": 0, "loop.accumulate": 1})
     data = open_data(config, RunFolder(tmp_path / "whole")).path
     train_run(config, tmp_path / "whole", data)
     again = open_data(config, RunFolder(tmp_path / "parts")).path
@@ -165,16 +152,16 @@ def test_a_run_on_a_mixture_is_resumed_exactly(tmp_path: Path, order: str) -> No
 def test_names_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     texts(tmp_path)
-    assert absolute_source("a.txt:0.5,stdlib:2") == f"{tmp_path}/a.txt:0.5,stdlib:2.0"
-    assert absolute_source("a.txt") == f"{tmp_path}/a.txt"
     (tmp_path / "odd:1").write_text("a single file")
-    assert parse_mixture("odd:1") == {}
-    assert parse_mixture(tmp_path / "a.txt") == {}
+    for name in ("stdlib", "-"):
+        Path(name).touch()
+    found = [absolute_source(name) for name in ("a.txt:0.5,stdlib:2", "a.txt", "nothing", "stdlib", "-")]
+    assert found == [f"{tmp_path}/a.txt:0.5,stdlib:2.0", f"{tmp_path}/a.txt", "nothing", "stdlib", "-"]
+    assert parse_mixture("odd:1") == parse_mixture(tmp_path / "a.txt") == {}
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_malformed_mixtures_are_refused(tmp_path: Path) -> None:
+    for spec, message in (
         ("a:0.5,b", "'b' has no weight, in a mixture of several sources"),
         ("a:0.5,b:0", "'b:0' needs a name and a weight above 0"),
         ("a:0.5,b:nan", "needs a name and a weight above 0"),
@@ -182,23 +169,17 @@ def test_names_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (":0.5,a:1", "needs a name"),
         ("a:1,b:1e-12", "the weight of b is 1e-12 of 1 in all, and the smallest is a billionth"),
         ("a:1e308,b:1e308", "the weight of a is 1e.308 of inf"),
-    ],
-)
-def test_malformed_mixtures_are_refused(tmp_path: Path, spec: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        prepare_mixture(spec, tmp_path / "data")
+    ):
+        with case(spec), pytest.raises(UsageError, match=message):
+            prepare_mixture(spec, tmp_path / "data")
 
 
-def test_a_source_shorter_than_the_context_is_refused(tmp_path: Path) -> None:
+def test_short_sources_and_techniques_that_sort_documents_are_refused(tmp_path: Path) -> None:
     texts(tmp_path)
     (tmp_path / "short.txt").write_text("a b c d e " * 3)
     made = prepare_mixture(f"{tmp_path}/a.txt:1,{tmp_path}/short.txt:1", tmp_path / "data", validation=0.5)
     with pytest.raises(UsageError, match=r"part 2 of the mixture has 15 tokens"):
         train_run(TINY, tmp_path / "run", made.path)
-
-
-def test_techniques_that_sort_documents_refuse_a_mixture(tmp_path: Path) -> None:
-    texts(tmp_path)
-    made = prepare_mixture(f"{tmp_path}/b.jsonl:1,{tmp_path}/a.txt:1", tmp_path / "data")
+    made = prepare_mixture(f"{tmp_path}/b.jsonl:1,{tmp_path}/a.txt:1", tmp_path / "sorted")
     with pytest.raises((UsageError, UnsupportedError), match="the data is a mixture"):
         train_run(TINY.changed({"techniques.length-curriculum": "on"}), tmp_path / "run", made.path)

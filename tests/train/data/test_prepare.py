@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from faults import injection as faults
 from tensorkeep.errors import DestinationExistsError, NotACheckpointError, StoreError, UsageError
+from tensorkeep.testing.cases import case
 from tensorkeep.train.data import corpus as corpus_module
 from tensorkeep.train.data import documents
 from tensorkeep.train.data.dataset import Dataset
@@ -48,23 +49,33 @@ def corpus(folder: Path, count: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
-def test_stream_is_split_where_nanogpt_splits_it(tmp_path: Path, tokenizer: str) -> None:
-    if tokenizer == "bpe":
-        pytest.importorskip("tokenizers")
-    prepare(write(tmp_path / "a.txt", TEXT), tmp_path / "data", tokenizer=tokenizer)
-    count = int(len(TEXT) * 0.9)
-    assert texts(tmp_path / "data") == (TEXT[:count], TEXT[count:])
+def test_stream_is_split_where_nanogpt_splits_it(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    for tokenizer in ("char", "byte", "bpe"):
+        prepare(write(tmp_path / "a.txt", TEXT), tmp_path / tokenizer, tokenizer=tokenizer)
+        count = int(len(TEXT) * 0.9)
+        assert texts(tmp_path / tokenizer) == (TEXT[:count], TEXT[count:]), tokenizer
 
 
-def test_characters_are_stored_as_nanogpt_stores_them(tmp_path: Path) -> None:
-    prepared = prepare(write(tmp_path / "a.txt", TEXT), tmp_path / "data")
+def test_characters_are_stored_as_nanogpt_stores_them_and_described(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    path = write(tmp_path / "a.txt", TEXT)
+    prepared = prepare(path, tmp_path / "data", progress=lambda done, total: calls.append((done, total)))
     numbers = {character: number for number, character in enumerate(sorted(set(TEXT)))}
     expected = np.array([numbers[character] for character in TEXT], "<u2")
     count = int(len(TEXT) * 0.9)
     assert (tmp_path / "data" / "train.bin").read_bytes() == expected[:count].tobytes()
     assert (tmp_path / "data" / "validation.bin").read_bytes() == expected[count:].tobytes()
-    assert prepared.description["vocab_size"] == len(numbers)
+    about = prepared.as_dict()
+    assert (about["path"], about["vocab_size"]) == (str(tmp_path / "data"), len(numbers))
+    source, nbytes = about["source"], len(TEXT.encode())
+    assert (source["bytes"], source["characters"]) == (nbytes, len(TEXT))
+    assert (source["files"], source["documents"], source["encoding"]) == (1, None, "utf-8")
+    assert (about["tokenizer"], about["dtype"], about["validation"]) == ("char", "uint16", 0.1)
+    assert Dataset.open(tmp_path / "data").description == prepared.description
+    # The text is read twice.
+    assert calls[-1] == (2 * nbytes, 2 * nbytes)
+    assert calls == sorted(calls)
 
 
 @given(
@@ -78,15 +89,19 @@ def test_split_of_a_stream_does_not_depend_on_its_pieces(text: str, piece: int, 
         assert texts(Path(name, "data")) == (text[:count], text[count:])
 
 
-def test_each_document_is_in_one_split(tmp_path: Path) -> None:
-    prepared = prepare(corpus(tmp_path / "docs", 50), tmp_path / "data", tokenizer="byte", validation=0.3)
+def test_each_document_is_in_one_split_and_empty_ones_are_skipped(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "docs", 50)
+    for number in range(20):
+        write(folder / f"empty{number}.txt", "")
+    prepared = prepare(folder, tmp_path / "data", tokenizer="byte", validation=0.3)
     parts = [text.split(END_OF_DOCUMENT) for text in texts(tmp_path / "data")]
     assert [part.pop() for part in parts] == ["", ""]
     assert sorted(parts[0] + parts[1]) == sorted(f"document {number}\n" for number in range(50))
     counts = [prepared.description["splits"][split]["documents"] for split in ("train", "validation")]
     assert counts == [len(part) for part in parts]
     assert 5 < counts[1] < 25
-    assert prepared.description["source"]["documents"] == 50
+    source = prepared.description["source"]
+    assert (source["documents"], source["files"]) == (50, 70)
 
 
 def test_documents_stay_in_their_split_when_the_corpus_grows(tmp_path: Path) -> None:
@@ -96,126 +111,71 @@ def test_documents_stay_in_their_split_when_the_corpus_grows(tmp_path: Path) -> 
         held.append([set(text.split(END_OF_DOCUMENT)) for text in texts(tmp_path / str(count))])
     assert held[0][0] < held[1][0]
     assert held[0][1] < held[1][1]
-
-
-def test_seed_changes_the_split() -> None:
+    # Another seed changes the split.
     names = [f"{number}.txt" for number in range(1000)]
     drawn = [[SplitRule(0.2, seed).of_document(name) for name in names] for seed in (0, 1, 0)]
     assert drawn[0] == drawn[2] != drawn[1]
     assert 150 < drawn[0].count("validation") < 250
 
 
-def test_empty_documents_are_skipped(tmp_path: Path) -> None:
-    folder = corpus(tmp_path / "docs", 30)
-    for number in range(20):
-        write(folder / f"empty{number}.txt", "")
-    prepared = prepare(folder, tmp_path / "data", tokenizer="char")
-    assert prepared.description["source"]["documents"] == 30
-    assert prepared.description["source"]["files"] == 50
-    assert END_OF_DOCUMENT * 2 not in "".join(texts(tmp_path / "data"))
-
-
-def test_result_of_prepare(tmp_path: Path) -> None:
-    prepared = prepare(write(tmp_path / "a.txt", TEXT), tmp_path / "data")
-    about = prepared.as_dict()
-    assert about["path"] == str(tmp_path / "data")
-    source = about["source"]
-    assert source["bytes"] == len(TEXT.encode())
-    assert source["characters"] == len(TEXT)
-    assert (source["files"], source["documents"], source["encoding"]) == (1, None, "utf-8")
-    assert (about["tokenizer"], about["dtype"], about["validation"]) == ("char", "uint16", 0.1)
-    assert Dataset.open(tmp_path / "data").description == prepared.description
-
-
-def test_another_encoding(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(("grüße " * 20).encode("latin-1"))
-    prepare(tmp_path / "a.txt", tmp_path / "data", encoding="latin-1", validation=0.5)
-    assert "".join(texts(tmp_path / "data")) == "grüße " * 20
-
-
 def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
-    prepared = prepare("-", tmp_path / "data")
-    assert "".join(texts(tmp_path / "data")) == TEXT
-    assert prepared.description["source"]["kind"] == "stdin"
-
-
-def test_standard_input_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.BytesIO):
         def write(self, data: Any) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    prepared = prepare("-", tmp_path / "data")
+    assert "".join(texts(tmp_path / "data")) == TEXT
+    assert prepared.description["source"]["kind"] == "stdin"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
     monkeypatch.setattr(corpus_module.tempfile, "TemporaryFile", lambda buffering: Full())
     with pytest.raises(StoreError, match="cannot copy standard input to a temporary file: No space left"):
-        prepare("-", tmp_path / "data")
-    assert names(tmp_path) == []
+        prepare("-", tmp_path / "other")
+    assert names(tmp_path) == ["data"]
 
 
-def test_progress_counts_both_readings(tmp_path: Path) -> None:
-    calls: list[tuple[int, int]] = []
-    prepare(
-        write(tmp_path / "a.txt", TEXT), tmp_path / "data", progress=lambda done, total: calls.append((done, total))
-    )
-    nbytes = len(TEXT.encode())
-    assert calls[-1] == (2 * nbytes, 2 * nbytes)
-    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
-
-
-@pytest.mark.parametrize("text", ["", "x", "\ufeff"])
-def test_a_corpus_too_short_is_refused(tmp_path: Path, text: str) -> None:
-    path = write(tmp_path / "a.txt", text)
-    message = "is so short" if text else "holds no text"
-    with pytest.raises(UsageError, match=f"a.txt: {message}"):
-        prepare(path, tmp_path / "data")
-    assert names(tmp_path) == ["a.txt"]
-
-
-def test_two_characters_can_be_split(tmp_path: Path) -> None:
-    prepare(write(tmp_path / "a.txt", "xy"), tmp_path / "data", validation=0.5)
+def test_a_corpus_too_short_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    for text in ("", "x", "\ufeff"):
+        with case(repr(text)):
+            with pytest.raises(UsageError, match=f"a.txt: {'is so short' if text else 'holds no text'}"):
+                prepare(write(path, text), tmp_path / "data")
+            assert names(tmp_path) == ["a.txt"]
+    # Two characters can be split.
+    prepare(write(path, "xy"), tmp_path / "data", validation=0.5)
     assert texts(tmp_path / "data") == ("x", "y")
     with pytest.raises(UsageError, match="nothing is left for validation"):
-        prepare(tmp_path / "a.txt", tmp_path / "other", validation=1e-20)
-
-
-def test_documents_that_leave_a_split_empty_are_refused(tmp_path: Path) -> None:
+        prepare(path, tmp_path / "other", validation=1e-20)
     with pytest.raises(UsageError, match=r"none of its 1 documents is for (train|validation)") as caught:
-        prepare(corpus(tmp_path / "docs", 1), tmp_path / "data")
-    assert caught.value.remedy is not None
-    assert "another fraction or seed" in caught.value.remedy
+        prepare(corpus(tmp_path / "docs", 1), tmp_path / "other")
+    assert "another fraction or seed" in str(caught.value.remedy)
     write(tmp_path / "none" / "a.txt", "")
     with pytest.raises(UsageError, match="holds no text"):
-        prepare(tmp_path / "none", tmp_path / "data")
+        prepare(tmp_path / "none", tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"validation": 0.0},
-        {"validation": 1.0},
-        {"validation": float("nan")},
-        {"seed": -1},
-        {"seed": 1 << 64},
-        {"seed": 0.5},
+def test_invalid_arguments_and_bad_input_leave_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", TEXT)
+    invalid: list[dict[str, Any]] = [
+        *({"validation": each} for each in (0.0, 1.0, float("nan"))),
+        *({"seed": each} for each in (-1, 1 << 64, 0.5)),
         {"tokenizer": "words"},
         {"vocab_size": 300},
         {"encoding": "utf-9"},
-    ],
-)
-def test_invalid_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    write(tmp_path / "a.txt", TEXT)
-    with pytest.raises(UsageError):
-        prepare(tmp_path / "a.txt", tmp_path / "data", **arguments)
-    assert names(tmp_path) == ["a.txt"]
-
-
-def test_bad_input_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(TEXT.encode() * 10_000 + b"\xff")
+    ]
+    for arguments in invalid:
+        with case(arguments), pytest.raises(UsageError):
+            prepare(path, tmp_path / "data", **arguments)
+    path.write_bytes(TEXT.encode() * 10_000 + b"\xff")
     with pytest.raises(UsageError, match="is not utf-8"):
-        prepare(tmp_path / "a.txt", tmp_path / "data", tokenizer="byte")
+        prepare(path, tmp_path / "data", tokenizer="byte")
     with pytest.raises(NotACheckpointError):
         prepare(tmp_path / "b.txt", tmp_path / "data")
     assert names(tmp_path) == ["a.txt"]
+    # It may have another encoding.
+    path.write_bytes(("grüße " * 20).encode("latin-1"))
+    prepare(path, tmp_path / "data", encoding="latin-1", validation=0.5)
+    assert "".join(texts(tmp_path / "data")) == "grüße " * 20
 
 
 def test_only_prepared_data_is_replaced(tmp_path: Path) -> None:
@@ -223,9 +183,12 @@ def test_only_prepared_data_is_replaced(tmp_path: Path) -> None:
     prepare(path, out)
     with pytest.raises(DestinationExistsError, match="exists already"):
         prepare(path, out)
+    opened = Dataset.open(out)
     write(path, TEXT[::-1])
     prepare(path, out, overwrite=True)
     assert "".join(texts(out)) == TEXT[::-1]
+    # Data that is open stays.
+    assert opened.tokenizer.decode(opened.train) == TEXT[: int(len(TEXT) * 0.9)]
     write(out / "notes.md", "mine")
     with pytest.raises(DestinationExistsError, match=r"also holds 'notes.md'"):
         prepare(path, out, overwrite=True)
@@ -235,90 +198,74 @@ def test_only_prepared_data_is_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a.txt", "data", "docs"]
 
 
-def test_open_data_stays_when_it_is_replaced(tmp_path: Path) -> None:
-    prepare(write(tmp_path / "a.txt", TEXT), tmp_path / "data")
-    dataset = Dataset.open(tmp_path / "data")
-    prepare(write(tmp_path / "a.txt", "other " * 50), tmp_path / "data", overwrite=True)
-    assert dataset.tokenizer.decode(dataset.train) == TEXT[: int(len(TEXT) * 0.9)]
+def test_corpus_that_changes_between_the_passes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "a.txt", Reading.documents
+    for change in ("X" * 50, "", TEXT[::-1]):
+        later = iter((TEXT, change))
+        monkeypatch.setattr(
+            Reading, "documents", lambda reading, later=later: (write(path, next(later)), real(reading))[1]
+        )
+        with case(change[:5]), pytest.raises(StoreError, match="changed while it was read"):
+            prepare(write(path, TEXT), tmp_path / "data")
+        assert names(tmp_path) == ["a.txt"]
 
 
-@pytest.mark.parametrize("change", ["X" * 50, "", TEXT[::-1]])
-def test_corpus_that_changes_between_the_passes_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    path = write(tmp_path / "a.txt", TEXT)
-    real = Reading.documents
-    readings: list[Reading] = []
-
-    def documents(reading: Reading) -> Any:
-        readings.append(reading)
-        if len(readings) == 2:
-            write(path, change)
-        return real(reading)
-
-    monkeypatch.setattr(Reading, "documents", documents)
-    with pytest.raises(StoreError, match="changed while it was read"):
-        prepare(path, tmp_path / "data")
-    assert names(tmp_path) == ["a.txt"]
-
-
-@pytest.mark.parametrize("tokenizer", ["char", "byte"])
-def test_a_large_file_takes_little_memory(tmp_path: Path, tokenizer: str) -> None:
+def test_a_large_file_takes_little_memory(tmp_path: Path) -> None:
     line = TEXT.replace("\n", " ").encode()  # one single line
     with (tmp_path / "a.txt").open("wb") as file:
-        for _ in range(60):
+        for _ in range(20):
             file.write(line * (1_000_000 // len(line)))
     nbytes = (tmp_path / "a.txt").stat().st_size
-    tracemalloc.start()
-    try:
-        prepared = prepare(tmp_path / "a.txt", tmp_path / "data", tokenizer=tokenizer)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert nbytes > 58_000_000
-    assert prepared.description["source"]["bytes"] == nbytes
-    assert peak < 12_000_000
+    assert nbytes > 19_000_000
+    for tokenizer in ("char", "byte"):
+        tracemalloc.start()
+        try:
+            prepared = prepare(tmp_path / "a.txt", tmp_path / tokenizer, tokenizer=tokenizer)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert prepared.description["source"]["bytes"] == nbytes
+        assert peak < 9_000_000, (tokenizer, peak)
 
 
-def operations(path: Path, folder: Path) -> int:
-    folder.mkdir()
-    count = faults.count_operations(lambda: prepare(path, folder / "data", tokenizer="byte"))
+@pytest.fixture
+def counted(tmp_path: Path) -> tuple[Path, int]:
+    """Return a text, and how many operations it takes to prepare it."""
+    path = write(tmp_path / "a.txt", TEXT)
+    count = faults.count_operations(lambda: prepare(path, tmp_path / "count", tokenizer="byte"))
     assert count > 8
-    return count
+    return path, count
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_disk_error_leaves_nothing(tmp_path: Path, number: int) -> None:
-    path = write(tmp_path / "a.txt", TEXT)
-    met = set()
-    for index in range(operations(path, tmp_path / "count")):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        with faults.broken(fail_at=index, action=faults.raise_error(number)) as broken:
-            try:
-                prepare(path, folder / "data", tokenizer="byte")
-            except StoreError as error:
-                met.add(broken.seen[index])
-                assert os.strerror(number) in error.message
-        # If only the sync of the new name failed, the error was raised and the prepared data is complete.
-        if names(folder):
-            assert names(folder) == ["data"]
-            assert "".join(texts(folder / "data")) == TEXT
-    assert {"mkdir", "open", "pwrite", "fsync", "renameat2"} <= met
-
-
-def test_a_short_write_is_finished(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", TEXT)
-    for index in range(operations(path, tmp_path / "count")):
+def test_disk_error_leaves_nothing_and_a_short_write_is_finished(tmp_path: Path, counted: tuple[Path, int]) -> None:
+    path, count = counted
+    for number in (errno.ENOSPC, errno.EIO):
+        met = set()
+        for index in range(count):
+            folder = tmp_path / f"{number} at {index}"
+            folder.mkdir()
+            with faults.broken(fail_at=index, action=faults.raise_error(number)) as broken:
+                try:
+                    prepare(path, folder / "data", tokenizer="byte")
+                except StoreError as error:
+                    met.add(broken.seen[index])
+                    assert os.strerror(number) in error.message
+            # If only the sync of the new name failed, the error was raised and the prepared data is complete.
+            if names(folder):
+                assert names(folder) == ["data"]
+                assert "".join(texts(folder / "data")) == TEXT
+        assert {"mkdir", "open", "pwrite", "fsync", "renameat2"} <= met
+    for index in range(count):
         with faults.broken(fail_at=index, action=faults.write_short):
             prepare(path, tmp_path / str(index), tokenizer="byte")
         assert "".join(texts(tmp_path / str(index))) == TEXT
 
 
-def test_killed_at_every_operation_leaves_complete_data_or_none(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", TEXT)
+@pytest.mark.integration
+def test_killed_at_every_operation_leaves_complete_data_or_none(tmp_path: Path, counted: tuple[Path, int]) -> None:
+    path, count = counted
     met = set()
-    for index in range(operations(path, tmp_path / "count")):
+    for index in range(count):
         folder = tmp_path / str(index)
         folder.mkdir()
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tensorkeep.errors import NotACheckpointError, StoreError, UsageError
 from tensorkeep.io.parallel import Meter
+from tensorkeep.testing.cases import case
 from tensorkeep.train.data import documents
 from tensorkeep.train.data.corpus import open_source
 from tensorkeep.train.data.documents import PIECE, Reading
@@ -31,41 +32,30 @@ def fill(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-class Stdin(io.TextIOWrapper):
-    def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
+def standard_input(content: bytes) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(content))
 
 
-def test_a_file_is_one_stream(tmp_path: Path) -> None:
-    fill(tmp_path, {"a.txt": "one\r\ntwo"})
-    with open_source(tmp_path / "a.txt") as source:
+def test_a_file_is_one_stream_and_a_folder_has_documents_in_order(tmp_path: Path) -> None:
+    fill(tmp_path, {"one/a.txt": "one\r\ntwo"})
+    with open_source(tmp_path / "one" / "a.txt") as source:
         assert (source.kind, source.has_documents, source.nbytes) == ("file", False, 8)
-    assert read(tmp_path / "a.txt") == {"a.txt": "one\r\ntwo"}
-
-
-def test_a_folder_has_documents_in_order(tmp_path: Path) -> None:
+    assert read(tmp_path / "one" / "a.txt") == {"a.txt": "one\r\ntwo"}
     names = ("b.md", "a/z.txt", "a/y.PY", "a.txt", "skip.bin", ".hidden.txt", ".git/x.txt")
-    fill(tmp_path, {name: f"in {name}" for name in names})
-    with open_source(tmp_path) as source:
+    folder = fill(tmp_path / "many", {name: f"in {name}" for name in names})
+    with open_source(folder) as source:
         assert (source.kind, source.has_documents) == ("folder", True)
-    assert list(read(tmp_path)) == ["a.txt", "a/y.PY", "a/z.txt", "b.md"]
+    assert list(read(folder)) == ["a.txt", "a/y.PY", "a/z.txt", "b.md"]
 
 
-def test_links_to_other_folders_are_followed(tmp_path: Path) -> None:
-    fill(tmp_path, {"far/a.txt": "far", "near/b.txt": "near"})
-    (tmp_path / "near" / "one").symlink_to(tmp_path / "far")
-    (tmp_path / "near" / "two").symlink_to(tmp_path / "far")
+def test_links_are_followed_and_those_in_a_circle_and_to_nowhere_are_errors(tmp_path: Path) -> None:
+    fill(tmp_path, {"far/a.txt": "far", "near/b.txt": "near", "a/b/c.txt": "c"})
+    for name in ("one", "two"):
+        (tmp_path / "near" / name).symlink_to(tmp_path / "far")
     assert list(read(tmp_path / "near")) == ["b.txt", "one/a.txt", "two/a.txt"]
-
-
-def test_a_link_that_leads_back_is_refused(tmp_path: Path) -> None:
-    fill(tmp_path, {"a/b/c.txt": "c"})
     (tmp_path / "a" / "b" / "back").symlink_to(tmp_path / "a")
     with pytest.raises(UsageError, match="a/b/back: is a link that leads back to a folder above it"):
         read(tmp_path)
-
-
-def test_links_in_a_circle_and_to_nowhere_are_errors(tmp_path: Path) -> None:
     for name, target in (("x.txt", "y.txt"), ("y.txt", "x.txt"), ("gone.txt", "nothing")):
         (tmp_path / name).symlink_to(tmp_path / target)
     with pytest.raises(StoreError, match="Too many levels of symbolic links"):
@@ -74,48 +64,29 @@ def test_links_in_a_circle_and_to_nowhere_are_errors(tmp_path: Path) -> None:
         read(f"{tmp_path}/gone*")
 
 
-def test_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(tmp_path, {"a.txt": "a"})
-    with open_source(tmp_path) as source:
-
-        def refuse(path: Path, mode: str) -> None:
-            raise PermissionError(13, "Permission denied")
-
-        monkeypatch.setattr(Path, "open", refuse)
-        reading = Reading(source, Meter(1, None))
-        with pytest.raises(StoreError, match=r"a\.txt: cannot read the file: Permission denied\ncheck its permissions"):
-            list(reading.documents())
-
-
-def test_unlistable_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
+def test_unreadable_files_and_folders_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
+    fill(tmp_path, {"a.txt": "a"})
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(StoreError, match=r"a\.txt: cannot read the file: Permission denied\ncheck its permissions"):
+        read(tmp_path)
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(StoreError, match="cannot list the folder: Permission denied"):
         read(tmp_path)
 
 
-def test_a_pattern_takes_every_file_it_matches(tmp_path: Path) -> None:
-    fill(tmp_path, {"x/a.log": "a", "x/y/b.log": "b", "x/c.txt": "c", "x/.d.log": "d"})
+def test_a_pattern_takes_every_file_it_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, {"x/a.log": "a", "x/y/b.log": "b", "x/c.txt": "c", "x/.d.log": "d", "a[1].txt": "itself"})
     assert list(read(f"{tmp_path}/x/*.log")) == ["a.log"]
     assert list(read(f"{tmp_path}/**/*.log")) == ["x/a.log", "x/y/b.log"]
     with open_source(f"{tmp_path}/x/[ac].*") as source:
         assert (source.kind, source.has_documents) == ("pattern", True)
-
-
-def test_a_relative_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(fill(tmp_path, {"x/a.log": "a"}))
-    assert read("*/a.log") == {"x/a.log": "a"}
-
-
-def test_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
-    fill(tmp_path, {"a[1].txt": "itself"})
+    # A name that looks like a pattern is that of a file.
     assert read(tmp_path / "a[1].txt") == {"a[1].txt": "itself"}
-
-
-def test_invalid_pattern_is_refused(tmp_path: Path) -> None:
-    fill(tmp_path, {"x/a.log": "a"})
+    monkeypatch.chdir(tmp_path)
+    assert read("*/a.log") == {"x/a.log": "a"}
     with pytest.raises(UsageError, match="is not a valid pattern"):
         read(f"{tmp_path}/**x/a.log")
 
@@ -144,9 +115,9 @@ def test_a_jsonl_file_has_a_document_on_each_line(tmp_path: Path) -> None:
     assert list(read(tmp_path)) == ["d.jsonl:1", "d.jsonl:2", "d.jsonl:3", "e.txt"]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_invalid_jsonl_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "d.jsonl"
+    for line, message in (
         (b"{", "line 2 is not a document"),
         (b"[1]", "line 2 is not a document"),
         (b'{"txt": "a"}', "missing required field `text`"),
@@ -156,32 +127,21 @@ def test_a_jsonl_file_has_a_document_on_each_line(tmp_path: Path) -> None:
         (b'{"text": "\xff"}', r"byte 26 is not utf-8 \(invalid start byte\)"),
         (b'{"text": "\0"}', "byte 26 is NUL"),
         (b'{"text": "a", "b": ' + b"[" * 100_000, "line 2 is not a document"),
-    ],
-)
-def test_invalid_jsonl_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_bytes(b'{"text": "all"}\n' + line + b"\n")
-    with pytest.raises(UsageError, match=message) as caught:
-        read(path)
-    assert caught.value.path == str(path)
-    assert caught.value.exit_code == 2
-
-
-def test_a_line_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "LONGEST_RECORD", 40)
-    (tmp_path / "d.jsonl").write_text('{"text": "short"}\n{"text": "' + "x" * 40 + '"}')
-    with pytest.raises(UsageError, match="line 2 is longer than 40 bytes"):
-        read(tmp_path / "d.jsonl")
-
-
-def test_a_jsonl_file_is_utf8(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_text('{"text": "a"}')
+        (b'{"text": "' + b"x" * 40 + b'"}', "line 2 is longer than 40 bytes"),
+    ):
+        if "longer" in message:
+            monkeypatch.setattr(documents, "LONGEST_RECORD", 40)
+        path.write_bytes(b'{"text": "all"}\n' + line + b"\n")
+        with case(line[:20]):
+            with pytest.raises(UsageError, match=message) as caught:
+                read(path)
+            assert (caught.value.path, caught.value.exit_code) == (str(path), 2)
     with pytest.raises(UsageError, match="JSON is UTF-8, not latin-1"):
         read(tmp_path, encoding="latin-1")
 
 
 def test_standard_input_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", Stdin("grüße".encode()))
+    monkeypatch.setattr(sys, "stdin", standard_input("grüße".encode()))
     with open_source("-") as source:
         assert (source.kind, source.has_documents, source.nbytes) == ("stdin", False, 7)
         for _ in range(2):
@@ -194,19 +154,18 @@ def test_pieces_of_bytes_never_split_a_character(text: str, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "PIECE", piece)
         for encoding in ("utf-8", "utf-16", "utf-32-be"):
-            patch.setattr(sys, "stdin", Stdin(text.encode(encoding)))
+            patch.setattr(sys, "stdin", standard_input(text.encode(encoding)))
             assert read("-", encoding=encoding) == {"standard input": text}
 
 
-@pytest.mark.parametrize("place", [0, PIECE - 1, PIECE, 2 * PIECE + 7])
-def test_undecodable_byte_is_named(tmp_path: Path, place: int) -> None:
+def test_undecodable_byte_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.write_bytes(b"a" * place + b"\xff" + b"b" * 10)
-    with pytest.raises(UsageError, match=rf"a\.txt: byte {place:,} is not utf-8 \(invalid start byte\)") as caught:
-        read(path)
-    assert caught.value.remedy is not None
-    assert "latin-1" in caught.value.remedy
-    assert len(read(path, encoding="latin-1")["a.txt"]) == place + 11
+    for place in (0, PIECE - 1, PIECE, 2 * PIECE + 7):
+        path.write_bytes(b"a" * place + b"\xff" + b"b" * 10)
+        with pytest.raises(UsageError, match=rf"a\.txt: byte {place:,} is not utf-8 \(invalid start byte\)") as caught:
+            read(path)
+        assert "latin-1" in str(caught.value.remedy)
+        assert len(read(path, encoding="latin-1")["a.txt"]) == place + 11
 
 
 def test_source_closes_the_file_of_an_interrupted_reading(tmp_path: Path) -> None:
@@ -217,55 +176,35 @@ def test_source_closes_the_file_of_an_interrupted_reading(tmp_path: Path) -> Non
     assert stream.closed
 
 
-def test_a_character_broken_at_the_border_of_two_pieces_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"a" * (PIECE - 2) + b"\xe6\xbc" + b"b")
-    with pytest.raises(UsageError, match=f"byte {PIECE - 2:,} is not utf-8"):
-        read(tmp_path / "a.txt")
-    (tmp_path / "a.txt").write_bytes(b"ab\xe6\xbc")
-    with pytest.raises(UsageError, match=r"byte 2 is not utf-8 \(unexpected end of data\)"):
-        read(tmp_path / "a.txt")
+def test_broken_characters_binary_files_and_invalid_encodings_are_refused(tmp_path: Path) -> None:
+    for content, encoding, message in (
+        (b"a" * (PIECE - 2) + b"\xe6\xbc" + b"b", "utf-8", f"byte {PIECE - 2:,} is not utf-8"),
+        (b"ab\xe6\xbc", "utf-8", r"byte 2 is not utf-8 \(unexpected end of data\)"),
+        *(
+            (b"a" * place + b"\0\xff", "utf-8", rf"a\.txt: byte {place:,} is NUL, so this is not text")
+            for place in (0, PIECE - 1, PIECE + 3)
+        ),
+        ("ab\0".encode("utf-16"), "utf-16", "character 2 is NUL"),
+        # A byte order mark does not shift the place.
+        (codecs.BOM_UTF8 + b"ab\xff", "utf-8-sig", "byte 5 is not utf-8-sig"),
+        *((b"a", encoding, "is not a text encoding") for encoding in ("utf-9", "hex", "", "a\0b")),
+    ):
+        (tmp_path / "a.txt").write_bytes(content)
+        with case((encoding, message)), pytest.raises(UsageError, match=message):
+            read(tmp_path, encoding=encoding)
 
 
-@pytest.mark.parametrize("place", [0, PIECE - 1, PIECE + 3])
-def test_a_binary_file_is_refused(tmp_path: Path, place: int) -> None:
-    (tmp_path / "a.txt").write_bytes(b"a" * place + b"\0\xff")
-    with pytest.raises(UsageError, match=rf"a\.txt: byte {place:,} is NUL, so this is not text"):
-        read(tmp_path)
-
-
-def test_nul_is_refused_in_wide_encodings_too(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("ab", encoding="utf-16")
-    assert read(tmp_path / "a.txt", encoding="utf-16") == {"a.txt": "ab"}
-    (tmp_path / "a.txt").write_text("ab\0", encoding="utf-16")
-    with pytest.raises(UsageError, match="character 2 is NUL"):
-        read(tmp_path / "a.txt", encoding="utf-16")
-
-
-def test_a_byte_order_mark_does_not_shift_the_place(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + b"ab\xff")
-    with pytest.raises(UsageError, match="byte 5 is not utf-8-sig"):
-        read(tmp_path / "a.txt", encoding="utf-8-sig")
-
-
-@pytest.mark.parametrize("encoding", ["utf-9", "hex", "", "a\0b"])
-def test_invalid_encodings_are_refused(tmp_path: Path, encoding: str) -> None:
-    with pytest.raises(UsageError, match="is not a text encoding"):
-        read(fill(tmp_path, {"a.txt": "a"}), encoding=encoding)
-
-
-def test_missing_sources(tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpointError, match="there is no such file or folder"):
-        read(tmp_path / "none")
-    with pytest.raises(NotACheckpointError, match="matches no file"):
-        read(f"{tmp_path}/*.txt")
-    with pytest.raises(NotACheckpointError, match="holds no text files"):
-        read(tmp_path)
-
-
-def test_special_files_are_refused(tmp_path: Path) -> None:
+def test_missing_sources_and_special_files_are_refused(tmp_path: Path) -> None:
+    for spec, message in (
+        (tmp_path / "none", "there is no such file or folder"),
+        (f"{tmp_path}/*.txt", "matches no file"),
+        (tmp_path, "holds no text files"),
+    ):
+        with case(spec), pytest.raises(NotACheckpointError, match=message):
+            read(spec)
     os.mkfifo(tmp_path / "pipe.txt")
     for spec in (tmp_path, tmp_path / "pipe.txt", "/dev/null"):
-        with pytest.raises(UsageError, match="is not a regular file"):
+        with case(spec), pytest.raises(UsageError, match="is not a regular file"):
             read(spec)
     with pytest.raises(UsageError, match="it contains a NUL"):
         read("a\0b")

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from tensorkeep.errors import MissingExtraError, StoreError, UsageError
 from tensorkeep.io.parallel import Meter
+from tensorkeep.testing.cases import case
 from tensorkeep.train.data.corpus import open_source
 from tensorkeep.train.data.documents import PIECE, Reading
 from tensorkeep.train.data.prepare import prepare
@@ -48,25 +48,26 @@ def saved_dataset(folder: Path, *parts: list[str]) -> Path:
     return folder
 
 
-def test_each_row_is_a_document(tmp_path: Path) -> None:
+def test_each_row_of_a_table_or_of_a_saved_dataset_is_a_document(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", text=TEXTS, other=list(range(700)))
     assert read(path) == {f"a.parquet:{number + 1}": text for number, text in enumerate(TEXTS)}
     with open_source(path) as source:
         assert (source.kind, source.has_documents) == ("parquet", True)
+    folder = saved_dataset(tmp_path / "saved", TEXTS[:500], TEXTS[500:])
+    assert list(read(folder).values()) == TEXTS
+    with open_source(folder) as source:
+        assert (source.kind, len(source.files)) == ("dataset", 2)
 
 
-def test_a_folder_may_hold_tables_beside_text(tmp_path: Path) -> None:
-    parquet(tmp_path / "a.parquet", text=["one", "two"])
+def test_a_folder_may_hold_tables_of_every_type_of_text_beside_files(tmp_path: Path) -> None:
+    texts = ["a", "b", "a"]
+    for number, column in enumerate(
+        (pa.array(texts, pa.string()), pa.array(texts, pa.large_string()), pa.array(texts).dictionary_encode())
+    ):
+        parquet(tmp_path / f"{number}.parquet", text=column)
     (tmp_path / "b.txt").write_text("three")
     (tmp_path / "c.ndjson").write_text('{"text": "four"}')
-    assert list(read(tmp_path).values()) == ["one", "two", "three", "four"]
-
-
-@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
-def test_every_type_of_text_is_read(tmp_path: Path, kind: str) -> None:
-    texts = pa.array(["a", "b", "a"], pa.large_string() if kind == "large_string" else pa.string())
-    path = parquet(tmp_path / "a.parquet", text=texts.dictionary_encode() if kind == "dictionary" else texts)
-    assert list(read(path).values()) == ["a", "b", "a"]
+    assert list(read(tmp_path).values()) == [*texts * 3, "three", "four"]
 
 
 def test_another_column_or_field_is_named(tmp_path: Path) -> None:
@@ -80,13 +81,6 @@ def test_another_column_or_field_is_named(tmp_path: Path) -> None:
         read(tmp_path / "b.jsonl", "body")
 
 
-def test_a_saved_dataset_is_read_in_order(tmp_path: Path) -> None:
-    folder = saved_dataset(tmp_path / "saved", TEXTS[:500], TEXTS[500:])
-    assert list(read(folder).values()) == TEXTS
-    with open_source(folder) as source:
-        assert (source.kind, len(source.files)) == ("dataset", 2)
-
-
 def test_a_dataset_saved_by_the_library_is_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_dict({"id": list(range(700)), "text": TEXTS})
@@ -97,62 +91,49 @@ def test_a_dataset_saved_by_the_library_is_read(tmp_path: Path) -> None:
         read(tmp_path / "two")
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"text": [1, 2]}, r"the column 'text' holds int64, not text"),
-        ({"text": ["a", None]}, r"row 2 has no text \(null\)"),
-        ({"text": ["a", "b\0"]}, r"a character of row 2 is NUL"),
-        ({"text": [["a"], ["b"]]}, r"the column 'text' holds list<element: string>, not text"),
-    ],
-)
-def test_rows_without_text_are_refused(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=r"a\.parquet: " + message):
-        read(parquet(tmp_path / "a.parquet", **columns))
+def test_rows_without_text_are_refused(tmp_path: Path) -> None:
+    offsets = pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0")
+    for text, message in (
+        ([1, 2], r"the column 'text' holds int64, not text"),
+        (["a", None], r"row 2 has no text \(null\)"),
+        (["a", "b\0"], r"a character of row 2 is NUL"),
+        ([["a"], ["b"]], r"the column 'text' holds list<element: string>, not text"),
+        (pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xff")]), "row 2 is not utf-8"),
+    ):
+        with case(message), pytest.raises(UsageError, match=r"a\.parquet: " + message):
+            read(parquet(tmp_path / "a.parquet", text=text))
 
 
-def test_a_row_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    texts = pa.Array.from_buffers(
-        pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")]
-    )
-    with pytest.raises(UsageError, match="row 2 is not utf-8"):
-        read(parquet(tmp_path / "a.parquet", text=texts))
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-40])
-
-
-def overwrite_pages(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[4:60] = b"\xff" * 56
-    path.write_bytes(bytes(content))
-
-
-@pytest.mark.parametrize("damage", [cut, overwrite_pages, lambda path: path.write_bytes(b"PAR1")])
-def test_a_damaged_table_is_refused(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+def test_damaged_tables_and_datasets_are_refused(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", text=TEXTS)
-    damage(path)
-    with pytest.raises(UsageError, match=r"a\.parquet: is not a file of parquet, or is damaged \("):
-        read(path)
-
-
-def test_damaged_datasets_are_refused(tmp_path: Path) -> None:
+    content = path.read_bytes()
+    message = r"a\.parquet: is not a file of parquet, or is damaged \("
+    for damaged in (content[:-40], content[:4] + b"\xff" * 56 + content[60:], b"PAR1"):
+        path.write_bytes(damaged)
+        with case(len(damaged)), pytest.raises(UsageError, match=message):
+            read(path)
     folder = saved_dataset(tmp_path / "saved", TEXTS[:5])
-    cut(folder / "data-00000-of-00001.arrow")
+    path = folder / "data-00000-of-00001.arrow"
+    path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(UsageError, match="is not a file of arrow, or is damaged"):
         read(folder)
-    (folder / "data-00000-of-00001.arrow").unlink()
+    path.unlink()
     with pytest.raises(StoreError, match="cannot read the file: No such file"):
         read(folder)
     for state in ("{", '{"_data_files": []}', '{"_data_files": [{"filename": "../a.arrow"}]}'):
         (folder / "state.json").write_text(state)
-        with pytest.raises(UsageError, match=r"state\.json: does not describe a saved dataset"):
+        with case(state), pytest.raises(UsageError, match=r"state\.json: does not describe a saved dataset"):
             read(folder)
 
 
-def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_reaches_the_end_and_without_pyarrow_the_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = parquet(tmp_path / "a.parquet", text=TEXTS)
+    calls: list[tuple[int, int]] = []
+    prepare(path, tmp_path / "data", tokenizer="char", progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (2 * path.stat().st_size,) * 2
+    assert calls == sorted(calls)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError) as caught:
         read(path)
@@ -174,11 +155,3 @@ def test_tokens_are_those_of_the_same_documents_as_lines(tmp_path: Path) -> None
     assert made[0].description["source"]["characters"] == made[1].description["source"]["characters"]
     assert made[0].description["source"]["documents"] == 601
     assert END_OF_DOCUMENT not in "".join(texts)
-
-
-def test_progress_reaches_the_end(tmp_path: Path) -> None:
-    path = parquet(tmp_path / "a.parquet", text=TEXTS)
-    calls: list[tuple[int, int]] = []
-    prepare(path, tmp_path / "data", tokenizer="char", progress=lambda done, total: calls.append((done, total)))
-    assert calls[-1] == (2 * path.stat().st_size,) * 2
-    assert [done for done, _ in calls] == sorted(done for done, _ in calls)

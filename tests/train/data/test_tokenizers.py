@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.errors import CorruptCheckpointError, MissingExtraError, UnsupportedError, UsageError
+from tensorkeep.testing.cases import case
 from tensorkeep.train.data.tokenizers import bpe, from_tiktoken
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, LONGEST_UNCUT, Tokenizer, at_line_ends, token_dtype
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer
@@ -43,18 +45,18 @@ def whole(tokenizer: Tokenizer, pieces: list[str]) -> list[int]:
 
 
 @given(PIECES)
-def test_characters_round_trip_from_any_pieces(pieces: list[str]) -> None:
-    text = "".join(pieces) or "x"
-    tokenizer = learned("char", pieces, [text], ends=True)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert whole(tokenizer, pieces) == tokenizer.encode("".join(pieces)).tolist()
-    assert tokenizer.vocab_size == len(set(text)) + 1
+def test_characters_and_bytes_round_trip_from_any_pieces(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    characters, octets = learned("char", pieces, [text or "x"], ends=True), ByteTokenizer(documents=True)
+    assert characters.vocab_size == len(set(text or "x")) + 1
+    assert octets.encode(text).tolist() == list(text.encode())
+    assert octets.decode([0x41, 0xC3, 0x42]) == "A\ufffdB"
+    for tokenizer in (characters, octets):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert whole(tokenizer, pieces) == tokenizer.encode(text).tolist()
 
 
-IDS = st.lists(st.integers(0, 10**6), max_size=40)
-
-
-@given(IDS, st.integers(0, 2))
+@given(st.lists(st.integers(0, 10**6), max_size=40), st.integers(0, 2))
 def test_streamed_text_is_that_of_decode(pairs: Tokenizer, ids: list[int], which: int) -> None:
     tokenizer = (pairs, ByteTokenizer(documents=True), learned("char", [CORPUS], ends=True))[which]
     ids = [id % tokenizer.vocab_size for id in ids]
@@ -75,14 +77,6 @@ def test_streamed_text_has_complete_characters_as_soon_as_they_are_known() -> No
     assert list(tokenizer.decode_stream("é".encode()[:1])) == ["\ufffd"]
     with pytest.raises(UsageError, match="256 is not a token of byte"):
         list(tokenizer.decode_stream([256]))
-
-
-@given(PIECES)
-def test_bytes_round_trip_from_any_pieces(pieces: list[str]) -> None:
-    tokenizer = ByteTokenizer(documents=True)
-    text = "".join(pieces)
-    assert tokenizer.encode(text).tolist() == list(text.encode())
-    assert tokenizer.decode(whole(tokenizer, pieces)) == text
 
 
 @given(LINES)
@@ -108,32 +102,20 @@ def test_long_text_without_line_ends_is_cut() -> None:
     assert [len(text) for text in cut] == [LONGEST_UNCUT, LONGEST_UNCUT, 8 << 16]
 
 
-def test_characters_are_numbered_as_nanogpt_does() -> None:
+def test_characters_are_numbered_as_nanogpt_does_and_unknown_ones_are_named() -> None:
     tokenizer = learned("char", ["hello ", "world"], ["!"])
     assert tokenizer.as_dict()["characters"] == " !dehlorw"
     assert tokenizer.encode("hello").tolist() == [4, 3, 5, 5, 6]
     assert tokenizer.end_of_document is None
-
-
-def test_an_unknown_character_is_named() -> None:
-    tokenizer = learned("char", ["abc"])
-    with pytest.raises(UsageError, match=r"'é' \(U\+00E9\) is not in the vocabulary"):
-        tokenizer.encode("abé")
-    with pytest.raises(UsageError, match="'A'"):
-        tokenizer.encode("A")
-
-
-@pytest.mark.parametrize("name", ["char", "byte"])
-def test_lone_surrogate_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="character 2 of the text is half of a surrogate pair"):
-        learned(name, ["ab"]).encode("ab\ud800")
-
-
-def test_ids_outside_the_vocabulary_are_refused() -> None:
-    tokenizer = learned("char", ["abc"])
-    for id in (-1, 3):
-        with pytest.raises(UsageError, match=f"{id} is not a token of char, whose vocabulary has 3"):
+    for text, message in (("olé", r"'é' \(U\+00E9\) is not in the vocabulary"), ("A", "'A'")):
+        with pytest.raises(UsageError, match=message):
+            tokenizer.encode(text)
+    for id in (-1, 9):
+        with pytest.raises(UsageError, match=f"{id} is not a token of char, whose vocabulary has 9"):
             tokenizer.decode([0, id])
+    for name in ("char", "byte"):
+        with pytest.raises(UsageError, match="character 2 of the text is half of a surrogate pair"):
+            learned(name, ["ab"]).encode("ab\ud800")
 
 
 def test_end_of_document_is_decoded_and_never_encoded(pairs: Tokenizer) -> None:
@@ -145,33 +127,21 @@ def test_end_of_document_is_decoded_and_never_encoded(pairs: Tokenizer) -> None:
         assert tokenizer.decode([end, *ids, end]) == END_OF_DOCUMENT * 3
 
 
-def test_broken_utf8_is_replaced() -> None:
-    assert ByteTokenizer(documents=False).decode([0x41, 0xC3, 0x42]) == "A\ufffdB"
-
-
-@pytest.mark.parametrize(("vocab_size", "name"), [(2, "uint16"), (65536, "uint16"), (65537, "uint32")])
-def test_tokens_are_as_small_as_the_vocabulary_allows(vocab_size: int, name: str) -> None:
-    assert token_dtype(vocab_size) == np.dtype(name)
-
-
-def test_a_vocabulary_beyond_sixteen_bits() -> None:
+def test_tokens_are_as_small_as_the_vocabulary_allows() -> None:
+    assert [token_dtype(size).name for size in (2, 65536, 65537)] == ["uint16", "uint16", "uint32"]
     text = "".join(map(chr, range(0x10000, 0x10000 + 65537)))
     tokenizer = learned("char", [text])
     assert tokenizer.encode(text).dtype == np.uint32
     assert tokenizer.decode(tokenizer.encode(text[-3:])) == text[-3:]
 
 
-def test_byte_pairs_are_learned(pairs: Tokenizer) -> None:
+def test_byte_pairs_are_learned_and_hugging_face_reads_them(pairs: Tokenizer) -> None:
     assert 257 < pairs.vocab_size <= 300
     assert len(pairs.encode("the cat")) < 7
     again = learned("bpe", [CORPUS[:1000], CORPUS[1000:]], vocab_size=300, ends=True)
     assert again.digest == pairs.digest
     assert learned("bpe", [CORPUS], vocab_size=290).digest != pairs.digest
-
-
-def test_hugging_face_reads_the_byte_pairs(pairs: Tokenizer) -> None:
-    library = pytest.importorskip("tokenizers")
-    text = pairs.hugging_face_json()
+    library, text = pytest.importorskip("tokenizers"), pairs.hugging_face_json()
     assert text is not None
     theirs = library.Tokenizer.from_str(text)
     assert theirs.get_vocab_size() == pairs.vocab_size
@@ -180,82 +150,62 @@ def test_hugging_face_reads_the_byte_pairs(pairs: Tokenizer) -> None:
     assert learned("char", ["a"]).hugging_face_json() is None
 
 
-def every(pairs: Tokenizer) -> list[Tokenizer]:
-    return [learned("char", [CORPUS]), learned("char", [CORPUS], ends=True), ByteTokenizer(documents=False), pairs]
-
-
 def test_stored_tokenizer_is_restored(pairs: Tokenizer) -> None:
     digests = set()
-    for tokenizer in every(pairs):
+    char, with_ends = learned("char", [CORPUS]), learned("char", [CORPUS], ends=True)
+    for tokenizer in (char, with_ends, ByteTokenizer(documents=False), pairs):
         again = tokenizer_from_dict(json.loads(json.dumps(tokenizer.as_dict())))
-        assert again.digest == tokenizer.digest
-        assert again.name == tokenizer.name
-        assert again.vocab_size == tokenizer.vocab_size
-        assert again.end_of_document == tokenizer.end_of_document
+        for name in ("digest", "name", "vocab_size", "end_of_document"):
+            assert getattr(again, name) == getattr(tokenizer, name), name
         assert again.encode("the naïve 🙂").tolist() == tokenizer.encode("the naïve 🙂").tolist()
         digests.add(tokenizer.digest)
     assert len(digests) == 4
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [
-        {},
-        {"kind": "other"},
-        {"kind": ["char"]},
-        {"kind": "char", "characters": "abc"},
-        {"kind": "char", "characters": "", "end_of_document": False},
-        {"kind": "char", "characters": "ba", "end_of_document": False},
-        {"kind": "char", "characters": "aa", "end_of_document": False},
-        {"kind": "char", "characters": ["a"], "end_of_document": False},
-        {"kind": "byte", "end_of_document": 1},
-    ],
-)
-def test_a_malformed_tokenizer_is_refused(stored: dict[str, Any]) -> None:
-    with pytest.raises(CorruptCheckpointError, match="tokenizer"):
-        tokenizer_from_dict(stored)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"vocabulary": ["a", "b"]},
-        {"vocabulary": "twice"},
-        {"merges": [["a"]]},
-        {"merges": [["a", "nothing"]]},
-        {"merges": [["!", "~"]]},
-    ],
-)
-def test_malformed_byte_pairs_are_refused(pairs: Tokenizer, change: dict[str, Any]) -> None:
+def test_a_malformed_tokenizer_is_refused(pairs: Tokenizer) -> None:
     stored = pairs.as_dict()
-    if change.get("vocabulary") == "twice":
-        change = {"vocabulary": [*stored["vocabulary"], "!"]}
-    with pytest.raises(CorruptCheckpointError, match="the bpe tokenizer is malformed"):
-        tokenizer_from_dict({**stored, **change})
+    for malformed, message in (
+        ({}, "tokenizer"),
+        ({"kind": "other"}, "tokenizer"),
+        ({"kind": ["char"]}, "tokenizer"),
+        ({"kind": "char", "characters": "abc"}, "tokenizer"),
+        *(
+            ({"kind": "char", "characters": each, "end_of_document": False}, "tokenizer")
+            for each in ("", "ba", "aa", ["a"])
+        ),
+        ({"kind": "byte", "end_of_document": 1}, "tokenizer"),
+        ({**stored, "vocabulary": ["a", "b"]}, "the bpe tokenizer is malformed"),
+        ({**stored, "vocabulary": [*stored["vocabulary"], "!"]}, "the bpe tokenizer is malformed"),
+        *(
+            ({**stored, "merges": [pair]}, "the bpe tokenizer is malformed")
+            for pair in (["a"], ["a", "nothing"], ["!", "~"])
+        ),
+    ):
+        with case(malformed), pytest.raises(CorruptCheckpointError, match=message):
+            tokenizer_from_dict(malformed)
 
 
 def test_invalid_tokenizer_choices_are_refused() -> None:
-    for name in ("words", "bpe:x", "tiktoken", "tiktoken:", "char:", ""):
-        with pytest.raises(UsageError, match="there is no tokenizer"):
-            learner(name)
-    with pytest.raises(UsageError, match="did you mean 'byte'"):
-        learner("bytes")
-    with pytest.raises(UsageError, match="has a fixed vocabulary size"):
-        learner("char", 100)
-
-
-@pytest.mark.parametrize("vocab_size", [0, 256, -1, 1 << 31, True])
-def test_invalid_vocabulary_sizes_are_refused(vocab_size: int) -> None:
     pytest.importorskip("tokenizers")
-    with pytest.raises(UsageError, match="is not possible"):
-        learner("bpe", vocab_size)
+    for name, size, message in (
+        *((name, None, "there is no tokenizer") for name in ("words", "bpe:x", "tiktoken", "tiktoken:", "char:", "")),
+        ("bytes", None, "did you mean 'byte'"),
+        ("char", 100, "has a fixed vocabulary size"),
+        *(("bpe", size, "is not possible") for size in (0, 256, -1, 1 << 31, True)),
+    ):
+        with case((name, size)), pytest.raises(UsageError, match=message):
+            learner(name, size)
 
 
-@pytest.mark.parametrize(("module", "name"), [("tokenizers", "bpe"), ("tiktoken", "tiktoken:gpt2")])
-def test_a_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
-    monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(MissingExtraError, match=r"pip install '\.\[train\]'"):
-        learner(name)
+def test_packages_are_imported_where_they_are_used_and_a_missing_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not hasattr(bpe, "tokenizers")
+    assert not hasattr(from_tiktoken, "tiktoken")
+    for module, name in (("tokenizers", "bpe"), ("tiktoken", "tiktoken:gpt2")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with case(module), pytest.raises(MissingExtraError, match=r"pip install '\.\[train\]'"):
+            learner(name)
 
 
 ADDRESS = "https://example.invalid/tiny.tiktoken"
@@ -289,15 +239,13 @@ def test_uncached_vocabulary_is_never_downloaded(cache: Path, monkeypatch: pytes
     from tiktoken import load
 
     real = load.read_file
-    with pytest.raises(UnsupportedError, match="it is not downloaded") as caught:
-        learner("tiktoken:tiny")
-    assert ADDRESS in caught.value.message
-    assert caught.value.remedy is not None
-    assert "TIKTOKEN_CACHE_DIR" in caught.value.remedy
-    assert load.read_file is real
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # which switches the cache off
-    with pytest.raises(UnsupportedError, match="it is not downloaded"):
-        learner("tiktoken:tiny")
+    for folder in (cache, ""):  # the latter switches the cache off
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
+        with case(folder), pytest.raises(UnsupportedError, match="it is not downloaded") as caught:
+            learner("tiktoken:tiny")
+        assert ADDRESS in caught.value.message
+        assert "TIKTOKEN_CACHE_DIR" in str(caught.value.remedy)
+        assert load.read_file is real
 
 
 def test_cached_vocabulary_is_used_and_stored(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,29 +262,15 @@ def test_cached_vocabulary_is_used_and_stored(cache: Path, monkeypatch: pytest.M
     assert again.decode([257, 258, 257]) == "the\ufffdthe"
 
 
-def test_an_unknown_encoding_is_refused_with_the_nearest(cache: Path) -> None:
+def test_unknown_encodings_and_malformed_vocabularies_are_refused(cache: Path) -> None:
     with pytest.raises(UsageError, match="did you mean 'gpt2'"):
         learner("tiktoken:gpt-2")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"ranks": {"!": 0}},
-        {"ranks": {"YQ==": 0}},
-        {"special_tokens": {END_OF_DOCUMENT: 0}},
-        {"special_tokens": {END_OF_DOCUMENT: 1 << 60}},
-        {"special_tokens": {"other": 260}},
-        {"pattern": "("},
-    ],
-)
-def test_a_malformed_stored_vocabulary_is_refused(cache: Path, change: dict[str, Any]) -> None:
     fill(cache)
     stored = learned("tiktoken:tiny").as_dict()
-    with pytest.raises(CorruptCheckpointError, match="the tiktoken tokenizer is malformed"):
-        tokenizer_from_dict({**stored, **change})
-
-
-def test_packages_are_imported_where_they_are_used() -> None:
-    assert not hasattr(bpe, "tokenizers")
-    assert not hasattr(from_tiktoken, "tiktoken")
+    for change in (
+        *({"ranks": each} for each in ({"!": 0}, {"YQ==": 0})),
+        *({"special_tokens": each} for each in ({END_OF_DOCUMENT: 0}, {END_OF_DOCUMENT: 1 << 60}, {"other": 260})),
+        {"pattern": "("},
+    ):
+        with case(change), pytest.raises(CorruptCheckpointError, match="the tiktoken tokenizer is malformed"):
+            tokenizer_from_dict({**stored, **change})

@@ -1,7 +1,8 @@
 """Batches that fill the memory: the choice, what is measured, and runs that compute the same as with a given size."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tensorkeep.errors import OutOfMemoryError, UsageError
-from tensorkeep.testing.equality import difference
+from tensorkeep.testing.cases import case
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.memory import filling
@@ -20,8 +21,9 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.world import World
 from tensorkeep.train.techniques.stack import Stack
+from train.conftest import Trained
 from train.techniques.several_processes import group_of_one
-from train.tiny_training import CONFIG, last_state, lines, run
+from train.tiny_training import CONFIG, check_same, lines, run
 
 MEMORY = 1000
 FILLING = CONFIG.changed({"loop.batch_size": 3, "loop.accumulate": 8, "loop.steps": 4, "loop.fill_memory": True})
@@ -32,24 +34,15 @@ class Meter(GpuMemory):
 
     def __init__(self, available: int = MEMORY, peaks: Sequence[int] = (), allocated: Sequence[int] = ()):
         self.calls: list[str] = []
-        self._available, self._peaks, self._allocated = available, iter(peaks), iter(allocated)
+        self.available = lambda: available
+        self.reset_peak = lambda: self.calls.append("reset")
+        self.release = lambda: self.calls.append("release")
+        self.peak = partial(self._next, "peak", iter(peaks))
+        self.allocated = partial(self._next, "allocated", iter(allocated))
 
-    def available(self) -> int:
-        return self._available
-
-    def allocated(self) -> int:
-        self.calls.append("allocated")
-        return next(self._allocated)
-
-    def reset_peak(self) -> None:
-        self.calls.append("reset")
-
-    def peak(self) -> int:
-        self.calls.append("peak")
-        return next(self._peaks)
-
-    def release(self) -> None:
-        self.calls.append("release")
+    def _next(self, call: str, values: Iterator[int]) -> int:
+        self.calls.append(call)
+        return next(values)
 
 
 @pytest.fixture
@@ -68,68 +61,65 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def growing(base: int, by_row: int, update: int = 0) -> Callable[[int], Peaks]:
-    return lambda rows: Peaks(base + by_row * rows, update)
-
-
 @pytest.mark.parametrize(
-    ("sequences", "measure", "chosen"),
+    ("sequences", "base", "by_row", "update", "chosen"),
     [
-        (24, growing(100, 70), 8),
-        (24, growing(0, 1), 24),
-        (24, growing(100, 300), 2),
-        (24, growing(100, 500), 1),
-        (24, growing(1000, 1), None),
+        (24, 100, 70, 0, 8),
+        (24, 0, 1, 0, 24),
+        (24, 100, 300, 0, 2),
+        (24, 100, 500, 0, 1),
+        (24, 1000, 1, 0, None),
         # The update does not grow with the batch.
-        (24, growing(10, 20, update=899), 24),
-        (24, growing(10, 20, update=901), None),
-        (7, growing(100, 70), 7),
-        (1, growing(100, 70), 1),
-        (1, growing(1000, 70), None),
+        (24, 10, 20, 899, 24),
+        (24, 10, 20, 901, None),
+        (7, 100, 70, 0, 7),
+        (1, 100, 70, 0, 1),
+        (1, 1000, 70, 0, None),
     ],
 )
-def test_the_largest_divisor_that_fits_is_chosen(sequences: int, measure: Any, chosen: int | None) -> None:
-    assert largest_batch(sequences, MEMORY, measure) == chosen
+def test_the_largest_divisor_that_fits_is_chosen(
+    sequences: int, base: int, by_row: int, update: int, chosen: int | None
+) -> None:
+    assert largest_batch(sequences, MEMORY, lambda rows: Peaks(base + by_row * rows, update)) == chosen
 
 
-def test_a_choice_that_does_not_fit_is_not_returned() -> None:
+def test_a_choice_that_does_not_fit_is_not_returned_and_without_a_trial_more_memory_is_left() -> None:
     """Predicted from two small batches, and wrong: memory grows with the square of the batch, or is not enough."""
     sizes: list[int] = []
 
-    def measure(rows: int) -> Peaks | None:
+    def squares(rows: int) -> Peaks | None:
         sizes.append(rows)
         return None if rows > 12 else Peaks(100 + 8 * rows * rows, 0)
 
-    assert largest_batch(24, MEMORY, measure) == 8
-    assert sizes == [1, 2, 24, 12, 8]
-
-
-def test_without_a_trial_the_prediction_leaves_more_memory_free() -> None:
-    sizes: list[int] = []
-
-    def measure(rows: int) -> Peaks:
+    def linear(rows: int) -> Peaks:
         sizes.append(rows)
         return Peaks(20 + 70 * rows, 0)
 
-    assert largest_batch(12, MEMORY, measure) == 12
-    assert largest_batch(12, MEMORY, measure, tried=False) == 6
-    assert sizes == [1, 2, 12, 1, 2]
+    assert largest_batch(24, MEMORY, squares) == 8
+    assert largest_batch(12, MEMORY, linear) == 12
+    assert largest_batch(12, MEMORY, linear, tried=False) == 6
+    assert sizes == [1, 2, 24, 12, 8, *(1, 2, 12), *(1, 2)]
 
 
-def test_the_run_is_that_of_the_chosen_batch_size(tmp_path: Path, data: Path, tried: list[int]) -> None:
+def test_the_run_is_that_of_the_chosen_batch_size(
+    tmp_path: Path, data: Path, tried: list[int], trained: Trained
+) -> None:
     """Of 24 sequences in a step, 8 at once fit into nine tenths of the memory."""
-    run(FILLING, tmp_path / "filled", data)
+    with open_run(FILLING, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
+        assert opened.notes == (
+            "batches that fill the memory: loop.batch_size is 8, and loop.accumulate 3, for 24 sequences a step",
+        )
     assert tried == [1, 2, 8]
+    trained(FILLING, tmp_path / "filled")
     config = RunFolder(tmp_path / "filled").record().config
     assert (config.loop.batch_size, config.loop.accumulate) == (8, 3)
     chosen = FILLING.changed({"loop.fill_memory": False, "loop.batch_size": 8, "loop.accumulate": 3})
     run(chosen, tmp_path / "given", data)
-    assert lines(tmp_path / "filled") == lines(tmp_path / "given")
-    assert difference(last_state(tmp_path / "filled"), last_state(tmp_path / "given")) is None
+    check_same(tmp_path / "filled", tmp_path / "given")
 
 
 def test_without_dropout_the_losses_are_those_of_any_batch_size(tmp_path: Path, data: Path, tried: list[int]) -> None:
-    config = FILLING.changed({"model.dropout": 0.0})
+    config = FILLING.changed({"model.dropout": 0.0, "loop.steps": 2})
     run(config, tmp_path / "filled", data)
     run(config.changed({"loop.fill_memory": False}), tmp_path / "given", data)
     for found, given in zip(lines(tmp_path / "filled", "train"), lines(tmp_path / "given", "train"), strict=True):
@@ -137,26 +127,19 @@ def test_without_dropout_the_losses_are_those_of_any_batch_size(tmp_path: Path, 
 
 
 def test_a_resumed_run_keeps_the_choice(
-    tmp_path: Path, data: Path, tried: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, data: Path, tried: list[int], monkeypatch: pytest.MonkeyPatch, trained: Trained
 ) -> None:
-    run(FILLING, tmp_path / "whole", data)
+    trained(FILLING, tmp_path / "whole")
     run(FILLING, tmp_path / "parts", data, stop_at=2)
     monkeypatch.setattr("tensorkeep.train.run.setup.gpu_memory", lambda device: pytest.fail("measured again"))
     run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", data, resume=True)
-    assert lines(tmp_path / "parts", "train") == lines(tmp_path / "whole", "train")
-    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+    check_same(tmp_path / "parts", tmp_path / "whole", "train")
 
 
-def test_the_choice_is_noted(tmp_path: Path, data: Path, tried: list[int]) -> None:
-    with open_run(FILLING, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
-        assert opened.notes == (
-            "batches that fill the memory: loop.batch_size is 8, and loop.accumulate 3, for 24 sequences a step",
-        )
-
-
+@pytest.mark.integration
 def test_ranks_with_data_of_their_own_have_batches_of_their_own(tmp_path: Path, data: Path, tried: list[int]) -> None:
     with group_of_one():
-        run(FILLING.changed({"techniques.ddp": "on"}), tmp_path / "run", data)
+        run(FILLING.changed({"techniques.ddp": "on", "loop.steps": 1}), tmp_path / "run", data)
     assert RunFolder(tmp_path / "run").record().config.loop.batch_size == 8
 
 
@@ -175,40 +158,43 @@ def test_ranks_choose_together_without_a_trial(monkeypatch: pytest.MonkeyPatch) 
             sizes.append(built.config.loop.batch_size)
             return Peaks(100 + 25 * built.config.loop.batch_size, 0)
 
+    def build(config: Config) -> Any:
+        return nullcontext((SimpleNamespace(replicas=2, config=config), Stack()))
+
     monkeypatch.setattr(filling, "_measured", measured)
-    config, _ = filled(
-        FILLING,
-        Meter(),
-        OfTwo(0, 2),
-        lambda config: nullcontext((SimpleNamespace(replicas=2, config=config), Stack())),  # type: ignore[arg-type]
-    )
+    config, _ = filled(FILLING, Meter(), OfTwo(0, 2), build)
     assert sizes == [2, 4]
     # 200 bytes with a row on each rank, and 50 more with each other one, in 0.8 of 900 bytes.
     assert (config.loop.batch_size, config.loop.accumulate) == (12, 2)
 
 
-def test_too_little_memory_is_an_error(tmp_path: Path, data: Path, tried: list[int], monkeypatch: Any) -> None:
+def test_too_little_memory_is_an_error_and_on_a_cpu_the_given_batch_size_is_used(
+    tmp_path: Path, data: Path, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tensorkeep.train.run.setup.gpu_memory", lambda device: Meter(available=150))
-    with (
-        pytest.raises(OutOfMemoryError, match="one sequence for each process does not fit into 150 B"),
-        open_run(FILLING, RunFolder(tmp_path / "run"), Dataset.open(data)),
-    ):
+    message = "one sequence for each process does not fit into 150 B"
+    with pytest.raises(OutOfMemoryError, match=message), built(FILLING, tmp_path / "run", data):
         pass
     assert not (tmp_path / "run").exists()
-
-
-def test_on_a_cpu_the_given_batch_size_is_used(tmp_path: Path, data: Path) -> None:
+    monkeypatch.undo()
     assert gpu_memory(torch.device("cpu")) is None
-    run(FILLING, tmp_path / "run", data)
-    assert RunFolder(tmp_path / "run").record().config.loop.batch_size == 3
+    with built(FILLING, tmp_path / "run", data) as (opened, _):
+        assert opened.config.loop.batch_size == 3
 
 
-@pytest.mark.parametrize("technique", ["gradient-accumulation", "loss-curriculum", "pipeline-parallel"])
-def test_techniques_that_depend_on_the_batch_size_are_refused(technique: str) -> None:
-    with pytest.raises(UsageError, match=rf"loop\.fill_memory is true, and {technique} needs the batch size"):
-        FILLING.changed({f"techniques.{technique}": "on", "loop.fill_memory": True})
-    # That of a recipe gives way.
-    assert not FILLING.changed({f"techniques.{technique}": "on"}).loop.fill_memory
+def test_techniques_that_depend_on_the_batch_size_are_refused() -> None:
+    for technique in ("gradient-accumulation", "loss-curriculum", "pipeline-parallel"):
+        on = {f"techniques.{technique}": "on"}
+        message = rf"loop\.fill_memory is true, and {technique} needs the batch size"
+        with case(technique), pytest.raises(UsageError, match=message):
+            FILLING.changed({**on, "loop.fill_memory": True})
+        # That of a recipe gives way.
+        assert not FILLING.changed(on).loop.fill_memory, technique
+    # A mode of compile that cannot accumulate is refused before the trials.
+    config = FILLING.changed({"techniques.compile.mode": "reduce-overhead"})
+    with pytest.raises(UsageError, match='compile in the mode "reduce-overhead" cannot accumulate') as raised:
+        filled(config, Meter(), World(), lambda config: pytest.fail("a step was tried"))
+    assert raised.value.remedy == "give loop.batch_size, loop.fill_memory false, or another mode"
 
 
 @contextmanager
@@ -217,7 +203,7 @@ def built(config: Config, folder: Path, data: Path) -> Iterator[TriedRun]:
         yield opened, opened.techniques
 
 
-def test_a_whole_step_is_measured(tmp_path: Path, data: Path) -> None:
+def test_a_whole_step_is_measured(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first gradient is computed before the optimizers have states, which are added to its peak."""
     memory = Meter(peaks=[500, 300, 520], allocated=[200, 260])
     config = FILLING.changed({"loop.fill_memory": False})
@@ -229,15 +215,12 @@ def test_a_whole_step_is_measured(tmp_path: Path, data: Path) -> None:
     assert found == Peaks(gradient=560, update=300)
     assert memory.calls == ["reset", "peak", "allocated", "reset", "peak", "allocated", "reset", "peak"]
 
-
-def test_a_batch_that_runs_out_of_memory_does_not_fit(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def fail(opened: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    # A batch that runs out of memory does not fit; other errors are raised.
     monkeypatch.setattr(filling, "_add_gradients", fail)
-    assert filling._measured(built(FILLING, tmp_path / "run", data), Meter()) is None
+    assert filling._measured(built(FILLING, tmp_path / "full", data), Meter()) is None
     monkeypatch.setattr(filling, "_add_gradients", lambda opened: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         filling._measured(built(FILLING, tmp_path / "other", data), Meter())
@@ -259,10 +242,3 @@ def test_without_effect_is_noted_for_those_who_asked(tmp_path: Path, data: Path)
     longer = {"loop.steps": 9}
     assert notes(FILLING.changed(longer), "second", branch=branch_point(tmp_path / "filled")) == ()
     assert notes(FILLING.changed(longer), "third", branch=branch_point(tmp_path / "plain")) == (kept,)
-
-
-def test_a_mode_of_compile_that_cannot_accumulate_is_refused_before_the_trials() -> None:
-    config = FILLING.changed({"techniques.compile.mode": "reduce-overhead"})
-    with pytest.raises(UsageError, match='compile in the mode "reduce-overhead" cannot accumulate') as raised:
-        filled(config, Meter(), World(), lambda config: pytest.fail("a step was tried"))
-    assert raised.value.remedy == "give loop.batch_size, loop.fill_memory false, or another mode"

@@ -12,10 +12,7 @@ from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.run.folder import RunFolder
 from train.tiny_training import run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 
 CONFIG = Config(
     recipe="filling", model=ModelConfig(vocab_size=8192, context_length=512, n_layers=8, n_heads=8, d_model=512)

@@ -12,14 +12,10 @@ from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.memory.ledger import predict
 from tensorkeep.train.model.config import ModelConfig
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 
 CONFIG = Config(
-    recipe="ledger",
-    model=ModelConfig(vocab_size=8192, context_length=512, n_layers=8, n_heads=8, d_model=512),
+    recipe="ledger", model=ModelConfig(vocab_size=8192, context_length=512, n_layers=8, n_heads=8, d_model=512)
 ).changed({"loop.batch_size": 16, "loop.device": "cuda", "checkpoint.every": 0})
 BF16 = {"techniques.mixed-precision.dtype": "bf16"}
 

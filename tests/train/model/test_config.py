@@ -42,6 +42,7 @@ SIZES: dict[str, Any] = {"vocab_size": 11, "context_length": 8, "n_layers": 2, "
         ({"init_std": "0.02"}, "init_std is '0.02'"),
         ({"kv_heads": 0}, "kv_heads is 0"),
         ({"n_heads": 6, "kv_heads": 4}, "n_heads=6 is not a multiple of kv_heads=4"),
+        ({"vocab_padding": 11}, "vocab_padding=11 leaves no token of vocab_size=11"),
         ({"rope_scaling": RopeScaling(kind="linear")}, "learned positions have no angles to scale"),
     ],
 )
@@ -51,12 +52,15 @@ def test_invalid_model_is_refused_with_the_field_and_a_remedy(change: dict[str, 
     assert caught.value.remedy
 
 
-def test_unknown_field_is_refused() -> None:
-    with pytest.raises(msgspec.ValidationError, match="n_layer"):
-        msgspec.convert({**SIZES, "n_layer": 3}, ModelConfig)
+def test_the_band_of_a_rope_scaling_must_not_be_empty() -> None:
+    with pytest.raises(UsageError, match=r"rope_scaling\.high_frequency_factor is 1") as caught:
+        RopeScaling(high_frequency_factor=1.0)
+    assert caught.value.remedy == "give a number above low_frequency_factor, 1"
 
 
 def test_configuration_survives_json_and_is_checked_on_decoding() -> None:
+    with pytest.raises(msgspec.ValidationError, match="n_layer"):
+        msgspec.convert({**SIZES, "n_layer": 3}, ModelConfig)
     config = ModelConfig(**SIZES, positions="rotary", dropout=0.1)
     written = msgspec.json.encode(config)
     assert msgspec.json.decode(written, type=ModelConfig) == config
@@ -74,53 +78,52 @@ def test_hidden_width_defaults_to_a_multiple_of_d_model(d_model: int, activation
     assert ModelConfig(**sizes, activation=activation, d_ff=20).mlp_width == 20
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        (*each, shift, width)
-        for each in itertools.product(
-            ("learned", "rotary"), ("layernorm", "rmsnorm"), ("gelu", "swiglu"), *[(False, True)] * 2
-        )
-        for shift, width in ((False, 1), (True, 1), ("blocks", 3))
-    ],
-    ids=lambda parts: "-".join(map(str, parts)),
-)
-def test_parameter_count_matches_the_model(parts: Any) -> None:
-    fields = ("positions", "norm", "activation", "bias", "tied", "token_shift", "convolution")
-    model = GPT(ModelConfig(**SIZES, **dict(zip(fields, parts, strict=True))), device="meta")
-    counted = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    assert model.config.parameter_count() == sum(counted.values())
-    assert model.config.parameter_count(embeddings=False) == sum(
-        count for name, count in counted.items() if name not in ("tokens.weight", "positions.weight")
-    )
+CHOICES = {
+    "positions": ("learned", "rotary"),
+    "norm": ("layernorm", "rmsnorm"),
+    "activation": ("gelu", "swiglu"),
+    "bias": (False, True),
+    "tied": (False, True),
+    "shifts": ({}, {"token_shift": True}, {"token_shift": "blocks", "convolution": 3}),
+}
+GROUPED: list[dict[str, Any]] = [{"kv_heads": 1}, {"qk_norm": True}, {"n_heads": 6, "kv_heads": 3, "qk_norm": True}]
+COMBINATIONS = [
+    *({**dict(zip(CHOICES, each, strict=True)), **each[-1]} for each in itertools.product(*CHOICES.values())),
+    *({**parts, "bias": bias, "shifts": {}} for parts in GROUPED for bias in (False, True)),
+]
+# They have each two choices together.
+PAIRS = [*COMBINATIONS[:96:11], *COMBINATIONS[96:]]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("parts", [{"kv_heads": 1}, {"qk_norm": True}, {"n_heads": 6, "kv_heads": 3, "qk_norm": True}])
-def test_parameters_of_grouped_and_normalised_heads_are_counted(parts: dict[str, Any], bias: bool) -> None:
-    model = GPT(ModelConfig(**{**SIZES, **parts, "bias": bias}), device="meta")
-    assert model.config.parameter_count() == sum(each.numel() for each in model.parameters())
+@pytest.mark.parametrize("combinations", [PAIRS, pytest.param(COMBINATIONS, marks=pytest.mark.exhaustive)], ids=len)
+def test_parameter_count_matches_the_model(combinations: list[dict[str, Any]]) -> None:
+    for parts in combinations:
+        own = {name: value for name, value in parts.items() if name != "shifts"}
+        model = GPT(ModelConfig(**{**SIZES, **own}), device="meta")
+        counted = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        assert model.config.parameter_count() == sum(counted.values()), own
+        assert model.config.parameter_count(embeddings=False) == sum(
+            count for name, count in counted.items() if name not in ("tokens.weight", "positions.weight")
+        ), own
 
 
-def test_heads_of_keys_that_are_as_many_as_the_heads_are_not_grouped() -> None:
-    both = [GPT(ModelConfig(**SIZES, kv_heads=heads), device="meta").state_dict() for heads in (None, 2)]
-    assert list(both[0]) == list(both[1])
+def test_the_combinations_have_each_two_choices_together() -> None:
+    for (one, some), (other, more) in itertools.combinations(CHOICES.items(), 2):
+        for pair in itertools.product(some, more):
+            assert pair in [(parts.get(one), parts.get(other)) for parts in PAIRS], (one, other)
 
 
-def test_the_band_of_a_rope_scaling_must_not_be_empty() -> None:
-    with pytest.raises(UsageError, match=r"rope_scaling\.high_frequency_factor is 1") as caught:
-        RopeScaling(high_frequency_factor=1.0)
-    assert caught.value.remedy == "give a number above low_frequency_factor, 1"
-
-
-def test_the_124_million_parameters_of_gpt2() -> None:
+def test_the_124_million_parameters_of_gpt2_and_heads_of_keys_that_are_as_many_as_the_heads() -> None:
     config = ModelConfig(vocab_size=50257, context_length=1024, n_layers=12, n_heads=12, d_model=768, bias=True)
     assert config.parameter_count() == 124_439_808
+    one, other = (GPT(ModelConfig(**SIZES, kv_heads=heads), device="meta").state_dict() for heads in (None, 2))
+    assert list(one) == list(other)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "geglu"])
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-@pytest.mark.parametrize("kv_heads", [None, 1])
+@pytest.mark.parametrize(
+    ("activation", "positions", "kv_heads"),
+    [("gelu", "learned", None), ("gelu", "rotary", 1), ("geglu", "learned", 1), ("geglu", "rotary", None)],
+)
 def test_flops_match_the_counter_of_torch(activation: Any, positions: Any, kv_heads: Any) -> None:
     config = ModelConfig(**SIZES, activation=activation, positions=positions, kv_heads=kv_heads)
     model = GPT(config)

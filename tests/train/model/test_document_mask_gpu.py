@@ -8,10 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tensorkeep.train.model.document_mask import attend_within, dense_mask, document_numbers, tiled_mask
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("length", [256, 1000, 2048])

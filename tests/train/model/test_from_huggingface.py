@@ -8,34 +8,22 @@ import pytest
 import torch
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StateMismatchError, UnsupportedError
+from tensorkeep.testing.cases import case
 from tensorkeep.train.export import export
 from tensorkeep.train.initial import read_initial
 from tensorkeep.train.model.config import ModelConfig, RopeScaling
 from tensorkeep.train.model.from_huggingface import model_config, weights_of
 from tensorkeep.train.model.gpt import GPT
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 40,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 40}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GPT2 = {"n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3}
-LLAMA = {
-    "max_position_embeddings": 16,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 20,
-}
+GPT2_DOCUMENT = {"model_type": "gpt2", "vocab_size": 9, **GPT2}
+LLAMA = {"max_position_embeddings": 16, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"intermediate_size": 20}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
-    "gpt2, gelu, untied": (
-        "GPT2",
-        {**GPT2, "activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 20},
-    ),
+    "gpt2, gelu, untied": ("GPT2", GPT2 | {"activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 20}),
     "llama": ("Llama", {**LLAMA, "rope_theta": 300.0, "num_key_value_heads": 4}),
     "llama, grouped, tied": ("Llama", {**LLAMA, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "llama, biases": ("Llama", {**LLAMA, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
@@ -60,7 +48,11 @@ def made(transformers: Any, name: str, **saving: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The import of transformers takes seconds, and starts a process: one worker runs all tests that need it.
+with_transformers = [pytest.mark.integration, pytest.mark.xdist_group("transformers")]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=with_transformers) for name in MODELS])
 def test_logits_are_those_of_transformers(transformers: Any, tmp_path: Path, name: str) -> None:
     theirs = made(transformers, name, save_directory=tmp_path / "theirs")
     initial = read_initial(tmp_path / "theirs")
@@ -74,6 +66,8 @@ def test_logits_are_those_of_transformers(transformers: Any, tmp_path: Path, nam
     assert len(initial.record.fingerprint) == 16
 
 
+@pytest.mark.integration
+@pytest.mark.xdist_group("transformers")
 def test_shards_are_read_by_their_index(transformers: Any, tmp_path: Path) -> None:
     made(transformers, "gpt2", save_directory=tmp_path / "whole")
     made(transformers, "gpt2", save_directory=tmp_path / "shards", max_shard_size="4KB")
@@ -82,8 +76,10 @@ def test_shards_are_read_by_their_index(transformers: Any, tmp_path: Path) -> No
     assert whole.record.fingerprint == shards.record.fingerprint
 
 
+TINY = ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4, bias=True)
+
+
 def test_names_without_a_prefix_and_stored_masks_are_accepted() -> None:
-    config = ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4, bias=True)
     shapes = {"wte.weight": (9, 4), "wpe.weight": (8, 4), "ln_f.weight": (4,), "ln_f.bias": (4,)}
     shapes |= {f"h.0.{norm}.{kind}": (4,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
     layers = {"attn.c_attn": (4, 12), "attn.c_proj": (4, 4), "mlp.c_fc": (4, 16), "mlp.c_proj": (16, 4)}
@@ -91,19 +87,25 @@ def test_names_without_a_prefix_and_stored_masks_are_accepted() -> None:
         shapes |= {f"h.0.{layer}.weight": shape, f"h.0.{layer}.bias": shape[1:]}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
-    weights = weights_of(tensors, config)
+    weights = weights_of(tensors, TINY)
     assert torch.equal(weights["blocks.0.mlp.up.weight"], tensors["h.0.mlp.c_fc.weight"].T)
-    assert set(weights) == {name for name, _ in GPT(config, device="meta").named_parameters()}
+    assert set(weights) == {name for name, _ in GPT(TINY, device="meta").named_parameters()}
 
 
 def test_missing_foreign_and_misshapen_tensors_are_named() -> None:
-    config = ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4, bias=True)
     tensors = {"transformer.wte.weight": torch.zeros(9, 5), "transformer.h.0.adapter": torch.zeros(1)}
     with pytest.raises(StateMismatchError) as caught:
-        weights_of(tensors, config)
+        weights_of(tensors, TINY)
     assert "wpe.weight" in caught.value.missing
     assert caught.value.extra == ("h.0.adapter",)
     assert caught.value.different == ("tokens.weight [9, 5]",)
+    # Projections that cannot be joined.
+    tensors = {f"model.layers.0.self_attn.{each}_proj.weight": torch.zeros(24, 24) for each in "qkv"}
+    for shape in ([24, 20], [24], []):
+        tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(shape)
+        with case(shape), pytest.raises(StateMismatchError) as caught:
+            weights_of(tensors, model_config(llama()))
+        assert f"layers.0.self_attn.k_proj.weight {shape}" in caught.value.different
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,9 @@ def llama(**settings: Any) -> dict[str, Any]:
     return {"model_type": "llama", "vocab_size": 9, **LLAMA, **settings}
 
 
+ROPES = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
@@ -130,15 +135,15 @@ def llama(**settings: Any) -> dict[str, Any]:
         ({"model_type": ["gpt2"]}, r"model_type is \['gpt2'\]"),
         (llama(hidden_act="relu"), "hidden_act 'relu', which is not supported"),
         (llama(head_dim=8), "head_dim 8, which is not supported"),
-        (llama(attention_bias=True), "mlp_bias False, which is not supported"),
+        (llama(attention_bias=True, mlp_bias=False), "mlp_bias False, which is not supported"),
         (llama(sliding_window=4), "sliding_window 4, which is not supported"),
         (llama(rope_scaling={"type": "yarn", "factor": 2.0}), "rope_type 'yarn', which is not supported"),
+        (llama(rope_parameters=ROPES), "rope_parameters of several kinds of layers"),
         ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function 'relu', which is not supported"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
     ],
 )
 def test_settings_that_change_the_model_are_refused_by_name(document: dict[str, Any], message: str) -> None:
-    document = document if document.get("attention_bias") is None else {**document, "mlp_bias": False}
     with pytest.raises(UnsupportedError, match=message) as caught:
         model_config(document)
     assert caught.value.remedy
@@ -162,32 +167,14 @@ def test_settings_that_change_the_model_are_refused_by_name(document: dict[str, 
         (llama(rope_parameters={"rope_theta": "x"}), "rope_parameters.rope_theta 'x': expected `float \\| null`"),
         (llama(rope_scaling={"type": "linear"}), "has no 'rope_scaling.factor'"),
         (llama(rope_scaling={**LLAMA3, "high_freq_factor": 0.5}), "config.json: rope_scaling.high_frequency_factor is"),
-        (
-            {"model_type": "gpt2", "vocab_size": 9, **GPT2, "n_head": 5},
-            "n_embd 12, which is not a multiple of n_head 5",
-        ),
-        ({"model_type": "gpt2", "vocab_size": 9, **GPT2, "n_positions": None}, "has no 'n_positions'"),
+        ({**GPT2_DOCUMENT, "n_head": 5}, "n_embd 12, which is not a multiple of n_head 5"),
+        ({**GPT2_DOCUMENT, "n_positions": None}, "has no 'n_positions'"),
         ({"model_type": "gpt2", "vocab_size": 9, "n_layer": 1, "n_head": 1}, "has no 'n_embd'"),
     ],
 )
 def test_malformed_settings_are_named(document: dict[str, Any], message: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=message):
         model_config(document)
-
-
-def test_rotary_positions_that_differ_between_layers_are_refused() -> None:
-    rope = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    with pytest.raises(UnsupportedError, match="rope_parameters of several kinds of layers"):
-        model_config(llama(rope_parameters=rope))
-
-
-@pytest.mark.parametrize("shape", [[24, 20], [24], []])
-def test_projections_that_cannot_be_joined_are_named(shape: list[int]) -> None:
-    tensors = {f"model.layers.0.self_attn.{each}_proj.weight": torch.zeros(24, 24) for each in "qkv"}
-    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(shape)
-    with pytest.raises(StateMismatchError) as caught:
-        weights_of(tensors, model_config(llama()))
-    assert f"layers.0.self_attn.k_proj.weight {shape}" in caught.value.different
 
 
 def test_rope_of_earlier_versions_is_read() -> None:
@@ -201,12 +188,9 @@ def test_rope_of_earlier_versions_is_read() -> None:
 def test_folders_without_a_usable_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError, match="neither a run nor a Hugging Face model"):
         read_initial(tmp_path)
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(CorruptCheckpointError, match="not a JSON object"):
-        read_initial(tmp_path)
-    for content in (b'{"model_type": "\xff"}', b'{"a":' * 100_000):
+    for content in (b"[1]", b'{"model_type": "\xff"}', b'{"a":' * 100_000):
         (tmp_path / "config.json").write_bytes(content)
-        with pytest.raises(CorruptCheckpointError, match="not a JSON object"):
+        with case(content[:20]), pytest.raises(CorruptCheckpointError, match="not a JSON object"):
             read_initial(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(NotACheckpointError, match=r"has none of model\.safetensors") as caught:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tensorkeep import load
-from tensorkeep.errors import UsageError
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.technique_suite import TINY, last_state, losses, opened, prepared_text, train_run
+from tensorkeep.testing.technique_suite import TINY, last_state, losses, opened, train_run, trained
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.export import export
 from tensorkeep.train.generate import generate
@@ -21,30 +20,22 @@ PADDED = TINY.changed({"model.vocab_multiple": 128})
 CONFIG = ModelConfig(vocab_size=16, vocab_padding=5, context_length=8, n_layers=1, n_heads=1, d_model=8, tied=False)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared_text(tmp_path_factory.getbasetemp() / "technique-suite")
-
-
-def without_padding(model: GPT) -> GPT:
-    """Return the same model without the rows of padding."""
-    small = GPT(ModelConfig(vocab_size=11, context_length=8, n_layers=1, n_heads=1, d_model=8, tied=False))
-    state = model.state_dict()
-    small.load_state_dict({n: state[n][:11] if n in ("tokens.weight", "head.weight") else state[n] for n in state})
-    return small
-
-
 def test_vocabulary_is_rounded_up_when_a_run_is_opened(tmp_path: Path, data: Path) -> None:
     with opened(PADDED, tmp_path / "run", data) as run:
         model, tokens = run.config.model, run.dataset.vocab_size
         assert (model.vocab_size, model.n_tokens) == (128, tokens)
         assert run.model.tokens.weight.shape == (128, 32)
     assert RunFolder(tmp_path / "run").record().config.model.vocab_padding == 128 - tokens
+    # Recipes for GPUs do so.
+    for name, tokens, size in (("gpt2-124m", 50257, 50304), ("shakespeare-char-gpu", 65, 128)):
+        assert get_recipe(name).model.with_tokens(tokens).vocab_size == size, name
 
 
 def test_loss_gradients_and_samples_are_those_without_padding() -> None:
     model, tokens = GPT(CONFIG), torch.arange(9).view(1, 9)
-    small = without_padding(model)
+    small = GPT(ModelConfig(vocab_size=11, context_length=8, n_layers=1, n_heads=1, d_model=8, tied=False))
+    state = model.state_dict()
+    small.load_state_dict({name: state[name][: len(each)] for name, each in small.state_dict().items()})
     assert model(tokens[:, :-1]).shape == (1, 8, 11)
     for each in (model, small):
         each.loss(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -53,10 +44,7 @@ def test_loss_gradients_and_samples_are_those_without_padding() -> None:
     assert not model.head.weight.grad[11:].any()
     texts = [generate(each, [1, 2], max_new_tokens=6, temperature=9.0, seed=1).tolist() for each in (model, small)]
     assert texts[0] == texts[1]
-
-
-def test_padding_that_would_win_never_does() -> None:
-    model = GPT(CONFIG)
+    # Padding that would win never does.
     with torch.no_grad():
         model.head.weight[11:] = 100 * model.features(torch.tensor([[1, 2]]))[0, -1]
     assert int(generate(model, [1, 2], max_new_tokens=1, temperature=0.0)[-1]) < 11
@@ -74,11 +62,11 @@ def test_padding_is_not_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("techniques", [{}, {"techniques.fused-cross-entropy": "on"}], ids=["plain", "fused"])
 def test_a_padded_run_resumes_exactly(tmp_path: Path, data: Path, techniques: dict[str, object]) -> None:
     config = PADDED.changed(techniques)
-    train_run(config, tmp_path / "whole", data)
+    whole = trained(config, data)
     train_run(config, tmp_path / "resumed", data, stop_after=3)
     train_run(RunFolder(tmp_path / "resumed").record().config, tmp_path / "resumed", data, resume=True)
-    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
-    assert difference(last_state(tmp_path / "resumed"), last_state(tmp_path / "whole")) is None
+    assert losses(tmp_path / "resumed") == losses(whole)
+    assert difference(last_state(tmp_path / "resumed"), last_state(whole)) is None
 
 
 def test_runs_of_earlier_versions_resume_without_padding(tmp_path: Path, data: Path) -> None:
@@ -91,13 +79,3 @@ def test_runs_of_earlier_versions_resume_without_padding(tmp_path: Path, data: P
     started = RunFolder(tmp_path / "run").record().config
     assert started.model.n_tokens == 64
     train_run(started, tmp_path / "run", data, resume=True)
-
-
-def test_padding_without_a_token_is_refused() -> None:
-    with pytest.raises(UsageError, match="vocab_padding=16 leaves no token of vocab_size=16"):
-        ModelConfig(vocab_size=16, vocab_padding=16, context_length=8, n_layers=1, n_heads=1, d_model=8)
-
-
-def test_recipes_for_gpus_pad_to_128() -> None:
-    for name, tokens, size in (("gpt2-124m", 50257, 50304), ("shakespeare-char-gpu", 65, 128)):
-        assert get_recipe(name).model.with_tokens(tokens).vocab_size == size

@@ -13,7 +13,8 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
-from train.tiny_training import CONFIG, Witness, last_state, lines, run
+from train.conftest import Trained
+from train.tiny_training import CONFIG, Witness, last_state, lines
 
 
 def profiled(folder: Path, data: Path, steps: int, changes: dict[str, Any] | None = None) -> Witness:
@@ -23,8 +24,8 @@ def profiled(folder: Path, data: Path, steps: int, changes: dict[str, Any] | Non
     return witness
 
 
-def test_trace_has_the_steps_and_changes_nothing(tmp_path: Path, data: Path) -> None:
-    run(CONFIG, tmp_path / "plain", data)
+def test_trace_has_the_steps_and_changes_nothing(tmp_path: Path, data: Path, trained: Trained) -> None:
+    trained(CONFIG, tmp_path / "plain")
     witness = profiled(tmp_path / "run", data, 2)
     ((step, values),) = [(step, values) for step, kind, values in witness.seen if kind == "profile"]
     assert (step, values["steps"], Path(values["path"]).name) == (5, 2, "steps-4-5-rank-0.json.gz")
@@ -37,17 +38,14 @@ def test_trace_has_the_steps_and_changes_nothing(tmp_path: Path, data: Path) -> 
     assert difference(last_state(tmp_path / "run"), last_state(tmp_path / "plain")) is None
 
 
-def test_run_that_ends_before_has_a_shorter_trace(tmp_path: Path, data: Path) -> None:
-    witness = profiled(tmp_path / "run", data, 50, {"loop.steps": 6})
+def test_run_that_ends_before_has_a_shorter_trace_or_none(tmp_path: Path, data: Path) -> None:
+    witness = profiled(tmp_path / "shorter", data, 50, {"loop.steps": 6})
     (values,) = [values for _, kind, values in witness.seen if kind == "profile"]
     assert (values["steps"], Path(values["path"]).name) == (3, "steps-4-6-rank-0.json.gz")
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_run_that_ends_before_the_first_profiled_step_has_no_trace(tmp_path: Path, data: Path, steps: int) -> None:
-    witness = profiled(tmp_path / "run", data, 5, {"loop.steps": steps})
-    assert not witness.of("profile")
-    assert not (tmp_path / "run" / "profile").exists()
+    for steps in (1, 3):
+        folder = tmp_path / f"{steps} steps"
+        assert not profiled(folder, data, 5, {"loop.steps": steps}).of("profile"), steps
+        assert not (folder / "profile").exists(), steps
 
 
 def test_trace_that_cannot_be_written_is_an_error(tmp_path: Path, data: Path) -> None:

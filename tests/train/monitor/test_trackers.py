@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 import tensorkeep
-from tensorkeep.testing.equality import difference
+from tensorkeep.testing.cases import case
 from tensorkeep.train.monitor.trackers import Mlflow, _accepted_names, figures_of
 from tensorkeep.train.run.folder import RunFolder
-from train.tiny_training import CONFIG, last_state, lines, run
+from train.conftest import Trained
+from train.tiny_training import CONFIG, check_same, lines, run
 
 WANDB, MLFLOW = {"log.wandb": "tiny"}, {"log.mlflow": "tiny"}
 
@@ -97,17 +99,15 @@ class FakeMlflow(SimpleNamespace):
         self.runs[run_id]["status"] = status
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())  # type: ignore[arg-type]
     return fake
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMlflow:
-    fake = FakeMlflow()
-    monkeypatch.setitem(sys.modules, "mlflow", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mlflow", fake := FakeMlflow())  # type: ignore[arg-type]
     return fake
 
 
@@ -127,70 +127,59 @@ def test_wandb_receives_the_figures_of_the_log(tmp_path: Path, data: Path, wandb
     assert (wandb.metrics, wandb.ended) == ([("step", None), ("*", "step")], [0])
 
 
-def test_resumed_run_is_the_same_run_for_wandb(tmp_path: Path, data: Path, wandb: FakeWandb) -> None:
-    run(CONFIG.changed(WANDB), tmp_path / "run", data, stop_at=5)
-    (tmp_path / "run").rename(tmp_path / "moved")
-    run(CONFIG.changed(WANDB), tmp_path / "moved", data, resume=True)
-    run(CONFIG.changed(WANDB), tmp_path / "other", data)
-    first, again, other = (each["id"] for each in wandb.started)
-    assert first == again == RunFolder(tmp_path / "moved").record().identity != other
+def test_resumed_run_is_the_same_run_for_wandb_also_one_of_an_earlier_version(
+    tmp_path: Path, data: Path, wandb: FakeWandb
+) -> None:
+    def begin_and_resume(name: str, change: Callable[[dict[str, Any]], object]) -> tuple[str, str]:
+        """Return the identity of a run before and after its record is changed, and its folder renamed."""
+        run(CONFIG.changed(WANDB), tmp_path / name, data, stop_at=1)
+        record = json.loads((tmp_path / name / "run.json").read_text())
+        change(record)
+        (tmp_path / name / "run.json").write_text(json.dumps(record))
+        moved = (tmp_path / name).rename(tmp_path / f"{name}, moved")
+        run(CONFIG.changed(WANDB), moved, data, resume=True, stop_at=2)
+        first, again = (each["id"] for each in wandb.started[-2:])
+        assert again == RunFolder(moved).record().identity == json.loads((moved / "run.json").read_text())["identity"]
+        return first, again
+
+    def earlier(record: dict[str, Any]) -> None:
+        # This version fills the setting in, which the one that started the run did not know.
+        del record["config"]["log"]["gradient_norms"]
+        record["config"]["log"]["every"] = 2
+
+    first, again = begin_and_resume("run", lambda record: None)
+    kept, kept_again = begin_and_resume("earlier", earlier)
+    assert (again, kept_again) == (first, kept)
+    assert first != kept
+    # A record without an identity gets one.
+    begin_and_resume("without", lambda record: record.pop("identity"))
     assert {each["resume"] for each in wandb.started} == {"allow"}
 
 
-def test_settings_of_a_later_version_leave_a_run_the_same(tmp_path: Path, data: Path, wandb: FakeWandb) -> None:
-    run(CONFIG.changed(WANDB), tmp_path / "run", data, stop_at=5)
-    path = tmp_path / "run" / "run.json"
-    record = json.loads(path.read_text())
-    # This version fills the setting in, which the one that started the run did not know.
-    del record["config"]["log"]["gradient_norms"]
-    record["config"]["log"]["every"] = 2
-    path.write_text(json.dumps(record))
-    run(CONFIG.changed(WANDB), tmp_path / "run", data, resume=True)
-    assert len({each["id"] for each in wandb.started}) == 1
-
-
-def test_record_without_an_identity_gets_one_when_the_run_resumes(tmp_path: Path, data: Path, wandb: FakeWandb) -> None:
-    run(CONFIG, tmp_path / "run", data, stop_at=5)
-    path = tmp_path / "run" / "run.json"
-    record = json.loads(path.read_text())
-    del record["identity"]
-    path.write_text(json.dumps(record))
-    run(CONFIG.changed(WANDB), tmp_path / "run", data, resume=True)
-    assert json.loads(path.read_text())["identity"] == wandb.started[0]["id"]
-
-
 def test_mlflow_receives_the_figures_of_the_log(tmp_path: Path, data: Path, mlflow: FakeMlflow) -> None:
-    run(CONFIG.changed(MLFLOW), tmp_path / "run", data, stop_at=5)
+    groups = {"optim.groups.blocks.0.*.lr_factor": 0.3, "optim.groups.blocks.0.?orm*.lr_factor": 0.5}
+    config = CONFIG.changed(MLFLOW | groups)
+    run(config, tmp_path / "run", data, stop_at=5)
     (first,) = mlflow.runs.values()
     assert [(step, value) for step, key, value in first["metrics"] if key == "train/loss"] == losses(tmp_path / "run")
     assert (first["status"], first["name"], first["params"]["loop.steps"]) == ("FINISHED", "run", "12")
-    run(CONFIG.changed(MLFLOW), tmp_path / "run", data, resume=True)
+    # Names of settings are those that it accepts, with what they stand for.
+    assert first["params"]["optim.groups.blocks.0._.lr_factor"] == "0.3"
+    names = json.loads(first["tags"]["tensorkeep.names"])
+    found = {name: float(first["params"][sent]) for sent, name in names.items() if name.endswith("lr_factor")}
+    assert found == groups
+    assert _accepted_names(["a.?", "a.*", "a._"]) == {"a.?": "a._", "a.*": "a.__", "a._": "a.___"}
+    run(config, tmp_path / "run", data, resume=True, stop_at=8)
     (only,) = mlflow.runs.values()
-    assert [step for step, key, _ in only["metrics"] if key == "train/loss"] == list(range(1, 13))
-    run(CONFIG.changed(MLFLOW), tmp_path / "other", data)
+    assert [step for step, key, _ in only["metrics"] if key == "train/loss"] == list(range(1, 9))
+    run(config, tmp_path / "other", data, stop_at=1)
     assert len(mlflow.runs) == 2
 
 
-def test_mlflow_gets_names_that_it_accepts_and_what_they_stand_for(
-    tmp_path: Path, data: Path, mlflow: FakeMlflow
-) -> None:
-    groups = {"optim.groups.blocks.0.*.lr_factor": 0.3, "optim.groups.blocks.0.?orm*.lr_factor": 0.5}
-    run(CONFIG.changed(MLFLOW | groups), tmp_path / "run", data, stop_at=2)
-    (only,) = mlflow.runs.values()
-    assert only["params"]["optim.groups.blocks.0._.lr_factor"] == "0.3"
-    names = json.loads(only["tags"]["tensorkeep.names"])
-    assert {only["params"][sent]: name for sent, name in names.items() if name.endswith("lr_factor")} == {
-        "0.3": "optim.groups.blocks.0.*.lr_factor",
-        "0.5": "optim.groups.blocks.0.?orm*.lr_factor",
-    }
-    sent = _accepted_names(["a.?", "a.*", "a._"])
-    assert sent == {"a.?": "a._", "a.*": "a.__", "a._": "a.___"}
-
-
 def test_mlflow_gets_several_events_in_a_request_and_all_before_a_checkpoint(
-    tmp_path: Path, data: Path, mlflow: FakeMlflow
+    tmp_path: Path, mlflow: FakeMlflow, trained: Trained
 ) -> None:
-    run(CONFIG, tmp_path / "run", data)
+    trained(CONFIG, tmp_path / "run")
     now = [0.0]
     tracker = Mlflow(RunFolder(tmp_path / "run"), "tiny", now=lambda: now[0])
     tracker.begin(0)
@@ -206,15 +195,12 @@ def test_mlflow_gets_several_events_in_a_request_and_all_before_a_checkpoint(
     assert mlflow.requests == before + 3
 
 
-@pytest.mark.parametrize("tracker", [WANDB, MLFLOW])
-def test_trackers_change_nothing(
-    tmp_path: Path, data: Path, tracker: dict[str, object], wandb: FakeWandb, mlflow: FakeMlflow
-) -> None:
-    run(CONFIG, tmp_path / "plain", data)
-    run(CONFIG.changed(tracker), tmp_path / "tracked", data, stop_at=7)
-    run(CONFIG.changed(tracker), tmp_path / "tracked", data, resume=True)
-    assert lines(tmp_path / "tracked") == lines(tmp_path / "plain")
-    assert difference(last_state(tmp_path / "tracked"), last_state(tmp_path / "plain")) is None
+def test_trackers_change_nothing(tmp_path: Path, data: Path, trained: Trained) -> None:
+    trained(CONFIG, tmp_path / "plain")
+    tracked = CONFIG.changed(WANDB | MLFLOW)
+    run(tracked, tmp_path / "tracked", data, stop_at=7)
+    run(tracked, tmp_path / "tracked", data, resume=True)
+    check_same(tmp_path / "tracked", tmp_path / "plain")
 
 
 def test_tracker_that_fails_is_left_out_and_the_run_continues(
@@ -246,23 +232,20 @@ def test_failed_run_is_reported_as_failed(tmp_path: Path, data: Path, wandb: Fak
     assert [each["status"] for each in mlflow.runs.values()] == ["FAILED"]
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_missing_package_is_refused_before_anything_is_written(
-    tmp_path: Path, data: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(tensorkeep.MissingExtraError, match=f"log.{name} needs {name}") as raised:
-        run(CONFIG.changed({f"log.{name}": "tiny"}), tmp_path / "run", data)
-    assert f"pip install '.[{name}]'" in str(raised.value)
-    assert not (tmp_path / "run").exists()
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, None)
+        with case(name), pytest.raises(tensorkeep.MissingExtraError, match=f"log.{name} needs {name}") as raised:
+            run(CONFIG.changed({f"log.{name}": "tiny"}), tmp_path / "run", data)
+        assert f"pip install '.[{name}]'" in str(raised.value)
+        assert not (tmp_path / "run").exists()
 
 
 def test_figures_are_numbers_by_name() -> None:
     values = {"loss": 2.0, "text": "x", "tokens": 3, "gradient_norms": {"tokens": 1.0, "blocks.0": 0.5}}
-    assert dict(figures_of("train", values)) == {
-        "train/loss": 2.0,
-        "train/tokens": 3,
-        "train/gradient_norms/tokens": 1.0,
-        "train/gradient_norms/blocks.0": 0.5,
-    }
-    json.dumps(dict(figures_of("train", values)))
+    norms = {"train/gradient_norms/tokens": 1.0, "train/gradient_norms/blocks.0": 0.5}
+    found = dict(figures_of("train", values))
+    assert found == {"train/loss": 2.0, "train/tokens": 3, **norms}
+    json.dumps(found)

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from tensorkeep.errors import UsageError
-from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.arguments import given_settings, read_words
 from tensorkeep.train.config.config import Config, setting_names
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.optim.optimizers import KINDS, build_optimizers, set_learning_rate
 from tensorkeep.train.run.folder import RunFolder
-from train.tiny_training import CONFIG, last_state, lines, prepared, run
+from train.tiny_training import CONFIG, check_resumes_exactly
 
 BASE = CONFIG.changed({"model.n_layers": 2, "model.bias": True, "model.tied": False, "optim.lr": 0.5})
 GROUPS = {"optim.groups.embeddings.lr_factor": 0.1, "optim.groups.norms.weight_decay": 0.3}
@@ -33,45 +32,36 @@ def settings_of(config: Config, *, factor: float = 1.0) -> dict[str, tuple[float
     return found
 
 
-def test_a_group_changes_its_parameters_only() -> None:
+def test_a_group_changes_its_parameters_only_and_the_schedule_multiplies_all_rates() -> None:
     plain, changed = settings_of(BASE), settings_of(BASE.changed(GROUPS))
     different = {name: changed[name] for name in plain if changed[name] != plain[name]}
     assert different == {
         **dict.fromkeys(("tokens.weight", "positions.weight"), (pytest.approx(0.05), 0.1)),
         **{name: (0.5, 0.3) for name in plain if ".norm" in name or name.startswith("norm.")},
     }
-
-
-def test_the_schedule_multiplies_all_rates() -> None:
-    full, half = (settings_of(BASE.changed(GROUPS), factor=factor) for factor in (1.0, 0.5))
-    assert {name: rate / 2 for name, (rate, _) in full.items()} == {name: rate for name, (rate, _) in half.items()}
+    half = settings_of(BASE.changed(GROUPS), factor=0.5)
+    assert half == {name: (rate / 2, decay) for name, (rate, decay) in changed.items()}
 
 
 def test_the_last_group_that_states_a_setting_decides() -> None:
-    config = BASE.changed(
-        {
-            "optim.groups.matrices.lr_factor": 2.0,
-            "optim.groups.matrices.weight_decay": 0.0,
-            "optim.groups.blocks.1.*.lr_factor": 4.0,
-        }
-    )
-    found = settings_of(config)
+    matrices = {"optim.groups.matrices.lr_factor": 2.0, "optim.groups.matrices.weight_decay": 0.0}
+    found = settings_of(BASE.changed({**matrices, "optim.groups.blocks.1.*.lr_factor": 4.0}))
     assert found["blocks.0.mlp.up.weight"] == (1.0, 0.0)
     assert found["blocks.1.mlp.up.weight"] == (2.0, 0.0)
     assert found["blocks.1.mlp.up.bias"] == (2.0, 0.0)
     assert found["tokens.weight"] == (0.5, 0.1)
 
 
-def test_a_factor_applies_to_the_rate_of_muon() -> None:
+def test_a_factor_applies_to_the_rate_of_muon_and_every_kind_has_parameters() -> None:
     config = BASE.changed({"optim.name": "muon", "optim.muon_lr": 0.02, "optim.groups.blocks.1.*.lr_factor": 0.5})
     found = settings_of(config)
     assert (found["blocks.0.mlp.up.weight"][0], found["blocks.1.mlp.up.weight"][0]) == (0.02, 0.01)
     assert (found["blocks.0.norm1.weight"][0], found["blocks.1.norm1.weight"][0]) == (0.5, 0.25)
-
-
-def test_every_kind_has_parameters() -> None:
     for kind in KINDS:
-        assert settings_of(BASE.changed({f"optim.groups.{kind}.lr_factor": 0.5})) != settings_of(BASE)
+        assert settings_of(BASE.changed({f"optim.groups.{kind}.lr_factor": 0.5})) != settings_of(BASE), kind
+
+
+RATE_REMEDY = "give optim.groups.GROUP.lr_factor or optim.groups.GROUP.weight_decay"
 
 
 @pytest.mark.parametrize(
@@ -79,20 +69,14 @@ def test_every_kind_has_parameters() -> None:
     [
         ({"optim.groups.heads.lr_factor": 2}, "has 'heads', and no trained parameter is in it", "embeddings, head"),
         ({"model.tied": True, "optim.groups.head.lr_factor": 2}, "has 'head', and no", "give 'embeddings'"),
+        ({"optim.groups.head.rate": 1}, r"optim\.groups\.head\.rate is not a setting", RATE_REMEDY),
+        ({"optim.groups.head.lr_factor": -1}, "lr_factor", ""),
     ],
 )
-def test_group_without_parameters_is_refused(changes: dict[str, Any], message: str, remedy: str) -> None:
+def test_invalid_groups_are_refused(changes: dict[str, Any], message: str, remedy: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         settings_of(BASE.changed(changes))
     assert remedy in str(caught.value.remedy)
-
-
-def test_settings_of_groups_are_checked() -> None:
-    with pytest.raises(UsageError, match=r"optim\.groups\.head\.rate is not a setting") as caught:
-        BASE.changed({"optim.groups.head.rate": 1})
-    assert caught.value.remedy == "give optim.groups.GROUP.lr_factor or optim.groups.GROUP.weight_decay"
-    with pytest.raises(UsageError, match="lr_factor"):
-        BASE.changed({"optim.groups.head.lr_factor": -1})
 
 
 def test_groups_are_given_as_options_or_in_a_file(tmp_path: Path) -> None:
@@ -106,10 +90,7 @@ def test_groups_are_given_as_options_or_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resume_with_groups_is_exact(tmp_path: Path, optimizer: str) -> None:
-    data, config = prepared(tmp_path), BASE.changed({**GROUPS, "optim.name": optimizer, "optim.lr": 1e-3})
-    run(config, tmp_path / "whole", data)
-    run(config, tmp_path / "parts", data, stop_at=5)
-    run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", data, resume=True)
-    assert lines(tmp_path / "parts", "train") == lines(tmp_path / "whole", "train")
-    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+def test_resume_with_groups_is_exact(tmp_path: Path, data: Path, optimizer: str) -> None:
+    config = BASE.changed({**GROUPS, "optim.name": optimizer, "optim.lr": 1e-3, "loop.steps": 6})
+    check_resumes_exactly(config, tmp_path, data, "train", stop_at=3)
+    assert RunFolder(tmp_path / "parts").record().config.optim == config.optim

@@ -55,7 +55,7 @@ def test_states_are_interchangeable_with_those_of_torch() -> None:
         one.load_state_dict(other.state_dict())
 
 
-def test_parameter_without_gradient_is_unchanged() -> None:
+def test_parameters_and_rows_without_gradients_are_unchanged() -> None:
     parameters = matrices()
     optimizer = Muon(parameters, lr=0.02)
     optimizer.step()
@@ -64,6 +64,14 @@ def test_parameter_without_gradient_is_unchanged() -> None:
     same = [torch.equal(each, before) for each, before in zip(parameters, matrices(), strict=True)]
     assert same == [True, False, True, True, True, True]
     assert len(optimizer.state_dict()["state"]) == 1
+    weight, empty = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(6, 4))
+    optimizer = Muon([{"params": [weight, empty], "beta2": 0.9}], lr=0.1, weight_decay=0.0)
+    for _ in range(2):
+        weight.grad, empty.grad = torch.eye(3, 4).repeat(2, 1), torch.zeros(6, 4)
+        weight.grad[3:] = 0
+        optimizer.step()
+    assert torch.equal(empty, torch.ones(6, 4)) and torch.equal(weight[3:], torch.ones(3, 4))
+    assert (weight[:3] - 1).norm(dim=1).min() > 0.05
 
 
 def test_fused_projections_are_updated_like_separate_ones() -> None:
@@ -140,14 +148,3 @@ def test_rows_are_normalised_by_the_mean_of_their_squares(projections: int) -> N
         ]
         torch.testing.assert_close(changes[:2], torch.cat(expected, 1), rtol=1e-3, atol=1e-5)
         assert not torch.allclose(changes[:2], changes[2:], atol=0.01)
-
-
-def test_rows_without_gradients_stay_as_they_are() -> None:
-    weight, empty = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(6, 4))
-    optimizer = Muon([{"params": [weight, empty], "beta2": 0.9}], lr=0.1, weight_decay=0.0)
-    for _ in range(2):
-        weight.grad, empty.grad = torch.zeros(6, 4), torch.zeros(6, 4)
-        weight.grad[:3] = torch.eye(3, 4)
-        optimizer.step()
-    assert torch.equal(empty, torch.ones(6, 4)) and torch.equal(weight[3:], torch.ones(3, 4))
-    assert (weight[:3] - 1).norm(dim=1).min() > 0.05

@@ -10,7 +10,7 @@ from tensorkeep.train import spinning
 from tensorkeep.train.guard import check_steps
 from tensorkeep.train.run.speed import Clock, SlowdownDetector, Speedometer, data_sheet_peak
 from tensorkeep.train.run.state import Run
-from train.tiny_training import CONFIG, lines, prepared, run
+from train.tiny_training import CONFIG, lines, run
 
 
 def windows(detector: SlowdownDetector, *seconds: float) -> list[float | None]:
@@ -23,36 +23,27 @@ def windows(detector: SlowdownDetector, *seconds: float) -> list[float | None]:
     return found
 
 
-def test_a_fifth_of_the_earlier_median_is_reported_once() -> None:
-    assert windows(SlowdownDetector(), 1.0, 1.0, 1.2, 0.8, 4.9, 5.5, 9.0) == [*[None] * 5, pytest.approx(5.5), None]
-
-
-def test_nothing_is_reported_before_the_usual_speed_is_known() -> None:
+def test_slow_windows_are_reported_and_a_few_slow_steps_are_not() -> None:
+    # A fifth of the earlier median is reported once, and nothing before the usual speed is known.
+    reports = windows(SlowdownDetector(), 1.0, 1.0, 1.2, 0.8, 4.9, 5.5, 9.0)
+    assert reports == [*[None] * 5, pytest.approx(5.5), None]
     assert windows(SlowdownDetector(), 1.0, 1.0, 9.0) == [None, None, None]
-
-
-def test_a_few_slow_steps_are_not_reported() -> None:
     detector = SlowdownDetector()
     windows(detector, 1.0, 1.0, 1.0)
     assert [detector.add(100, seconds) for seconds in (9.0, 9.0, *[1.0] * 8)] == [None] * 10
-
-
-def test_time_that_a_gpu_still_took_is_not_a_step() -> None:
+    # Time that a GPU still took is not a step.
     detector = SlowdownDetector()
     windows(detector, 1.0, 1.0, 1.0)
     assert [detector.add(100, 0.0) for _ in range(9)] == [None] * 9
     assert detector.add(0, 70.0, steps=0) is None
     assert detector.add(100, 0.0) == pytest.approx(7.0)
-
-
-def test_short_steps_are_compared_over_seconds() -> None:
+    # Short steps are compared over seconds.
     detector = SlowdownDetector()
-    for _ in range(240):
-        assert detector.add(100, 0.0625) is None
+    assert [detector.add(100, 0.0625) for _ in range(240)] == [None] * 240
     assert [detector.add(100, 0.4375) for _ in range(12)] == [*[None] * 11, pytest.approx(7.0)]
 
 
-def test_a_run_that_slows_down_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_slows_down_warns_once(tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture) -> None:
     elapsed = 0.0
 
     def with_fake_clock(opened: Run) -> None:
@@ -69,14 +60,14 @@ def test_a_run_that_slows_down_warns_once(tmp_path: Path, caplog: pytest.LogCapt
 
     config = CONFIG.changed({"loop.steps": 70})
     with caplog.at_level(logging.WARNING, "tensorkeep"):
-        run(config, tmp_path / "run", prepared(tmp_path), arrange=with_fake_clock)
+        run(config, tmp_path / "run", data, arrange=with_fake_clock)
     assert [(line["step"], round(line["ratio"])) for line in lines(tmp_path / "run", "slowdown")] == [(41, 7)]
     (message,) = caplog.messages
     assert message.startswith("training is 7 times slower than before, at step 41: the load of this machine is ")
     assert "taskset" in message
 
 
-def test_a_run_on_a_gpu_that_slows_down_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_gpu_that_slows_down_warns(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its steps are checked every 11 steps, and take their time then."""
     elapsed = 0.0
 
@@ -91,31 +82,24 @@ def test_a_run_on_a_gpu_that_slows_down_warns(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("tensorkeep.train.run.setup.can_check_later", lambda run: True)
     monkeypatch.setattr("tensorkeep.train.monitor.timing.check_steps", check)
     config = CONFIG.changed({"loop.steps": 66, "log.every": 11})
-    run(config, tmp_path / "run", prepared(tmp_path), arrange=with_fake_clock)
+    run(config, tmp_path / "run", data, arrange=with_fake_clock)
     assert [(line["step"], round(line["ratio"])) for line in lines(tmp_path / "run", "slowdown")] == [(44, 7)]
 
 
-@pytest.mark.parametrize(
-    ("name", "tera"),
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-        ("AMD EPYC", None),
-    ],
-)
-def test_data_sheets_of_cards_by_the_name_that_torch_gives(name: str, tera: float | None) -> None:
-    assert data_sheet_peak(name) == (None if tera is None else pytest.approx(tera * 1e12))
-
-
-def test_mfu_of_a_known_card_is_given_twice() -> None:
+def test_data_sheets_of_cards_by_the_name_that_torch_gives_and_their_mfu() -> None:
+    tera = {
+        "NVIDIA H200": 989,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 NVL": 835,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA L40S": 362,
+        "NVIDIA L4": 121,
+        "NVIDIA GeForce RTX 4090": 165.2,
+    }
+    assert {name: data_sheet_peak(name) for name in tera} == pytest.approx({n: t * 1e12 for n, t in tera.items()})
+    for unknown in ("GeForce RTX 3090 Ti", "GeForce RTX 4090 Laptop GPU", "A100-SXM4-80GB MIG 1g.10gb"):
+        assert data_sheet_peak(f"NVIDIA {unknown}") is None
+    assert data_sheet_peak("AMD EPYC") is None
     speed = Speedometer(500.0, data_sheet=1000.0)
     speed.add(10, 400, 1.0)
     assert speed.lap() == {"tokens_per_second": 10.0, "mfu": 0.8, "mfu_of_data_sheet": 0.4}

@@ -16,29 +16,24 @@ import tensorkeep
 from tensorkeep.checkpoint.stateful import RandomState
 from tensorkeep.cli.train import stop_on_signals
 from tensorkeep.io.source_file import SourceFile
-from tensorkeep.testing.equality import difference
+from tensorkeep.testing.cases import case
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data import dataset as dataset_module
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.data.mixture import absolute_source
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import train
-from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.run import folder as folder_module
 from tensorkeep.train.run.data import open_data
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run, RunRandomState
 from tensorkeep.train.run.world import World
+from train.tiny_training import CONFIG as TINY
+from train.tiny_training import TEXT, Witness
 
-TEXT = "the quick brown fox jumps over the lazy dog; " * 60
-CONFIG = Config(
-    recipe="tiny", model=ModelConfig(vocab_size=1, context_length=16, n_layers=1, n_heads=2, d_model=16)
-).changed({"loop.steps": 4, "loop.batch_size": 2, "checkpoint.every": 2, "log.every": 1})
-
-
-class Silence:
-    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
+GIT = folder_module._git
+CONFIG = TINY.changed({"loop.steps": 4, "loop.batch_size": 2, "checkpoint.every": 2, "loop.threads": None})
 
 
 @pytest.fixture
@@ -56,7 +51,7 @@ def data(tmp_path: Path, text: Path) -> Path:
 def run(config: Config, folder: Path, dataset: Dataset, *, resume: bool = False, steps: int | None = None) -> Run:
     """Train, to the end or for some steps."""
     with open_run(config, RunFolder(folder), dataset, resume=resume) as opened:
-        train(opened, Silence(), stop=lambda: opened.progress.step == steps)
+        train(opened, Witness(), stop=lambda: opened.progress.step == steps)
         return opened
 
 
@@ -65,115 +60,94 @@ def about(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"checkpoint.compression": "nonsense"}, tensorkeep.UsageError, "there is no compression 'nonsense'"),
-        ({"checkpoint.memory_budget": "nonsense"}, tensorkeep.UsageError, "'nonsense' is not a size"),
-        ({"checkpoint.memory_budget": "1KiB"}, tensorkeep.UsageError, "too small for saving in the background"),
-        (
-            {"checkpoint.incremental": "delta", "checkpoint.compression": "zstd"},
-            tensorkeep.UsageError,
-            'incremental="delta" needs compression="lossless"',
-        ),
-        ({"loop.device": "meta"}, tensorkeep.UsageError, "the device 'meta' cannot be used"),
-        ({"loop.device": "toaster"}, tensorkeep.UsageError, "the device 'toaster' cannot be used"),
-        ({"sample.every": 1, "sample.prompt": "%"}, tensorkeep.UsageError, "'%'"),
-        ({"model.d_model": 2**42}, tensorkeep.OutOfMemoryError, r"not enough memory for a model of .* parameters"),
-        ({"model.d_model": 10**20}, tensorkeep.OutOfMemoryError, r"not enough memory for a model of .* parameters"),
-    ],
-)
 def test_invalid_settings_are_refused_before_anything_is_written(
-    tmp_path: Path, data: Path, settings: dict[str, object], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        run(CONFIG.changed(settings), tmp_path / "run", Dataset.open(data))
-    assert not (tmp_path / "run").exists()
-
-
-def test_missing_tensorboard_is_refused_before_anything_is_written(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(tensorkeep.MissingExtraError, match="needs TensorBoard"):
-        run(CONFIG.changed({"log.tensorboard": True}), tmp_path / "run", Dataset.open(data))
-    assert not (tmp_path / "run").exists()
-
-
-def test_invalid_settings_file_for_saves_is_refused_immediately(tmp_path: Path, data: Path) -> None:
     path = tmp_path / "tensorkeep.toml"
     path.write_text('[save]\ncompression = "nonsense"\n')
-    with pytest.raises(tensorkeep.UsageError, match=r"tensorkeep\.toml: .*compression is 'nonsense'"):
-        run(CONFIG.changed({"checkpoint.settings": str(path)}), tmp_path / "run", Dataset.open(data))
-    assert not (tmp_path / "run").exists()
+    delta: dict[str, object] = {"checkpoint.incremental": "delta", "checkpoint.compression": "zstd"}
+    refused: list[tuple[dict[str, object], str]] = [
+        ({"checkpoint.compression": "nonsense"}, "there is no compression 'nonsense'"),
+        ({"checkpoint.memory_budget": "nonsense"}, "'nonsense' is not a size"),
+        ({"checkpoint.memory_budget": "1KiB"}, "too small for saving in the background"),
+        (delta, 'incremental="delta" needs compression="lossless"'),
+        ({"checkpoint.settings": str(path)}, r"tensorkeep\.toml: .*compression is 'nonsense'"),
+        ({"loop.device": "meta"}, "the device 'meta' cannot be used"),
+        ({"loop.device": "toaster"}, "the device 'toaster' cannot be used"),
+        ({"sample.every": 1, "sample.prompt": "%"}, "'%'"),
+        ({"log.tensorboard": True}, "needs TensorBoard"),
+        ({"model.d_model": 2**42}, r"not enough memory for a model of .* parameters"),
+        ({"model.d_model": 10**20}, r"not enough memory for a model of .* parameters"),
+    ]
+    errors = {"log.tensorboard": tensorkeep.MissingExtraError, "model.d_model": tensorkeep.OutOfMemoryError}
+    for settings, message in refused:
+        error = errors.get(next(iter(settings)), tensorkeep.UsageError)
+        with case(settings), pytest.raises(error, match=message):
+            run(CONFIG.changed(settings), tmp_path / "run", Dataset.open(data))
+        assert not (tmp_path / "run").exists(), settings
 
 
-def test_record_describes_how_prepared_data_was_prepared(tmp_path: Path, text: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "run")
+
+
+def test_record_describes_how_prepared_data_was_prepared(tmp_path: Path, text: Path, folder: RunFolder) -> None:
     dataset = Dataset.open(prepare(text, tmp_path / "data", tokenizer="byte", validation=0.25).path)
-    run(CONFIG, tmp_path / "run", dataset)
-    config = RunFolder(tmp_path / "run").record().config
+    run(CONFIG, folder.path, dataset)
+    config = folder.record().config
     assert (config.data.tokenizer, config.data.vocab_size, config.data.validation) == ("byte", None, 0.25)
     assert config.data.source == str(tmp_path / "data")
     # The same call resumes it.
-    assert run(CONFIG, tmp_path / "run", dataset, resume=True).progress.step == 4
+    assert run(CONFIG, folder.path, dataset, resume=True).progress.step == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("data.tokenizer", "byte", r"data\.tokenizer is 'byte', and the data was prepared with 'char'"),
-        ("data.validation", 0.5, r"data\.validation is 0\.5, and the data was prepared with 0\.1"),
-        ("data.vocab_size", 300, r"data\.vocab_size is 300, and the data was prepared with None"),
-    ],
-)
-@pytest.mark.parametrize("resume", [False, True])
-def test_setting_that_contradicts_prepared_data_is_refused(
-    tmp_path: Path, data: Path, name: str, value: object, message: str, resume: bool
-) -> None:
+def test_setting_that_contradicts_prepared_data_is_refused(data: Path, folder: RunFolder) -> None:
     config = CONFIG.changed({"data.source": str(data)})
-    folder = RunFolder(tmp_path / "run")
-    if resume:
-        run(config, folder.path, Dataset.open(data))
-    with pytest.raises(tensorkeep.UsageError, match=message):
-        open_data(config.changed({name: value}), folder, resume=resume, given=[name])
-    # Settings of the recipe that the user did not give are not compared.
-    assert open_data(config.changed({name: value}), folder, resume=resume).path == data
+    for resume in (False, True):
+        if resume:
+            run(config, folder.path, Dataset.open(data), steps=1)
+        for name, value, message in (
+            ("data.tokenizer", "byte", r"data\.tokenizer is 'byte', and the data was prepared with 'char'"),
+            ("data.validation", 0.5, r"data\.validation is 0\.5, and the data was prepared with 0\.1"),
+            ("data.vocab_size", 300, r"data\.vocab_size is 300, and the data was prepared with None"),
+        ):
+            with case((resume, name)):
+                with pytest.raises(tensorkeep.UsageError, match=message):
+                    open_data(config.changed({name: value}), folder, resume=resume, given=[name])
+                # Settings of the recipe that the user did not give are not compared.
+                assert open_data(config.changed({name: value}), folder, resume=resume).path == data
 
 
-def test_data_prepared_for_a_run_keeps_the_given_settings(tmp_path: Path, text: Path) -> None:
-    config = CONFIG.changed({"data.source": str(text), "data.tokenizer": "bpe", "data.vocab_size": 5000})
-    folder = RunFolder(tmp_path / "run")
-    dataset = open_data(config, folder, given=["data.vocab_size"])
+def test_vocabulary_size_is_an_upper_bound_and_kept(tmp_path: Path, text: Path, folder: RunFolder) -> None:
+    config, given = CONFIG.changed({"data.source": str(text), "data.tokenizer": "bpe"}), ["data.vocab_size"]
+    largest = config.changed({"data.vocab_size": 5000})
+    dataset = open_data(largest, folder, given=given)
     assert dataset.vocab_size < 5000
-    run(config, folder.path, dataset, steps=2)
-    assert folder.record().config.data == config.data
-    again = open_data(config, folder, resume=True, given=["data.source", "data.vocab_size"])
-    assert run(config, folder.path, again, resume=True).progress.step == 4
+    run(largest, folder.path, dataset, steps=2)
+    assert folder.record().config.data == largest.data
+    again = open_data(largest, folder, resume=True, given=["data.source", *given])
+    assert run(largest, folder.path, again, resume=True).progress.step == 4
+    on_prepared, other = config.changed({"data.source": str(dataset.path)}), RunFolder(tmp_path / "other")
+    size = dataset.vocab_size
+    for given_size in (size, 5000):
+        found = open_data(on_prepared.changed({"data.vocab_size": given_size}), other, given=given)
+        assert found.vocab_size == size
+    with pytest.raises(tensorkeep.UsageError, match=rf"is {size - 1}, and .* with {size}"):
+        open_data(on_prepared.changed({"data.vocab_size": size - 1}), other, given=given)
 
 
-def test_vocabulary_size_is_an_upper_bound(tmp_path: Path, text: Path) -> None:
-    prepared = Dataset.open(prepare(text, tmp_path / "bpe", tokenizer="bpe", vocab_size=5000).path)
-    config = CONFIG.changed({"data.source": str(prepared.path), "data.tokenizer": "bpe"})
-    folder, given = RunFolder(tmp_path / "run"), ["data.vocab_size"]
-    for size in (prepared.vocab_size, 5000):
-        found = open_data(config.changed({"data.vocab_size": size}), folder, given=given)
-        assert found.vocab_size == prepared.vocab_size
-    with pytest.raises(
-        tensorkeep.UsageError, match=rf"is {prepared.vocab_size - 1}, and .* with {prepared.vocab_size}"
-    ):
-        open_data(config.changed({"data.vocab_size": prepared.vocab_size - 1}), folder, given=given)
-
-
-def move(data: Path, folder: Path) -> Path:
-    shutil.move(data, folder)
-    return folder
-
-
-def test_moved_data_is_opened_at_the_given_place(tmp_path: Path, data: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    run(CONFIG, folder.path, Dataset.open(data), steps=2)
+def test_data_is_found_from_any_folder_and_moved_data_at_the_given_place(
+    tmp_path: Path, data: Path, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(CONFIG, Path("run"), Dataset.open("data"), steps=2)
+    monkeypatch.chdir(tmp_path / "run")
+    here = RunFolder(".")
+    assert open_data(here.record().config, here, resume=True).path == data
     config = folder.record().config
-    moved = move(data, tmp_path / "elsewhere")
+    moved = data.rename(tmp_path / "elsewhere")
     with pytest.raises(tensorkeep.NotACheckpointError, match=r"is no longer there\n.*--data FOLDER"):
         open_data(config, folder, resume=True)
     config = config.changed({"data.source": str(moved)})
@@ -182,30 +156,17 @@ def test_moved_data_is_opened_at_the_given_place(tmp_path: Path, data: Path) -> 
     assert about(folder.path)["resumed"][0]["settings"] == {"data.source": [str(data), str(moved)]}
 
 
-def test_data_in_the_run_folder_moves_with_it(tmp_path: Path, text: Path) -> None:
-    config = CONFIG.changed({"data.source": str(text)})
-    run(config, tmp_path / "run", open_data(config, RunFolder(tmp_path / "run")), steps=2)
-    text.unlink()
-    moved = RunFolder(move(tmp_path / "run", tmp_path / "moved"))
-    dataset = open_data(moved.record().config, moved, resume=True)
-    assert run(moved.record().config, moved.path, dataset, resume=True).progress.step == 4
-    assert about(moved.path)["resumed"][0]["settings"] == {}
-
-
-def test_data_of_a_run_opened_in_python_is_found_from_any_folder(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+def test_data_in_the_run_folder_moves_with_it_is_prepared_again_if_lost_and_must_be_identical(
+    tmp_path: Path, text: Path, folder: RunFolder
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    run(CONFIG, Path("run"), Dataset.open("data"), steps=2)
-    monkeypatch.chdir(tmp_path / "run")
-    folder = RunFolder(".")
-    assert open_data(folder.record().config, folder, resume=True).path == data
-
-
-def test_lost_data_is_prepared_again_and_must_be_identical(tmp_path: Path, text: Path) -> None:
     config = CONFIG.changed({"data.source": str(text)})
-    folder = RunFolder(tmp_path / "run")
     run(config, folder.path, open_data(config, folder), steps=2)
+    # Other text is refused while the run has its data.
+    (tmp_path / "other.txt").write_text(TEXT)
+    other = config.changed({"data.source": str(tmp_path / "other.txt")})
+    with pytest.raises(tensorkeep.UsageError, match=r"other\.txt' is not prepared data"):
+        open_data(other, folder, resume=True, given=["data.source"])
+    moved = RunFolder(shutil.copytree(folder.path, tmp_path / "moved"))
     shutil.rmtree(folder.data)
     assert run(config, folder.path, open_data(config, folder, resume=True), resume=True).progress.step == 4
     shutil.rmtree(folder.data)
@@ -214,49 +175,29 @@ def test_lost_data_is_prepared_again_and_must_be_identical(tmp_path: Path, text:
         run(config, folder.path, open_data(config, folder, resume=True), resume=True)
     with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
         open_data(config, folder, resume=True)
+    text.unlink()
+    shutil.rmtree(folder.path)
+    dataset = open_data(moved.record().config, moved, resume=True)
+    assert run(moved.record().config, moved.path, dataset, resume=True).progress.step == 4
+    assert about(moved.path)["resumed"][0]["settings"] == {}
 
 
-def test_damaged_data_is_skipped_if_an_intact_copy_exists(tmp_path: Path, data: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    run(CONFIG, folder.path, Dataset.open(data), steps=2)
+def test_different_data_is_reported_before_different_settings_and_damaged_data_skipped_for_an_intact_copy(
+    tmp_path: Path, data: Path, text: Path, folder: RunFolder
+) -> None:
+    run(CONFIG, folder.path, Dataset.open(data), steps=1)
+    other = Dataset.open(prepare(text, tmp_path / "other", tokenizer="byte").path)
+    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
+        run(CONFIG.changed({"optim.lr": 1.0}), folder.path, other, resume=True)
+    config = CONFIG.changed({"data.source": str(other.path)})
+    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
+        open_data(config, folder, resume=True, given=["data.source"])
     shutil.copytree(data, folder.data)
     (folder.data / "train.bin").unlink()
     assert open_data(folder.record().config, folder, resume=True).path == data
     shutil.rmtree(data)
     with pytest.raises(tensorkeep.CorruptCheckpointError, match=r"train\.bin"):
         open_data(folder.record().config, folder, resume=True)
-
-
-def test_other_text_is_refused_if_the_run_has_its_data(tmp_path: Path, text: Path) -> None:
-    config = CONFIG.changed({"data.source": str(text)})
-    folder = RunFolder(tmp_path / "run")
-    run(config, folder.path, open_data(config, folder), steps=2)
-    (tmp_path / "other.txt").write_text(TEXT)
-    other = config.changed({"data.source": str(tmp_path / "other.txt")})
-    with pytest.raises(tensorkeep.UsageError, match=r"other\.txt' is not prepared data"):
-        open_data(other, folder, resume=True, given=["data.source"])
-
-
-def test_different_data_is_reported_before_different_settings(tmp_path: Path, data: Path, text: Path) -> None:
-    run(CONFIG, tmp_path / "run", Dataset.open(data), steps=2)
-    other = Dataset.open(prepare(text, tmp_path / "other", tokenizer="byte").path)
-    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
-        run(CONFIG.changed({"optim.lr": 1.0}), tmp_path / "run", other, resume=True)
-    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
-        open_data(
-            CONFIG.changed({"data.source": str(other.path)}),
-            RunFolder(tmp_path / "run"),
-            resume=True,
-            given=["data.source"],
-        )
-
-
-def test_existing_paths_become_absolute_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("text.txt", "stdlib", "-"):
-        Path(name).touch()
-    found = [absolute_source(name) for name in ("text.txt", "nothing", "stdlib", "-")]
-    assert found == [str(tmp_path / "text.txt"), "nothing", "stdlib", "-"]
 
 
 def test_resuming_records_changed_settings_and_surroundings(
@@ -285,19 +226,6 @@ def test_resuming_records_changed_settings_and_surroundings(
     assert about(tmp_path / "run")["surroundings"]["device"].startswith(("cpu (", "cuda ("))
 
 
-def test_resuming_with_other_save_and_log_settings_ends_the_same(tmp_path: Path, data: Path) -> None:
-    dataset = Dataset.open(data)
-    run(CONFIG, tmp_path / "whole", dataset)
-    run(CONFIG, tmp_path / "parts", dataset, steps=1)
-    other = CONFIG.changed({"checkpoint.every": 1, "log.every": 2, "sample.every": 1, "checkpoint.incremental": False})
-    run(other, tmp_path / "parts", dataset, resume=True)
-    whole, parts = (
-        tensorkeep.CheckpointManager(tmp_path / name / "checkpoints").restore(4) for name in ("whole", "parts")
-    )
-    for name in ("model", "average", "optimizers", "batches"):
-        assert difference(whole[name], parts[name]) is None, name
-
-
 def test_random_states_of_missing_gpus_are_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     state = RandomState().state_dict() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -316,6 +244,7 @@ def test_chosen_device_and_unusable_devices() -> None:
         chosen_device("cuda:99")
 
 
+@pytest.mark.integration
 def test_git_state_with_undecodable_file_names_is_recorded(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,21 +256,21 @@ def test_git_state_with_undecodable_file_names_is_recorded(
         subprocess.run(["git", *command], check=True)
     subprocess.run(["git", *identity, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
     Path(os.fsdecode(b"caf\xe9")).touch()
+    monkeypatch.setattr(folder_module, "_git", GIT)
     run(CONFIG, tmp_path / "run", Dataset.open(data), steps=1)
     assert about(tmp_path / "run")["git"]["changed"] is True
 
 
-def test_repeated_sighup_requests_a_stop() -> None:
-    before = signal.getsignal(signal.SIGHUP)
-    with stop_on_signals() as stop:
-        assert not stop()
-        signal.raise_signal(signal.SIGHUP)
-        signal.raise_signal(signal.SIGHUP)
-        assert stop()
-    assert signal.getsignal(signal.SIGHUP) == before
-
-
-def test_ignored_sighup_stays_ignored() -> None:
+def test_a_signal_requests_a_stop_unless_it_was_ignored() -> None:
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        before = signal.getsignal(number)
+        with case(number), stop_on_signals() as stop:
+            assert not stop()
+            signal.raise_signal(number)
+            if number == signal.SIGHUP:
+                signal.raise_signal(number)
+            assert stop()
+        assert signal.getsignal(number) == before
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_on_signals() as stop:
@@ -351,65 +280,46 @@ def test_ignored_sighup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_request_a_stop(number: signal.Signals) -> None:
-    with stop_on_signals() as stop:
-        signal.raise_signal(number)
-        assert stop()
-
-
-@pytest.fixture
-def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of the files of tokens that are verified, as they are."""
-    names: list[str] = []
+def test_resumed_run_does_not_read_unchanged_data_again_and_refuses_other_tokens(
+    tmp_path: Path, data: Path, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified: list[str] = []
     verify = dataset_module._verify
 
     def recording(file: SourceFile, *others: Any) -> None:
-        names.append(file.path.name)
+        verified.append(file.path.name)
         verify(file, *others)
 
     monkeypatch.setattr(dataset_module, "_verify", recording)
-    return names
-
-
-def test_resumed_run_does_not_read_unchanged_data_again(tmp_path: Path, data: Path, read_files: list[str]) -> None:
-    config, folder = CONFIG.changed({"data.source": str(data)}), RunFolder(tmp_path / "run")
+    config = CONFIG.changed({"data.source": str(data)})
     run(config, folder.path, open_data(config, folder), steps=2)
-    assert sorted(read_files) == ["train.bin", "validation.bin"]
-    read_files.clear()
+    assert sorted(verified) == ["train.bin", "validation.bin"]
+    verified.clear()
     resumed = run(config, folder.path, open_data(config, folder, resume=True), resume=True, steps=3)
-    assert (resumed.progress.step, read_files) == (3, [])
+    assert (resumed.progress.step, verified) == (3, [])
     # Another file with the same tokens is read once.
-    shutil.copy(data / "train.bin", tmp_path / "copy")
-    (tmp_path / "copy").rename(data / "train.bin")
+    path = data / "train.bin"
+    shutil.copy(path, tmp_path / "copy")
+    (tmp_path / "copy").rename(path)
     folder = RunFolder(folder.path)
     run(config, folder.path, open_data(config, folder, resume=True), resume=True)
-    assert read_files == ["train.bin"]
-    read_files.clear()
+    assert verified == ["train.bin"]
+    verified.clear()
     open_data(config, RunFolder(folder.path), resume=True)
-    assert read_files == []
-
-
-def test_other_tokens_are_refused_whatever_the_time_of_the_file(tmp_path: Path, data: Path) -> None:
-    """With the same size and file, and the old time of modification."""
-    config, folder = CONFIG.changed({"data.source": str(data)}), RunFolder(tmp_path / "run")
-    run(config, folder.path, open_data(config, folder), steps=2)
-    path = data / "train.bin"
-    before = path.stat()
+    assert verified == []
+    # Other tokens are found, with the same size and file, and the old time of modification.
+    before, content = path.stat(), path.read_bytes()
     with path.open("r+b") as file:
         file.write(b"\0\0\1\0")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size)
     with pytest.raises(tensorkeep.CorruptCheckpointError, match=r"train\.bin: its checksum is wrong"):
         open_data(config, RunFolder(folder.path), resume=True)
-
-
-def test_record_of_an_earlier_version_reads_all_data(tmp_path: Path, data: Path, read_files: list[str]) -> None:
-    config, folder = CONFIG.changed({"data.source": str(data)}), RunFolder(tmp_path / "run")
-    run(config, folder.path, open_data(config, folder), steps=2)
+    path.write_bytes(content)
+    verified.clear()
+    # The record of an earlier version does not say which files were verified.
     record = about(folder.path)
     del record["data"]["verified"]
     (folder.path / "run.json").write_text(json.dumps(record))
-    read_files.clear()
     open_data(config, RunFolder(folder.path), resume=True)
-    assert sorted(read_files) == ["train.bin", "validation.bin"]
+    assert sorted(verified) == ["train.bin", "validation.bin"]

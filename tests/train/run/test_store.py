@@ -11,9 +11,10 @@ from tensorkeep import CheckpointManager
 from tensorkeep.cli.main import main
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.run.folder import RunFolder
-from train.tiny_training import CONFIG, last_state, lines, prepared, run
+from train.tiny_training import CONFIG, Trained, last_state, lines, run
 
 pytest.importorskip("obstore")
+pytestmark = pytest.mark.integration
 
 BUCKET = "s3://training"
 
@@ -24,10 +25,11 @@ def url(bucket: Proxy, tmp_path: Path) -> str:
     return f"{BUCKET}/{tmp_path.name}"
 
 
-def test_a_run_is_uploaded_and_resumes_without_its_checkpoints(tmp_path: Path, url: str) -> None:
-    data = prepared(tmp_path)
+def test_a_run_is_uploaded_and_resumes_without_its_checkpoints(
+    tmp_path: Path, data: Path, trained: Trained, url: str
+) -> None:
     config = CONFIG.changed({"checkpoint.every": 4, "checkpoint.store": url})
-    run(CONFIG, tmp_path / "whole", data)
+    trained(CONFIG, tmp_path / "whole")
     run(config, tmp_path / "run", data, stop_at=8)
     steps = [step.number for step in CheckpointManager(url).steps()]
     assert steps == [step.number for step in CheckpointManager(tmp_path / "run" / "checkpoints").steps()] == [4, 8]
@@ -37,9 +39,9 @@ def test_a_run_is_uploaded_and_resumes_without_its_checkpoints(tmp_path: Path, u
     assert [step.number for step in CheckpointManager(url).steps()] == [8, 12]
 
 
-def test_a_schedule_of_a_leg_begins_after_the_last_step_of_the_store(tmp_path: Path, url: str) -> None:
+def test_a_schedule_of_a_leg_begins_after_the_last_step_of_the_store(tmp_path: Path, data: Path, url: str) -> None:
     config = CONFIG.changed({"checkpoint.every": 4, "checkpoint.store": url})
-    run(config, tmp_path / "run", prepared(tmp_path), stop_at=8)
+    run(config, tmp_path / "run", data, stop_at=8)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     words = ["--schedule.name", "linear", "--schedule.final", "0", "--loop.steps", "13"]
     assert main(["train", "--out", str(tmp_path / "run"), "--resume", *words]) == 0
@@ -49,8 +51,7 @@ def test_a_schedule_of_a_leg_begins_after_the_last_step_of_the_store(tmp_path: P
     assert rates == pytest.approx([1e-3, 0.8e-3, 0.6e-3, 0.4e-3, 0.2e-3])
 
 
-def test_a_new_run_does_not_replace_the_steps_of_another_one(tmp_path: Path, url: str) -> None:
-    data = prepared(tmp_path)
+def test_a_new_run_does_not_replace_the_steps_of_another_one(tmp_path: Path, data: Path, url: str) -> None:
     with CheckpointManager(url) as other:
         other.save(3, {"step": 3})
     with pytest.raises(tensorkeep.DestinationExistsError, match="holds the steps of a run already, up to step 3"):

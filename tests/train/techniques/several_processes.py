@@ -12,12 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tensorkeep.train.run.folder
 import tensorkeep.train.run.setup
 from forked import ended, kill, start
 from tensorkeep.bench.training.memory import live_bytes
@@ -98,7 +100,9 @@ class ProcessPool:
     def send(self, tasks: Mapping[str, Task]) -> list[list[Any]]:
         """Let all processes do tasks; return the results of each, which are fewer than tasks if a process ended."""
         for each in self._tasks:
-            each.send([*tasks.values()])
+            # A process that has ended in an earlier task returns nothing.
+            with suppress(BrokenPipeError):
+                each.send([*tasks.values()])
         return [_received(each, len(tasks)) for each in self._tasks]
 
     def run(self, tasks: Mapping[str, Task]) -> Results:
@@ -132,9 +136,20 @@ def group_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def compile_by(patches: pytest.MonkeyPatch, backend: Any) -> None:
+    """Let torch compile with a backend, whatever a run asks for."""
+    compile_with = torch.compile
+    patches.setattr(
+        torch, "compile", lambda function, **options: compile_with(function, **options | {"backend": backend})
+    )
+
+
 def _train(given: Task) -> None:
     resume, stop_after = given.get("resume", False), given.get("stop_after")
-    train_run(_config(given), Path(given["folder"]), Path(given["data"]), resume=resume, stop_after=stop_after)
+    with pytest.MonkeyPatch.context() as patches:
+        if "compile_by" in given:
+            compile_by(patches, given["compile_by"])
+        train_run(_config(given), Path(given["folder"]), Path(given["data"]), resume=resume, stop_after=stop_after)
 
 
 class Abandoned(Exception):
@@ -348,6 +363,7 @@ def _main(rank: int, size: int, folder: Path, device: str, tasks: Connection) ->
     # The measurement takes longer than all tasks.
     for module in (tensorkeep.train.run.setup, mixed_precision):
         module.measured_peak = lambda *arguments: 1e9
+    tensorkeep.train.run.folder._git = lambda: None
     group = {"init_method": f"file://{folder / 'rendezvous'}", "rank": rank, "world_size": size}
     if device == "cuda":
         torch.cuda.set_device(rank)

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TechniqueSuite, opened
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.activation_swapping import ActivationSwapping, ActivationSwappingSettings, Swapper
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.activation_swapping import ActivationSwapping, Swapper
 
 CPU = torch.device("cpu")
 
@@ -183,15 +182,3 @@ def test_streams_wait_for_each_other() -> None:
     swapper._unpack(swapped)
     back = [("copies in", "back"), ("back", "waits for", "what out did"), ("computing", "waits for", "what back did")]
     assert recorder.calls == back
-
-
-def test_settings_out_of_range_are_refused() -> None:
-    with pytest.raises(UsageError, match="ahead is -1"):
-        ActivationSwappingSettings(ahead=-1)
-    with pytest.raises(UsageError, match="least is 0"):
-        ActivationSwappingSettings(least=0)
-
-
-def test_missing_cuda_is_reported() -> None:
-    lack = ActivationSwapping(ActivationSwappingSettings()).lacks(Machine(CPU))
-    assert lack == "needs a CUDA device; the run is on cpu"

@@ -11,13 +11,13 @@ from torch.nn import attention as torch_attention
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tensorkeep.errors import TechniqueNotActiveError, UnsupportedError, UsageError
+from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import (
     TINY,
     TechniqueSuite,
     losses,
     opened,
-    train_run,
+    trained,
     verified_step,
     with_techniques,
 )
@@ -30,6 +30,7 @@ from tensorkeep.train.techniques.matmul_attention import matmul_attention
 from tensorkeep.train.techniques.requirements import Machine
 
 NO_DROPOUT = TINY.changed({"model.dropout": 0})
+WITH_FA3 = with_techniques(NO_DROPOUT, {"attention-kernel": {"kernel": "fa3"}})
 
 
 def last_block(run: Run) -> Block:
@@ -49,25 +50,17 @@ class TestFlash(TechniqueSuite):
 
     def test_error_has_the_reasons_of_torch(self, tmp_path: Path, data: Path) -> None:
         """torch gives its reasons as warnings."""
-        config = with_techniques(self.config, {"attention-kernel": {}})
-        with opened(config, tmp_path / "run", data) as run:
+        with opened(with_techniques(self.config, {"attention-kernel": {}}), tmp_path / "run", data) as run:
             last_block(run).attention.dropout_p = 0.1
             with pytest.raises(TechniqueNotActiveError, match="do not support non-zero dropout"):
                 verified_step(run)
 
     def test_generation_with_a_cache_uses_any_kernel(self, tmp_path: Path, data: Path) -> None:
         """A cache needs masks, which flash does not support."""
-        config = with_techniques(self.config, {"attention-kernel": {}})
-        with opened(config, tmp_path / "run", data) as run:
+        with opened(with_techniques(self.config, {"attention-kernel": {}}), tmp_path / "run", data) as run:
             found = generate(run.model, [1, 2, 3], max_new_tokens=4)
             last_block(run).attention.kernel = functional.scaled_dot_product_attention
             assert torch.equal(found, generate(run.model, [1, 2, 3], max_new_tokens=4))
-
-    def test_dropout_is_refused_on_a_cpu(self, tmp_path: Path, data: Path) -> None:
-        """The configuration is refused before anything is built."""
-        config = with_techniques(TINY, {"attention-kernel": {}})
-        with pytest.raises(UsageError, match="no dropout on a CPU"):
-            train_run(config, tmp_path / "run", data)
 
 
 class TestMath(TechniqueSuite):
@@ -78,26 +71,29 @@ class TestMath(TechniqueSuite):
     def break_on_purpose(self, run: Run) -> None:
         last_block(run).attention.kernel = functional.scaled_dot_product_attention
 
-    def test_dropout_draws_the_same_numbers(self, tmp_path: Path, data: Path) -> None:
+    def test_dropout_draws_the_same_numbers(self, data: Path) -> None:
         """With dropout, torch uses math on a CPU anyway: the losses are bit-identical."""
-        train_run(TINY, tmp_path / "plain", data, stop_after=3)
-        train_run(
-            with_techniques(TINY, {"attention-kernel": {"kernel": "math"}}), tmp_path / "math", data, stop_after=3
-        )
-        assert losses(tmp_path / "math") == losses(tmp_path / "plain")
+        math = with_techniques(TINY, {"attention-kernel": {"kernel": "math"}})
+        assert losses(trained(math, data)) == losses(trained(TINY, data))
 
-    def test_math_is_recognised_in_16_bits(self, tmp_path: Path, data: Path) -> None:
-        """torch computes it in 32 bits, and casts the result."""
-        mixed = {"dtype": "bf16", "attention": "same"}
-        both = {"attention-kernel": {"kernel": "math"}, "mixed-precision": mixed}
-        with opened(with_techniques(TINY, both), tmp_path / "run", data) as run:
-            assert verified_step(run)["attention-kernel"]["kernel"] == "math"
 
-    def test_it_is_proved_with_activation_checkpointing(self, tmp_path: Path, data: Path) -> None:
-        """The autograd graph of a checkpointed block has the kernel too."""
-        config = with_techniques(TINY, {"attention-kernel": {"kernel": "math"}, "activation-checkpointing": {}})
-        with opened(config, tmp_path / "run", data) as run:
-            assert verified_step(run)["attention-kernel"]["kernel"] == "math"
+@pytest.mark.parametrize(
+    ("kernel", "beside"),
+    [
+        # torch computes math in 32 bits, and casts the result.
+        ("math", {"mixed-precision": {"dtype": "bf16", "attention": "same"}}),
+        ("matmul", {"mixed-precision": {"dtype": "bf16", "attention": "same"}}),
+        # The autograd graph of a checkpointed block has the kernel too.
+        ("math", {"activation-checkpointing": {}}),
+    ],
+)
+def test_kernel_is_recognised_beside(tmp_path: Path, data: Path, kernel: str, beside: dict[str, Any]) -> None:
+    config = with_techniques(NO_DROPOUT, {"attention-kernel": {"kernel": kernel}, **beside})
+    with opened(config, tmp_path / "run", data) as run:
+        figures = verified_step(run)
+    assert figures["attention-kernel"]["kernel"] == kernel
+    if "mixed-precision" in beside:
+        assert figures["mixed-precision"]["attention"] == "torch.bfloat16"
 
 
 class TestMatmul(TechniqueSuite):
@@ -120,18 +116,6 @@ class TestMatmul(TechniqueSuite):
         torch.testing.assert_close(masked(*heads), functional.scaled_dot_product_attention(*heads, attn_mask=mask))
         assert torch.autograd.gradcheck(masked, heads)
 
-    def test_compile_is_refused(self) -> None:
-        technique = AttentionKernel(AttentionKernelSettings(kernel="matmul"))
-        with pytest.raises(UsageError, match="compiled code"):
-            technique.configure(with_techniques(NO_DROPOUT, {"compile": {}}))
-
-    def test_it_computes_in_the_precision_of_the_queries(self, tmp_path: Path, data: Path) -> None:
-        both = {"attention-kernel": {"kernel": "matmul"}, "mixed-precision": {"dtype": "bf16", "attention": "same"}}
-        with opened(with_techniques(NO_DROPOUT, both), tmp_path / "run", data) as run:
-            figures = verified_step(run)
-        assert figures["attention-kernel"]["kernel"] == "matmul"
-        assert figures["mixed-precision"]["attention"] == "torch.bfloat16"
-
     def test_scores_have_32_bits_under_autocast(self) -> None:
         generator = torch.Generator().manual_seed(0)
         query, key, value = (torch.randn(1, 2, 64, 32, generator=generator).bfloat16() for _ in range(3))
@@ -145,33 +129,6 @@ class TestMatmul(TechniqueSuite):
         assert torch.equal(found, rounded)
         # Scores of 16 bits, up to about 30, would be off by up to 0.06, and so would the shares.
         assert (found - exact).abs().max() < 0.015
-
-
-@pytest.mark.parametrize("kernel", ["efficient", "cudnn", "fa3", "flex"])
-def test_cuda_kernels_are_refused_on_a_cpu(kernel: str) -> None:
-    technique = AttentionKernel(AttentionKernelSettings(kernel=kernel))  # type: ignore[arg-type]
-    assert "needs a CUDA device" in str(technique.lacks(Machine(torch.device("cpu"))))
-
-
-def test_turing_has_no_flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Turing(Machine):
-        capability = (7, 5)  # type: ignore[assignment]
-
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    here = Turing(torch.device("cuda"))
-    assert AttentionKernel(AttentionKernelSettings()).lacks(here) == "needs compute capability 8.0; Tesla T4 has 7.5"
-    assert AttentionKernel(AttentionKernelSettings(kernel="efficient")).lacks(here) is None
-
-
-@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
-def test_16_bit_kernels_are_refused_with_attention_in_32_bits(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
-    monkeypatch.setattr(attention_kernel, "chosen_device", lambda name: torch.device("cuda"))
-    technique = AttentionKernel(AttentionKernelSettings(kernel=kernel))
-    with pytest.raises(UsageError, match="16 bits"):
-        technique.configure(with_techniques(TINY, {"mixed-precision": {"attention": "float32"}}))
-    for techniques in ({}, {"mixed-precision": {}}, {"mixed-precision": {"attention": "same"}}):
-        config = with_techniques(TINY, techniques)
-        assert technique.configure(config) == config
 
 
 @pytest.mark.parametrize("mixed", [{}, {"mixed-precision": {"dtype": "bf16", "attention": "same"}}])
@@ -188,18 +145,11 @@ def test_flash_computes_in_16_bits_on_cuda(
         return real(query, *others, **options)
 
     monkeypatch.setattr(attention_kernel, "scaled_dot_product_attention", recording)
-    config = with_techniques(NO_DROPOUT, {"attention-kernel": {}, **mixed})
-    with opened(config, tmp_path / "run", data) as run:
+    with opened(with_techniques(NO_DROPOUT, {"attention-kernel": {}, **mixed}), tmp_path / "run", data) as run:
         figures = verified_step(run)
         assert figures["attention-kernel"]["kernel"] == "flash"
         assert set(dtypes) == {torch.bfloat16}
         assert ("in bfloat16" in run.techniques.proofs["attention-kernel"].summary) == (not mixed)
-
-
-@pytest.mark.parametrize("kernel", ["flex", "matmul"])
-def test_dropout_is_refused(kernel: Any) -> None:
-    with pytest.raises(UsageError, match="no dropout"):
-        AttentionKernel(AttentionKernelSettings(kernel=kernel)).configure(TINY)
 
 
 def test_kernel_is_read_from_the_autograd_graph() -> None:
@@ -217,15 +167,6 @@ def test_mask_of_flex_is_causal() -> None:
     assert torch.equal(
         attention_kernel._causal(places[0], places[0], places.unsqueeze(1), places), torch.ones(4, 4).tril().bool()
     )
-
-
-def test_an_unknown_kernel_is_refused(tmp_path: Path) -> None:
-    from tensorkeep.train.techniques.stack import Stack
-
-    with pytest.raises(UsageError, match="attention-kernel: kernel is 'fast'"):
-        Stack.of({"attention-kernel": {"kernel": "fast"}})
-    with pytest.raises(UnsupportedError, match="attention-kernel needs a CUDA device"):
-        Stack.of({"attention-kernel": {"kernel": "efficient"}}).check(Machine(torch.device("cpu")))
 
 
 class Gpu(Machine):
@@ -273,6 +214,8 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         (Gpu, {"model.d_model": 40}, "math"),
         (Gpu, {"model.d_model": 512}, "efficient"),
         (Gpu, {"techniques.mixed-precision.attention": "float32"}, "efficient"),
+        # What is asked for in 32 bits is not rounded.
+        *((machine, {"techniques.mixed-precision": "off"}, "efficient") for machine in (Gpu, Ampere, Turing)),
     ],
 )
 def test_auto_chooses_by_the_gpu_and_the_model(
@@ -288,16 +231,6 @@ def test_auto_chooses_by_the_gpu_and_the_model(
     assert again.configure(config) == config
 
 
-@pytest.mark.parametrize("machine", [Gpu, Ampere, Turing])
-def test_auto_does_not_round_what_is_asked_for_in_32_bits(
-    on_cuda: None, monkeypatch: pytest.MonkeyPatch, machine: type[Machine]
-) -> None:
-    monkeypatch.setattr(attention_kernel, "Machine", machine)
-    technique = AttentionKernel(AttentionKernelSettings(kernel="auto"))
-    config = technique.configure(with_techniques(NO_DROPOUT, {"attention-kernel": {"kernel": "auto"}}))
-    assert config.techniques == {"attention-kernel": {"kernel": "efficient"}}
-
-
 @pytest.mark.parametrize(("dropout", "chosen"), [(0.0, "flash"), (0.1, "math")])
 def test_auto_on_a_cpu_takes_what_torch_takes(tmp_path: Path, data: Path, dropout: float, chosen: str) -> None:
     config = with_techniques(TINY.changed({"model.dropout": dropout}), {"attention-kernel": {"kernel": "auto"}})
@@ -306,29 +239,25 @@ def test_auto_on_a_cpu_takes_what_torch_takes(tmp_path: Path, data: Path, dropou
 
 
 @pytest.mark.parametrize(
-    ("machine", "lack"),
+    ("kernel", "machine", "lack"),
     [
-        (Machine(torch.device("cpu")), "needs a CUDA device; the run is on cpu"),
-        (Ampere(torch.device("cuda")), "needs compute capability 9.0; a GPU has 8.0"),
-        (Blackwell(torch.device("cuda")), "computes with fa3 on compute capability 9.0 only; this GPU has 10.0"),
-        (WithoutPackages(torch.device("cuda")), "needs the package 'flash_attn_interface', which is missing"),
+        ("efficient", Turing, "None"),
+        ("flash", Turing, "needs compute capability 8.0; a GPU has 7.5"),
+        ("fa3", Gpu, "None"),
+        ("fa3", Ampere, "needs compute capability 9.0; a GPU has 8.0"),
+        ("fa3", Blackwell, "computes with fa3 on compute capability 9.0 only; this GPU has 10.0"),
+        ("fa3", WithoutPackages, "needs the package 'flash_attn_interface', which is missing"),
     ],
 )
-def test_what_fa3_needs(on_cuda: None, machine: Machine, lack: str) -> None:
-    technique = AttentionKernel(AttentionKernelSettings(kernel="fa3"))
-    assert str(technique.lacks(machine)).startswith(lack)
-    assert technique.lacks(Gpu(torch.device("cuda"))) is None
+def test_what_kernels_need(on_cuda: None, kernel: Any, machine: type[Machine], lack: str) -> None:
+    technique = AttentionKernel(AttentionKernelSettings(kernel=kernel))
+    assert str(technique.lacks(machine(torch.device("cuda")))).startswith(lack)
 
 
 def test_fa3_needs_a_version_of_torch_with_its_gradient(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
     technique = AttentionKernel(AttentionKernelSettings(kernel="fa3"))
     assert technique.lacks(Gpu(torch.device("cuda"))) == "needs torch 2.13 for fa3; torch is 2.12.1+cu130"
-
-
-def test_fa3_has_no_dropout(on_cuda: None) -> None:
-    with pytest.raises(UsageError, match="the attention kernel 'fa3' has no dropout, and this model has"):
-        AttentionKernel(AttentionKernelSettings(kernel="fa3")).configure(TINY)
 
 
 @pytest.fixture
@@ -353,33 +282,28 @@ def fa3(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_fa3_is_active_in_the_run_and_proved_by_its_operator(tmp_path: Path, data: Path, fa3: list[str]) -> None:
-    config = with_techniques(NO_DROPOUT, {"attention-kernel": {"kernel": "fa3"}})
-    with opened(config, tmp_path / "run", data) as run:
+    with opened(WITH_FA3, tmp_path / "run", data) as run:
         assert fa3 == ["FA3"]
-        figures = verified_step(run)["attention-kernel"]
-        assert figures == {"kernel": "fa3", "times": 4}
+        assert verified_step(run)["attention-kernel"] == {"kernel": "fa3", "times": 4}
     assert fa3 == ["FA3", "restored"]
 
 
 def test_fa3_that_does_not_compute_is_an_error(tmp_path: Path, data: Path, fa3: list[str]) -> None:
     """Without its operator, torch's own flash computes, which looks the same in the graph."""
-    config = with_techniques(NO_DROPOUT, {"attention-kernel": {"kernel": "fa3"}})
-    with opened(config, tmp_path / "run", data) as run:
+    with opened(WITH_FA3, tmp_path / "run", data) as run:
         fa3.clear()
         with pytest.raises(TechniqueNotActiveError, match="of 4 calls of attention, FlashAttention-3 computed 0"):
             verified_step(run)
 
 
+@pytest.mark.usefixtures("fa3")
 def test_inputs_that_fa3_refuses_are_an_error_with_its_reason(
-    tmp_path: Path, data: Path, fa3: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*heads: torch.Tensor, **options: Any) -> torch.Tensor:
         raise RuntimeError("FA3 SDPA forward unsupported: inputs must share device")
 
     monkeypatch.setattr(attention_kernel, "scaled_dot_product_attention", refuse)
-    config = with_techniques(NO_DROPOUT, {"attention-kernel": {"kernel": "fa3"}})
-    with (
-        opened(config, tmp_path / "run", data) as run,
-        pytest.raises(TechniqueNotActiveError, match=r"torch could not use it\. FA3 SDPA forward unsupported"),
-    ):
+    refused = pytest.raises(TechniqueNotActiveError, match=r"torch could not use it\. FA3 SDPA forward unsupported")
+    with opened(WITH_FA3, tmp_path / "run", data) as run, refused:
         verified_step(run)

@@ -14,16 +14,17 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.techniques import attention_kernel, mixed_precision, requirements
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import COMBINATIONS, Stack
+from train.techniques.several_processes import compile_by
 
 FASTER_IN_16_BITS = {torch.float32: 1e9, torch.bfloat16: 2e9, torch.float16: 2e9}
 
-# Settings with which the techniques need no compiler, and are fast in tests.
+# Settings with which the techniques need no compiler.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "compile": {"backend": "aot_eager"},
     "low-bit-optimizer": {"compiled": False},
 }
 # Wide enough to quantise the states, without dropout, which flash attention on CPUs does not support.
-CONFIG = TINY.changed({"model.d_model": 64, "model.dropout": 0.0})
+CONFIG = TINY.changed({"model.d_model": 64, "model.dropout": 0.0, "model.n_layers": 1})
 
 
 @pytest.fixture(autouse=True)
@@ -57,12 +58,14 @@ def test_combination_is_accepted(name: str, machine: Machine) -> None:
     stack.configure(with_techniques(CONFIG.changed({"loop.device": "auto"}), techniques))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", COMBINATIONS)
 @pytest.mark.parametrize("on_cuda", [False, True])
 def test_combination_is_built_and_proved(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, name: str, on_cuda: bool
 ) -> None:
     """With ``on_cuda``, the techniques configure themselves for a GPU, and the run computes on the CPU."""
+    compile_by(monkeypatch, "eager")
     if on_cuda:
         for module in (attention_kernel, mixed_precision):
             monkeypatch.setattr(module, "chosen_device", lambda name: torch.device("cuda"))

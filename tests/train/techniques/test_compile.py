@@ -1,10 +1,12 @@
 """Compilation: conformance suite, and the cases in which torch silently falls back to Python."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
@@ -16,6 +18,7 @@ from tensorkeep.testing.technique_suite import (
     losses,
     opened,
     train_run,
+    trained,
     verified_step,
     with_techniques,
 )
@@ -27,32 +30,47 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.validation import validation_loss
 from tensorkeep.train.techniques.compile import Compile, CompileSettings
 from tensorkeep.train.techniques.requirements import Machine
+from train.techniques.several_processes import compile_by
 
 # Tracing takes most of the time of these tests, and grows with the number of blocks.
 ONE_BLOCK = TINY.changed({"model.n_layers": 1})
 TRACED = with_techniques(ONE_BLOCK, {"compile": {"backend": "aot_eager"}})
 
+pytestmark = pytest.mark.integration
 
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace functions and compute them in Python, for tests of what is traced and how often."""
+    compile_by(monkeypatch, "eager")
+
+
+@pytest.mark.usefixtures("traced_only")
 class TestCompile(TechniqueSuite):
     technique = Compile
     variants = ({"backend": "aot_eager", "fullgraph": True},)
+    config = ONE_BLOCK
 
     def break_on_purpose(self, run: Run) -> None:
         # The loop calls the uncompiled loss.
         run.operations.loss = run.model.loss
 
 
+def test_traced_loss_and_gradient_are_bit_identical(tmp_path: Path, data: Path) -> None:
+    train_run(TRACED, tmp_path / "traced", data, stop_after=3)
+    assert losses(tmp_path / "traced") == losses(trained(ONE_BLOCK, data))[:4]
+
+
 def first_step(run: OpenRun) -> dict[str, Any]:
     return verified_step(run)["compile"]
 
 
-def test_traced_loss_is_bit_identical(tmp_path: Path, data: Path) -> None:
-    train_run(ONE_BLOCK, tmp_path / "plain", data, stop_after=3)
-    train_run(TRACED, tmp_path / "traced", data, stop_after=3)
-    assert losses(tmp_path / "traced") == losses(tmp_path / "plain")
+def graphs() -> int:
+    """Return how many graphs torch has compiled."""
+    return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_inductor_keeps_the_losses_with_dropout(tmp_path: Path, data: Path) -> None:
     config = TINY.changed({"model.n_layers": 1, "model.d_model": 16, "eval.every": 0})
     train_run(config, tmp_path / "plain", data, stop_after=2)
@@ -61,31 +79,23 @@ def test_inductor_keeps_the_losses_with_dropout(tmp_path: Path, data: Path) -> N
     assert compiled == pytest.approx(plain, rel=1e-4)
 
 
-def test_loss_is_one_graph_that_is_compiled_once(tmp_path: Path, data: Path) -> None:
-    with opened(TRACED, tmp_path / "run", data) as run:
-        figures = first_step(run)
-        assert (figures["graphs"], figures["breaks"], figures["recompiled"]) == (1, 0, 0)
-
-
+@pytest.mark.usefixtures("traced_only")
 def test_each_length_is_compiled_by_itself_as_in_a_resumed_run(tmp_path: Path, data: Path) -> None:
     """Code for any length may round otherwise, and a resumed run does not know that there was another length."""
-    from torch._dynamo.utils import counters
-
     stages = {"pieces": [2, 1], "shares": [0.4, 0.6]}
     config = with_techniques(TRACED.changed({"eval.every": 0}), {"progressive-length": stages})
-    before = counters["stats"]["unique_graphs"]
+    before = graphs()
     train_run(config, tmp_path / "whole", data)
     # The last step is evaluated, which is compiled too.
-    assert counters["stats"]["unique_graphs"] == before + 2 + 1
+    assert graphs() == before + 2 + 1
     train_run(config, tmp_path / "resumed", data, stop_after=2)
     train_run(config, tmp_path / "resumed", data, resume=True)
     assert difference(last_state(tmp_path / "resumed"), last_state(tmp_path / "whole")) is None
 
 
+@pytest.mark.usefixtures("traced_only")
 def test_more_lengths_are_compiled_than_torch_allows_by_itself(tmp_path: Path, data: Path) -> None:
     """A loss that torch leaves uncompiled ends the run."""
-    from torch._dynamo import config as dynamo
-
     pieces = [4, 2, 1]
     lengths = TRACED.changed({"loop.steps": len(pieces), "eval.every": 0})
     stages = {"pieces": pieces, "shares": [1 / len(pieces)] * len(pieces)}
@@ -95,10 +105,11 @@ def test_more_lengths_are_compiled_than_torch_allows_by_itself(tmp_path: Path, d
     assert [step for step, kind, _ in losses(tmp_path / "run") if kind == "train"] == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("traced_only")
 def test_other_compilations_in_the_step_are_not_counted(tmp_path: Path, data: Path) -> None:
     """Such as that of low-bit-optimizer's update."""
     with opened(TRACED, tmp_path / "run", data) as run:
-        compiled, update = torch.compile(torch.sin, backend="aot_eager"), run.operations.update
+        compiled, update = torch.compile(torch.sin), run.operations.update
 
         def compiled_update() -> None:
             compiled(torch.ones(3))
@@ -108,6 +119,7 @@ def test_other_compilations_in_the_step_are_not_counted(tmp_path: Path, data: Pa
         assert first_step(run)["recompiled"] == 0
 
 
+@pytest.mark.usefixtures("traced_only")
 def test_warm_up_leaves_no_trace(tmp_path: Path, data: Path) -> None:
     with opened(TRACED, tmp_path / "run", data) as run:
         before = torch.get_rng_state(), run.batches.state_dict(), run.progress.step
@@ -117,49 +129,35 @@ def test_warm_up_leaves_no_trace(tmp_path: Path, data: Path) -> None:
         assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
-def test_evaluation_is_compiled_once_for_one_shape(tmp_path: Path, data: Path) -> None:
-    from torch._dynamo.utils import counters
-
+@pytest.mark.usefixtures("traced_only")
+def test_loss_and_evaluation_are_each_compiled_once(tmp_path: Path, data: Path) -> None:
     with opened(TRACED, tmp_path / "run", data) as run:
-        first_step(run)
-        before = counters["stats"]["unique_graphs"]
+        figures = first_step(run)
+        assert (figures["graphs"], figures["breaks"], figures["recompiled"]) == (1, 0, 0)
+        before = graphs()
         compiled = [validation_loss(run) for _ in range(3)]
-        assert counters["stats"]["unique_graphs"] == before + 1
+        assert graphs() == before + 1
         # Nor does it change how a training batch of another length is compiled.
         take_step(run)
-        assert counters["stats"]["unique_graphs"] == before + 1
+        assert graphs() == before + 1, "of a training batch after an evaluation"
+        for length in (1, 3, 7):
+            generate(run.model, list(range(length)), max_new_tokens=2)
+            run.model.loss(torch.zeros(2, length, dtype=torch.int64), torch.zeros(2, length, dtype=torch.int64))
+        assert graphs() == before + 1, "of generation and other losses"
     with opened(ONE_BLOCK, tmp_path / "plain", data) as run:
         take_step(run)
         assert compiled == [validation_loss(run)] * 3
 
 
-def test_evaluation_may_stay_uncompiled(tmp_path: Path, data: Path) -> None:
-    config = with_techniques(ONE_BLOCK, {"compile": {"backend": "aot_eager", "evaluation": False}})
-    with opened(config, tmp_path / "run", data) as run, torch.compiler.set_stance("force_eager"):
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_evaluation_stays_uncompiled_only_if_it_may(tmp_path: Path, data: Path, evaluation: bool) -> None:
+    config = with_techniques(ONE_BLOCK, {"compile": {"backend": "aot_eager", "evaluation": evaluation}})
+    refused = pytest.raises(TechniqueNotActiveError, match="an evaluation uncompiled") if evaluation else nullcontext()
+    with opened(config, tmp_path / "run", data) as run, torch.compiler.set_stance("force_eager"), refused:
         assert validation_loss(run) > 0
 
 
-def test_evaluation_that_stays_uncompiled_in_secret_is_an_error(tmp_path: Path, data: Path) -> None:
-    with (
-        opened(TRACED, tmp_path / "run", data) as run,
-        torch.compiler.set_stance("force_eager"),
-        pytest.raises(TechniqueNotActiveError, match="an evaluation uncompiled"),
-    ):
-        validation_loss(run)
-
-
-def test_generation_and_other_losses_compile_nothing(tmp_path: Path, data: Path) -> None:
-    from torch._dynamo.utils import counters
-
-    with opened(TRACED, tmp_path / "run", data) as run:
-        first_step(run)
-        before = counters["stats"]["unique_graphs"]
-        for length in (1, 3, 7):
-            generate(run.model, list(range(length)), max_new_tokens=2)
-            run.model.loss(torch.zeros(2, length, dtype=torch.int64), torch.zeros(2, length, dtype=torch.int64))
-        assert counters["stats"]["unique_graphs"] == before
-
-
+@pytest.mark.usefixtures("traced_only")
 def test_hooks_of_the_first_step_are_not_compiled(tmp_path: Path, data: Path) -> None:
     config = with_techniques(TRACED, {"activation-checkpointing": {}, "mixed-precision": {"dtype": "bf16"}})
     with opened(config, tmp_path / "run", data) as run:
@@ -178,49 +176,36 @@ def test_forced_eager_stance_is_an_error(tmp_path: Path, data: Path) -> None:
         first_step(run)
 
 
-def test_suppressed_compiler_error_is_an_error(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._dynamo
+def _broken(graph: Any, examples: Any) -> Any:
+    raise RuntimeError("broken compiler")
 
-    _break_the_compiler(monkeypatch)
+
+@pytest.mark.parametrize(
+    ("suppressed", "message"), [(True, "uncompiled"), (False, r"could not compile: .*broken compiler")]
+)
+def test_compiler_error_ends_the_run_with_its_reason(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, suppressed: bool, message: str
+) -> None:
+    compile_by(monkeypatch, _broken)
     with (
         opened(TRACED, tmp_path / "run", data) as run,
-        torch._dynamo.config.patch(suppress_errors=True),
-        pytest.raises(TechniqueNotActiveError, match="uncompiled"),
+        dynamo.patch(suppress_errors=suppressed),
+        pytest.raises(TechniqueNotActiveError, match=message),
     ):
         first_step(run)
 
 
-def test_compiler_error_has_its_reason(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _break_the_compiler(monkeypatch)
-    with (
-        opened(TRACED, tmp_path / "run", data) as run,
-        pytest.raises(TechniqueNotActiveError, match=r"could not compile: .*broken compiler"),
-    ):
-        first_step(run)
-
-
-def _break_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_with = torch.compile
-
-    def broken(graph: Any, examples: Any) -> Any:
-        raise RuntimeError("broken compiler")
-
-    monkeypatch.setattr("torch.compile", lambda function, **options: compile_with(function, backend=broken))
-
-
+@pytest.mark.usefixtures("traced_only")
 def test_recompilation_limit_is_an_error_in_any_step(tmp_path: Path, data: Path) -> None:
-    import torch._dynamo
-
-    with opened(TRACED, tmp_path / "run", data) as run, torch._dynamo.config.patch(recompile_limit=1):
+    with opened(TRACED, tmp_path / "run", data) as run, dynamo.patch(recompile_limit=1):
         first_step(run)
         with pytest.raises(TechniqueNotActiveError, match="uncompiled"):
             run.operations.loss(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64))
 
 
+@pytest.mark.usefixtures("traced_only")
 def test_later_runs_of_a_process_are_compiled_too(tmp_path: Path, data: Path) -> None:
-    import torch._dynamo
-
-    with torch._dynamo.config.patch(recompile_limit=1):
+    with dynamo.patch(recompile_limit=1):
         for number in range(2):
             train_run(TRACED, tmp_path / str(number), data, stop_after=1)
             assert losses(tmp_path / str(number))[0][:2] == (1, "train")
@@ -246,32 +231,25 @@ def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Compile(CompileSettings(backend="aot_eager")).lacks(here) is None
 
 
-def test_modes_of_inductor_are_refused_for_other_backends() -> None:
-    with pytest.raises(UsageError, match="inductor"):
-        CompileSettings(mode="max-autotune", backend="aot_eager")
-
-
+@pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize("others", [[], ["fused-optimizer"]], ids=str)
 def test_newton_schulz_steps_of_muon_are_compiled(tmp_path: Path, data: Path, others: list[str]) -> None:
     muon = with_techniques(ONE_BLOCK.changed({"optim.name": "muon"}), {name: {} for name in others})
-    traced = with_techniques(muon, {"compile": {"backend": "aot_eager", "fullgraph": True}})
-    with opened(traced, tmp_path / "run", data) as run:
-        optimizer = run.optimizers["muon"]
-        assert isinstance(optimizer, Muon)
-        assert optimizer.orthogonal is not orthogonal
-        update, graphs = run.operations.update, []
+    found: dict[str, list[float]] = {}
+    for name, techniques in {"plain": {}, "traced": {"compile": {"backend": "aot_eager", "fullgraph": True}}}.items():
+        with opened(with_techniques(muon, techniques), tmp_path / name, data) as run:
+            optimizer, update, compiled = run.optimizers["muon"], run.operations.update, list[int]()
+            assert isinstance(optimizer, Muon)
+            assert (optimizer.orthogonal is orthogonal) == (not techniques)
 
-        def counted_update() -> None:
-            before = counters["stats"]["unique_graphs"]
-            update()
-            graphs.append(counters["stats"]["unique_graphs"] - before)
+            def counted_update(update: Any = update, compiled: list[int] = compiled) -> None:
+                before = graphs()
+                update()
+                compiled.append(graphs() - before)
 
-        run.operations.update = counted_update
-        first_step(run)
-        # One for each shape of the matrices: those of attention's projections, its output, and both of the MLP.
-        assert graphs == [4]
-    for name, config in (("plain", muon), ("traced", traced)):
-        train_run(config, tmp_path / name, data, stop_after=3)
-    assert [each[2] for each in losses(tmp_path / "traced")] == pytest.approx(
-        [each[2] for each in losses(tmp_path / "plain")], rel=1e-3
-    )
+            run.operations.update = counted_update
+            verified_step(run)
+            # One for each shape of the matrices: those of attention's projections, its output, and both of the MLP.
+            assert compiled == ([4] if techniques else [0])
+            found[name] = [take_step(run)["loss"] for _ in range(2)]
+    assert found["traced"] == pytest.approx(found["plain"], rel=1e-3)

@@ -14,7 +14,7 @@ from tensorkeep.testing.technique_suite import (
     TechniqueSuite,
     losses,
     opened,
-    train_run,
+    trained,
     verified_step,
     with_techniques,
 )
@@ -22,7 +22,6 @@ from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import cuda_graphs
 from tensorkeep.train.techniques.cuda_graphs import CudaGraphs, LossGraphs
-from tensorkeep.train.techniques.requirements import Machine
 
 NO_SETTINGS = CudaGraphs.Settings()
 
@@ -49,11 +48,9 @@ class TestCudaGraphs(TechniqueSuite):
         # Graphs are captured, and the loop calls the plain loss.
         run.operations.loss = run.model.loss
 
-    def test_losses_and_states_are_bit_identical(self, tmp_path: Path, data: Path) -> None:
+    def test_losses_are_bit_identical(self, data: Path) -> None:
         """With dropout, tied weights and two batches a step."""
-        train_run(TINY, tmp_path / "plain", data)
-        train_run(with_techniques(TINY, {"cuda-graphs": {}}), tmp_path / "graphs", data)
-        assert losses(tmp_path / "graphs") == losses(tmp_path / "plain")
+        assert losses(trained(self.config_with({}), data)) == losses(trained(TINY, data))
 
     def test_another_shape_is_refused(self, tmp_path: Path, data: Path) -> None:
         """In any step, because a graph would compute with the captured shape."""
@@ -74,10 +71,6 @@ class TestCudaGraphs(TechniqueSuite):
 
 def _opened(folder: Path, data: Path) -> Any:
     return opened(with_techniques(TINY, {"cuda-graphs": {}}), folder / "run", data)
-
-
-def test_it_needs_cuda() -> None:
-    assert "needs a CUDA device" in str(CudaGraphs(NO_SETTINGS).lacks(Machine(torch.device("cpu"))))
 
 
 def test_nested_graphs_are_refused() -> None:

@@ -11,6 +11,8 @@ from tensorkeep.train.techniques.parallel.ddp import Ddp
 from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS, EXACT
 
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
+
 
 class TestDdp(ParallelSuite):
     technique = Ddp

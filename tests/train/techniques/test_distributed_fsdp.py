@@ -9,8 +9,10 @@ from tensorkeep.train.techniques.parallel.fsdp import Fsdp
 from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS, EXACT, Task, task
 
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
-@pytest.mark.slow
+
+@pytest.mark.exhaustive
 class TestFsdp(ParallelSuite):
     technique = Fsdp
     broken = {  # noqa: RUF012

@@ -11,10 +11,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.techniques.parallel import TOGETHER
 from train.techniques.several_processes import EXACT, ProcessPool, task
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 ON_CUDA = EXACT.changed({"loop.device": "cuda"})
 

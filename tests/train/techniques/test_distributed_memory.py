@@ -6,12 +6,14 @@ import pytest
 
 from train.techniques.several_processes import EXACT, ProcessPool, task
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 LARGE = EXACT.changed({"model.d_model": 128, "model.n_layers": 8, "model.n_heads": 4})
 SLACK = 256 * 1024
 """Bytes of batches, positions and messages."""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_rank_has_the_whole_model_when_a_run_is_opened_or_resumed(
     two_processes: ProcessPool, tmp_path: Path, data: Path
 ) -> None:

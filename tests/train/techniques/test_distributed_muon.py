@@ -14,13 +14,10 @@ from tensorkeep.train.optim.muon import Muon
 from tensorkeep.train.run.world import World
 from train.techniques.several_processes import EXACT, ProcessPool, task
 
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
+
 MUON = EXACT.changed(
-    {
-        "optim.name": "muon",
-        "optim.muon_split": True,
-        "optim.muon_polynomials": "polar-express",
-        "optim.muon_beta2": 0.9,
-    }
+    {"optim.name": "muon", "optim.muon_split": True, "optim.muon_polynomials": "polar-express", "optim.muon_beta2": 0.9}
 )
 
 

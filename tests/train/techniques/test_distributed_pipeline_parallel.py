@@ -2,11 +2,12 @@
 
 import pytest
 
-from tensorkeep.errors import UsageError
 from tensorkeep.train.run.setup import OpenRun
-from tensorkeep.train.techniques.parallel.pipeline import PipelineParallel, PipelineSettings
+from tensorkeep.train.techniques.parallel.pipeline import PipelineParallel
 from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 
 class TestPipelineParallel(ParallelSuite):
@@ -43,8 +44,3 @@ class TestPipelineParallel(ParallelSuite):
         for process in results:
             assert "1 blocks are too few for 2 processes" in process["few blocks"]["message"]
             assert "8 sequences of a step cannot be split into 3" in process["unequal parts"]["message"]
-
-
-def test_number_of_micro_batches_has_bounds() -> None:
-    with pytest.raises(UsageError, match="parts"):
-        PipelineSettings(parts=0)

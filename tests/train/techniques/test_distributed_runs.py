@@ -20,6 +20,8 @@ TECHNIQUES: Mapping[str, Mapping[str, object]] = {
     "fsdp": {"techniques.fsdp": "on"},
 }
 
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
+
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -49,17 +51,20 @@ def as_a_leg(config: Config, folder: Path, data: Path) -> dict[str, Task]:
 
 
 def as_a_branch(config: Config, folder: Path, data: Path) -> dict[str, Task]:
-    """Train a run, and another one that branches from its step 4."""
+    """Train a run, and another one that branches from its step 3."""
     longer, whole, killed = config.changed(LEG), folder / "whole", folder / "killed"
-    branch = {"branch": f"{folder / 'source'}@4"}
+    branch = {"branch": f"{folder / 'source'}@3"}
     return {
         "source": task("train", config, folder / "source", data),
         "branch": task("abandon or train", longer, whole, data, **branch),
-        "killed at once": task("abandon or train", longer, killed, data, abandoned_after=5, **branch),
+        "killed at once": task("abandon or train", longer, killed, data, abandoned_after=4, **branch),
         "killed": task("abandon or train", longer, killed, data, abandoned_after=7, **branch),
         "rest": task("abandon or train", longer, killed, data, **branch),
     }
 
+
+INTERRUPTED = ("half again", "killed at once", "killed", "rest")
+"""The tasks that train in the folder ``killed``."""
 
 CASES: dict[str, tuple[str, Make, dict[str, object]]] = {
     "a leg on answers": ("answers", as_a_leg, {}),
@@ -71,46 +76,37 @@ CASES: dict[str, tuple[str, Make, dict[str, object]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=TECHNIQUES)
-def together(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, two_processes: ProcessPool
-) -> Path:
-    """Let two processes train all cases, with dropout, and without it for comparison with one process."""
-    folder = tmp_path_factory.mktemp("together")
-    tasks: dict[str, Task] = {}
-    for name, (data, make, changes) in CASES.items():
-        place = request.getfixturevalue(data)
-        config = TINY.changed({**changes, **TECHNIQUES[request.param]})
-        found = make(config, folder / name, place)
-        exact = make(config.changed({"model.dropout": 0.0}), folder / f"{name}, exact", place)
-        tasks |= {f"{name}: {each}": given for each, given in found.items()}
-        tasks |= {f"{name}, exact: {each}": given for each, given in exact.items() if "killed" not in given["folder"]}
-    two_processes.run(tasks)
-    return folder
+@pytest.mark.parametrize(
+    ("technique", "case"),
+    [
+        ("ddp", "a branch with masked documents"),
+        ("ddp, micro-batches", "a leg on answers"),
+        ("fsdp", "a leg on answers"),
+        pytest.param("ddp", "a leg on answers", marks=pytest.mark.exhaustive),
+        pytest.param("ddp, micro-batches", "a branch with masked documents", marks=pytest.mark.exhaustive),
+        pytest.param("fsdp", "a branch with masked documents", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_two_processes_compute_the_same_as_one_and_resume_exactly_after_a_kill(
+    technique: str, case: str, tmp_path: Path, two_processes: ProcessPool, request: pytest.FixtureRequest
+) -> None:
+    data, make, changes = CASES[case]
+    place = request.getfixturevalue(data)
+    config = TINY.changed({**changes, **TECHNIQUES[technique]})
+    # With dropout, and without it for comparison with one process.
+    found = make(config, tmp_path / "dropout", place)
+    exact = make(config.changed({"model.dropout": 0.0}), tmp_path / "exact", place)
+    alone = make(EXACT.changed(changes), tmp_path / "alone", place)
+    two_processes.run(found | {f"exact: {name}": each for name, each in exact.items() if name not in INTERRUPTED})
+    for name, each in alone.items():
+        if name not in INTERRUPTED:
+            ACTIONS[each["action"]](each)
 
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Train the same in this process."""
-    folder = tmp_path_factory.mktemp("alone")
-    for name, (data, make, changes) in CASES.items():
-        tasks = make(EXACT.changed(changes), folder / name, request.getfixturevalue(data))
-        for given in tasks.values():
-            if "killed" not in given["folder"]:
-                ACTIONS[given["action"]](given)
-    return folder
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_compute_the_same_as_one(together: Path, alone: Path, case: str) -> None:
-    two, one = together / f"{case}, exact" / "whole", alone / case / "whole"
+    two, one = tmp_path / "exact" / "whole", tmp_path / "alone" / "whole"
     assert [each[:2] for each in losses(two)] == [each[:2] for each in losses(one)]
     assert [each[2] for each in losses(two)] == pytest.approx([each[2] for each in losses(one)], rel=1e-4)
     assert last_state(two)["progress"]["tokens"] == last_state(one)["progress"]["tokens"]
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_that_were_killed_resume_exactly(together: Path, case: str) -> None:
-    whole, killed = together / case / "whole", together / case / "killed"
+    whole, killed = tmp_path / "dropout" / "whole", tmp_path / "dropout" / "killed"
     assert losses(killed) == losses(whole)
     assert difference(last_state(killed), last_state(whole)) is None

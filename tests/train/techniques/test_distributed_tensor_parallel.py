@@ -5,10 +5,11 @@ import pytest
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import TINY
 from tensorkeep.train.run.setup import OpenRun
-from tensorkeep.train.techniques.parallel.mesh import TensorSettings
 from tensorkeep.train.techniques.parallel.tensor import TensorParallel, check_sizes
 from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 GROUPED = {
     "model.positions": "rotary",
@@ -21,7 +22,7 @@ GROUPED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 class TestTensorParallel(ParallelSuite):
     technique = TensorParallel
     models = (*ParallelSuite.models, GROUPED)
@@ -38,11 +39,6 @@ class TestTensorParallel(ParallelSuite):
         _, results = together
         for process in results:
             assert process["verified"]["proofs"]["tensor-parallel"]["heads"] == 1
-
-
-def test_muon_is_refused() -> None:
-    with pytest.raises(UsageError, match="orthogonalises full matrices, and tensor-parallel shards them"):
-        TensorParallel(TensorSettings()).configure(TINY.changed({"optim.name": "muon"}))
 
 
 @pytest.mark.parametrize(("name", "size"), [("n_heads", 3), ("d_ff", 2)])

@@ -14,8 +14,9 @@ from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_r
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import leg_settings
 from tensorkeep.train.run.setup import check_settings, joined
-from tensorkeep.train.techniques.stack import Stack
 from train.techniques.several_processes import EXACT, ProcessPool, Results, task
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 DDP = TINY.changed({"techniques.ddp": "on"})
@@ -116,12 +117,7 @@ def test_one_process_of_torchrun_trains_alone(monkeypatch: pytest.MonkeyPatch) -
         assert (world.rank, world.size) == (0, 1)
 
 
-def test_two_techniques_for_several_processes_conflict() -> None:
-    with pytest.raises(UsageError, match="ddp and fsdp cannot be combined"):
-        Stack.of({"ddp": {}, "fsdp": {}})
-
-
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_command_line_prepares_writes_and_reports_once(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     words = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, train_run, with_techniques
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, trained, with_techniques
 from tensorkeep.train.model.gpt import IGNORED, token_loss
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.fused_cross_entropy import (
@@ -154,19 +154,18 @@ class TestFusedCrossEntropy(TechniqueSuite):
         features, weight, targets = drawn()
         assert linear_cross_entropy(features, weight, torch.full_like(targets, IGNORED), at_once=16).isnan()
 
-    def test_untied_head_is_trained(self, tmp_path: Path, data: Path) -> None:
-        config = TINY.changed({"model.tied": False})
-        train_run(config, tmp_path / "plain", data)
-        train_run(with_techniques(config, {"fused-cross-entropy": {}}), tmp_path / "on", data)
-        expected = [loss for _, _, loss in losses(tmp_path / "plain")]
-        assert [loss for _, _, loss in losses(tmp_path / "on")] == pytest.approx(expected, rel=1e-3)
-
-    def test_it_works_in_mixed_precision(self, tmp_path: Path, data: Path) -> None:
-        both = {"fused-cross-entropy": {}, "mixed-precision": {"dtype": "bf16"}}
-        train_run(TINY, tmp_path / "plain", data)
-        train_run(with_techniques(TINY, both), tmp_path / "both", data)
-        expected = [loss for _, _, loss in losses(tmp_path / "plain")]
-        assert [loss for _, _, loss in losses(tmp_path / "both")] == pytest.approx(expected, rel=0.03)
+    @pytest.mark.parametrize(
+        ("changes", "others", "within"),
+        [({"model.tied": False}, {}, 1e-3), ({}, {"mixed-precision": {"dtype": "bf16"}}, 0.03)],
+        ids=["untied head", "mixed precision"],
+    )
+    def test_losses_are_those_of_the_plain_run(
+        self, data: Path, changes: dict[str, object], others: dict[str, Any], within: float
+    ) -> None:
+        config = TINY.changed(changes)
+        on = with_techniques(config, {"fused-cross-entropy": {}, **others})
+        plain, found = ([loss for _, _, loss in losses(trained(each, data))] for each in (config, on))
+        assert found == pytest.approx(plain, rel=within)
 
     def test_evaluation_uses_the_plain_loss(self, tmp_path: Path, data: Path) -> None:
         with opened(self.config_with({}), tmp_path / "run", data) as run:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, train_run, verified_step, with_techniques
+from tensorkeep.errors import TechniqueNotActiveError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step, with_techniques
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.config_switch import FusedOptimizer
 
@@ -28,8 +28,3 @@ class TestFusedOptimizer(TechniqueSuite):
             run.techniques.proofs.clear()
             with pytest.raises(TechniqueNotActiveError, match="1 of 2 groups"):
                 verified_step(run)
-
-    def test_another_implementation_is_refused(self, tmp_path: Path, data: Path) -> None:
-        config = self.config_with({}).changed({"optim.implementation": "foreach"})
-        with pytest.raises(UsageError, match=r"optim\.implementation is 'foreach'"):
-            train_run(config, tmp_path / "run", data)

@@ -24,7 +24,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.gradient_accumulation import AccumulationSettings, GradientAccumulation, MicroBatches
+from tensorkeep.train.techniques.gradient_accumulation import GradientAccumulation, MicroBatches
 
 WITHOUT_DROPOUT = TINY.changed({"model.dropout": 0.0})
 
@@ -111,8 +111,7 @@ class TestGradientAccumulation(TechniqueSuite):
         assert difference(divided["optimizers"], smaller["optimizers"]) is None
 
     def test_position_is_saved_in_whole_batches(self, tmp_path: Path, data: Path) -> None:
-        config = with_micro_batches(TINY, 4)
-        with opened(config, tmp_path / "run", data) as run:
+        with opened(with_micro_batches(TINY, 4), tmp_path / "run", data) as run:
             take_step(run)
             assert run.batches.state_dict() == {"position": TINY.loop.accumulate}
             expected = next(run.batches)
@@ -125,7 +124,3 @@ class TestGradientAccumulation(TechniqueSuite):
             opened(with_micro_batches(TINY, 3), tmp_path / "run", data),
         ):
             pass
-
-    def test_one_micro_batch_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="batches is 1"):
-            AccumulationSettings(batches=1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tensorkeep.errors import UsageError
-from tensorkeep.testing.technique_suite import TechniqueSuite, opened, verified_step
+from tensorkeep.testing.technique_suite import TechniqueSuite, opened, whole_run
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import take_step
@@ -16,7 +16,6 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import OpenRun, open_run
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.length_curriculum import LengthCurriculum
-from tensorkeep.train.techniques.stack import Stack
 
 
 def stages_of(run: OpenRun) -> Any:
@@ -82,11 +81,10 @@ class TestLengthCurriculum(TechniqueSuite):
         # Two batches a step; the last stage begins with step 4.
         assert [torch.equal(*pair) for pair in zip(seen, plain, strict=True)] == [False] * 6 + [True] * 6
 
-    def test_proof_has_the_mean_length(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.config_with({}), tmp_path / "run", data) as run:
-            figures = verified_step(run)["length-curriculum"]
-            assert figures["stage"] == 1
-            assert figures["mean_length"] < figures["mean_length_of_all"]
+    def test_proof_has_the_mean_length(self, data: Path) -> None:
+        figures = whole_run(self.config_with({}), data).proofs["length-curriculum"].figures
+        assert figures["stage"] == 1
+        assert figures["mean_length"] < figures["mean_length_of_all"]
 
     def test_first_stage_shorter_than_a_window_is_refused(self, tmp_path: Path, data: Path) -> None:
         with (
@@ -98,11 +96,6 @@ class TestLengthCurriculum(TechniqueSuite):
             ),
         ):
             pass
-
-    @pytest.mark.parametrize("other", ["ddp", "fsdp", "pipeline-parallel"])
-    def test_techniques_that_split_batches_conflict(self, other: str) -> None:
-        with pytest.raises(UsageError, match=f"length-curriculum and {other}|{other} and length-curriculum"):
-            Stack.of({"length-curriculum": {}, other: {}})
 
     def test_text_of_one_document_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "text.txt").write_text("one text " * 200)

@@ -8,19 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.technique_suite import (
-    STEPS,
-    TINY,
-    TechniqueSuite,
-    opened,
-    train_run,
-    verified_step,
-    with_techniques,
-)
+from tensorkeep.errors import TechniqueNotActiveError
+from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite, opened, trained, verified_step
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.config_switch import RangeTestSettings, RangeTestTechnique
-from tensorkeep.train.techniques.stack import Stack
 
 
 class TestRangeTest(TechniqueSuite):
@@ -32,9 +23,9 @@ class TestRangeTest(TechniqueSuite):
         stray = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
         run.operations.update = stray.step
 
-    def test_rates_rise_exponentially_from_the_lowest_to_the_highest(self, tmp_path: Path, data: Path) -> None:
-        train_run(self.config_with({"lowest": 1e-5, "highest": 1e-2}), tmp_path, data)
-        lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    def test_rates_rise_exponentially_from_the_lowest_to_the_highest(self, data: Path) -> None:
+        log = trained(self.config_with({"lowest": 1e-5, "highest": 1e-2}), data) / "log.jsonl"
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
         rates = [line["learning_rate"] for line in lines if line["kind"] == "train"]
         assert len(rates) == STEPS
         assert rates[0] == pytest.approx(1e-5)
@@ -60,22 +51,6 @@ class TestRangeTest(TechniqueSuite):
             assert verified_step(run)["lr-range-test"]["learning_rates"] == pytest.approx([1e-6])
 
 
-def test_muon_is_refused() -> None:
-    with pytest.raises(UsageError, match="muon has two"):
-        RangeTestTechnique(RangeTestSettings()).configure(TINY.changed({"optim.name": "muon"}))
-
-
-def test_lowest_rate_must_be_below_the_highest() -> None:
-    with pytest.raises(UsageError, match=r"highest is 0\.1"):
-        RangeTestSettings(lowest=0.1, highest=0.1)
-
-
 def test_warm_up_is_dropped() -> None:
     config = RangeTestTechnique(RangeTestSettings()).configure(TINY.changed({"schedule.warmup_steps": 5}))
     assert config.schedule.warmup_steps == 0
-
-
-def test_two_techniques_that_set_the_schedule_conflict() -> None:
-    both = with_techniques(TINY, {"lr-range-test": {}, "lr-plateau": {}})
-    with pytest.raises(UsageError, match="each sets the schedule"):
-        Stack.of(both.techniques)

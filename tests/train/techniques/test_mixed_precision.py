@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tensorkeep.errors import DivergedError, TechniqueNotActiveError, UnsupportedError
-from tensorkeep.testing.technique_suite import STEPS, TechniqueSuite, last_state, opened, verified_step, with_techniques
+from tensorkeep.testing.technique_suite import STEPS, TechniqueSuite, last_state, opened, trained, verified_step
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
@@ -23,8 +23,7 @@ class TestMixedPrecision(TechniqueSuite):
         run.operations.loss = run.model.loss
 
     def test_weights_and_gradients_stay_in_32_bits(self, tmp_path: Path, data: Path) -> None:
-        config = with_techniques(self.config, {"mixed-precision": {"dtype": "bf16"}})
-        with opened(config, tmp_path / "run", data) as run:
+        with opened(self.config_with({"dtype": "bf16"}), tmp_path / "run", data) as run:
             run.operations.backward(run.operations.loss(*next(run.batches)))
             for parameter in run.model.parameters():
                 assert parameter.dtype == torch.float32
@@ -33,21 +32,19 @@ class TestMixedPrecision(TechniqueSuite):
 
     @pytest.mark.parametrize(("length", "chosen"), [(255, "float32"), (256, "same")])
     def test_attention_of_short_contexts_is_float32_on_a_cpu(self, length: int, chosen: str) -> None:
-        config = with_techniques(self.config, {"mixed-precision": {"dtype": "bf16"}})
+        config = self.config_with({"dtype": "bf16"})
         config = config.changed({"model.context_length": length})
         technique = MixedPrecision(MixedPrecision.Settings(dtype="bf16"))
         assert technique.configure(config).techniques["mixed-precision"]["attention"] == chosen
 
     def test_attention_in_another_precision_is_an_error(self, tmp_path: Path, data: Path) -> None:
-        config = with_techniques(self.config, {"mixed-precision": {"dtype": "bf16", "attention": "float32"}})
-        with opened(config, tmp_path / "run", data) as run:
+        with opened(self.config_with({"dtype": "bf16", "attention": "float32"}), tmp_path / "run", data) as run:
             run.model.attentions[1].kernel = torch.nn.functional.scaled_dot_product_attention
             with pytest.raises(TechniqueNotActiveError, match=r"attention returned float32 \(2\), bfloat16 \(2\)"):
                 verified_step(run)
 
     def test_overflowing_gradient_lowers_the_scale_and_keeps_the_weights(self, tmp_path: Path, data: Path) -> None:
-        config = with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}})
-        with opened(config, tmp_path / "run", data) as run:
+        with opened(self.config_with({"dtype": "fp16"}), tmp_path / "run", data) as run:
             (technique,) = run.techniques.techniques
             take_step(run)
             scale = technique.state_dict()["scaler"]["scale"]
@@ -63,8 +60,7 @@ class TestMixedPrecision(TechniqueSuite):
 
     def test_gradients_that_overflow_at_any_scale_end_the_run(self, tmp_path: Path, data: Path) -> None:
         """Otherwise the run would never make an update."""
-        config = with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}})
-        with opened(config, tmp_path / "run", data) as run:
+        with opened(self.config_with({"dtype": "fp16"}), tmp_path / "run", data) as run:
             run.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
             # From 65,536 to 1.
             for _ in range(16):
@@ -74,9 +70,8 @@ class TestMixedPrecision(TechniqueSuite):
 
     @pytest.mark.parametrize("broken", ["loss", "gradient"])
     def test_run_continues_after_an_update_that_the_guard_skips(self, tmp_path: Path, data: Path, broken: str) -> None:
-        config = with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}})
-        config = config.changed({"loop.on_divergence": "skip"})
-        with opened(config, tmp_path / "run", data) as run:
+        config = self.config_with({"dtype": "fp16"})
+        with opened(config.changed({"loop.on_divergence": "skip"}), tmp_path / "run", data) as run:
             (technique,) = run.techniques.techniques
             inner, nan = run.operations.loss, float("nan")
             if broken == "loss":
@@ -92,11 +87,8 @@ class TestMixedPrecision(TechniqueSuite):
             take_step(run)
             assert (run.progress.skipped, run.progress.skipped_in_a_row) == (1, 0)
 
-    def test_scaler_is_part_of_a_checkpoint(self, tmp_path: Path, data: Path) -> None:
-        from tensorkeep.testing.technique_suite import train_run
-
-        train_run(with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}}), tmp_path / "run", data)
-        saved = last_state(tmp_path / "run")["techniques"]["mixed-precision"]
+    def test_scaler_is_part_of_a_checkpoint(self, data: Path) -> None:
+        saved = last_state(trained(self.config_with({"dtype": "fp16"}), data))["techniques"]["mixed-precision"]
         assert saved["scaler"]["_growth_tracker"] == STEPS
 
     def test_faster_precision_is_chosen_and_stored_with_the_run(
@@ -107,7 +99,7 @@ class TestMixedPrecision(TechniqueSuite):
             "tensorkeep.train.techniques.mixed_precision.measured_peak",
             lambda device, dtype=torch.float32: peaks[dtype],
         )
-        config = with_techniques(self.config, {"mixed-precision": {}})
+        config = self.config_with({})
         folder = RunFolder(tmp_path / "run")
         with open_run(config, folder, Dataset.open(data)) as run:
             assert run.config.techniques == {"mixed-precision": {"dtype": "fp16", "attention": "float32"}}
@@ -120,11 +112,8 @@ class TestMixedPrecision(TechniqueSuite):
         monkeypatch.setattr(
             "tensorkeep.train.techniques.mixed_precision.measured_peak", lambda device, dtype=torch.float32: 1e9
         )
-        config = with_techniques(self.config, {"mixed-precision": {}})
-        with (
-            pytest.raises(UnsupportedError, match="would not be faster here"),
-            opened(config, tmp_path / "run", data),
-        ):
+        config = self.config_with({})
+        with pytest.raises(UnsupportedError, match="would not be faster here"), opened(config, tmp_path / "run", data):
             pass
 
     @pytest.mark.parametrize(

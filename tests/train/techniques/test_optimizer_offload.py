@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, train_run, verified_step
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, trained, verified_step
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.optim.optimizers import build_optimizers
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import NoSettings
 from tensorkeep.train.techniques.optimizer_offload import HostOptimizer, OptimizerOffload
-from tensorkeep.train.techniques.requirements import Machine
 
 FUSED = TINY.changed({"optim.implementation": "fused"})
 
@@ -44,11 +42,9 @@ class TestOptimizerOffload(TechniqueSuite):
         """Use torch's optimizer."""
         run.optimizers["adamw"] = build_optimizers(run.model, run.config.optim)["adamw"]
 
-    def test_run_is_bit_identical_to_the_fused_adamw(self, tmp_path: Path, data: Path) -> None:
+    def test_run_is_bit_identical_to_the_fused_adamw(self, data: Path) -> None:
         """With clipping and accumulation, which use the gradients on the device."""
-        train_run(FUSED, tmp_path / "plain", data)
-        train_run(self.config_with({}), tmp_path / "on", data)
-        assert losses(tmp_path / "on") == losses(tmp_path / "plain")
+        assert losses(trained(self.config_with({}), data)) == losses(trained(FUSED, data))
 
     def test_skipped_update_leaves_no_gradient(self, tmp_path: Path, data: Path) -> None:
         with opened(self.config_with({}), tmp_path / "run", data) as run:
@@ -57,8 +53,7 @@ class TestOptimizerOffload(TechniqueSuite):
             assert all(each.grad is None for each in run.model.parameters())
 
     def test_muon_stays_on_the_device(self, tmp_path: Path, data: Path) -> None:
-        config = self.config_with({}).changed({"optim.name": "muon"})
-        with opened(config, tmp_path / "run", data) as run:
+        with opened(self.config_with({}).changed({"optim.name": "muon"}), tmp_path / "run", data) as run:
             verified_step(run)
             assert isinstance(run.optimizers["muon"], torch.optim.Muon)
             assert isinstance(run.optimizers["adamw"], HostOptimizer)
@@ -117,8 +112,3 @@ def test_loaded_weights_are_not_overwritten_by_older_ones() -> None:
     give_gradients(there, 1)
     host.step()
     assert all(bool((each > 50).all()) for each in there)
-
-
-def test_missing_cuda_is_reported() -> None:
-    lack = OptimizerOffload(NoSettings()).lacks(Machine(torch.device("cpu")))
-    assert lack == "needs a CUDA device; the run is on cpu"

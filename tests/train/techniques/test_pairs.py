@@ -1,9 +1,10 @@
-"""Every pair of techniques without a conflict: both are proved, and the run resumes exactly."""
+"""Stacks of techniques, which together have every pair without a conflict: all are proved, and runs resume exactly."""
 
 import json
-from contextlib import nullcontext
+from collections.abc import Collection
 from itertools import combinations
 from pathlib import Path
+from shutil import copytree, rmtree
 from typing import Any
 
 import pytest
@@ -11,21 +12,29 @@ import torch
 
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run, with_techniques
+from tensorkeep.testing.technique_suite import TINY, last_state, losses, with_techniques
+from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
 from tensorkeep.train.techniques.parallel import TOGETHER
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
-from train.techniques.several_processes import ProcessPool, task
+from train.techniques.several_processes import ACTIONS, ProcessPool, task
 
 # Wide enough for low-bit optimizers to quantise; no dropout, which flash attention on CPUs does not support.
 # Four processes have two sequences each, which can be split once more.
 CONFIG = TINY.changed(
-    {"model.d_model": 64, "model.dropout": 0.0, "loop.steps": 3, "loop.batch_size": 8, "checkpoint.every": 1}
+    {
+        "model.d_model": 64,
+        "model.dropout": 0.0,
+        "loop.steps": 3,
+        "loop.batch_size": 8,
+        "checkpoint.every": 1,
+        "checkpoint.keep_last": 3,
+    }
 )
+ONE_BLOCK = CONFIG.changed({"model.n_layers": 1})
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "mixed-precision": {"dtype": "bf16"},
@@ -46,8 +55,9 @@ def lack(name: str) -> str | None:
 
 
 HERE = [name for name in TECHNIQUE_CLASSES.names() if name in TOGETHER or lack(name) is None]
-POOLS = {2: "two_processes", 4: "four_processes"}
-PAIRS = list(combinations(HERE, 2))
+IN_ONE_WORKER = pytest.mark.xdist_group("processes")
+MOST = 7
+"""Techniques of a stack. More would make fewer stacks, and a failure harder to explain."""
 
 
 def settings(*names: str) -> dict[str, dict[str, Any]]:
@@ -63,6 +73,37 @@ def conflict(first: str, second: str) -> bool:
     return False
 
 
+PAIRS = [pair for pair in combinations(HERE, 2) if not conflict(*pair)]
+
+
+def covering_stacks() -> list[tuple[str, ...]]:
+    """Return stacks without conflicts that together have all pairs: each begins with the first pair that is left."""
+    stacks, left = [], dict.fromkeys(PAIRS)
+    while left:
+        stack = set(next(iter(left)))
+        while len(stack) < MOST:
+            gains = {name: _pairs(name, stack) for name in HERE if name not in stack}
+            gains = {name: found for name, found in gains.items() if found <= ALLOWED}
+            best = max(gains, key=lambda name: len(gains[name] & left.keys()), default=None)
+            if best is None or not gains[best] & left.keys():
+                break
+            stack.add(best)
+        stacks.append(tuple(sorted(stack)))
+        for pair in combinations(stacks[-1], 2):
+            left.pop(pair, None)
+    return stacks
+
+
+def _pairs(name: str, stack: set[str]) -> set[tuple[str, ...]]:
+    return {tuple(sorted((name, other))) for other in stack}
+
+
+ALLOWED = set(PAIRS)
+STACKS = covering_stacks()
+IN_MAKE_TEST = (1, 10)
+"""The numbers of the stacks that are not left to the exhaustive tests."""
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
@@ -73,69 +114,101 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "prepared"
 
 
-def processes(pair: tuple[str, str]) -> int:
-    """Return how many processes train with a pair of techniques."""
-    if "hsdp" in pair or set(pair) == {"fsdp", "tensor-parallel"}:
-        # With tensor-parallel as well, a mesh of three dimensions.
-        return 8 if set(pair) == {"hsdp", "tensor-parallel"} else 4
-    return 2 if set(pair) & set(TOGETHER) else 1
+def processes(stack: Collection[str]) -> int:
+    """Return how many processes train with a stack of techniques."""
+    # With tensor-parallel as well, each has a mesh of one dimension more.
+    least = 4 if "hsdp" in stack else 2 if set(TOGETHER) & set(stack) else 1
+    return 2 * least if {"fsdp", "hsdp"} & set(stack) and "tensor-parallel" in stack else least
 
 
-@pytest.mark.slow  # minutes in all
-@pytest.mark.parametrize("pair", [pair for pair in PAIRS if not conflict(*pair)], ids="+".join)
-def test_pair_is_proved_and_resumes_exactly(
-    tmp_path: Path, data: Path, pair: tuple[str, str], request: pytest.FixtureRequest
+def check(config: Config, folder: Path, data: Path, pool: ProcessPool | None = None, **options: str) -> None:
+    """Train a run, and its rest again after its first checkpoint: all techniques are proved, and the bits are equal."""
+
+    def trained(name: str, *, resume: bool = False) -> None:
+        given = task("train", config, folder / name, data, resume=resume, **options)
+        if pool is None:
+            ACTIONS["train"](given)
+        else:
+            pool.run({name: given})
+
+    trained("whole")
+    # As if it had been killed after its first step.
+    copytree(folder / "whole", folder / "killed")
+    for step in (2, 3):
+        rmtree(folder / "killed" / "checkpoints" / f"step-{step:06}")
+    trained("killed", resume=True)
+    lines = [json.loads(line) for line in (folder / "killed" / "log.jsonl").read_text().splitlines()]
+    for step in (1, 2):
+        proved = {line["name"] for line in lines if line["kind"] == "technique" and line["step"] == step}
+        assert proved == set(config.techniques), f"in step {step}"
+    assert losses(folder / "killed") == losses(folder / "whole")
+    assert difference(last_state(folder / "killed"), last_state(folder / "whole")) is None
+
+
+def marks(number: int, stack: tuple[str, ...]) -> list[pytest.MarkDecorator]:
+    found = [pytest.mark.integration] if number in IN_MAKE_TEST else [pytest.mark.exhaustive]
+    return found if processes(stack) == 1 else [*found, IN_ONE_WORKER]
+
+
+@pytest.mark.parametrize(
+    "stack", [pytest.param(each, marks=marks(number, each), id="+".join(each)) for number, each in enumerate(STACKS)]
+)
+def test_stack_is_proved_and_resumes_exactly(
+    tmp_path: Path, data: Path, stack: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
-    config = with_techniques(CONFIG, settings(*pair))
-    count = processes(pair)
-    if count == 1:
-        train_run(config, tmp_path / "whole", data)
-        train_run(config, tmp_path / "parts", data, stop_after=1)
-        train_run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", data, resume=True)
+    config = with_techniques(CONFIG, settings(*stack))
+    count = processes(stack)
+    if count == 8:
+        with ProcessPool(8, tmp_path / "pool") as pool:
+            check(config, tmp_path, data, pool)
     else:
-        pool = ProcessPool(8, tmp_path / "pool") if count == 8 else request.getfixturevalue(POOLS[count])
-        tasks = {
-            "whole": task("train", config, tmp_path / "whole", data),
-            "first part": task("train", config, tmp_path / "parts", data, stop_after=1),
-            "second part": task("train", config, tmp_path / "parts", data, resume=True),
-        }
-        with pool if count == 8 else nullcontext():
-            pool.run(tasks)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+        pools = {1: None, 2: "two_processes", 4: "four_processes"}
+        check(config, tmp_path, data, pools[count] and request.getfixturevalue(pools[count]))
 
 
+@pytest.mark.integration
+@IN_ONE_WORKER
 def test_fsdp_checkpoints_activations_of_compiled_code(tmp_path: Path, data: Path, two_processes: ProcessPool) -> None:
-    """Hooks of the blocks run in plain Python only, for a few rows, and FSDP computes with weights of its own."""
-    config = with_techniques(CONFIG, settings("fsdp", "compile", "activation-checkpointing"))
-    tasks = {
-        "whole": task("train", config, tmp_path / "whole", data),
-        "first part": task("train", config, tmp_path / "parts", data, stop_after=1),
-        "second part": task("train", config, tmp_path / "parts", data, resume=True),
-    }
-    results = two_processes.run(tasks)
-    assert all("message" not in (each or {}) for process in results for each in process.values()), results
-    assert [each[0] for each in losses(tmp_path / "whole")] == [1, 2, 3, 3]
-    # The observed first step of a process exchanges the gradients of its batches as often as any other step.
-    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+    """Hooks of the blocks run in plain Python only, for a few rows, and FSDP computes with weights of its own.
+
+    Compiled code is traced, and computed in Python.
+
+    The observed first step of a process exchanges the gradients of its batches as often as any other step.
+    """
+    stack = settings("fsdp", "compile", "activation-checkpointing")
+    check(with_techniques(ONE_BLOCK, stack), tmp_path, data, two_processes, compile_by="eager")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("recipe", ["shakespeare-char-gpu", "chatgot-85m", "gpt2-124m"])
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("recipe", "optimizer", "options"),
+    [
+        ("shakespeare-char-gpu", "adamw", {}),
+        ("gpt2-124m", "muon", {"compile_by": "eager"}),
+        pytest.param("shakespeare-char-gpu", "muon", {}, marks=pytest.mark.exhaustive),
+        pytest.param("gpt2-124m", "adamw", {}, marks=pytest.mark.exhaustive),
+        pytest.param("gpt2-124m", "muon", {}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_defaults_of_a_gpu_recipe_are_proved_together_and_resume_exactly(
-    tmp_path: Path, data: Path, recipe: str, optimizer: str
+    tmp_path: Path, data: Path, recipe: str, optimizer: str, options: dict[str, str]
 ) -> None:
-    names = [name for name in get_recipe(recipe).default_techniques if name in HERE]
-    assert set(names) >= {"compile", "fused-optimizer", "mixed-precision"}
-    config = with_techniques(CONFIG.changed({"optim.name": optimizer}), settings(*names))
-    train_run(config, tmp_path / "whole", data)
-    train_run(config, tmp_path / "parts", data, stop_after=1)
-    train_run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", data, resume=True)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+    config = ONE_BLOCK.changed({"optim.name": optimizer})
+    check(with_techniques(config, settings(*defaults_here(recipe))), tmp_path, data, **options)
 
 
-def test_enough_pairs_can_run() -> None:
-    # The test above would pass without any pairs.
-    assert len(HERE) >= 10
-    assert sum(not conflict(*pair) for pair in PAIRS) > len(PAIRS) // 2
+def defaults_here(recipe: str) -> set[str]:
+    found = set(get_recipe(recipe).default_techniques) & set(HERE)
+    assert found >= {"compile", "fused-optimizer", "mixed-precision"}
+    return found
+
+
+def test_other_recipes_have_the_same_defaults() -> None:
+    assert defaults_here("chatgot-85m") == defaults_here("gpt2-124m") > defaults_here("shakespeare-char-gpu")
+
+
+def test_each_pair_without_a_conflict_is_in_a_stack_without_conflicts() -> None:
+    covered = {pair for stack in STACKS for pair in combinations(stack, 2)}
+    assert covered == ALLOWED
+    assert len(HERE) >= 10 and len(PAIRS) > len(HERE) * (len(HERE) - 1) // 4, "too few can run here"

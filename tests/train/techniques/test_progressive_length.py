@@ -1,13 +1,11 @@
 """Progressive length: the lengths of the windows, and that no token is lost."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tensorkeep.errors import UsageError
-from tensorkeep.testing.technique_suite import STEPS, TINY, SilentListener, TechniqueSuite, opened, verified_step
+from tensorkeep.testing.technique_suite import STEPS, SilentListener, TechniqueSuite, opened, whole_run
 from tensorkeep.train.loop import take_step, train
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.progressive_length import ProgressiveLength, ProgressiveLengthSettings
@@ -65,35 +63,11 @@ class TestProgressiveLength(TechniqueSuite):
             tokens, flops = run.progress.tokens // STEPS, run.config.model.flops_per_token
             assert run.speed.flops == sum(tokens * flops(length) for length in (4, 8, 16, 16, 16))
 
-    def test_proof_has_the_stage(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.config_with({}), tmp_path / "run", data) as run:
-            figures = verified_step(run)["progressive-length"]
-            assert figures == {"length": 4, "windows": 32, "tokens": 128, "stage": 1}
+    def test_proof_has_the_stage(self, data: Path) -> None:
+        figures = whole_run(self.config_with({}), data).proofs["progressive-length"].figures
+        assert figures == {"length": 4, "windows": 32, "tokens": 128, "stage": 1}
 
 
 @pytest.mark.parametrize(("step", "stage"), [(1, 0), (25, 0), (26, 1), (50, 1), (51, 2), (100, 2), (101, 2)])
 def test_stage_depends_on_the_step(step: int, stage: int) -> None:
     assert ProgressiveLength(ProgressiveLengthSettings()).stage(step, 100) == stage
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pieces": (4, 2), "shares": (0.5, 0.5)}, r"pieces is \[4, 2\]"),
-        ({"pieces": (2, 4, 1)}, "pieces is"),
-        ({"pieces": ()}, "pieces is"),
-        ({"pieces": (4, 0, 1)}, r"pieces is \(4, 0, 1\)"),
-        ({"shares": (0.5, 0.5)}, "shares is .* for 3 stages"),
-        ({"shares": (0.5, 0.5, 0.5)}, "shares is"),
-        ({"shares": (0.5, 0.5, 0.0)}, r"shares is \(0.5, 0.5, 0.0\)"),
-    ],
-)
-def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        ProgressiveLengthSettings(**settings)
-
-
-def test_windows_that_cannot_be_cut_are_refused() -> None:
-    technique = ProgressiveLength(ProgressiveLengthSettings(pieces=(3, 1), shares=(0.5, 0.5)))
-    with pytest.raises(UsageError, match="a context of 16 cannot be cut into 3"):
-        technique.configure(TINY)

@@ -75,20 +75,34 @@ def test_error_comes_with_the_first_update(tmp_path: Path, data: Path, name: str
         assert run.progress.step == 3
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.5, 1.1, float("nan")])
-@pytest.mark.parametrize("name", PROVED_BY_UPDATES)
+def other_update(run: Run, weights: list[Tensor], factor: float) -> None:
+    """Multiply the updates of weights."""
+    update = run.operations.update
+
+    def updated() -> None:
+        before = [each.detach().clone() for each in weights]
+        update()
+        for each, old in zip(weights, before, strict=True):
+            each.data.copy_(old + factor * (each.data - old))
+
+    run.operations.update = updated
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("fused-optimizer", 0.0),
+        ("fused-optimizer", float("nan")),
+        ("low-bit-optimizer", 0.5),
+        ("low-bit-optimizer", 1.1),
+        ("optimizer-offload", 0.0),
+        ("optimizer-offload", 1.1),
+    ],
+)
 def test_optimizer_that_makes_another_update_is_an_error(tmp_path: Path, data: Path, name: str, factor: float) -> None:
     """It does everything else: it calls its kernels, and has its states."""
     with opened(with_techniques(WIDE, {name: PROVED_BY_UPDATES[name]}), tmp_path / "run", data) as run:
-        update = run.operations.update
-
-        def other_update() -> None:
-            before = [each.detach().clone() for each in run.model.parameters()]
-            update()
-            for each, old in zip(run.model.parameters(), before, strict=True):
-                each.data.copy_(old + factor * (each.data - old))
-
-        run.operations.update = other_update
+        other_update(run, list(run.model.parameters()), factor)
         match = f"{name} .*the updates of .* weights are not those of AdamW"
         with pytest.raises(TechniqueNotActiveError, match=match):
             train(run, ProofListener())
@@ -98,14 +112,7 @@ def test_optimizer_that_makes_another_update_is_an_error(tmp_path: Path, data: P
 @pytest.mark.parametrize("name", PROVED_BY_UPDATES)
 def test_optimizer_that_leaves_out_one_weight_is_an_error(tmp_path: Path, data: Path, name: str) -> None:
     with opened(with_techniques(WIDE, {name: PROVED_BY_UPDATES[name]}), tmp_path / "run", data) as run:
-        update, weight = run.operations.update, run.model.attentions[1].qkv.weight
-
-        def partial_update() -> None:
-            before = weight.detach().clone()
-            update()
-            weight.data.copy_(before)
-
-        run.operations.update = partial_update
+        other_update(run, [run.model.attentions[1].qkv.weight], 0.0)
         with pytest.raises(TechniqueNotActiveError, match=r"of 1 of .*blocks\.1\.attention\.qkv\.weight is 100% off"):
             train(run, ProofListener())
 

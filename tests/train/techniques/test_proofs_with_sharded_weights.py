@@ -9,6 +9,8 @@ from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TINY, opened, verified_step, with_techniques
 from train.techniques.several_processes import group_of_one
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step, with_techniques
+from tensorkeep.errors import TechniqueNotActiveError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step, whole_run, with_techniques
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.state import Run
@@ -18,9 +18,6 @@ from tensorkeep.train.techniques.quantised_forward import (
     fake_quantised,
     to_float8,
 )
-from tensorkeep.train.techniques.requirements import Machine
-
-FLOAT8 = QuantisedForward(QuantisedForwardSettings(mode="float8"))
 
 
 def linear_layers(model: GPT) -> list[nn.Linear]:
@@ -48,9 +45,8 @@ class TestQuantisedForward(TechniqueSuite):
             with pytest.raises(TechniqueNotActiveError, match="8 did not"):
                 verified_step(run)
 
-    def test_proof_has_the_distances(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.config_with({}), tmp_path / "run", data) as run:
-            figures = verified_step(run)["quantised-forward"]
+    def test_proof_has_the_distances(self, data: Path) -> None:
+        figures = whole_run(self.config_with({}), data).proofs["quantised-forward"].figures
         assert figures["layers"] == 8
         assert figures["distance"] < 1e-5 < 1e-3 < figures["distance_of_plain"]
 
@@ -106,23 +102,6 @@ def test_float8_keeps_parameters_and_their_names() -> None:
     assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
 
 
-def test_float8_is_refused_on_a_cpu() -> None:
-    assert "needs a CUDA device; the run is on cpu" in str(FLOAT8.lacks(Machine(torch.device("cpu"))))
-
-
-def test_float8_without_compile_is_refused() -> None:
-    with pytest.raises(UsageError, match="unless the scaling is compiled"):
-        FLOAT8.configure(TINY)
-
-
-@pytest.mark.parametrize(
-    ("settings", "size"),
-    [({"model.d_model": 24}, "d_model is 24"), ({"model.d_ff": 40}, "MLPs is 40"), ({"loop.batch_size": 1}, None)],
-)
-def test_float8_needs_multiples_of_16(settings: dict[str, object], size: str | None) -> None:
-    config = with_techniques(TINY, {"compile": {}}).changed(settings)
-    if size is None:
-        assert FLOAT8.configure(config) == config
-    else:
-        with pytest.raises(UsageError, match=size):
-            FLOAT8.configure(config)
+def test_float8_is_accepted_with_any_batch_size() -> None:
+    config = with_techniques(TINY, {"compile": {}}).changed({"loop.batch_size": 1})
+    assert QuantisedForward(QuantisedForwardSettings(mode="float8")).configure(config) == config

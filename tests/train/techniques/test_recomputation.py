@@ -26,11 +26,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "settings"),
     [
         ("activation-function", {"activation": "swiglu"}),
-        pytest.param("lr-range-test", {}, marks=pytest.mark.slow),
+        pytest.param("lr-range-test", {}, marks=pytest.mark.exhaustive),
         ("lr-plateau", {}),
         ("progressive-length", {}),
-        pytest.param("length-curriculum", {}, marks=pytest.mark.slow),
-        pytest.param("loss-curriculum", {}, marks=pytest.mark.slow),
+        pytest.param("length-curriculum", {}, marks=pytest.mark.exhaustive),
+        pytest.param("loss-curriculum", {}, marks=pytest.mark.exhaustive),
         ("sparse-attention", {"block": 4, "keep": 2}),
         ("quantised-forward", {}),
     ],
@@ -38,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recomputed_blocks_are_bit_identical(
     tmp_path: Path, data: Path, name: str, settings: Mapping[str, Any]
 ) -> None:
-    alone = with_techniques(TINY, {name: settings})
+    alone = with_techniques(TINY.changed({"loop.steps": 3}), {name: settings})
     train_run(alone, tmp_path / "alone", data)
     train_run(with_techniques(alone, {"activation-checkpointing": {}}), tmp_path / "both", data)
     assert losses(tmp_path / "both") == losses(tmp_path / "alone")

@@ -44,11 +44,6 @@ def test_unknown_setting_lists_the_known_ones() -> None:
     assert "dtype" in str(caught.value.remedy)
 
 
-def test_setting_out_of_range_names_its_technique() -> None:
-    with pytest.raises(UsageError, match="activation-checkpointing: every is 0"):
-        Stack.of({"activation-checkpointing": {"every": 0}})
-
-
 def test_conflict_names_both_and_the_reason() -> None:
     first = fake("compile", conflicts={"tf32": "they fight"})
     with pytest.raises(UsageError, match="compile and tf32 cannot be combined: they fight"):

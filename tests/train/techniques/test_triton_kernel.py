@@ -14,7 +14,6 @@ from tensorkeep.errors import TechniqueNotActiveError, UsageError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step, with_techniques
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import NoSettings
-from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
 from tensorkeep.train.techniques.triton_kernel import TritonKernel
 
@@ -106,8 +105,3 @@ def test_step_without_launches_is_an_error() -> None:
     missed = "forward of block 0, the backward of block 0, the forward of block 1, the backward of block 1"
     with pytest.raises(TechniqueNotActiveError, match=missed), Stack([TritonKernel(NoSettings())]).verified(run):
         pass
-
-
-def test_missing_cuda_is_reported() -> None:
-    lack = TritonKernel(NoSettings()).lacks(Machine(torch.device("cpu")))
-    assert lack == "needs a CUDA device; the run is on cpu"

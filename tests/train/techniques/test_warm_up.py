@@ -14,14 +14,19 @@ from tensorkeep.train.loop import take_step
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.techniques import cuda_graphs, warm_up
 from tensorkeep.train.techniques.cuda_graphs import CudaGraphs
+from train.techniques.several_processes import compile_by, group_of_one
 
 TRACED = {"compile": {"backend": "aot_eager"}}
 ONE_BLOCK = TINY.changed({"model.n_layers": 1})
 
 
+pytestmark = pytest.mark.integration
+
+
 @pytest.fixture(autouse=True)
-def simulated_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replay a graph by calling the captured function again."""
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replay a graph by calling the captured function again; trace functions, and compute them in Python."""
+    compile_by(monkeypatch, "eager")
 
     def capture(work: Callable[[], None], pool: Any) -> Callable[[], None]:
         return torch.enable_grad()(work)
@@ -68,8 +73,7 @@ def test_one_row_proves_the_techniques_beside(tmp_path: Path, data: Path, techni
     if "cuda-graphs" in techniques:
         # Its shapes change; and a simulated replay counts losses too.
         del others["progressive-length"], others["fused-cross-entropy"]
-    config = with_techniques(ONE_BLOCK, {**techniques, **others})
-    with opened(config, tmp_path / "run", data) as run:
+    with opened(with_techniques(ONE_BLOCK, {**techniques, **others}), tmp_path / "run", data) as run:
         figures = verified_step(run)
         assert set(figures) == {*techniques, *others}
         if "cuda-graphs" not in techniques:
@@ -78,6 +82,16 @@ def test_one_row_proves_the_techniques_beside(tmp_path: Path, data: Path, techni
             assert figures["fused-cross-entropy"]["full_bytes"] == tokens * row
             assert figures["fused-cross-entropy"]["held_bytes"] == tokens // 8 * row
             assert figures["progressive-length"]["tokens"] == TINY.loop.accumulate * tokens
+
+
+def test_hooks_of_observers_do_not_recompile_a_sharded_model(tmp_path: Path, data: Path) -> None:
+    """Its layers have hooks of their own, so that torch compiles them again when others are added."""
+    techniques = {**TRACED, "tensor-parallel": {}, "attention-kernel": {"kernel": "math"}}
+    with group_of_one(), opened(with_techniques(ONE_BLOCK, techniques), tmp_path / "run", data) as run:
+        figures = verified_step(run)
+        assert figures["compile"]["recompiled"] == 0
+        # In plain Python, for each batch.
+        assert figures["attention-kernel"] == {"kernel": "math", "times": 2}
 
 
 @pytest.mark.usefixtures("one_row")

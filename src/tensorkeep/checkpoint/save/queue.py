@@ -154,8 +154,10 @@ class SaveQueue:
         with self._lock:
             self._ended.append(ended)
             job, self._queued = self._queued, None
-            if job is not None and job.finished.is_set():
-                job = None  # it was superseded, and the save that took its place was interrupted
+            if job is not None and job.error is not None:
+                # It was superseded, perhaps not completely: the save that took its place was interrupted.
+                job.abandon(job.error)
+                job = None
             self._running = job
             self._changed.notify_all()
             return job

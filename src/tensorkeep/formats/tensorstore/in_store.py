@@ -11,7 +11,6 @@ from tensorkeep.errors import UnsupportedError
 from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath, endpoint
 
-_FIRST_DELAY = 0.1
 _AFTER_SLASH = chr(ord("/") + 1)
 
 
@@ -68,8 +67,8 @@ def _credentials_of_s3() -> dict[str, str] | None:
 
 def retries() -> dict[str, Any]:
     """Return the resources of a context that limit how often a request is repeated."""
-    longest = max(_FIRST_DELAY, stores.give_up_seconds() / 8)
-    limits = {"max_retries": stores.MOST_RETRIES, "initial_delay": f"{_FIRST_DELAY}s", "max_delay": f"{longest}s"}
+    first, longest = stores.pauses(stores.give_up_seconds())
+    limits = {"max_retries": stores.MOST_RETRIES, "initial_delay": f"{first}s", "max_delay": f"{max(first, longest)}s"}
     return {f"{driver}_request_retries": limits for driver in ("s3", "gcs", "http")}
 
 

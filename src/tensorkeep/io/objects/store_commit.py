@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -21,6 +20,7 @@ from typing import Any, Self
 import msgspec
 
 from tensorkeep.errors import DestinationExistsError, NotFoundError, StoreError, TensorkeepError
+from tensorkeep.io.clock import clock
 from tensorkeep.io.objects import stores
 from tensorkeep.io.objects.store_errors import unsafe_server
 from tensorkeep.io.places import MANIFEST_NAME
@@ -132,19 +132,19 @@ class StoreCommit:
         self._old: bytes | None = None
         self._replaced: set[str] = set()
         self._content: bytes | None = None
-        self._begun = time.time()
+        self._begun = clock().time()
         self._process = os.getpid()
         self._is_visible: bool | None = False  # None: unknown
 
     def __enter__(self) -> Self:
-        end = time.monotonic() + stores.give_up_seconds()
+        end = clock().monotonic() + stores.give_up_seconds()
         while True:
             try:
                 self._look_at_destination(end)
                 return self
             except StoreError:
                 # Another save may have replaced what was read.
-                if self._seen is None or self._is_still(self._seen) or time.monotonic() > end:
+                if self._seen is None or self._is_still(self._seen) or clock().monotonic() > end:
                     raise
 
     def _look_at_destination(self, end: float) -> None:
@@ -156,7 +156,7 @@ class StoreCommit:
             if MANIFEST_NAME not in names:
                 self._check_free(names)
                 return
-            if time.monotonic() > end:
+            if clock().monotonic() > end:
                 raise StoreError(
                     "lists a manifest that cannot be read",
                     path=self.destination,
@@ -191,9 +191,9 @@ class StoreCommit:
         """
         self._content = content
         self._check_server(content)
-        if time.time() - self._begun > LEFTOVER_AGE.total_seconds():
+        if clock().time() - self._begun > LEFTOVER_AGE.total_seconds():
             self._check_objects(content)
-        end = time.monotonic() + stores.give_up_seconds()
+        end = clock().monotonic() + stores.give_up_seconds()
         if self._old is not None and self.destination.is_step:
             put_tombstone(self.destination, self._old)
         while not self._put(content):
@@ -209,13 +209,13 @@ class StoreCommit:
                     path=self.destination,
                     remedy="choose another path, or save again and overwrite that (overwrite=True)",
                 )
-            if time.monotonic() > end:
+            if clock().monotonic() > end:
                 raise StoreError(
                     "cannot make the checkpoint visible: the store keeps answering that another request is in its way",
                     path=self.destination,
                     remedy="save again, or to another path",
                 )
-            time.sleep(_AGAIN_SECONDS)
+            clock().sleep(_AGAIN_SECONDS)
         self._is_visible = True
         self._remove([name for name in sorted(self._replaced) if not _names(content, name)])
 

@@ -7,7 +7,6 @@ variables of the stores' own tools, such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOIN
 
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -15,6 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tensorkeep.errors import UnsupportedError, UsageError, import_extra
+from tensorkeep.io.clock import clock
 from tensorkeep.io.objects.store_errors import DETAILS, TRIED, replaced, store_request, unusable
 from tensorkeep.paths import StorePath, check_url, endpoint
 
@@ -34,6 +34,7 @@ _CUT_SHORT = "the answer was cut short"
 
 _BROKEN_ANSWERS = ("error sending request", "request or response body error", "Got invalid list response", _CUT_SHORT)
 _AGAIN_SECONDS = 0.1
+_FIRST_PAUSE = 0.1
 
 T = TypeVar("T")
 
@@ -215,7 +216,7 @@ def _repeated(request: Callable[[], T]) -> T:
 
     The last error has the number of all requests, also of those that obstore has repeated.
     """
-    started, retries = time.monotonic(), 0
+    started, retries = clock().monotonic(), 0
     while True:
         try:
             return request()
@@ -225,11 +226,11 @@ def _repeated(request: Callable[[], T]) -> T:
                 raise
         tried = TRIED.search(text)
         retries += int(tried[2]) if tried else 0
-        seconds = time.monotonic() - started
+        seconds = clock().monotonic() - started
         if seconds > give_up_seconds():
             raise OSError(f"{TRIED.sub('', text)} in {seconds:.1f}s, after {retries} retries")
         retries += 1
-        time.sleep(_AGAIN_SECONDS)
+        clock().sleep(_AGAIN_SECONDS)
 
 
 def _status(meta: Any) -> ObjectStatus:
@@ -244,20 +245,21 @@ def _store_of(path: StorePath) -> "ObjectStore":
             remedy='start processes with "spawn" or "forkserver", or use the store in the child first',
         )
     check_url(path)
-    store = _connect(path.bucket, endpoint(), give_up_seconds())
+    seconds = give_up_seconds()
+    store = _connect(path.bucket, endpoint(), seconds, *pauses(seconds))
     _used_in.add(os.getpid())
     return store
 
 
 @cache
-def _connect(bucket: str, endpoint: str, seconds: float) -> "ObjectStore":
+def _connect(bucket: str, endpoint: str, seconds: float, first_pause: float, longest_pause: float) -> "ObjectStore":
     from_url = import_extra("obstore.store", "cloud", f"{bucket} needs the package obstore").from_url
-    limit = timedelta(seconds=seconds)
+    limit, first, longest = (timedelta(seconds=each) for each in (seconds, first_pause, longest_pause))
     retry: Any = {
         "max_retries": MOST_RETRIES,
         "retry_timeout": limit,
         # The first pause must be the shorter one: obstore panics otherwise.
-        "backoff": {"init_backoff": min(timedelta(milliseconds=100), limit / 16), "max_backoff": limit / 8, "base": 2},
+        "backoff": {"init_backoff": min(first, longest / 2), "max_backoff": longest, "base": 2},
     }
     # A plain endpoint is one that the user has named.
     client: Any = {"timeout": limit, "allow_http": f"{endpoint} {bucket}".count("http://") > 0}
@@ -267,6 +269,11 @@ def _connect(bucket: str, endpoint: str, seconds: float) -> "ObjectStore":
         except Exception as error:
             raise unusable(bucket, str(error)) from None
     return store
+
+
+def pauses(seconds: float) -> tuple[float, float]:
+    """Return the first pause before a library repeats a request, and the longest, if it gives up after so long."""
+    return clock().library_pause(_FIRST_PAUSE), clock().library_pause(seconds / 8)
 
 
 def give_up_seconds() -> float:

@@ -12,12 +12,16 @@ from tensorkeep.report.subject import subject_and_machine
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+FILES_ONLY = ("three-way", "comparison", "impact")
+"""Plots whose figures the page shows itself."""
 # The published three-way comparison has three panels; for more arms the six-way one adds a fourth, the improvement.
 _FEW = 3
 
 
-def draw_plots(results: Results) -> list[Plot]:
+def draw_plots(results: Results, *, for_files: bool = True) -> list[Plot]:
     """Return every figure that the results call for, drawn; its title names the model or recipe, and the machine.
+
+    Without ``for_files``, only those are drawn that the page needs: drawing one takes about a second.
 
     Raises MissingExtraError if matplotlib is not installed.
     """
@@ -27,7 +31,8 @@ def draw_plots(results: Results) -> list[Plot]:
         remedy = installation_of("bench")
         raise MissingExtraError("plots need matplotlib, which is not installed", remedy=remedy) from error
     subject = subject_and_machine(results)
-    return [drawn(name, f"{title}: {subject}", draw, results) for name, title, draw in wanted(results)]
+    chosen = [each for each in wanted(results) if for_files or each[0] not in FILES_ONLY]
+    return [drawn(name, f"{title}: {subject}", draw, results) for name, title, draw in chosen]
 
 
 def wanted(results: Results) -> "Iterator[tuple[str, str, Callable[[Results], Figure]]]":

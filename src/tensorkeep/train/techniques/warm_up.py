@@ -6,7 +6,7 @@ observed, a few rows of each batch are also computed in plain Python, so that th
 because plain Python may need memory for a whole batch that compiled code does not need.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -53,10 +53,11 @@ def plain_rows_computed(run: Run) -> Iterator[None]:
     if plain is None:
         yield
         return
+    hooks = [(each, dict(each)) for each in _hooks_of(run.model)]
 
     def with_plain_rows(inputs: Tensor, targets: Tensor) -> Tensor:
         _compute_and_discard(run, plain, *few_rows(inputs, targets))
-        with _without_function_modes():
+        with _without_function_modes(), _replaced(hooks):
             return loss(inputs, targets)
 
     with replace_operation(run, "loss", with_plain_rows):
@@ -90,6 +91,29 @@ def _compute_and_discard(run: Run, loss: Loss, inputs: Tensor, targets: Tensor) 
         torch.autograd.grad(value, into)
         if isinstance(run.model, FSDPModule):
             run.model.set_requires_gradient_sync(True)
+
+
+def _hooks_of(model: nn.Module) -> Iterator[dict[int, Any]]:
+    for module in model.modules():
+        yield from (module._forward_pre_hooks, module._forward_hooks)
+
+
+@contextmanager
+def _replaced(hooks: Sequence[tuple[dict[int, Any], dict[int, Any]]]) -> Iterator[None]:
+    """Suspend the hooks of observers: a module with hooks of its own, such as a sharded one, would be recompiled."""
+    observed = [dict(each) for each, _ in hooks]
+    _set_hooks(hooks)
+    try:
+        yield
+    finally:
+        _set_hooks([(each, before) for (each, _), before in zip(hooks, observed, strict=True)])
+
+
+def _set_hooks(hooks: Sequence[tuple[dict[int, Any], dict[int, Any]]]) -> None:
+    for each, wanted in hooks:
+        if each.keys() != wanted.keys():
+            each.clear()
+            each.update(wanted)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Saves whose coordinator died: those that were complete are finished, others are removed."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,12 @@ def interrupted(path: Path, *, overwrite: bool = False) -> Path:
     return save.abandoned
 
 
-def test_a_complete_save_is_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("root", [None, "cut sho"], ids=["without its root", "its root was written already"])
+def test_a_complete_save_is_finished(tmp_path: Path, root: str | None) -> None:
     temporary = interrupted(tmp_path / "c")
     assert (temporary / "plan.json").exists()
+    if root is not None:
+        (temporary / "manifest.json").write_text(root)
     assert finish_saves(tmp_path) == [tmp_path / "c"]
     assert [each.name for each in tmp_path.iterdir()] == ["c"]
     assert not (tmp_path / "c" / "plan.json").exists()
@@ -48,50 +52,32 @@ def test_a_complete_save_is_finished(tmp_path: Path) -> None:
     assert tensorkeep.verify(tmp_path / "c").ok
 
 
-def test_a_save_whose_root_was_written_already_is_finished(tmp_path: Path) -> None:
-    temporary = interrupted(tmp_path / "c")
-    (temporary / "manifest.json").write_text("cut sho")
-    assert finish_or_clear(temporary) == tmp_path / "c"
-    assert tensorkeep.verify(tmp_path / "c").ok
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "fragment missing": lambda temporary: (temporary / "rank-00001.json").unlink(),
+    "fragment damaged": lambda temporary: (temporary / "rank-00001.json").write_text("{}"),
+    "data missing": lambda temporary: (temporary / "model-rank-00000.safetensors").unlink(),
+    "data cut short": lambda temporary: (temporary / "model-rank-00000.safetensors").write_bytes(b"short"),
+    "one rank twice": lambda temporary: shutil.copy(temporary / "rank-00000.json", temporary / "rank-00001.json"),
+}
 
 
-def damage_fragment(temporary: Path) -> None:
-    (temporary / "rank-00001.json").write_text("{}")
+def test_an_incomplete_save_is_removed(tmp_path: Path) -> None:
+    for label, damage in DAMAGE.items():
+        temporary = interrupted(tmp_path / "c")
+        damage(temporary)
+        assert finish_or_clear(temporary) is None, label
+        assert list(tmp_path.iterdir()) == [], label
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda temporary: (temporary / "rank-00001.json").unlink(),
-        damage_fragment,
-        lambda temporary: (temporary / "model-rank-00000.safetensors").unlink(),
-        lambda temporary: (temporary / "model-rank-00000.safetensors").write_bytes(b"short"),
-        lambda temporary: shutil.copy(temporary / "rank-00000.json", temporary / "rank-00001.json"),
-    ],
-    ids=["fragment missing", "fragment damaged", "data missing", "data cut short", "one rank twice"],
-)
-def test_an_incomplete_save_is_removed(tmp_path: Path, damage) -> None:
-    temporary = interrupted(tmp_path / "c")
-    damage(temporary)
-    assert finish_or_clear(temporary) is None
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_at_the_destination_stays_unless_the_save_was_to_replace_it(tmp_path: Path) -> None:
-    interrupted(tmp_path / "c")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_at_the_destination_stays_unless_the_save_was_to_replace_it(tmp_path: Path, overwrite: bool) -> None:
+    if overwrite:
+        tensorkeep.save({"w": torch.zeros(1)}, tmp_path / "c")
+    interrupted(tmp_path / "c", overwrite=overwrite)
     tensorkeep.save({"w": torch.zeros(1)}, tmp_path / "elsewhere")
     (tmp_path / "elsewhere").rename(tmp_path / "c")
-    assert finish_saves(tmp_path) == []
-    assert torch.equal(tensorkeep.load(tmp_path / "c")["w"], torch.zeros(1))
-
-
-def test_a_save_that_replaces_is_finished(tmp_path: Path) -> None:
-    tensorkeep.save({"w": torch.zeros(1)}, tmp_path / "c")
-    temporary = interrupted(tmp_path / "c", overwrite=True)
-    tensorkeep.save({"w": torch.zeros(1)}, tmp_path / "old")
-    (tmp_path / "old").rename(tmp_path / "c")
-    assert finish_or_clear(temporary) == tmp_path / "c"
-    assert torch.equal(tensorkeep.load(tmp_path / "c")["w"], STATE["w"])
+    assert finish_saves(tmp_path) == [tmp_path / "c"] * overwrite
+    assert torch.equal(tensorkeep.load(tmp_path / "c")["w"], STATE["w"] if overwrite else torch.zeros(1))
 
 
 def test_a_live_writer_is_left_alone(tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""Pytest plugin of CI: which exhaustive tests run today, and a record of what ran, for `tests.py`.
+
+All tests that are not exhaustive run. An exhaustive test runs every 24th day, or every 6th day if the change touches
+its subject. Together they run in `make torture`, and every night.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EVERY_DAYS, TOUCHED_DAYS = 24, 6
+
+SUBJECTS: dict[str, tuple[str, ...]] = {
+    "tests/bench": ("src/tensorkeep/bench", "src/tensorkeep/experiments"),
+    "tests/checkpoint": ("src/tensorkeep/checkpoint", "src/tensorkeep/state"),
+    "tests/checkpoint/ranks": ("src/tensorkeep/checkpoint/ranks", "src/tensorkeep/formats/native/pieces"),
+    "tests/cli": ("src/tensorkeep/cli", "src/tensorkeep/bench"),
+    "tests/codecs": ("src/tensorkeep/codecs", "src/coder"),
+    "tests/coder": ("src/tensorkeep/codecs", "src/coder"),
+    "tests/distributed": ("src/tensorkeep/distributed", "src/tensorkeep/formats/dcp"),
+    "tests/documentation": ("docs", "README.md", "examples", "src/tensorkeep/cli"),
+    "tests/faults": ("src/tensorkeep/io", "src/tensorkeep/formats", "src/tensorkeep/checkpoint"),
+    "tests/faults/ranks": ("src/tensorkeep/checkpoint/ranks", "src/tensorkeep/formats/native/pieces"),
+    "tests/faults/stores": ("src/tensorkeep/io/objects", "src/tensorkeep/checkpoint/manager"),
+    "tests/faults/test_killed_training.py": ("src/tensorkeep/train",),
+    "tests/faults/test_resumed_runs.py": ("src/tensorkeep/train",),
+    "tests/faults/test_stopped_by_signals.py": ("src/tensorkeep/train", "src/tensorkeep/cli"),
+    "tests/formats": ("src/tensorkeep/formats", "src/tensorkeep/io", "src/tensorkeep/state"),
+    "tests/io": ("src/tensorkeep/io",),
+    "tests/report": ("src/tensorkeep/report",),
+    "tests/show": ("src/tensorkeep/show", "src/tensorkeep/report"),
+    "tests/state": ("src/tensorkeep/state",),
+    "tests/test_examples.py": ("examples", "src/tensorkeep/train", "src/tensorkeep/checkpoint"),
+    "tests/test_ranks.py": ("tests/ranks.py", "tests/forked.py"),
+    "tests/train": ("src/tensorkeep/train",),
+}
+"""What tests are about, by the start of their path; the longest start counts."""
+
+
+def subject_of(node_id: str) -> tuple[str, ...]:
+    """Return the sources that a test is about; the test itself is one of them."""
+    file = node_id.partition("::")[0]
+    starts = [each for each in SUBJECTS if file == each or file.startswith(f"{each}/")]
+    return (file, *(SUBJECTS[max(starts, key=len)] if starts else ()))
+
+
+def is_touched(node_id: str, changed: Iterable[str]) -> bool:
+    """Whether a change of these files touches the subject of a test."""
+    return any(path == each or path.startswith(f"{each}/") for path in changed for each in subject_of(node_id))
+
+
+def has_its_turn(node_id: str, day: int, changed: Iterable[str]) -> bool:
+    """Whether an exhaustive test runs on a day of the year, after a change of these files."""
+    if is_touched(node_id, changed):
+        # Documents are only tried where they, or the command line, are changed.
+        period = 1 if node_id.startswith("tests/documentation/") else TOUCHED_DAYS
+    else:
+        period = EVERY_DAYS
+    return (zlib.crc32(node_id.encode()) + day) % period == 0
+
+
+def plain(node_id: str) -> str:
+    """Return the identifier of a test without its group, which xdist appends."""
+    return node_id.rpartition("@")[0] if node_id.rfind("@") > node_id.rfind("]") else node_id
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("CI")
+    group.addoption("--day", type=int, help="day of the year, by which exhaustive tests are chosen")
+    group.addoption("--changed", action="append", default=[], metavar="PATH", help="a file that the change touches")
+    group.addoption("--only", type=Path, metavar="FILE", help="run the tests that this JSON file lists")
+    group.addoption("--record", type=Path, metavar="FILE", help="write what was collected, done and failed, as JSON")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    only, day, changed = config.option.only, config.option.day, config.option.changed
+    if only is not None:
+        wanted = set(json.loads(only.read_text()))
+        chosen = [item for item in items if plain(item.nodeid) in wanted]
+    else:
+        chosen = [
+            item
+            for item in items
+            if not item.get_closest_marker("exhaustive") or has_its_turn(plain(item.nodeid), day, changed)
+        ]
+    left_out = set(items).difference(chosen)
+    if left_out:
+        config.hook.pytest_deselected(items=[*left_out])
+    items[:] = chosen
+
+
+class Recorder:
+    """Records which tests were collected, are done, and have failed, in the process that controls the workers."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._collected: set[str] = set()
+        self._done: set[str] = set()
+        self._failed: set[str] = set()
+        self._not_collected: set[str] = set()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._collected.update(plain(item.nodeid) for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        self._collected.update(map(plain, ids))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._not_collected.add(report.nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        node_id = plain(report.nodeid)
+        if report.failed:
+            self._failed.add(node_id)
+        if report.failed or report.when == "teardown":
+            self._done.add(node_id)
+
+    def pytest_sessionfinish(self) -> None:
+        found = {
+            "collected": self._collected,
+            "done": self._done,
+            "failed": self._failed,
+            "not collected": self._not_collected,
+        }
+        self._file.write_text(json.dumps({name: sorted(each) for name, each in found.items()}))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.record is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(config.option.record))

@@ -1,0 +1,17 @@
+"""Training runs of tests begin quickly."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from tensorkeep import machine
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_record() -> Iterator[None]:
+    """Let a run that begins start no git, and read the versions of packages once."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("tensorkeep.train.run.folder._git", lambda: None)
+        patches.setattr(machine, "versions", cache(machine.versions))
+        yield

@@ -1,0 +1,133 @@
+"""What CI runs: the share of the exhaustive tests, and once more, alone, what has failed (`.ci`)."""
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+START = """import os
+from pathlib import Path
+
+import pytest
+
+
+def fails_once(path):
+    if path.exists():
+        return False
+    path.touch()
+    return True
+
+
+def test_good():
+    pass
+
+
+def test_once(request):
+    assert not fails_once(Path(__file__).with_suffix(".once"))
+"""
+
+CRASHED = """
+def test_crashed():
+    if fails_once(Path(__file__).with_suffix(".crashed")):
+        os._exit(3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(48))
+def test_exhaustive(number):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def share() -> ModuleType:
+    spec = util.spec_from_file_location("share", ROOT / ".ci" / "share.py")
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+IDS = [f"tests/{folder}/test_a.py::test_b[{number}]" for folder in ("train", "faults/stores") for number in range(200)]
+
+
+def test_each_exhaustive_test_has_its_turn_once_in_a_period(share: ModuleType) -> None:
+    for node_id in IDS:
+        assert sum(share.has_its_turn(node_id, day, []) for day in range(share.EVERY_DAYS)) == 1
+
+
+def test_a_change_gives_more_turns_to_the_tests_of_its_subject_alone(share: ModuleType) -> None:
+    changed = ["src/tensorkeep/train/loop.py"]
+    for node_id in IDS:
+        turns = sum(share.has_its_turn(node_id, day, changed) for day in range(share.EVERY_DAYS))
+        assert turns == (share.EVERY_DAYS // share.TOUCHED_DAYS if "train" in node_id else 1)
+
+
+def test_all_documents_run_after_a_change_of_one(share: ModuleType) -> None:
+    assert share.has_its_turn("tests/documentation/test_pages.py::test_x", 1, ["docs/start.md"])
+
+
+def test_the_longest_start_of_a_path_counts(share: ModuleType) -> None:
+    assert share.is_touched("tests/faults/test_commit.py::test_x", ["src/tensorkeep/io/commit.py"])
+    assert not share.is_touched("tests/faults/stores/test_calls.py::test_x", ["src/tensorkeep/io/commit.py"])
+    assert share.is_touched("tests/faults/stores/test_calls.py::test_x", ["tests/faults/stores/test_calls.py"])
+    assert not share.is_touched("tests/io/test_lock.py::test_x", ["src/tensorkeep/iox/other.py"])
+
+
+def test_every_exhaustive_test_has_subjects_that_exist(share: ModuleType) -> None:
+    for start, subjects in share.SUBJECTS.items():
+        assert all((ROOT / each).exists() for each in (start, *subjects)), start
+    marked = [path for path in ROOT.glob("tests/**/*.py") if "mark.exhaustive" in path.read_text()]
+    names = [str(path.relative_to(ROOT)) for path in marked if path.name.startswith("test_") and path != Path(__file__)]
+    assert names and [name for name in names if len(share.subject_of(name)) == 1] == []
+
+
+@pytest.mark.parametrize(
+    ("node_id", "plain"),
+    [("a.py::b@processes", "a.py::b"), ("a.py::b[c@d]", "a.py::b[c@d]"), ("a.py::b[c@d]@e", "a.py::b[c@d]")],
+)
+def test_the_group_of_a_test_is_not_part_of_its_name(share: ModuleType, node_id: str, plain: str) -> None:
+    assert share.plain(node_id) == plain
+
+
+@pytest.mark.xdist_group("named")
+def test_xdist_knows_the_group_of_a_test(request: pytest.FixtureRequest) -> None:
+    if request.config.getvalue("dist") == "loadgroup" and hasattr(request.config, "workerinput"):
+        assert request.node.nodeid.endswith("@named")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("more", "workers", "code", "words"),
+    [
+        (CRASHED, 1, 0, ["FLAKY (failed, then passed alone): tests/test_a.py::test_once", "test_crashed", "left out"]),
+        ("def test_bad():\n    assert False", 0, 1, ["FLAKY", "FAILED TWICE: tests/test_a.py::test_bad"]),
+        ("@pytest.mark.parametrize('n', range(10))\ndef test_bad(n):\n    assert n > 99", 0, 1, ["FAILED, 11 tests"]),
+        ("def test_bad(", 0, 2, ["SyntaxError"]),
+    ],
+    ids=["flaky", "bad", "many", "broken"],
+)
+def test_what_fails_runs_once_more_alone(tmp_path: Path, more: str, workers: int, code: int, words: list[str]) -> None:
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  exhaustive: all cases\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text(START + more + "\n")
+    (tmp_path / "tests" / "test_b.py").write_text(START if workers else "")
+    command = [sys.executable, ".ci/tests.py", "-p", "xdist", "-n", str(workers), "--max-worker-restart", "0"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert all(word in done.stdout for word in words), done.stdout
