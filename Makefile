@@ -6,12 +6,12 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.installed-demo
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
-# Four workers for two cores, as some tests wait; one thread of torch each, as more would compete for the cores. One
+# Two workers for two cores: four took a quarter more CPU time and no less time. One thread of torch each. One
 # worker runs the tests of a file, which share fixtures, or of a group (`xdist_group`). Compiled Python is cached even where
 # the environment forbids it: the tests start hundreds of processes. Where a worker ends, the run does, too: xdist may wait
 # for ever for another one.
 TESTING := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
-WORKERS := -n 4 --dist loadgroup --max-worker-restart 0
+WORKERS := -n 2 --dist loadgroup --max-worker-restart 0
 PYTEST := $(TESTING) $(BIN)/pytest $(WORKERS)
 # Seconds that an exhaustive test may take, and after which its process is ended.
 LONG := --timeout 900 -o faulthandler_timeout=960
@@ -39,10 +39,10 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard src/cod
 demo: $(DEMO)  ## saves, loads, a flipped bit, kills and a resumed training run, beside other tools (two minutes)
 	@$(BIN)/tensorkeep demo $(DEMO_ARGS)
 
-test: $(DEV)  ## all tests but the exhaustive ones (about MINUTES on 2 cores)
+test: $(DEV)  ## all tests but the exhaustive ones (six to eight minutes on 2 cores)
 	$(PYTEST) -m "not exhaustive"
 
-test-unit: $(DEV)  ## the unit tests, which start no process, server, compiler or rank (about MINUTES)
+test-unit: $(DEV)  ## the unit tests, which start no process, server, compiler or rank
 	$(PYTEST) -m "not integration and not exhaustive"
 
 # A test that fails runs once more there, alone. The coder in Python runs the tests that depend on the coder.

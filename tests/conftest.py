@@ -1,6 +1,7 @@
 """The tiers and profiles of the tests, shared servers; a report with the coder, and the fault cases of each file."""
 
 import gc
+import random
 import signal
 import sys
 from collections import Counter
@@ -58,7 +59,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let a test draw the same numbers whatever ran before it in its process."""
     _started.clear()
+    random.seed(0)
+    for name, seed in (("numpy.random", "seed"), ("torch", "manual_seed")):
+        if name in sys.modules:
+            getattr(sys.modules[name], seed)(0)
     return (yield)
 
 

@@ -111,7 +111,8 @@ def evaluate(
     >>> from tensorkeep.train.model.config import ModelConfig
     >>> config = ModelConfig(vocab_size=8, context_length=4, n_layers=1, n_heads=1, d_model=4)
     >>> tokens = torch.arange(5).unsqueeze(0)
-    >>> f"{evaluate(GPT(config), [(tokens[:, :-1], tokens[:, 1:])]):.1f}"  # ln 8, before training
+    >>> model = GPT(config, generator=torch.Generator().manual_seed(0))
+    >>> f"{evaluate(model, [(tokens[:, :-1], tokens[:, 1:])]):.1f}"  # ln 8, before training
     '2.1'
     """
     device = model.tokens.weight.device
