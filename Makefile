@@ -47,7 +47,7 @@ test-unit: $(DEV)  ## the unit tests, which start no process, server, compiler o
 
 # A test that fails runs once more there, alone. The coder in Python runs the tests that depend on the coder.
 test-ci: $(DEV)  ## what CI runs: all of `test`, and today's share of the exhaustive tests
-	TENSORKEEP_CODER=compiled $(TESTING) $(BIN)/python .ci/tests.py $(WORKERS) $(LONG)
+	TENSORKEEP_CODER=compiled $(TESTING) $(BIN)/python .ci/run_tests.py $(WORKERS) $(LONG)
 	TENSORKEEP_CODER=python $(PYTEST) -m "coder and not exhaustive" tests/codecs tests/formats tests/golden
 
 check: $(DEV)  ## formatting, lint, types

@@ -1,4 +1,4 @@
-"""Pytest plugin of CI: which exhaustive tests run today, and a record of what ran, for `tests.py`.
+"""Pytest plugin of CI: which exhaustive tests run today, and a record of what ran, for `run_tests.py`.
 
 All tests that are not exhaustive run. An exhaustive test runs every 24th day, or every 6th day if the change touches
 its subject. Together they run in `make torture`, and every night.

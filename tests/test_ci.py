@@ -120,7 +120,7 @@ def test_what_fails_runs_once_more_alone(tmp_path: Path, more: str, workers: int
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_a.py").write_text(START + more + "\n")
     (tmp_path / "tests" / "test_b.py").write_text(START if workers else "")
-    command = [sys.executable, ".ci/tests.py", "-p", "xdist", "-n", str(workers), "--max-worker-restart", "0"]
+    command = [sys.executable, ".ci/run_tests.py", "-p", "xdist", "-n", str(workers), "--max-worker-restart", "0"]
     done = subprocess.run(
         command,
         cwd=tmp_path,

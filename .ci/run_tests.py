@@ -1,6 +1,6 @@
 """Run the tests of CI: all of `make test`, and of the exhaustive tests those whose turn it is (`share.py`).
 
-    python .ci/tests.py [--base REVISION] [ARGUMENT OF PYTEST ...]
+    python .ci/run_tests.py [--base REVISION] [ARGUMENT OF PYTEST ...]
 
 A test that fails runs once more, alone, after all others. If it passes then, it is reported as flaky, and the run
 passes. If a worker ends, the tests that it left out run after the others.
