@@ -47,15 +47,19 @@ CONTRASTS = """() => {
 class Visitor:
     """A page of the browser that visits one file after another, and notes whatever goes wrong in them."""
 
-    def __init__(self, page: "Page") -> None:
-        self._page, self._file = page, ""
+    def __init__(self, page: "Page", *allowed: str) -> None:
+        """Begin with no file; a request of another one is noted, unless its URL starts with what is allowed."""
+        self._page, self._file, self._allowed = page, "", allowed
         self.messages: list[str] = []
         note = self.messages.append
         page.on("console", lambda message: note(f"console: {message.text}"))
         page.on("pageerror", lambda error: note(f"error: {error}"))
         page.on("dialog", lambda dialog: (note(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: None if request.url == self._file else note(f"request: {request.url}"))
+        page.on("request", lambda request: self._is_allowed(request.url) or note(f"request: {request.url}"))
         page.on("requestfailed", lambda request: note(f"failed: {request.url}"))
+
+    def _is_allowed(self, url: str) -> bool:
+        return url == self._file or url.startswith(self._allowed)
 
     def __call__(self, file: Path, width: int = 1400, scheme: Any = "light") -> "Page":
         """Open a file on a screen of this width, with a colour scheme, and nothing below the pointer."""
@@ -68,8 +72,8 @@ class Visitor:
 
 
 @contextmanager
-def opened_browser() -> Iterator[Visitor]:
-    """Yield a page of Chromium; without one the test is skipped, or fails where it must be installed."""
+def opened_browser(*allowed: str) -> Iterator[Visitor]:
+    """Yield a page of Chromium, for `Visitor`; without one the test is skipped, or fails where it must be installed."""
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         reason = "no Chromium on this machine (chromium, chromium-browser or google-chrome)"
@@ -80,7 +84,7 @@ def opened_browser() -> Iterator[Visitor]:
 
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield Visitor(opened.new_page())
+        yield Visitor(opened.new_page(), *allowed)
         opened.close()
 
 

@@ -1,16 +1,11 @@
-"""A folder for the blocks of a page, and a real browser for the site."""
+"""A folder for the blocks of a page, and a bucket for those of object stores."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from browser import opened_browser
 from store_servers import environment_of, make_bucket
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
 
 
 @pytest.fixture
@@ -31,9 +26,3 @@ def bucket(s3_url_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> 
     make_bucket(url, "bucket")
     for name, value in environment_of(url).items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.fixture(scope="module")
-def browser() -> "Iterator[Browser]":
-    with opened_browser() as opened:
-        yield opened

@@ -2,16 +2,17 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from browser import Visitor, opened_browser, without_messages
 from documentation.blocks import ROOT
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 pytest.importorskip("sphinx", reason="the extra [docs] is not installed")
 # The build takes half a minute; `make docs` does it as well.
@@ -30,27 +31,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "html"
 
 
+@pytest.fixture(scope="module")
+def browser(site: Path) -> Iterator[Visitor]:
+    with opened_browser(site.as_uri(), "data:") as opened:
+        yield opened
+
+
 @pytest.fixture
-def visit(browser: "Browser", site: Path) -> Iterator[Any]:
+def visit(browser: Visitor, site: Path) -> Iterator[Callable[..., "Page"]]:
     """Open a page of the site from the disk; no error, and no request but for files of the site, may occur."""
-    opened: list[Page] = []
-    messages: list[str] = []
-
-    def call(name: str, width: int = 1400, scheme: Any = "light") -> "Page":
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        opened.append(page)
-        page.on("console", lambda message: messages.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: messages.append(f"error: {error}"))
-        page.on("requestfailed", lambda request: messages.append(f"failed: {request.url}"))
-        own = (site.as_uri(), "data:")
-        page.on("request", lambda request: None if request.url.startswith(own) else messages.append(request.url))
-        page.goto((site / name).as_uri())
-        return page
-
-    yield call
-    for page in opened:
-        page.close()
-    assert messages == []
+    with without_messages(browser):
+        yield lambda name, *given: browser(site / name, *given)
 
 
 def test_every_link_and_anchor_exists(site: Path) -> None:
@@ -62,14 +53,16 @@ def test_every_link_and_anchor_exists(site: Path) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])
 @pytest.mark.parametrize("name", ["index.html", "reference/api/tensorkeep.save.html", "how-to/migrate.html"])
-def test_pages_fit_and_follow_the_colour_scheme(visit: Any, name: str, width: int, scheme: str) -> None:
+def test_pages_fit_and_follow_the_colour_scheme(
+    visit: Callable[..., "Page"], name: str, width: int, scheme: str
+) -> None:
     page = visit(name, width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     assert (sum(ground) / 3 < 80) == (scheme == "dark")
 
 
-def test_the_start_page_leads_to_every_section_and_commands_have_pages(visit: Any) -> None:
+def test_the_start_page_leads_to_every_section_and_commands_have_pages(visit: Callable[..., "Page"]) -> None:
     page = visit("index.html")
     captions = page.locator(".sidebar-tree .caption").all_inner_texts()
     assert [text.lower() for text in captions] == [
@@ -88,7 +81,7 @@ def test_the_start_page_leads_to_every_section_and_commands_have_pages(visit: An
 @pytest.mark.parametrize(
     ("words", "found"), [("keep_last", "CheckpointManager"), ("--keep-best", "prune"), ("O_DIRECT", "Decisions")]
 )
-def test_the_search_finds(visit: Any, words: str, found: str) -> None:
+def test_the_search_finds(visit: Callable[..., "Page"], words: str, found: str) -> None:
     page = visit("index.html")
     page.locator("input[name=q]").first.fill(words)
     page.keyboard.press("Enter")
