@@ -1,41 +1,49 @@
 """Pytest plugin of CI: which exhaustive tests run today, and a record of what ran, for `run_tests.py`.
 
-All tests that are not exhaustive run. An exhaustive test runs every 24th day, or every 6th day if the change touches
-its subject. Together they run in `make torture`, and every night.
+All tests that are not exhaustive run. An exhaustive test runs every 24th day, or every 8th day if the change touches
+its subject; a page of the documentation also if it is changed. Together they run in `make torture`, and every night.
 """
 
 import json
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-EVERY_DAYS, TOUCHED_DAYS = 24, 6
+EVERY_DAYS, TOUCHED_DAYS = 24, 8
+SITE = "tests/documentation/test_site.py"
+RANKS = ("tests/ranks.py", "tests/forked.py")
+STORES = ("tests/store_servers.py", "tests/memory_store.py")
 
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/bench": ("src/tensorkeep/bench", "src/tensorkeep/experiments"),
     "tests/checkpoint": ("src/tensorkeep/checkpoint", "src/tensorkeep/state"),
-    "tests/checkpoint/ranks": ("src/tensorkeep/checkpoint/ranks", "src/tensorkeep/formats/native/pieces"),
+    "tests/checkpoint/ranks": ("src/tensorkeep/checkpoint/ranks", "src/tensorkeep/formats/native/pieces", *RANKS),
     "tests/cli": ("src/tensorkeep/cli", "src/tensorkeep/bench"),
     "tests/codecs": ("src/tensorkeep/codecs", "src/coder"),
     "tests/coder": ("src/tensorkeep/codecs", "src/coder"),
     "tests/distributed": ("src/tensorkeep/distributed", "src/tensorkeep/formats/dcp"),
     "tests/documentation": ("docs", "README.md", "examples", "src/tensorkeep/cli"),
-    "tests/faults": ("src/tensorkeep/io", "src/tensorkeep/formats", "src/tensorkeep/checkpoint"),
-    "tests/faults/ranks": ("src/tensorkeep/checkpoint/ranks", "src/tensorkeep/formats/native/pieces"),
-    "tests/faults/stores": ("src/tensorkeep/io/objects", "src/tensorkeep/checkpoint/manager"),
+    "tests/faults": (
+        *("src/tensorkeep/io", "src/tensorkeep/formats", "src/tensorkeep/checkpoint"),
+        *("tests/faults/injection.py", "tests/faults/conftest.py"),
+    ),
+    "tests/faults/ranks": ("src/tensorkeep/checkpoint/ranks", "src/tensorkeep/formats/native/pieces", *RANKS),
+    "tests/faults/stores": ("src/tensorkeep/io/objects", "src/tensorkeep/checkpoint/manager", *STORES),
     "tests/faults/test_killed_training.py": ("src/tensorkeep/train",),
     "tests/faults/test_resumed_runs.py": ("src/tensorkeep/train",),
     "tests/faults/test_stopped_by_signals.py": ("src/tensorkeep/train", "src/tensorkeep/cli"),
     "tests/formats": ("src/tensorkeep/formats", "src/tensorkeep/io", "src/tensorkeep/state"),
-    "tests/io": ("src/tensorkeep/io",),
+    "tests/io": ("src/tensorkeep/io", *STORES),
     "tests/report": ("src/tensorkeep/report",),
     "tests/show": ("src/tensorkeep/show", "src/tensorkeep/report"),
     "tests/state": ("src/tensorkeep/state",),
+    "tests/test_ci.py": (".ci",),
     "tests/test_examples.py": ("examples", "src/tensorkeep/train", "src/tensorkeep/checkpoint"),
-    "tests/test_ranks.py": ("tests/ranks.py", "tests/forked.py"),
+    "tests/test_ranks.py": RANKS,
     "tests/train": ("src/tensorkeep/train",),
 }
 """What tests are about, by the start of their path; the longest start counts."""
@@ -55,12 +63,13 @@ def is_touched(node_id: str, changed: Iterable[str]) -> bool:
 
 def has_its_turn(node_id: str, day: int, changed: Iterable[str]) -> bool:
     """Whether an exhaustive test runs on a day of the year, after a change of these files."""
-    if is_touched(node_id, changed):
-        # Documents are only tried where they, or the command line, are changed.
-        period = 1 if node_id.startswith("tests/documentation/") else TOUCHED_DAYS
-    else:
-        period = EVERY_DAYS
-    return (zlib.crc32(node_id.encode()) + day) % period == 0
+    file, _, parameters = node_id.rstrip("]").partition("[")
+    if file.startswith("tests/documentation/") and parameters in changed:
+        return True  # a page that is changed
+    period = TOUCHED_DAYS if is_touched(node_id, changed) else EVERY_DAYS
+    # The tests of the site all need its build, which takes longer than they do.
+    name = SITE if node_id.startswith(SITE) else node_id
+    return (zlib.crc32(name.encode()) + day) % period == 0
 
 
 def plain(node_id: str) -> str:
@@ -95,41 +104,45 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Recorder:
-    """Records which tests were collected, are done, and have failed, in the process that controls the workers."""
+    """Records what became of tests and workers, for `run_tests.Ended`, in the process that controls the workers."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._collected: set[str] = set()
-        self._done: set[str] = set()
-        self._failed: set[str] = set()
-        self._not_collected: set[str] = set()
+        self._found: defaultdict[str, set[str]] = defaultdict(set)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._collected.update(plain(item.nodeid) for item in session.items)
+        self._found["collected"].update(plain(item.nodeid) for item in session.items)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
-        self._collected.update(map(plain, ids))
+        self._found["collected"].update(map(plain, ids))
+        self._found["workers"].add(node.gateway.id)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._not_collected.add(report.nodeid)
+            self._found["not_collected"].add(report.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         node_id = plain(report.nodeid)
+        if report.when == "call" and report.passed:
+            self._found["passed"].add(node_id)
         if report.failed:
-            self._failed.add(node_id)
+            self._found["failed"].add(node_id)
+        if report.failed and report.when == "teardown":
+            self._found["failed_at_end"].add(node_id)
         if report.failed or report.when == "teardown":
-            self._done.add(node_id)
+            self._found["done"].add(node_id)
+        if report.when not in ("setup", "call", "teardown"):  # its worker ended during it
+            self._found["broken_workers"].discard(report.node.gateway.id)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        # If a test was running then, the report of its failure follows.
+        if error:
+            self._found["broken_workers"].add(node.gateway.id)
 
     def pytest_sessionfinish(self) -> None:
-        found = {
-            "collected": self._collected,
-            "done": self._done,
-            "failed": self._failed,
-            "not collected": self._not_collected,
-        }
-        self._file.write_text(json.dumps({name: sorted(each) for name, each in found.items()}))
+        self._file.write_text(json.dumps({name: sorted(each) for name, each in self._found.items()}))
 
 
 def pytest_configure(config: pytest.Config) -> None:

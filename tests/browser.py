@@ -12,14 +12,6 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-# A phone and a screen, each with one of the colour schemes; `make torture` exchanges them as well.
-VIEWS = [
-    (400, "light"),
-    (1400, "dark"),
-    pytest.param(400, "dark", marks=pytest.mark.exhaustive),
-    pytest.param(1400, "light", marks=pytest.mark.exhaustive),
-]
-
 # Of every element that holds text: the contrast between its colour and the ground below it, as WCAG 2 defines it.
 CONTRASTS = """() => {
   const rgb = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return n.length > 3 && n[3] === 0 ? null : n; };

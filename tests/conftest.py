@@ -1,27 +1,33 @@
 """The tiers and profiles of the tests, shared servers; a report with the coder, and the fault cases of each file."""
 
 import gc
+import multiprocessing.util
 import random
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+from torch import distributed
 
 from tensorkeep.codecs import coder
 
 if TYPE_CHECKING:
     from store_servers import Proxy
 
-# A shared machine is sometimes slow; tests assert nothing about time. `make torture` chooses the other profiles.
+# A shared machine is sometimes slow; tests assert nothing about time. `make torture` chooses the other profiles, which
+# try other examples each time; that of `make test` are always the same.
 for profile, examples in {"sample": 30, "sanitized": 100, "thorough": 400}.items():
+    fixed, slow = profile == "sample", [HealthCheck.too_slow]
     settings.register_profile(
-        profile, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        profile, max_examples=examples, derandomize=fixed, deadline=None, suppress_health_check=slow
     )
 settings.load_profile("sample")
 
@@ -32,7 +38,7 @@ signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 # The tiers: a test that starts a process, a server, a compiler or a rank is marked `integration`; one that tries all
-# cases is marked `exhaustive`; all others are unit tests, and fail where they start anything.
+# cases is marked `exhaustive`; all others are unit tests, and fail where they, or their fixtures, start anything.
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "socket.bind", "socket.connect"}
 _started: set[str] = set()
 
@@ -44,7 +50,21 @@ def _note_start(event: str, given: tuple[Any, ...], starts: set[str] = STARTS, s
         started.add(event)
 
 
+def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that notes its calls, which no audit event reports."""
+
+    @wraps(function)
+    def noted(*given: Any, **options: Any) -> Any:
+        if options.get("backend", given[:1]) not in ("fake", ("fake",)):
+            _started.add(name)
+        return function(*given, **options)
+
+    return noted
+
+
 sys.addaudithook(_note_start)
+multiprocessing.util.spawnv_passfds = _noted(multiprocessing.util.spawnv_passfds, "multiprocessing")
+distributed.init_process_group = _noted(distributed.init_process_group, "torch.distributed")
 
 
 def _compiled_frames() -> int:
@@ -53,28 +73,44 @@ def _compiled_frames() -> int:
     return dynamo.counters["frames"]["total"] if dynamo else 0
 
 
+def _seed() -> None:
+    """Let a test, or a fixture, draw the same numbers whatever ran before it in its process."""
+    random.seed(0)
+    numpy.random.seed(0)
+    # torch.manual_seed() would write a stack trace for CUDA, each time.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--store-server", default="memory", help="the S3 server of tests: memory, ministack or moto")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Let a test draw the same numbers whatever ran before it in its process."""
+def pytest_fixture_setup(fixturedef: Any) -> Iterator[Any]:
+    """Remember what a fixture starts for all tests that use it, and seed it."""
+    before = {*_started}
     _started.clear()
-    random.seed(0)
-    for name, seed in (("numpy.random", "seed"), ("torch", "manual_seed")):
-        if name in sys.modules:
-            getattr(sys.modules[name], seed)(0)
-    return (yield)
+    _seed()
+    try:
+        return (yield)
+    finally:
+        fixturedef.starts = {*_started}
+        _started.update(before)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail a unit test that has started something; its module's and session's fixtures count as well."""
+def pytest_runtest_call(item: Any) -> Iterator[None]:
+    """Fail a unit test that has started something, in its fixtures as well."""
     frames = _compiled_frames()
+    _started.clear()
+    _seed()
     result = yield
     if _compiled_frames() != frames:
         _started.add("torch.compile")
+    for fixture in item._request._fixture_defs.values():
+        _started.update(getattr(fixture, "starts", ()))
     if _started and not any(map(item.get_closest_marker, ("integration", "exhaustive", "gpu"))):
         pytest.fail(f"mark this test `integration`: it starts something ({', '.join(sorted(_started))})")
     return result
@@ -91,7 +127,7 @@ def s3_url_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 
 @pytest.fixture(scope="module")
 def server(s3_url_of: Callable[[str], str], request: pytest.FixtureRequest) -> "Iterator[Proxy]":
-    """Return a proxy before a server of `store_servers.SERVERS`; ``on_every_server`` runs a test with each of them.
+    """Return a proxy before a server of `store_servers.SERVERS`, which a test may name as a parameter of this.
 
     By default it is the server in this process, which is quick. `make torture` has another implementation, ministack.
     """

@@ -73,7 +73,7 @@ def start_tensorkeep(*words: str | Path, output: Path) -> ForkServerProcess:
     return start(_tensorkeep, [*map(str, words)], output=output)
 
 
-def ended(process: ForkServerProcess, seconds: float = 120) -> int:
+def ended(process: ForkServerProcess, seconds: float = 200) -> int:
     """Wait for a process, and return its exit code, or minus the signal that ended it; it must end in time."""
     process.join(seconds)
     in_time = process.exitcode is not None

@@ -58,31 +58,45 @@ class MemoryStore:
             if not key:
                 return _listing(objects, query) if method == "GET" else _delete_all(objects, body)
             if "uploads" in query or "uploadId" in query:
-                return self._several_parts(method, objects, key, query, body)
+                return self._several_parts(method, objects, key, query, given, body)
             if method == "DELETE":
                 objects.pop(key, None)
                 return Reply(204, [], b"")
             return _put(objects, key, given, body) if method == "PUT" else _get(objects, key, given)
 
     def _several_parts(
-        self, method: str, objects: dict[str, _Object], key: str, query: Mapping[str, str], body: bytes
+        self,
+        method: str,
+        objects: dict[str, _Object],
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        body: bytes,
     ) -> Reply:
         """Begin an upload in parts, take one of them, or end the upload."""
         if "uploads" in query:
-            upload = f"upload-{next(self._ids)}"
+            upload = f"upload-{next(self._ids)}-{key}"
             self._uploads[upload] = {}
             return _xml(f"<InitiateMultipartUploadResult><UploadId>{upload}</UploadId></InitiateMultipartUploadResult>")
-        if query["uploadId"] not in self._uploads:
+        if query["uploadId"] not in self._uploads or not query["uploadId"].endswith(f"-{key}"):
             return _error(404, "NoSuchUpload")
         received = self._uploads[query["uploadId"]]
         if method == "PUT":
             received[int(query["partNumber"])] = body
             return Reply(200, [("ETag", _tag(body))], b"")
-        del self._uploads[query["uploadId"]]
         if method == "DELETE":
+            del self._uploads[query["uploadId"]]
             return Reply(204, [], b"")
-        named = [int(part.text or 0) for part in ElementTree.fromstring(body).iter() if part.tag.endswith("PartNumber")]
-        _put(objects, key, {}, b"".join(received[number] for number in named))
+        named = [
+            {each.tag.rpartition("}")[2]: each.text or "" for each in part} for part in ElementTree.fromstring(body)
+        ]
+        parts = {int(part["PartNumber"]): part["ETag"].strip('"') for part in named}
+        if [*parts] != sorted(parts) or any(_tag(received.get(each, b"")).strip('"') != parts[each] for each in parts):
+            return _error(400, "InvalidPart")
+        done = _put(objects, key, headers, b"".join(received[number] for number in parts))
+        if done.status != 200:
+            return done
+        del self._uploads[query["uploadId"]]
         tag = escape(objects[key].tag)
         return _xml(f"<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>")
 

@@ -46,8 +46,8 @@ def outcomes(
     count: int,
     function: Callable[..., Any],
     *arguments: Any,
-    seconds: float = 60,
-    group_seconds: float = 30,
+    seconds: float = 200,
+    group_seconds: float = 100,
     **options: Any,
 ) -> list[Outcome]:
     """Call a function on ranks, each a process with one thread of torch, and return what became of each call.

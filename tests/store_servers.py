@@ -26,8 +26,6 @@ from typing import Any, ClassVar
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-import pytest
-
 from memory_store import MemoryStore, Reply
 from tensorkeep.io.clock import Clock, use_clock
 from tensorkeep.io.objects import stores
@@ -115,8 +113,6 @@ SERVERS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {
 
 _in_memory: dict[str, "Answer"] = {}
 """What answers at the URL of each server in memory."""
-
-on_every_server = pytest.mark.parametrize("server", SERVERS, indirect=True)
 
 
 def make_bucket(url: str, name: str) -> None:
@@ -305,7 +301,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
             return
-        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        announced = int(self.headers.get("content-length") or 0)
+        body = self.rfile.read(announced)
+        if len(body) < announced:  # the client has ended meanwhile
+            self.close_connection = True
+            return
         if action in _ERRORS:
             self._answer(int(action), [], f"<Error><Code>{_ERRORS[action]}</Code></Error>".encode())
             return

@@ -46,6 +46,40 @@ def test_exhaustive(number):
 """
 
 
+BAD = """
+def test_bad():
+    assert False
+
+
+def test_then_skipped():
+    assert not fails_once(Path(__file__).with_suffix(".skipped"))
+    pytest.skip("it shows nothing")
+
+
+@pytest.fixture(scope="module")
+def bad_at_its_end():
+    yield
+    assert False
+
+
+def test_with_it(bad_at_its_end):
+    pass
+
+
+def test_last():
+    pass
+"""
+MANY = "@pytest.mark.parametrize('n', range(10))\ndef test_bad(n):\n    assert n > 99"
+TWICE = [f"FAILED TWICE: tests/test_a.py::test_{name}" for name in ("bad", "then_skipped", "last")]
+WORKER_FAILS = """import os
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workerinput"):
+        os._exit(1)
+"""
+
+
 @pytest.fixture(scope="module")
 def share() -> ModuleType:
     spec = util.spec_from_file_location("share", ROOT / ".ci" / "share.py")
@@ -70,8 +104,11 @@ def test_a_change_gives_more_turns_to_the_tests_of_its_subject_alone(share: Modu
         assert turns == (share.EVERY_DAYS // share.TOUCHED_DAYS if "train" in node_id else 1)
 
 
-def test_all_documents_run_after_a_change_of_one(share: ModuleType) -> None:
-    assert share.has_its_turn("tests/documentation/test_pages.py::test_x", 1, ["docs/start.md"])
+def test_a_page_that_is_changed_runs_and_the_tests_of_the_site_run_together(share: ModuleType) -> None:
+    for day in range(24):
+        assert share.has_its_turn("tests/documentation/test_pages.py::test_x[docs/start.md]", day, ["docs/start.md"])
+        names = [f"{share.SITE}::test_x[{number}]" for number in range(20)]
+        assert len({share.has_its_turn(name, day, ["docs/start.md"]) for name in names}) == 1
 
 
 def test_the_longest_start_of_a_path_counts(share: ModuleType) -> None:
@@ -105,21 +142,28 @@ def test_xdist_knows_the_group_of_a_test(request: pytest.FixtureRequest) -> None
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("more", "workers", "code", "words"),
+    ("more", "conftest", "workers", "code", "words"),
     [
-        (CRASHED, 1, 0, ["FLAKY (failed, then passed alone): tests/test_a.py::test_once", "test_crashed", "left out"]),
-        ("def test_bad():\n    assert False", 0, 1, ["FLAKY", "FAILED TWICE: tests/test_a.py::test_bad"]),
-        ("@pytest.mark.parametrize('n', range(10))\ndef test_bad(n):\n    assert n > 99", 0, 1, ["FAILED, 11 tests"]),
-        ("def test_bad(", 0, 2, ["SyntaxError"]),
+        pytest.param(
+            *(CRASHED, "", 1, 0, ["FLAKY (failed, then passed alone): tests/test_a.py::test_once", "left out"]),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(BAD, "", 0, 1, ["FLAKY", *TWICE]),
+        pytest.param(MANY, "", 0, 1, ["FAILED, 11 tests"], marks=pytest.mark.exhaustive),
+        pytest.param("def test_bad(", "", 0, 2, ["SyntaxError"], marks=pytest.mark.exhaustive),
+        pytest.param("", WORKER_FAILS, 1, 1, ["workers ended with an error: gw0"], marks=pytest.mark.exhaustive),
     ],
-    ids=["flaky", "bad", "many", "broken"],
+    ids=["flaky", "bad", "many", "broken", "bad end"],
 )
-def test_what_fails_runs_once_more_alone(tmp_path: Path, more: str, workers: int, code: int, words: list[str]) -> None:
+def test_what_fails_runs_once_more_alone(
+    tmp_path: Path, more: str, conftest: str, workers: int, code: int, words: list[str]
+) -> None:
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  exhaustive: all cases\n")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_a.py").write_text(START + more + "\n")
     (tmp_path / "tests" / "test_b.py").write_text(START if workers else "")
+    (tmp_path / "tests" / "conftest.py").write_text(conftest)
     command = [sys.executable, ".ci/run_tests.py", "-p", "xdist", "-n", str(workers), "--max-worker-restart", "0"]
     done = subprocess.run(
         command,

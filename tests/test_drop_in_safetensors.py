@@ -193,6 +193,7 @@ def test_a_model_that_is_not_contiguous(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration  # transformers opens a socket when it is imported
+@pytest.mark.xdist_group("transformers")
 def test_transformers_saves_and_loads_through_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel, modeling_utils
 

@@ -21,10 +21,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 class Run:
     """An example that runs in a process of its own; ``options`` are those of `example_runner.run`."""
 
-    def __init__(self, name: str, out: Path, steps: int, **options: Any) -> None:
+    def __init__(self, name: str, out: Path, steps: int, *more: str, **options: Any) -> None:
         self.out = out
         self._log = out.with_name(f"{out.name}-{steps}-{time.monotonic_ns()}.log")
-        words = ["--out", str(out), "--steps", str(steps)]
+        words = ["--out", str(out), "--steps", str(steps), *more]
         self.process = CONTEXT.Process(
             target=example_runner.run, args=(EXAMPLES / name, words, self._log), kwargs=options
         )
@@ -84,16 +84,18 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"),
+    ("name", "pause"),
     [
-        ("plain_loop.py", 400),
-        pytest.param("transformers_trainer.py", 60, marks=[needs("transformers"), pytest.mark.exhaustive]),
+        # So that it does not end before it is killed.
+        ("plain_loop.py", ["--pause", "0.05"]),
+        pytest.param("transformers_trainer.py", [], marks=[needs("transformers"), pytest.mark.exhaustive]),
     ],
 )
-def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str, steps: int) -> None:
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str, pause: list[str]) -> None:
+    steps = 60
     whole = Run(name, tmp_path / "whole", steps).finish()
     assert whole.startswith(f"step {steps}:")
-    Run(name, tmp_path / "killed", steps).kill_after_a_save()
+    Run(name, tmp_path / "killed", steps, *pause).kill_after_a_save()
     assert Run(name, tmp_path / "killed", steps).finish() == whole
     if name == "transformers_trainer.py":
         # The checkpoints of the trainer are steps of the manager.

@@ -42,6 +42,7 @@ def test_the_outcome_of_each_rank_is_reported_and_the_next_call_succeeds() -> No
 
 @pytest.mark.exhaustive
 def test_a_rank_that_hangs_is_killed_and_the_next_call_succeeds() -> None:
-    found = outcomes(2, disturbed, "hangs", seconds=10)
+    run_ranks(2, sums, 0)  # the processes have started then
+    found = outcomes(2, disturbed, "hangs", seconds=30)
     assert [each.hung for each in found] == [False, True]
     assert run_ranks(2, sums, 0) == [(0, 1.0), (1, 1.0)]

@@ -54,7 +54,7 @@ def save_layout(path: Path, layout: str, seed: int = 0, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("layout", "ranks", "options"),
     [
-        ("rows", 3, {}),
+        pytest.param("rows", 3, {}, marks=pytest.mark.exhaustive),
         ("columns", 2, {"compression": "lossless", "metadata": {"run": 3}}),
         ("replicated", 2, {}),
         ("replicas of shards", 4, {"threads": 1}),
@@ -191,7 +191,8 @@ def save_and_die(path: Path, rank: int, method: str) -> None:
     ("rank", "method"),
     [
         (0, "resolve_data"),
-        (1, "finish_plan"),
+        # `test_dcp_beside_ours.py` has this case.
+        pytest.param(1, "finish_plan", marks=pytest.mark.exhaustive),
         pytest.param(0, "finish_plan", marks=pytest.mark.exhaustive),
         pytest.param(1, "resolve_data", marks=pytest.mark.exhaustive),
     ],

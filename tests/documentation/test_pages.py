@@ -51,7 +51,7 @@ def run_page(page: Path) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("folder", "quick_training", "without_plots")
 @pytest.mark.parametrize(
     "page",
     [page if name_of(page) in SAMPLE else pytest.param(page, marks=pytest.mark.exhaustive) for page in RUN],

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,19 +31,24 @@ def some(count: int, start: int = 0, stride: int = STRIDE) -> Sequence[int]:
     return sorted({*range(start % min(stride, count // 2 or 1), count, stride), count - 1})
 
 
+def exhaustive(*cases: Any) -> list["pytest.ParameterSet"]:
+    """Return parameters of a test, a tuple where it has several, that `make test` leaves out."""
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*each, marks=pytest.mark.exhaustive) for each in values]
+
+
 def swept(*axes: Mapping[str, object], stride: int = STRIDE) -> list["pytest.ParameterSet"]:
     """Return the combinations of the axes' values, each followed by a `Choose`.
 
-    All combinations with every index are exhaustive. Beside them, each combination of all axes but the last one has one
-    value of that (a single axis has all), and some indices, which differ, so that all tests together try most of them.
+    All combinations with every index are exhaustive. Beside them, each value of the first axis has one combination of
+    the others, in turn, and some indices, which differ, so that all tests together try most of them.
     """
-    steps = len(axes[-1]) if len(axes) > 1 else 1
     everything, part = [], []
-    for number, named in enumerate(itertools.product(*(axis.items() for axis in axes))):
-        names, values = zip(*named, strict=True)
+    others = [*itertools.product(*(axis.items() for axis in axes[1:]))]
+    for number, (first, (place, rest)) in enumerate(itertools.product(axes[0].items(), enumerate(others))):
+        names, values = zip(first, *rest, strict=True)
         everything.append(pytest.param(*values, every, id="-".join((*names, "every")), marks=pytest.mark.exhaustive))
-        places = [list(axis).index(name) for axis, name in zip(axes, names, strict=True)]
-        if sum(places) % steps == 0:
+        if place == number // len(others) % len(others):
             part.append(pytest.param(*values, partial(some, start=number, stride=stride), id="-".join(names)))
     return part + everything
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tensorkeep
+from faults.conftest import exhaustive
 from tensorkeep import CheckpointManager
 from tensorkeep.testing.equality import same
 
@@ -27,11 +28,7 @@ def cut_short(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("incremental", "restarted"),
-    [
-        (True, False),
-        ("delta", True),
-        *(pytest.param(*values, marks=pytest.mark.exhaustive) for values in ((True, True), ("delta", False))),
-    ],
+    [(True, False), ("delta", True), *exhaustive((True, True), ("delta", False))],
 )
 @pytest.mark.parametrize(
     ("file", "damage", "whole"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tensorkeep
-from faults.conftest import fill
+from faults.conftest import exhaustive, fill
 from tensorkeep import CheckpointManager
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
@@ -35,13 +35,8 @@ def step_names(numbers: range | list[int]) -> list[str]:
 @pytest.mark.parametrize(
     ("incremental", "asynchronous", "least"),
     [
-        (False, True, 3),
-        (True, False, 8),
-        ("delta", True, 8),
-        *(
-            pytest.param(*values, marks=pytest.mark.exhaustive)
-            for values in ((False, False, 3), (True, True, 8), ("delta", False, 8))
-        ),
+        *[(True, False, 8), ("delta", True, 8)],
+        *exhaustive((False, True, 3), (False, False, 3), (True, True, 8), ("delta", False, 8)),
     ],
 )
 def test_steps_until_the_disk_is_full(

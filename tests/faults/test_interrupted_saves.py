@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
-from faults.conftest import Choose, copy_tree, every, some, swept
+from faults.conftest import Choose, copy_tree, every, exhaustive, some, swept
 from forked import ended, start
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
@@ -143,14 +144,7 @@ def test_killed_at_any_operation(
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     ("name", "replace", "chosen"),
-    [
-        ("tensorstore", True, "some"),
-        *(
-            pytest.param(name, replace, "every", marks=pytest.mark.exhaustive)
-            for name in ("tensorstore", "t5x")
-            for replace in (False, True)
-        ),
-    ],
+    [("tensorstore", True, "some"), *exhaustive(*product(("tensorstore", "t5x"), (False, True), ("every",)))],
 )
 def test_killed_at_any_operation_beside_threads(
     tmp_path: Path, name: str, replace: bool, chosen: str, record_property: Any
@@ -158,7 +152,7 @@ def test_killed_at_any_operation_beside_threads(
     pytest.importorskip("tensorstore")
     # In a process that imports TensorStore and uses it only in its children.
     process = start(kill_everywhere, name, replace, tmp_path, chosen, output=tmp_path / "output")
-    code, output = ended(process, 300), (tmp_path / "output").read_text()
+    code, output = ended(process), (tmp_path / "output").read_text()
     assert code == 0, output
     assert set(output.split()) == allowed(replace)
     record_property("cases", len(output.split()))

@@ -54,7 +54,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(kind: str, folder: Path, data: Path, death: str | None = None, step: int = 8) -> int:
     output = folder.with_name("output")
-    code = ended(forked.start(live, kind, data.with_name("source"), folder, data, death, step, output=output), 60)
+    code = ended(forked.start(live, kind, data.with_name("source"), folder, data, death, step, output=output))
     print(output.read_text())  # pytest shows it if the test fails
     return code
 

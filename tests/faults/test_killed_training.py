@@ -15,6 +15,7 @@ import torch
 import forked
 import tensorkeep.train.run.setup
 from faults import injection as faults
+from faults.conftest import exhaustive
 from faults.training_variants import ORIGIN, VARIANTS, Variant, prepare_data
 from forked import ended
 from tensorkeep import CheckpointManager
@@ -199,7 +200,7 @@ class Whole:
     def _train(self, config: Config, folder: Path, death: str | None = None, branch: Path | None = None) -> int:
         output = folder.with_name("output")
         process = forked.start(live, config.as_dict(), folder, self._data, death, branch, output=output)
-        code = ended(process, 60)
+        code = ended(process)
         print(output.read_text())  # pytest shows it if the test fails
         return code
 
@@ -233,15 +234,13 @@ def check_same(folder: Path, whole: Path) -> None:
 IN_THE_LOG = ("in a step", *DEATHS_AT_THE_LOG)
 LIVES = [
     # Every death, each after the run was resumed from the one before; `tests/train` resumes all kinds of runs.
-    ("AdamW, averaged, random order", ("in a step", "in an evaluation", "in a sample", *DEATHS_AT_THE_LOG)),
-    ("a leg on answers, shuffled", ("in the writing of a save", "after a save")),
-    ("the best recipe for CPUs, on a mixture, averaged", ("after the rename of a save",)),
-    # Each kind of run and each death.
-    *(
-        pytest.param(variant, deaths, marks=pytest.mark.exhaustive)
-        for variant in VARIANTS
-        for deaths in (*((death,) for death in DEATHS), IN_THE_LOG)
+    (
+        "AdamW, averaged, random order",
+        ("in a step", "in an evaluation", "after the rename of a save", "in a sample", *DEATHS_AT_THE_LOG),
     ),
+    ("a leg on answers, shuffled", ("in the writing of a save", "after a save")),
+    # Each kind of run and each death.
+    *exhaustive(*itertools.product(VARIANTS, (*((death,) for death in DEATHS), IN_THE_LOG))),
 ]
 
 

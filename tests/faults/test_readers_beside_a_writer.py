@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from faults.conftest import exhaustive
 from forked import ended, start
 from tensorkeep import CheckpointManager, NotACheckpointError
 from tensorkeep.formats.native import manifest as manifests
@@ -86,11 +87,9 @@ def read_until(last: int, folder: Path, ready: Path, replaced: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "replaced", "last"),
     [
-        ({}, True, 6),
-        ({"incremental": "delta"}, True, 6),
-        pytest.param({}, True, 40, marks=pytest.mark.exhaustive),
-        pytest.param({"incremental": "delta"}, True, 40, marks=pytest.mark.exhaustive),
-        pytest.param({"incremental": True, "keep_last": 2}, False, 20, marks=pytest.mark.exhaustive),
+        *[({}, True, 6), ({"incremental": "delta"}, True, 6)],
+        *exhaustive(({}, True, 40), ({"incremental": "delta"}, True, 40)),
+        *exhaustive(({"incremental": True, "keep_last": 2}, False, 20)),
     ],
 )
 def test_many_readers_of_steps_that_are_replaced_or_deleted_repeatedly(

@@ -26,7 +26,7 @@ def start(out: Path, *arguments: str, steps: int = STEPS) -> subprocess.Popen[st
 
 
 def finish(process: subprocess.Popen[str]) -> list[str]:
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate()
     assert process.returncode == 0, errors
     return output.splitlines()
 

@@ -16,10 +16,9 @@ class TestNative(FormatSuite):
 
 
 @pytest.mark.coder
-class TestNativeLossless(FormatSuite):
-    format = native.FORMAT
+@pytest.mark.exhaustive
+class TestNativeLossless(TestNative):
     compression = "lossless"
-    covers_every_byte = True
 
 
 class TestTorch(FormatSuite):
@@ -37,22 +36,23 @@ class TestSafetensors(FormatSuite):
 
 
 @pytest.mark.coder
+@pytest.mark.exhaustive
 class TestSafetensorsLossless(TestSafetensors):
     compression = "lossless"
 
 
+@pytest.mark.exhaustive
 class TestSafetensorsSharded(FormatSuite):
     format = safetensors.FORMAT
     detects_damage = False
     options = {"shard_bytes": 2000}  # noqa: RUF012
 
 
-@pytest.mark.xdist_group("conformance of dcp and t5x")
 class TestDcp(FormatSuite):
     format = dcp.FORMAT
 
 
-@pytest.mark.xdist_group("conformance of dcp and t5x")
+@pytest.mark.exhaustive
 class TestT5X(FormatSuite):
     # T5X's default, float32, does not keep the bits of a NaN, which random elements contain.
     format = t5x.FORMAT
@@ -76,10 +76,31 @@ class TestZarr2AsDocumented(FormatSuite):
     detects_damage = False
 
 
-@pytest.mark.xdist_group("conformance of tensorstore")
+@pytest.mark.exhaustive
 class TestOcdbt(FormatSuite):
     format = tensorstore.FORMAT
     options = {"kvstore": "ocdbt"}  # noqa: RUF012
+
+
+@pytest.mark.coder
+@pytest.mark.parametrize(
+    "suite", [TestNativeLossless, TestSafetensorsLossless, TestSafetensorsSharded, TestT5X, TestOcdbt]
+)
+def test_other_suites_pass_what_depends_on_the_way_of_writing(
+    suite: type[FormatSuite], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All other tests of these suites are exhaustive."""
+    checks = suite()
+    checks.test_states_round_trip(tmp_path_factory.mktemp("states"))
+    checks.test_every_torch_dtype_round_trips(tmp_path_factory.mktemp("torch"))
+    checks.test_every_numpy_dtype_round_trips(tmp_path_factory.mktemp("numpy"))
+    path = checks.destination(tmp_path_factory.mktemp("saved"))
+    checks.save(training_state(), path)
+    checks.test_shared_storage_is_restored(path)
+    checks.test_a_truncated_file_never_gives_a_wrong_value(path)
+    checks.check_flipped_bits(path, 5)
+    checks.test_a_missing_file_is_detected(path)
+    checks.test_a_failing_disk_leaves_the_old_checkpoint("pwrite", tmp_path_factory.mktemp("failing"), monkeypatch)
 
 
 @pytest.mark.exhaustive

@@ -109,9 +109,8 @@ def test_over_the_budget_the_oldest_is_given_back() -> None:
 
 def test_the_memory_of_collected_files_counts_no_more() -> None:
     source, parts = Source(8 * PIECE), FetchedParts(10 * PIECE)
-    for _ in range(3):
-        use(FetchedFile(source, parts), source, 0, source.size)
-        gc.collect()
+    use(FetchedFile(source, parts), source, 0, source.size)
+    gc.collect()
     with FetchedFile(source, parts) as file:
         moved = source.moved
         use(file, source, 0, source.size)

@@ -101,8 +101,8 @@ def spanning(*spans: tuple[float, float]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "spans",
     [
-        [(1e-6, 1e6), (2e-4, 2e4), (0.02, 3.0), (0.3, 60.0)],
-        [(0.11, 9.0), (0.4, 1.6), (0.98, 1.03), (0.7, 5000.0)],
+        [(1e-6, 1e6), (0.4, 1.6), (0.98, 1.03), (0.3, 60.0)],
+        pytest.param([(0.11, 9.0), (2e-4, 2e4), (0.02, 3.0), (0.7, 5000.0)], marks=pytest.mark.exhaustive),
         pytest.param([(0.2, 1.3), (0.02, 50.0), (0.5, 14.0), (0.9, 2.4)], marks=pytest.mark.exhaustive),
         pytest.param([(0.6, 1.2), (1e-6, 1e6), (0.02, 3.0), (0.11, 9.0)], marks=pytest.mark.exhaustive),
     ],
@@ -148,8 +148,7 @@ def test_designs_get_their_own_figures_which_are_the_same_each_time(
     assert "chunk x concurrency" in words(effects)
     assert words(effects).count("1.42x") == 3  # once in the list, twice in the symmetric heat map
     assert "1.37x" in words(interactions)
-    again = figures(documents.factorial(), tmp_path, "effects", "interactions")
-    assert [plot.svg for plot in again.values()] == [effects.svg, interactions.svg]
+    assert figures(documents.factorial(), tmp_path, "effects")["effects"].svg == effects.svg
 
 
 def test_hostile_names_are_text(drawings: dict[str, dict[str, Plot]], tmp_path: Path) -> None:

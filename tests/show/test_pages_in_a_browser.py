@@ -1,5 +1,6 @@
 """Pages in a real browser, of reports and of what is shown: layout, tables, contrast, no errors and no requests."""
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import tensorkeep
-from browser import CONTRASTS, VIEWS, Visitor, opened_browser, without_messages
+from browser import CONTRASTS, Visitor, opened_browser, without_messages
 from report import documents
 from report.demo_results import demo_results
 from report.test_charts import training
@@ -33,6 +34,12 @@ MARKUP = "<img src=x onerror=alert(1)><script>document.title='broken'</script>\"
 LONG = "tensorstore zarr3 with a name that is far too long to stand beside anything " * 2
 # How many elements with text each page has at least.
 TEXTS = {"checkpoint": 40, "run": 40, "difference": 40, "report": 100, "demo": 100}
+# Every page on a phone, and two on a screen in the dark, as all have the same colours; `make torture` has all views.
+SAMPLE = {(400, "light", kind) for kind in TEXTS} | {(1400, "dark", "checkpoint"), (1400, "dark", "report")}
+CASES = [
+    pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.exhaustive)
+    for case in ((*view, kind) for view in itertools.product((400, 1400), ("light", "dark")) for kind in TEXTS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +87,7 @@ def column(page: "Page", table: str, place: int) -> list[str]:
     return [row.locator("th, td").nth(place).inner_text() for row in rows.all()]
 
 
-@pytest.mark.parametrize("kind", TEXTS)
-@pytest.mark.parametrize(("width", "scheme"), VIEWS)
+@pytest.mark.parametrize(("width", "scheme", "kind"), CASES)
 def test_a_page_fits_and_is_legible(visit: Visitor, pages: dict[str, Path], width: int, scheme: str, kind: str) -> None:
     page = visit(pages[kind], width, scheme)
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")

@@ -39,6 +39,9 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path, data: Path, changes: dict[str
         torch.cuda.set_sync_debug_mode("error")
         try:
             make_step(run)
+            # What waits is an error in this mode.
+            with pytest.raises(RuntimeError, match="synchronizing"):
+                torch.ones((), device="cuda").item()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

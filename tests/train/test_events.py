@@ -172,7 +172,7 @@ def test_a_range_test_suggests_a_tenth_of_the_rate_with_the_lowest_loss() -> Non
     assert found.suggestion() == pytest.approx(0.01, rel=0.05)
 
 
-RANGE = CONFIG.changed({"schedule.name": "range", "schedule.final": 1e-5, "optim.lr": 30.0, "loop.steps": 60})
+RANGE = CONFIG.changed({"schedule.name": "range", "schedule.final": 1e-5, "optim.lr": 30.0, "loop.steps": 30})
 
 
 def test_resumed_range_test_gives_the_same_suggestion(tmp_path: Path, data: Path, trained: Trained) -> None:
@@ -180,7 +180,7 @@ def test_resumed_range_test_gives_the_same_suggestion(tmp_path: Path, data: Path
     assert whole.suggested_learning_rate is not None
     reported = lines(tmp_path / "whole", "suggestion")
     assert [line["learning_rate"] for line in reported] == [whole.suggested_learning_rate]
-    for stop_at in (1, 25):
+    for stop_at in (1, 13):
         folder = tmp_path / str(stop_at)
         with case(stop_at):
             run(RANGE, folder, data, stop_at=stop_at)

@@ -61,13 +61,11 @@ VARIANTS: dict[str, dict[str, object]] = {
     "synchronous": {"checkpoint.asynchronous": False, "checkpoint.incremental": False},
 }
 COMBINED = [
-    ("plain",),
-    ("accumulating", "muon", "averaged", "random order", "plateau"),
+    ("accumulating", "muon", "averaged", "random order", "evaluating a part", "shifts and convolutions"),
     ("muon, split", "grouped heads", "shuffled order, differences"),
-    ("shifts and convolutions", "evaluating a part"),
     ("stopping early", "synchronous"),
 ]
-ALONE = [pytest.param((name,), marks=pytest.mark.exhaustive) for name in VARIANTS if name != "plain"]
+ALONE = [pytest.param((name,), marks=pytest.mark.exhaustive) for name in VARIANTS]
 
 
 @pytest.mark.parametrize("stop_at", [pytest.param(1, marks=pytest.mark.exhaustive), 5])

@@ -28,7 +28,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for what other threads do; the limit of a test's time ends it otherwise."""
+    """Wait for what other threads do. What never happens fails the test, by the limit of a test's time."""
     while not holds():
         time.sleep(0.01)
 
@@ -49,6 +49,7 @@ def test_limiting_starts_teams_that_end_with_it() -> None:
         before = set(machine.thread_ids())
         for _ in range(3):
             control.update(1.0)
+        assert control.limited
         wait_until(lambda: len(set(machine.thread_ids()) - before) >= THREADS)
         teams = set(machine.thread_ids()) - before
     wait_until(lambda: not teams & set(machine.thread_ids()))

@@ -45,10 +45,11 @@ def clock() -> Clock:
 
 @contextmanager
 def use_clock(other: Clock) -> Iterator[None]:
-    """Use another clock in this context, in all threads."""
+    """Use another clock in this context, in all threads; contexts of several threads may not overlap."""
     global _current
     before, _current = _current, other
     try:
         yield
     finally:
-        _current = before
+        left, _current = _current, before
+        assert left is other, "two uses of a clock overlap"

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from shutil import rmtree
+from shutil import copytree, rmtree
 from typing import Any, ClassVar, get_args
 
 import pytest
@@ -102,6 +102,15 @@ def train_run(config: Config, folder: Path, data: Path, *, resume: bool = False,
         train(run, SilentListener(), stop=lambda: next(steps) == stop_after)
 
 
+def killed_copy(run: Path, folder: Path, *, step: int) -> Path:
+    """Copy a finished run to a new folder, as if it had been killed after the checkpoint of a step; return the copy."""
+    copytree(run, folder)
+    for each in (folder / "checkpoints").glob("step-*"):
+        if int(each.name.removeprefix("step-")) > step:
+            rmtree(each)
+    return folder
+
+
 @dataclass(frozen=True)
 class WholeRun:
     """What was seen of a run that was trained to its end."""
@@ -171,10 +180,15 @@ class TechniqueSuite(ABC):
     """What every technique must do, in a tiny run on the CPU."""
 
     technique: ClassVar[type[Technique]]
-    variants: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
-    """The settings to test, one after the other."""
+    variants: ClassVar[Sequence[Any]] = ({},)
+    """The settings to test, one after the other; with marks, they are a `pytest.param`."""
 
     config: ClassVar[Config] = TINY
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run the tests that take a variant with each of them."""
+        if "variant" in metafunc.fixturenames:
+            metafunc.parametrize("variant", self.variants, ids=str)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -186,7 +200,8 @@ class TechniqueSuite(ABC):
     def check_machine(self) -> None:
         """Skip, with the reason, if this machine cannot run the technique."""
         machine = Machine(chosen_device(self.config.loop.device))
-        for variant in self.variants:
+        for each in self.variants:
+            variant = each if isinstance(each, Mapping) else each.values[0]
             lack = self.technique(self.technique.Settings(**variant)).lacks(machine)
             if lack is not None:
                 pytest.skip(f"{self.technique.name} {lack}")
@@ -210,20 +225,17 @@ class TechniqueSuite(ABC):
         for other, reason in self.technique.conflicts.items():
             assert other in TECHNIQUE_CLASSES.names() and reason
 
-    def test_losses_are_within_the_tolerance(self, data: Path) -> None:
+    def test_losses_are_within_the_tolerance(self, data: Path, variant: Mapping[str, Any]) -> None:
         """The losses of a systems technique are those of the plain run; those of an algorithmic one are finite."""
         plain = losses(trained(self.config, data))
-        for variant in self.variants:
-            found = losses(trained(self.config_with(variant), data))
-            assert [each[:2] for each in found] == [each[:2] for each in plain]
-            if self.technique.kind == "systems":
-                expected, tolerance = [each[2] for each in plain], self.technique.tolerance
-                assert [each[2] for each in found] == (
-                    pytest.approx(expected, rel=tolerance) if tolerance else expected
-                )
-            assert all(each[2] < 20 for each in found)
+        found = losses(trained(self.config_with(variant), data))
+        assert [each[:2] for each in found] == [each[:2] for each in plain]
+        if self.technique.kind == "systems":
+            expected, tolerance = [each[2] for each in plain], self.technique.tolerance
+            assert [each[2] for each in found] == (pytest.approx(expected, rel=tolerance) if tolerance else expected)
+        assert all(each[2] < 20 for each in found)
 
-    def test_weights_move_as_far_as_without_it(self, data: Path) -> None:
+    def test_weights_move_as_far_as_without_it(self, data: Path, variant: Mapping[str, Any]) -> None:
         """A systems technique moves the weights as far as the plain run, although its losses may differ.
 
         The losses of so few steps hardly differ from those of a run whose weights do not move at all.
@@ -231,47 +243,41 @@ class TechniqueSuite(ABC):
         if self.technique.kind != "systems":
             return
         plain = whole_run(self.config, data)
-        for variant in self.variants:
-            found = _distance(plain.start, trained(self.config_with(variant), data))
-            assert found == pytest.approx(_distance(plain.start, plain.folder), rel=_DISTANCE_TOLERANCE)
+        found = _distance(plain.start, trained(self.config_with(variant), data))
+        assert found == pytest.approx(_distance(plain.start, plain.folder), rel=_DISTANCE_TOLERANCE)
 
-    def test_resume_is_exact(self, tmp_path: Path, data: Path) -> None:
-        """A run that was stopped and resumed ends bit-identical to one that was not."""
-        for number, variant in enumerate(self.variants):
-            whole, resumed = trained(self.config_with(variant), data), tmp_path / str(number)
-            train_run(self.config_with(variant), resumed, data, stop_after=STEPS // 2)
-            train_run(RunFolder(resumed).record().config, resumed, data, resume=True)
-            assert losses(resumed) == losses(whole)
-            assert difference(last_state(resumed), last_state(whole)) is None
+    def test_resume_is_exact(self, tmp_path: Path, data: Path, variant: Mapping[str, Any]) -> None:
+        """A run that was killed and resumed ends bit-identical to one that was not."""
+        whole = trained(self.config_with(variant), data)
+        resumed = killed_copy(whole, tmp_path / "resumed", step=STEPS // 2)
+        train_run(RunFolder(resumed).record().config, resumed, data, resume=True)
+        assert losses(resumed) == losses(whole)
+        assert difference(last_state(resumed), last_state(whole)) is None
 
-    def test_parameter_names_are_unchanged(self, data: Path) -> None:
+    def test_parameter_names_are_unchanged(self, data: Path, variant: Mapping[str, Any]) -> None:
         """A checkpoint saved with the technique can be loaded without it."""
-        for variant in self.variants:
-            run = whole_run(self.config_with(variant), data)
-            assert list(run.start) == run.plain_names
+        run = whole_run(self.config_with(variant), data)
+        assert list(run.start) == run.plain_names
 
-    def test_active_technique_is_proved(self, data: Path) -> None:
+    def test_active_technique_is_proved(self, data: Path, variant: Mapping[str, Any]) -> None:
         """The proof is one line with figures, and no hook remains."""
-        for variant in self.variants:
-            run = whole_run(self.config_with(variant), data)
-            proof = run.proofs[self.technique.name]
-            assert proof.figures
-            assert proof.summary and "\n" not in proof.summary
-            assert run.hooks[0] == run.hooks[1]
+        run = whole_run(self.config_with(variant), data)
+        proof = run.proofs[self.technique.name]
+        assert proof.figures
+        assert proof.summary and "\n" not in proof.summary
+        assert run.hooks[0] == run.hooks[1]
 
-    def test_inactive_technique_is_an_error(self, tmp_path: Path, data: Path) -> None:
+    def test_inactive_technique_is_an_error(self, tmp_path: Path, data: Path, variant: Mapping[str, Any]) -> None:
         """A run that was broken on purpose raises an error that names the technique."""
-        for number, variant in enumerate(self.variants):
-            with opened(self.config_with(variant), tmp_path / str(number), data) as run:
-                self.break_on_purpose(run)
-                with pytest.raises(TechniqueNotActiveError, match=self.technique.name):
-                    verified_step(run)
+        with opened(self.config_with(variant), tmp_path / "run", data) as run:
+            self.break_on_purpose(run)
+            with pytest.raises(TechniqueNotActiveError, match=self.technique.name):
+                verified_step(run)
 
-    def test_process_settings_are_restored(self, data: Path) -> None:
+    def test_process_settings_are_restored(self, data: Path, variant: Mapping[str, Any]) -> None:
         """Threads, default dtype and other settings of the process are restored when a run is closed."""
-        for variant in self.variants:
-            run = whole_run(self.config_with(variant), data)
-            assert run.settings_after == run.settings
+        run = whole_run(self.config_with(variant), data)
+        assert run.settings_after == run.settings
 
 
 def _whole(tensor: Tensor) -> Tensor:

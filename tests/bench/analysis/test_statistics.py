@@ -28,7 +28,7 @@ def test_critical_t_p_values_and_the_smallest_effect_are_those_of_scipy_stats() 
         expected = pytest.approx(2 * scipy.stats.t.sf(abs(t), n - 1), rel=1e-6, abs=1e-300)
         assert statistics.paired_p(t / math.sqrt(n), 1.0, n, n - 1) == expected, (n, t)
     # The smallest effect is found with a probability of 80%.
-    for df, alpha in itertools.product((1, 2, 4, 29, 999), (0.05, 0.05 / 12, 0.05 / 255)):
+    for df, alpha in itertools.product((1, 4, 29, 999), (0.05, 0.05 / 255)):
         critical, effect = scipy.stats.t.isf(alpha / 2, df), statistics.effect_for_power(df, alpha)
         opposite = np.nan_to_num(scipy.stats.nct.cdf(-critical, df, effect))
         power = scipy.stats.nct.sf(critical, df, effect) + opposite

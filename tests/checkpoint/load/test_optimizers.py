@@ -1,6 +1,7 @@
 """The states of all optimizers are restored, and those of other parameters are refused."""
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import tensorkeep
+from faults.conftest import exhaustive
 from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.testing.equality import same
 
@@ -68,8 +70,7 @@ def saved(state: Any, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("steps", [0, 1], ids=["new", "used"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "steps"), [*zip(ALL, cycle((0, 1))), *exhaustive(*zip(ALL, cycle((1, 0))))])
 def test_training_resumes_with_every_optimizer(tmp_path: Path, name: str, steps: int) -> None:
     state, other = build(name, 0), build(name, 1)
     train(state, 2)

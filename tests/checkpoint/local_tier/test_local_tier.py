@@ -18,6 +18,7 @@ import torch
 
 import tensorkeep
 from checkpoint.local_tier.copies import copy
+from faults.conftest import exhaustive
 from faults.injection import flip_bit
 from forked import ended, start
 from store_servers import Fault, FaultAt, Proxy, always, damage, environment_of
@@ -265,7 +266,7 @@ def test_a_damaged_copy_that_appears_before_an_upload_is_replaced(tier: Tier, ga
     assert tier.stores_state(1)
 
 
-@pytest.mark.parametrize("incremental", [True, "delta"])
+@pytest.mark.parametrize("incremental", [pytest.param(True, marks=pytest.mark.exhaustive), "delta"])
 def test_a_chain_of_incremental_steps_is_uploaded_once(tier: Tier, incremental: Any) -> None:
     def save(*numbers: int) -> None:
         with tier.manager(incremental=incremental, keep_local=1, keep_last=2) as manager:
@@ -357,9 +358,7 @@ def save_steps(url: str, disk: Path, environment: dict[str, str]) -> None:
 
 
 @pytest.mark.xdist_group("processes")
-@pytest.mark.parametrize(
-    "request_number", [1, 9, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (3, 5, 7))]
-)
+@pytest.mark.parametrize("request_number", [9, *exhaustive(1, 3, 5, 7)])
 def test_a_killed_process_leaves_its_steps_to_the_next(tier: Tier, server: Proxy, request_number: int) -> None:
     server.start_again(FaultAt("kill", request_number))
     output = tier.disk.with_name("output")

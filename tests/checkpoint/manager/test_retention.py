@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep import EverySteps, EveryTime, KeepBest, KeepEvery, KeepLast, KeepThinned, OnSignal, Step, UsageError
-from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, best_step, keep_rule, run_times, unwanted
+from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, best_rule, best_step, keep_rule, run_times, unwanted
 from tensorkeep.testing.cases import case
 
 
@@ -69,6 +69,7 @@ SCORE = {"score": 1.0}
         (lambda: KeepBest(1, "score"), r"'score' does not say .*\n.*mode=\"max\"$"),
         (lambda: KeepBest(1).wanted([step(1, metrics=SCORE)]), "'score' does not say"),
         (lambda: KeepBest(1).check(SCORE), "'score' does not say"),
+        (lambda: best_rule(KeepBest(1, "loss"), None, "max"), "keep_best is a rule"),
     ],
 )
 def test_a_metric_and_a_direction_that_are_not_clear_have_to_be_named(call: Callable[[], object], message: str) -> None:

@@ -96,7 +96,7 @@ def test_retention_over_many_steps(root: StorePath) -> None:
     assert not any(name.endswith("removed.json") for name in names(root))
 
 
-@pytest.mark.parametrize("incremental", [True, "delta"])
+@pytest.mark.parametrize("incremental", [pytest.param(True, marks=pytest.mark.exhaustive), "delta"])
 @pytest.mark.usefixtures("no_grace")
 def test_incremental_steps_share_objects_and_survive_the_deletion_of_others(root: StorePath, incremental: Any) -> None:
     reports = save_all(root, range(1, 9), incremental=incremental, keep_every=4, keep_last=1)

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
 }
 
 
-def together(timeout: float = 20) -> dict[str, Any]:
+def together(timeout: float = 100) -> dict[str, Any]:
     return {"group": dist.group.WORLD, "timeout": timeout}
 
 
@@ -183,7 +183,7 @@ def restore_damaged(root: str) -> float:
 
 def differing(path: str, what: str) -> None:
     """Save states that differ between two ranks."""
-    state, options = full_state(), {"compression": "none", **together(10)}
+    state, options = full_state(), {"compression": "none", **together()}
     if dist.get_rank() == 1:
         state |= {
             "key": {"plain": state["plain"].float()},
@@ -218,7 +218,7 @@ def failing(path: str, where: str, how: str) -> None:
     with pytest.MonkeyPatch.context() as patches:
         if dist.get_rank() == 1:
             patches.setattr(owner, name, act)
-        tensorkeep.save(state, path, **together(3), overwrite=True)
+        tensorkeep.save(state, path, **together(3 if how == "hangs" else 100), overwrite=True)
 
 
 def without_group(path: str) -> None:

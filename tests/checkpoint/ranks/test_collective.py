@@ -2,7 +2,6 @@
 
 import re
 import secrets
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 import tensorkeep
 from checkpoint.ranks import cases, store_cases
+from faults.conftest import exhaustive
 from faults.injection import flip_bit
 from ranks import outcomes, run_ranks
 from store_servers import SECRET, FaultAt, Proxy, environment_of, make_bucket
@@ -28,11 +28,11 @@ class Place:
     def __init__(self, root: str, server: Proxy | None = None) -> None:
         self.root, self.url, self.server = root, f"{root}/c", server
 
-    def call(self, name: str, *, seconds: float = 20) -> tuple[Any, ...]:
-        """Return how ranks call a function of `cases`, whose requests may take so many seconds."""
+    def call(self, name: str) -> tuple[Any, ...]:
+        """Return how ranks call a function of `cases`."""
         if self.server is None:
             return (getattr(cases, name),)
-        return store_cases.in_store, environment_of(self.server.url, seconds=seconds), name
+        return store_cases.in_store, environment_of(self.server.url), name
 
     def sizes(self) -> dict[str, int]:
         """Return the size of everything here."""
@@ -64,11 +64,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("place", "save", "compression"),
     [
-        ("disk", "save", "lossless"),
-        ("disk", "save_async", "none"),
-        ("store", "save", "lossless"),
-        ("store", "save", "none"),
-        ("store", "save_async", "none"),
+        *[("disk", "save", "lossless"), ("store", "save_async", "none")],
+        *exhaustive(("disk", "save_async", "none"), ("store", "save", "lossless"), ("store", "save", "none")),
     ],
     indirect=["place"],
 )
@@ -144,9 +141,7 @@ def test_fsdp_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 KINDS = {"fsdp": 2, "tensor parallel": 2, "hsdp": 4, "fsdp and tensor parallel": 4}
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.exhaustive] if count > 2 else []) for kind, count in KINDS.items()]
-)
+@pytest.mark.parametrize("kind", ["fsdp", "tensor parallel", *exhaustive("hsdp", "fsdp and tensor parallel")])
 def test_models_divided_in_every_way_are_one_checkpoint(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "c"
     run_ranks(KINDS[kind], cases.save_model, str(path), kind)
@@ -161,8 +156,11 @@ def test_models_divided_in_every_way_are_one_checkpoint(tmp_path: Path, kind: st
             assert run_ranks(count, cases.load_model, str(path), other) == [True] * count
 
 
-@pytest.mark.parametrize("incremental", [False, True])
-@pytest.mark.parametrize("place", ["disk", "store"], indirect=True)
+@pytest.mark.parametrize(
+    ("place", "incremental"),
+    [("disk", False), ("store", True), *exhaustive(("disk", True), ("store", False))],
+    indirect=["place"],
+)
 def test_a_manager_keeps_and_restores_steps_of_all_ranks(place: Place, incremental: bool) -> None:
     root = f"{place.root}/run"
     found = run_ranks(2, *place.call("manage"), root, incremental)
@@ -205,21 +203,17 @@ def test_what_differs_between_ranks_is_named_on_all_of_them(tmp_path: Path, what
 @pytest.mark.parametrize(
     ("place", "where", "how"),
     [
-        *(("disk", where, "fails") for where in ("begin", "write", "finish")),
-        ("disk", "write", "dies"),
-        *(("store", *each) for each in (("write", "fails"), ("finish", "fails"), ("finish", "dies"))),
-        *(
-            pytest.param("disk", where, how, marks=pytest.mark.exhaustive)
-            for where, how in product(("begin", "write", "finish"), ("dies", "hangs"))
-            if (where, how) != ("write", "dies")
-        ),
+        *[("disk", "begin", "fails"), ("disk", "finish", "dies"), ("store", "finish", "fails")],
+        *exhaustive(("store", "write", "fails"), ("store", "finish", "dies"), ("disk", "begin", "dies")),
+        *exhaustive(("disk", "write", "fails"), ("disk", "write", "dies"), ("disk", "finish", "fails")),
+        *exhaustive(*(("disk", where, "hangs") for where in ("begin", "write", "finish"))),
     ],
     indirect=["place"],
 )
 def test_if_one_rank_fails_all_raise_and_what_was_there_is_whole(place: Place, where: str, how: str) -> None:
     tensorkeep.save({"old": torch.ones(3)}, place.url)
     before = place.sizes()
-    found = outcomes(2, *place.call("failing"), place.url, where, how, seconds=12 if how == "hangs" else 30)
+    found = outcomes(2, *place.call("failing"), place.url, where, how, seconds=40 if how == "hangs" else 200)
     assert found[0].error == "RanksDisagreeError"
     expected = {"fails": "rank 1 has failed", "dies": "rank 1 has ended", "hangs": "rank 1 did not answer within 3 s"}
     assert expected[how] in found[0].message
@@ -248,7 +242,7 @@ def test_the_request_for_the_manifest_may_fail_once(place: Place, action: str) -
 
 def test_without_a_manifest_all_ranks_raise_in_time(place: Place) -> None:
     place.fail_manifest("503", times=1_000_000)
-    found = outcomes(2, *place.call("save", seconds=1), place.url, "rows", {})
+    found = outcomes(2, *place.call("save"), place.url, "rows", {})
     assert [each.error for each in found] == ["StoreError", "RanksDisagreeError"]
     for each in found:
         assert "cannot make the checkpoint visible" in each.message

@@ -4,6 +4,7 @@ The functions before each test run on every rank of a gloo group.
 """
 
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ def several_in_flight(folder: str) -> list[str]:
     """Begin saves while the first one is being written; return those that this rank stages, in order."""
     stage = collective.Coordination._stage
     staged: list[str] = []
+    others_begin = threading.Event()
 
     def slow(self: collective.Coordination) -> tuple[str, str]:
         if self._destination.name == "first":
-            time.sleep(0.2)
+            others_begin.wait()
         staged.append(self._destination.name)
         return stage(self)
 
@@ -39,10 +41,11 @@ def several_in_flight(folder: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(collective.Coordination, "_stage", slow)
         group = dist.group.WORLD
-        first = tensorkeep.save_async(state(1), f"{folder}/first", group=group, timeout=10)
-        manager = tensorkeep.CheckpointManager(f"{folder}/run", group=group, timeout=10)
+        first = tensorkeep.save_async(state(1), f"{folder}/first", group=group, timeout=100)
+        manager = tensorkeep.CheckpointManager(f"{folder}/run", group=group, timeout=100)
         second = manager.save(2, state(2))
-        tensorkeep.save(state(3), f"{folder}/third", group=group, timeout=10)
+        others_begin.set()
+        tensorkeep.save(state(3), f"{folder}/third", group=group, timeout=100)
         first.wait()
         second.wait()
         manager.close()
@@ -58,7 +61,7 @@ def test_saves_of_a_group_are_written_in_the_order_in_which_they_begin(tmp_path:
 def boxes_remembered(path: str) -> int:
     """Save; return how many boxes this rank remembers for the next save."""
     cases.save(path, "rows", {})
-    ranks = ranks_of(dist.group.WORLD, 20)
+    ranks = ranks_of(dist.group.WORLD, 100)
     assert ranks is not None
     return len(ranks.remembered["merged"].boxes)
 
@@ -72,15 +75,15 @@ def differently(path: str, what: str) -> None:
     own, group = torch.zeros(4), dist.group.WORLD
     if what == "other saves":
         mine: Any = collective.Coordination
-        stage = mine(ranks_of(group, 20), None, Path(path + str(dist.get_rank())), None)
+        stage = mine(ranks_of(group, 100), None, Path(path + str(dist.get_rank())), None)
         stage._stage = lambda: (path, "")
         stage.begin()
     elif dist.get_rank() == 1:
-        tensorkeep.load(path, into={"w": own}, group=group, timeout=20)
+        tensorkeep.load(path, into={"w": own}, group=group, timeout=100)
     elif what == "save":
-        tensorkeep.save({"w": own}, path, overwrite=True, group=group, timeout=20)
+        tensorkeep.save({"w": own}, path, overwrite=True, group=group, timeout=100)
     else:
-        tensorkeep.load(path, group=group, timeout=20)
+        tensorkeep.load(path, group=group, timeout=100)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +96,14 @@ def differently(path: str, what: str) -> None:
 )
 def test_ranks_in_different_operations_all_raise_at_once(tmp_path: Path, what: str, words: str) -> None:
     tensorkeep.save({"w": torch.ones(4)}, tmp_path / "c")
-    found = outcomes(2, differently, str(tmp_path / "c"), what, seconds=10)
+    found = outcomes(2, differently, str(tmp_path / "c"), what)
     assert [each.error for each in found] == ["RanksDisagreeError"] * 2, found
     assert all(re.search(words, each.message) for each in found), found[0].message
 
 
 def exchange_long_and_short(length: int) -> list[list[int]]:
     """Exchange values of other lengths; return the lengths that arrive, at all ranks and at the coordinator."""
-    ranks = ranks_of(dist.group.WORLD, 20)
+    ranks = ranks_of(dist.group.WORLD, 100)
     assert ranks is not None
     own = b"x" * (length if dist.get_rank() == 1 else 3)
     found = [ranks.caller.exchange(own, "testing", to_coordinator=only) for only in (False, True)]
@@ -114,18 +117,26 @@ def test_values_of_different_lengths_arrive(length: int) -> None:
 
 
 def connect_out_of_step(path: str) -> list[str]:
-    """Save again and again, while rank 1 comes when rank 0 has given up several connections."""
-    errors = []
-    for attempt in range(8):
+    """Save again and again, each time with more patience; rank 1 comes when rank 0 has given up several connections."""
+    errors, given_up = [], Path(f"{path}-given-up")
+    for attempt in range(11):
         with pytest.MonkeyPatch.context() as patches:
             patches.setattr(connection, "_GRACE", 0.1)
             try:
-                tensorkeep.save({"w": torch.zeros(4)}, path, overwrite=True, group=dist.group.WORLD, timeout=0.5)
+                tensorkeep.save(
+                    {"w": torch.zeros(4)},
+                    path,
+                    overwrite=True,
+                    group=dist.group.WORLD,
+                    timeout=0.5 * 2 ** max(0, attempt - 3),
+                )
                 errors.append("")
             except tensorkeep.RanksDisagreeError as error:
                 errors.append(error.message)
-        if dist.get_rank() == 1 and attempt == 0:
-            time.sleep(2)
+        if dist.get_rank() == 0 and attempt == 2:
+            given_up.touch()
+        while dist.get_rank() == 1 and not given_up.exists():
+            time.sleep(0.01)
         if attempt and not errors[-1]:
             break
     return errors
@@ -151,7 +162,7 @@ def connect_beside_a_slow_rank() -> float:
     with pytest.MonkeyPatch.context() as patches:
         if dist.get_rank() == 0:
             patches.setattr(distributed_c10d, "ProcessGroupGloo", slow)
-        ranks_of(dist.group.WORLD, 20)
+        ranks_of(dist.group.WORLD, 100)
     return times[-1] if times else time.monotonic()
 
 
@@ -198,8 +209,8 @@ def operations_with_other_timeouts(path: str) -> tuple[list[float], str]:
     The second save lasts longer than the timeout of the operation that connected the ranks.
     """
     rank, group = dist.get_rank(), dist.group.WORLD
-    tensorkeep.save({"w": torch.zeros(4)}, path, group=group, timeout=2 + rank)
-    save_slowly(path, 3, timeout=10 + rank)
+    tensorkeep.save({"w": torch.zeros(4)}, path, group=group, timeout=10 + rank)
+    save_slowly(path, 13, timeout=100 + rank)
     kept = tensorkeep.load(path, group=group)["w"].tolist()
     with pytest.raises(tensorkeep.RanksDisagreeError) as caught:
         save_slowly(path, 2, timeout=0.5)

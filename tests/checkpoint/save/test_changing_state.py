@@ -8,6 +8,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import tensorkeep
+from faults.conftest import exhaustive
 from tensorkeep.io.files import Bytes
 
 # Arguments of `save` by name. Every format, and everything that reads the state in a way of its own.
@@ -31,7 +33,7 @@ SAVES: dict[str, dict[str, Any]] = {
     "native gzip": {"compression": "gzip"},
     "safetensors": {"format": "safetensors"},
     "safetensors lossless": {"format": "safetensors", "compression": "lossless", "force": True},
-    "safetensors shards": {"format": "safetensors", "shard_bytes": "8MiB"},
+    "safetensors shards": {"format": "safetensors", "shard_bytes": "1MiB"},
     "torch": {"format": "torch"},
     "dcp": {"format": "dcp"},
     "tensorstore": {"format": "tensorstore"},
@@ -137,9 +139,11 @@ def assert_intact(path: Path, name: str = "native") -> None:
 
 # TensorStore reads the state in threads of its own, which call no function of Python.
 IN_PYTHON = [name for name in SAVES if not name.startswith(("tensorstore", "t5x"))]
+# The others read as one of these, or as a save in the test of incremental ones.
+BETWEEN = ("native", "native incremental", "native lossless", "native zstd", "safetensors shards", "torch", "dcp")
 
 
-@pytest.mark.parametrize("name", IN_PYTHON)
+@pytest.mark.parametrize("name", [*BETWEEN, *exhaustive(*(name for name in IN_PYTHON if name not in BETWEEN))])
 def test_a_save_verifies_if_the_state_changes_between_any_two_calls(name: str, tmp_path: Path) -> None:
     state, memory = make_state()
     tensorkeep.save({}, tmp_path / "imports what it needs", **SAVES[name])
@@ -149,16 +153,14 @@ def test_a_save_verifies_if_the_state_changes_between_any_two_calls(name: str, t
 
 
 # One of each format and compression, but those that a save in the background shows as well.
-SOME = {"native", "native incremental", "safetensors lossless", "tensorstore ocdbt", "tensorstore zarr 2 gzip", "t5x"}
+SOME = ["safetensors lossless", "tensorstore ocdbt", "tensorstore zarr 2 gzip", "t5x"]
+OTHERS = [name for name in SAVES if name not in SOME]
 IN_THE_BACKGROUND = ["native", "native lossless", "safetensors", "torch", "dcp", "tensorstore"]
 
 
 @pytest.mark.parametrize(
     ("name", "background"),
-    [
-        *(pytest.param(name, False, marks=[] if name in SOME else pytest.mark.exhaustive) for name in SAVES),
-        *((name, True) for name in IN_THE_BACKGROUND),
-    ],
+    [*product(SOME, [False]), *product(IN_THE_BACKGROUND, [True]), *exhaustive(*product(OTHERS, [False]))],
 )
 def test_a_save_verifies_if_a_thread_writes_all_the_time(name: str, background: bool, tmp_path: Path) -> None:
     state, memory = make_state()
@@ -171,11 +173,15 @@ def test_a_save_verifies_if_a_thread_writes_all_the_time(name: str, background: 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"compression": "lossless"}, {"compression": "lossless", "delta": True}],
-    ids=["raw", "lossless", "differences"],
+    ("changing", "options"),
+    [
+        (changed_between_calls, {}),
+        (changed_between_calls, {"compression": "lossless", "delta": True}),
+        (changed_by_a_thread, {"compression": "lossless"}),
+        *exhaustive((changed_between_calls, {"compression": "lossless"}), (changed_by_a_thread, {})),
+        *exhaustive((changed_by_a_thread, {"compression": "lossless", "delta": True})),
+    ],
 )
-@pytest.mark.parametrize("changing", [changed_between_calls, changed_by_a_thread])
 def test_an_incremental_save_of_a_changing_state_verifies(
     changing: Callable[[Bytes], Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -223,11 +229,7 @@ while True:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in ("native", "tensorstore") else pytest.mark.exhaustive)
-        for name in IN_THE_BACKGROUND
-    ],
+    "name", ["native", "tensorstore", *exhaustive("native lossless", "safetensors", "torch", "dcp")]
 )
 def test_a_save_verifies_if_another_process_writes_all_the_time(name: str, tmp_path: Path) -> None:
     size = 1 << 20

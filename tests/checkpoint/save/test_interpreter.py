@@ -35,9 +35,7 @@ def test_it_finishes_and_logs_its_saves_and_ctrl_c_while_a_thread_starts_neither
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").touch()
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "interrupted\n"
     assert "NOT SAVED: file/c" in done.stderr
     assert "Not a directory" in done.stderr

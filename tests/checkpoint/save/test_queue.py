@@ -19,6 +19,7 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
+from faults.conftest import exhaustive
 from tensorkeep import CheckpointManager, KeepBest
 from tensorkeep.checkpoint.save import auto, job, queue
 from tensorkeep.checkpoint.save.memory import SaveMemory
@@ -27,9 +28,7 @@ from tensorkeep.state.leaf import Leaf
 from tensorkeep.testing.equality import same
 
 MIB = 1024**2
-
-# Whatever is wrong here shows as a hang.
-pytestmark = pytest.mark.timeout(60)
+AT_ONCE = {"asynchronous": False}
 
 
 def zeros(megabytes: int, value: int = 0) -> torch.Tensor:
@@ -82,7 +81,7 @@ def numbers(manager: CheckpointManager) -> list[int]:
     return [step.number for step in manager.steps()]
 
 
-@pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
+@pytest.mark.parametrize("name", [pytest.param("x.safetensors", marks=pytest.mark.exhaustive), "x.pt"])
 def test_buffers_of_another_layout_do_not_use_up_the_budget(tmp_path: Path, name: str) -> None:
     tensorkeep.save({"w": zeros(72)}, tmp_path / "first")
     tensorkeep.load(tmp_path / "first")  # leaves large buffers behind for the next call
@@ -269,11 +268,9 @@ def test_an_ambiguous_metric_is_refused_before_anything_is_written(tmp_path: Pat
     ("options", "least", "size"),
     [
         ({}, 128, 72),  # more than the copy may take at once
-        ({"when_busy": "replace"}, 256, 20),
-        ({"incremental": "delta"}, 136, 20),
         ({"incremental": "delta", "when_busy": "replace"}, 272, 20),
-        ({"asynchronous": False}, 64, 72),
-        ({"asynchronous": False, "incremental": "delta"}, 108, 20),
+        ({**AT_ONCE, "incremental": "delta"}, 108, 20),
+        *exhaustive(({"when_busy": "replace"}, 256, 20), ({"incremental": "delta"}, 136, 20), (AT_ONCE, 64, 72)),
     ],
 )
 def test_the_smallest_budget_is_named_at_once_and_suffices(
@@ -344,7 +341,7 @@ def interrupted_at(count: int, call: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("queued", [False, True])
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_ctrl_c_before_any_line_of_a_save_hangs_nothing(
     tmp_path: Path, gate: threading.Event, queued: bool, stride: int, record_property: Any
 ) -> None:

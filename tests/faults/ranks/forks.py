@@ -33,7 +33,7 @@ class ForkedRanks(Server):
         *arguments: Any,
         hung: int | None = None,
         resumed: bool = False,
-        seconds: float = 40,
+        seconds: float = 200,
     ) -> list[Outcome]:
         """Call ``function(rank, *arguments)`` on ranks, and return what became of each call.
 
@@ -53,7 +53,7 @@ class _Fork:
         if self.process == 0:
             # Not sys.exit: neither the tests' nor torch's exit handlers are this process's.
             try:
-                theirs.send_bytes(pickle.dumps(answer(rank, count, store, 30, work)))
+                theirs.send_bytes(pickle.dumps(answer(rank, count, store, 100, work)))
             finally:
                 os._exit(0)
         theirs.close()

@@ -43,9 +43,9 @@ class Saves:
         self._number = 0
 
     def _run(self, root: Path, number: int, count: int, fault: Fault | None = None, **options: Any) -> list[Outcome]:
-        timeout = 1.0 if fault is not None and fault.is_found_at_timeout else 20.0
+        timeout = 1.0 if fault is not None and fault.is_found_at_timeout else 100.0
         call = (saves.take_part, self._work, str(root), number, timeout, fault)
-        return self._forks.run(count, *call, seconds=30, **options)
+        return self._forks.run(count, *call, **options)
 
     def _succeed(self, root: Path, number: int, count: int) -> list[list[str]]:
         found = self._run(root, number, count)
@@ -157,7 +157,6 @@ def test_some_operations_of_three_ranks(tmp_path: Path, forks: ForkedRanks, reco
         (1, "pwrite", "full disk"),
         (0, "renameat2", "killed after"),
         (1, "open", "hung"),
-        (0, "renameat2", "hung"),
     ]
     for rank, name, action in chosen:
         names = operations[rank]
@@ -165,7 +164,7 @@ def test_some_operations_of_three_ranks(tmp_path: Path, forks: ForkedRanks, reco
     record_property("cases", len(chosen))
 
 
-@pytest.mark.parametrize("index", range(len(CONNECTING)))
+@pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_rank_that_is_killed_before_it_connects_is_reported_at_the_timeout(
     tmp_path: Path, forks: ForkedRanks, index: int
 ) -> None:

@@ -132,9 +132,9 @@ def cases_of(requests: Sequence[str], actions: Sequence[str] = ACTIONS) -> list[
 
 
 def sampled(cases: Sequence[Case], start: int) -> list[Case]:
-    """Return three of the cases, spread over actions, frequencies and requests; others for every ``start``."""
-    step = len(cases) // 3 + 1
-    return [cases[(start * 5 + place * step) % len(cases)] for place in range(3)]
+    """Return two of the cases; those of consecutive starts are spread over actions, frequencies and requests."""
+    golden = (math.sqrt(5) - 1) / 2
+    return [cases[int((2 * start + place) * golden % 1 * len(cases))] for place in range(2)]
 
 
 def every_sixth(cases: list[Case], start: int) -> list[Case]:

@@ -1,12 +1,13 @@
 """A process that writes to a store is killed at any request: what is there is whole, and the next attempt succeeds."""
 
 import signal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from faults.conftest import Choose
+from faults.conftest import Choose, exhaustive
 from faults.stores.buckets import Bucket, requests_of
 from faults.stores.calls import WRITES, run_in_process
 from forked import ended, start
@@ -14,12 +15,11 @@ from store_servers import FaultAt
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
-SAMPLED = ("raw", "replacement", "incremental")
-NAMES = [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.exhaustive) for name in WRITES]
+SAMPLED = [("raw", "kill after"), ("replacement", "kill after"), ("incremental", "kill")]
+OTHERS = {*product(WRITES, ("kill", "kill after"))} - {*SAMPLED}
 
 
-@pytest.mark.parametrize("action", ["kill", "kill after"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "action"), [*SAMPLED, *exhaustive(*sorted(OTHERS))])
 def test_killed_at_any_request(
     tmp_path: Path, bucket: Bucket, name: str, action: str, choose: Choose, record_property: Any
 ) -> None:

@@ -215,7 +215,7 @@ PICKLES = [
     b"\x80\x04r\xff\xff\xff\x7f.",  # a memo of two thousand million places
     b"\x80\x05\x96" + (2**40).to_bytes(8, "little"),  # a bytearray of a terabyte
     b"\x80\x04\x8d" + (2**62).to_bytes(8, "little") + b"x",  # a text of four exabytes
-    b"\x80\x04)" + b"\x85" * 200_000 + b"}\x94h\x00s.",
+    b"\x80\x04)" + b"\x85" * 20_000 + b"}\x94h\x00s.",
     b"\x80\x04}" + b")" + b"\x85" * 200_000 + b"Ns.",  # a key that is hashed by recursion
     b"\x80\x04]\x94h\x00a.",  # a list that holds itself
     b"\x80\x04(.",

@@ -161,7 +161,7 @@ def test_differences_are_smaller_and_a_full_block_is_stored_at_least_every_eight
     states = [weights(2, (512, 512))]
     tensorkeep.save(states[0], tmp_path / "0", incremental=True, **LOSSLESS)
     chains = []
-    for number in range(1, 18):
+    for number in range(1, 10):
         states.append(trained(states[-1], number))
         report = tensorkeep.save(states[-1], tmp_path / str(number), base=tmp_path / str(number - 1), **DELTA)
         chains.append(tensorkeep.info(tmp_path / str(number)).details.get("history", {}).get("deepest_chain", 0))
@@ -169,10 +169,10 @@ def test_differences_are_smaller_and_a_full_block_is_stored_at_least_every_eight
             whole = tensorkeep.save(states[-1], tmp_path / f"whole-{number}", **LOSSLESS)
             assert report.new_bytes <= (0.7 if number == 1 else 1.01) * whole.stored_bytes, number
             assert ("delta" in codecs(tmp_path / str(number))) == (number != 8)
-    assert [number for number, chain in enumerate(chains, 1) if chain == 0] == [8, 16]
+    assert [number for number, chain in enumerate(chains, 1) if chain == 0] == [8]
     for number, state in enumerate(states):
         assert same(tensorkeep.load(tmp_path / str(number)), state), number
-    assert tensorkeep.verify(tmp_path / "15").ok and tensorkeep.verify(tmp_path / "17").ok
+    assert tensorkeep.verify(tmp_path / "7").ok and tensorkeep.verify(tmp_path / "9").ok
 
 
 @pytest.mark.coder

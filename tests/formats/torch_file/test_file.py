@@ -254,7 +254,10 @@ class TestDamage:
                 assert caught.value.path == str(path)
         assert read(with_pickle(tmp_path / "x.pt", b"N.")) is None
 
-    def test_containers_that_expand_exponentially_or_contain_themselves_are_refused(self, tmp_path: Path) -> None:
+    def test_containers_that_expand_exponentially_or_contain_themselves_are_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tensorkeep.formats.torch_file.reader.SHARED_VALUES", 10_000)
         expanding: Any = ["x"] * 10
         for _ in range(30):
             expanding = [expanding] * 10

@@ -8,14 +8,17 @@ import pytest
 import torch
 
 import tensorkeep
-from store_servers import Proxy, damage, on_every_server, upload
+from store_servers import Proxy, damage, upload
 from tensorkeep import CheckpointManager
 from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
 from tensorkeep.testing.equality import same
 
 pytest.importorskip("obstore")
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("servers"), on_every_server]
+# moto takes seconds to start.
+servers = ["memory", "ministack", pytest.param("moto", marks=pytest.mark.exhaustive)]
+on_servers = pytest.mark.parametrize("server", servers, indirect=True)
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("servers"), on_servers]
 
 BUCKET = "s3://bucket-servers"
 

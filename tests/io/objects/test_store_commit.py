@@ -180,6 +180,13 @@ def test_a_commit_that_fails_leaves_objects_only_for_a_manifest_that_may_appear(
     assert len(names()) == left
 
 
+def test_a_manifest_that_is_listed_and_cannot_be_read_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    save_whole()
+    monkeypatch.setattr(StoreCommit, "_read_back", lambda self: None)
+    with pytest.raises(StoreError, match="lists a manifest that cannot be read"), commit(overwrite=True):
+        pass
+
+
 @pytest.mark.parametrize("readable", [True, False])
 def test_after_a_lost_answer_a_refusal_keeps_what_may_be_seen(monkeypatch: pytest.MonkeyPatch, readable: bool) -> None:
     def refused(path: StorePath, *arguments: Any) -> Any:

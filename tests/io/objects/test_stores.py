@@ -3,9 +3,11 @@
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -101,13 +103,24 @@ def test_what_fails_for_ever_is_an_error_of_the_store(tmp_path: Path, bucket: Pr
     url = uploaded(state(3), tmp_path, "c")
     bucket.start_again(None)
     tensorkeep.load(url)
-    for first in range(len(action) % 2, len(bucket.requests), 2):
+    for first in range(len(action) % 3, len(bucket.requests), 3):
         bucket.start_again(Fault(action, lambda number, first=first: number >= first))  # type: ignore[misc]
         # Never NotACheckpointError or CorruptCheckpointError, after which other steps are used or deleted.
         with pytest.raises(tensorkeep.StoreError) as caught:
             tensorkeep.load(url)
         assert BUCKET in str(caught.value)
         assert SECRET not in str(caught.value)
+    assert len(bucket.requests) > 1
+
+
+def test_a_request_and_its_repetitions_take_the_time_that_the_user_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected = mock.Mock(side_effect=OSError)
+    monkeypatch.setattr("obstore.store.from_url", connected)
+    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "7")
+    with pytest.raises(tensorkeep.StoreError, match="cannot use the store"):
+        stores.objects(StorePath("s3://never-used/"))
+    options = connected.call_args.kwargs
+    assert options["client_options"]["timeout"] == options["retry_config"]["retry_timeout"] == timedelta(seconds=7)
 
 
 def test_an_answer_that_is_too_short_is_asked_for_again_and_named(bucket: Proxy) -> None:

@@ -146,7 +146,6 @@ TOKENIZERS = {"letters": "", "data": "from:{}/base", "data+chat": "from:{}/base+
     [
         *((1, kind, TOKENIZERS) for kind in ("text", "documents", "conversations")),
         # A process passes on the error of any tokenizer.
-        pytest.param(2, "documents", ["letters"], marks=pytest.mark.integration),
         pytest.param(2, "conversations", ["data+chat"], marks=pytest.mark.integration),
         *(
             pytest.param(2, kind, TOKENIZERS, marks=pytest.mark.exhaustive)

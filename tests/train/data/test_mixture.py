@@ -133,7 +133,7 @@ def test_a_mixture_of_mixtures_is_refused_with_the_weights_of_the_sources(tmp_pa
     assert Dataset.open(prepare_mixture(f"{a}:1.5,{b}:0.5", tmp_path / "flat").path).mixture
 
 
-@pytest.mark.parametrize("order", ["random", "shuffled"])
+@pytest.mark.parametrize("order", [pytest.param("random", marks=pytest.mark.exhaustive), "shuffled"])
 def test_a_run_on_a_mixture_is_resumed_exactly(tmp_path: Path, order: str) -> None:
     texts(tmp_path)
     source = f"{tmp_path}/a.txt:0.6,{tmp_path}/b.jsonl:0.4"

@@ -124,7 +124,9 @@ def test_tiles_reach_the_attention_of_every_block(monkeypatch: pytest.MonkeyPatc
 CONFIG = TINY.changed({"data.mask_documents": True, "model.context_length": 48, "eval.every": 3})
 
 
-@pytest.mark.parametrize("changes", [{}, {"techniques.activation-checkpointing": "on"}])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, marks=pytest.mark.exhaustive), {"techniques.activation-checkpointing": "on"}]
+)
 def test_a_run_is_resumed_exactly(tmp_path: Path, documents: Path, changes: dict[str, object]) -> None:
     config = CONFIG.changed(changes)
     whole = trained(config, documents)

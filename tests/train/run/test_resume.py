@@ -190,13 +190,11 @@ LEGS: dict[str, dict[str, object]] = {
     "to plateau": {"schedule.name": "plateau", "eval.every": 1, "schedule.patience": 1},
 }
 COMBINED = [
-    ("longer", "technique", "rates and decay"),
+    ("longer", "technique", "rates and decay", "to plateau"),
     ("anneal", "batches"),
-    ("shorter", "dropout", "16 bits"),
-    ("lengths",),
-    ("to plateau",),
+    ("shorter", "dropout", "16 bits", "lengths"),
 ]
-ALONE = [pytest.param((name,), marks=pytest.mark.exhaustive) for name in LEGS if (name,) not in COMBINED]
+ALONE = [pytest.param((name,), marks=pytest.mark.exhaustive) for name in LEGS]
 
 
 @pytest.mark.parametrize("names", [*COMBINED, *ALONE], ids=str)

@@ -58,7 +58,7 @@ def test_a_run_that_slows_down_warns_once(tmp_path: Path, data: Path, caplog: py
         opened.model.loss = loss  # type: ignore[method-assign]
         opened.clock = Clock(lambda: elapsed)
 
-    config = CONFIG.changed({"loop.steps": 70})
+    config = CONFIG.changed({"loop.steps": 51})
     with caplog.at_level(logging.WARNING, "tensorkeep"):
         run(config, tmp_path / "run", data, arrange=with_fake_clock)
     assert [(line["step"], round(line["ratio"])) for line in lines(tmp_path / "run", "slowdown")] == [(41, 7)]
@@ -81,7 +81,7 @@ def test_a_run_on_a_gpu_that_slows_down_warns(tmp_path: Path, data: Path, monkey
 
     monkeypatch.setattr("tensorkeep.train.run.setup.can_check_later", lambda run: True)
     monkeypatch.setattr("tensorkeep.train.monitor.timing.check_steps", check)
-    config = CONFIG.changed({"loop.steps": 66, "log.every": 11})
+    config = CONFIG.changed({"loop.steps": 55, "log.every": 11})
     run(config, tmp_path / "run", data, arrange=with_fake_clock)
     assert [(line["step"], round(line["ratio"])) for line in lines(tmp_path / "run", "slowdown")] == [(44, 7)]
 

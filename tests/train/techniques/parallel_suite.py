@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite, last_state, losses, train_run, trained
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, killed_copy, last_state, losses, train_run, trained
 from tensorkeep.train.config.config import Config
 from train.techniques.several_processes import (
     EXACT,
+    FOUR_STEPS,
     ProcessPool,
     Results,
     Task,
@@ -21,7 +22,8 @@ from train.techniques.several_processes import (
     task,
 )
 
-HALF = STEPS // 2
+SHORT, SHORT_DROPPING = (config.changed(FOUR_STEPS) for config in (EXACT, TINY))
+HALF = SHORT.loop.steps // 2
 
 Together = tuple[Path, Results]
 """The folder in which several processes did their tasks, and their results."""
@@ -78,17 +80,17 @@ class ParallelSuite(TechniqueSuite):
         """Let several processes do, once, all tasks of the class."""
         pool: ProcessPool = request.getfixturevalue({2: "two_processes", 4: "four_processes"}[cls.processes])
         folder = tmp_path_factory.mktemp("together")
-        train_run(EXACT, folder / "from-one", data, stop_after=HALF)
-        return folder, pool.run(cls._tasks(folder, data))
+        killed_copy(trained(SHORT, data), folder / "from-one", step=HALF)
+        results = pool.run(cls._tasks(folder, data))
+        killed_copy(folder / "whole", folder / "resumed", step=HALF)
+        pool.run({"rest": task("train", cls.with_technique(SHORT_DROPPING), folder / "resumed", data, resume=True)})
+        return folder, results
 
     @classmethod
     def _tasks(cls, folder: Path, data: Path) -> dict[str, Task]:
-        dropping, exact = cls.with_technique(TINY), cls.with_technique(EXACT)
+        dropping, exact = cls.with_technique(SHORT_DROPPING), cls.with_technique(SHORT)
         tasks = {
             "whole": task("train", dropping, folder / "whole", data),
-            "first half": task("train", dropping, folder / "resumed", data, stop_after=HALF),
-            "second half": task("train", dropping, folder / "resumed", data, resume=True),
-            "to one": task("train", exact, folder / "to-one", data, stop_after=HALF),
             "from one": task("train", exact, folder / "from-one", data, resume=True),
             "verified": task("step", exact, folder / "verified", data),
             "evaluated": task("evaluate", exact, folder / "evaluated", data),
@@ -106,12 +108,12 @@ class ParallelSuite(TechniqueSuite):
         """The losses of training and evaluation are those of one process with the same batches."""
         folder, _ = together
         for number, model in enumerate(self.models):
-            alone, found = losses(trained(EXACT.changed(model), data)), losses(folder / f"model{number}")
+            alone, found = losses(trained(SHORT.changed(model), data)), losses(folder / f"model{number}")
             assert [each[:2] for each in found] == [each[:2] for each in alone]
             assert [each[2] for each in found] == pytest.approx([each[2] for each in alone], rel=1e-4)
 
     def test_processes_resume_exactly(self, together: Together) -> None:
-        """A run with dropout that was stopped and resumed ends bit-identical to one that was not."""
+        """A run with dropout that was killed and resumed ends bit-identical to one that was not."""
         folder, _ = together
         assert losses(folder / "resumed") == losses(folder / "whole")
         assert difference(last_state(folder / "resumed"), last_state(folder / "whole")) is None
@@ -119,13 +121,13 @@ class ParallelSuite(TechniqueSuite):
     def test_one_process_resumes_what_several_saved(self, together: Together, data: Path) -> None:
         """A checkpoint of several processes is one of a single process with the techniques off."""
         folder, _ = together
-        train_run(EXACT, folder / "to-one", data, resume=True)
-        assert not self._differences(folder / "to-one", trained(EXACT, data))
+        train_run(SHORT, killed_copy(folder / "model0", folder / "to-one", step=HALF), data, resume=True)
+        assert not self._differences(folder / "to-one", trained(SHORT, data))
 
     def test_processes_resume_what_one_saved(self, together: Together, data: Path) -> None:
         """A checkpoint of a single process can be resumed by several."""
         folder, _ = together
-        assert not self._differences(folder / "from-one", trained(EXACT, data))
+        assert not self._differences(folder / "from-one", trained(SHORT, data))
 
     def _differences(self, first: Path, second: Path) -> list[str]:
         """Return the differences between the final states of two runs."""

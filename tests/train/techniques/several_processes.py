@@ -43,6 +43,9 @@ Results = list[dict[str, Any]]
 EXACT = TINY.changed({"model.dropout": 0.0})
 """Without dropout, several processes compute the same as one."""
 
+FOUR_STEPS = {"loop.steps": 4, "checkpoint.every": 2, "eval.every": 2}
+"""Changes of a configuration: fewer steps, which are as many as a kill and a resumption need."""
+
 _TIMEOUT_SECONDS = 150
 
 

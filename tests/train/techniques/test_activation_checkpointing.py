@@ -38,7 +38,7 @@ def kept_bytes() -> Iterator[list[int]]:
 
 class TestActivationCheckpointing(TechniqueSuite):
     technique = ActivationCheckpointing
-    variants = ({}, {"keep": "matmuls"}, {"every": 2})
+    variants = ({}, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ({"keep": "matmuls"}, {"every": 2})))
 
     def break_on_purpose(self, run: Run) -> None:
         # As after a loop that rebinds its variable: the first block is unchanged.

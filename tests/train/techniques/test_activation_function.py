@@ -23,7 +23,7 @@ def configured(wanted: str, /, **model: object) -> Config:
 
 class TestActivationFunction(TechniqueSuite):
     technique = ActivationFunction
-    variants = ({"activation": "relu2"}, {"activation": "swiglu"})
+    variants = ({"activation": "relu2"}, pytest.param({"activation": "swiglu"}, marks=pytest.mark.exhaustive))
 
     def break_on_purpose(self, run: Run) -> None:
         """Give one block another activation."""

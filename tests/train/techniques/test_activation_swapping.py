@@ -1,6 +1,6 @@
 """Activation swapping: bit-identical gradients, and no memory that is reused too early."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def moved(swapper: Swapper, work: Callable[[], Tensor]) -> list[torch.Size]:
 
 class TestActivationSwapping(TechniqueSuite):
     technique = ActivationSwapping
-    variants: tuple[Mapping[str, Any], ...] = ({"least": 64}, {"pool": False})
+    variants = ({"least": 64}, pytest.param({"pool": False}, marks=pytest.mark.exhaustive))
 
     @pytest.fixture(autouse=True)
     def check_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 class TestPipelineParallel(ParallelSuite):
     technique = PipelineParallel
-    variants = ({}, {"schedule": "gpipe", "parts": 2})
+    variants = ({}, pytest.param({"schedule": "gpipe", "parts": 2}, marks=pytest.mark.exhaustive))
     broken = {"all weights": "weights of other stages"}  # noqa: RUF012
     stepped = {  # noqa: RUF012
         "gpipe": {"techniques.pipeline-parallel.schedule": "gpipe"},

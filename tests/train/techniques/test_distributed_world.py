@@ -14,16 +14,16 @@ from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_r
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import leg_settings
 from tensorkeep.train.run.setup import check_settings, joined
-from train.techniques.several_processes import EXACT, ProcessPool, Results, task
+from train.techniques.several_processes import EXACT, FOUR_STEPS, ProcessPool, Results, task
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
-DDP = TINY.changed({"techniques.ddp": "on"})
+DDP = TINY.changed({"techniques.ddp": "on", **FOUR_STEPS})
 
 CHANGING = [
-    EXACT.changed({f"techniques.{name}": "on", "ema.decay": 0.9})
-    for name in ("ddp", "pipeline-parallel", "tensor-parallel", "fsdp", "pipeline-parallel")
+    EXACT.changed({f"techniques.{name}": "on", "ema.decay": 0.9, "loop.steps": 5})
+    for name in ("pipeline-parallel", "tensor-parallel", "fsdp", "pipeline-parallel")
 ]
 """Configurations of one run, which is resumed with another technique after each step."""
 
@@ -52,7 +52,6 @@ def two(folder: Path, killed: ProcessPool, data: Path, two_processes: ProcessPoo
             f"step {number}": task("train", config, folder / "changing", data, resume=True, stop_after=1)
             for number, config in enumerate(CHANGING, start=1)
         },
-        "one step": task("train", DDP, folder / "one-step", data, stop_after=1),
     }
     return two_processes.run(tasks)
 
@@ -77,7 +76,7 @@ def test_run_resumes_exactly_after_a_process_was_killed(folder: Path) -> None:
 
 @pytest.mark.usefixtures("two")
 def test_run_resumes_with_another_technique_after_each_step(folder: Path, data: Path) -> None:
-    alone = EXACT.changed({"ema.decay": 0.9})
+    alone = EXACT.changed({"ema.decay": 0.9, "loop.steps": 5})
     train_run(alone, folder / "changing", data, resume=True)
     expected, found = losses(trained(alone, data)), losses(folder / "changing")
     assert [each[2] for each in found if each[1] == "train"] == pytest.approx(
@@ -93,7 +92,7 @@ def test_all_processes_stop_after_the_step_in_which_one_is_asked_to(two: Results
 
 @pytest.mark.usefixtures("two")
 def test_only_techniques_for_several_processes_change_without_a_new_leg(folder: Path) -> None:
-    run = RunFolder(folder / "one-step")
+    run = RunFolder(folder / "stopped")
     config = run.record().config
     assert leg_settings(config, config.changed({"techniques.ddp": "off"}), run) == {}
     changed = config.changed({"techniques.activation-checkpointing": "on"})

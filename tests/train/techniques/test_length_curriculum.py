@@ -25,7 +25,7 @@ def stages_of(run: OpenRun) -> Any:
 class TestLengthCurriculum(TechniqueSuite):
     technique = LengthCurriculum
     # The suite resumes after step 3: between two stages, and within a stage.
-    variants = ({}, {"stages": 2, "share": 0.9})
+    variants = ({}, pytest.param({"stages": 2, "share": 0.9}, marks=pytest.mark.exhaustive))
 
     @pytest.fixture(scope="class")
     @classmethod

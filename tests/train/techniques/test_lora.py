@@ -34,7 +34,10 @@ def adapted(**parts: Any) -> GPT:
 
 class TestLora(TechniqueSuite):
     technique = Lora
-    variants = ({"rank": 4}, {"rank": 2, "alpha": 8.0, "targets": "attention"})
+    variants = (
+        {"rank": 4},
+        pytest.param({"rank": 2, "alpha": 8.0, "targets": "attention"}, marks=pytest.mark.exhaustive),
+    )
 
     def break_on_purpose(self, run: Run) -> None:
         """Let the update change a frozen weight."""

@@ -18,7 +18,7 @@ LOSSES = torch.tensor([3.0, 1.0, 2.0, 5.0, 4.0, 0.0])
 
 class TestLossCurriculum(TechniqueSuite):
     technique = LossCurriculum
-    variants = ({}, {"candidates": 3, "begin": 0.5, "end": 0.2})
+    variants = ({}, pytest.param({"candidates": 3, "begin": 0.5, "end": 0.2}, marks=pytest.mark.exhaustive))
 
     def break_on_purpose(self, run: Run) -> None:
         """Use the batches that the run was built with."""

@@ -14,7 +14,7 @@ from tensorkeep.train.techniques.config_switch import PlateauSettings, PlateauTe
 
 class TestPlateau(TechniqueSuite):
     technique = PlateauTechnique
-    variants = ({}, {"patience": 1, "factor": 0.1})
+    variants = ({}, pytest.param({"patience": 1, "factor": 0.1}, marks=pytest.mark.exhaustive))
 
     def break_on_purpose(self, run: Run) -> None:
         """Step an optimizer that the schedule does not set."""

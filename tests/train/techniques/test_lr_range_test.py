@@ -16,7 +16,7 @@ from tensorkeep.train.techniques.config_switch import RangeTestSettings, RangeTe
 
 class TestRangeTest(TechniqueSuite):
     technique = RangeTestTechnique
-    variants = ({}, {"lowest": 1e-5, "highest": 1e-2})
+    variants = (pytest.param({}, marks=pytest.mark.exhaustive), {"lowest": 1e-5, "highest": 1e-2})
 
     def break_on_purpose(self, run: Run) -> None:
         """Step an optimizer that the schedule does not set."""

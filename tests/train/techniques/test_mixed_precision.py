@@ -17,7 +17,11 @@ from tensorkeep.train.techniques.mixed_precision import MixedPrecision
 
 class TestMixedPrecision(TechniqueSuite):
     technique = MixedPrecision
-    variants = ({"dtype": "bf16"}, {"dtype": "fp16"}, {"dtype": "bf16", "attention": "same"})
+    variants = (
+        {"dtype": "bf16"},
+        {"dtype": "fp16"},
+        pytest.param({"dtype": "bf16", "attention": "same"}, marks=pytest.mark.exhaustive),
+    )
 
     def break_on_purpose(self, run: Run) -> None:
         run.operations.loss = run.model.loss

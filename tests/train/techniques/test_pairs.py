@@ -4,7 +4,6 @@ import json
 from collections.abc import Collection
 from itertools import combinations
 from pathlib import Path
-from shutil import copytree, rmtree
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.technique_suite import TINY, last_state, losses, with_techniques
+from tensorkeep.testing.technique_suite import TINY, killed_copy, last_state, losses, with_techniques
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.prepare import prepare
@@ -34,7 +33,7 @@ CONFIG = TINY.changed(
         "checkpoint.keep_last": 3,
     }
 )
-ONE_BLOCK = CONFIG.changed({"model.n_layers": 1})
+ONE_BLOCK = CONFIG.changed({"model.n_layers": 1, "loop.steps": 2})
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "mixed-precision": {"dtype": "bf16"},
@@ -132,10 +131,7 @@ def check(config: Config, folder: Path, data: Path, pool: ProcessPool | None = N
             pool.run({name: given})
 
     trained("whole")
-    # As if it had been killed after its first step.
-    copytree(folder / "whole", folder / "killed")
-    for step in (2, 3):
-        rmtree(folder / "killed" / "checkpoints" / f"step-{step:06}")
+    killed_copy(folder / "whole", folder / "killed", step=1)
     trained("killed", resume=True)
     lines = [json.loads(line) for line in (folder / "killed" / "log.jsonl").read_text().splitlines()]
     for step in (1, 2):
@@ -166,7 +162,7 @@ def test_stack_is_proved_and_resumes_exactly(
         check(config, tmp_path, data, pools[count] and request.getfixturevalue(pools[count]))
 
 
-@pytest.mark.integration
+@pytest.mark.exhaustive
 @IN_ONE_WORKER
 def test_fsdp_checkpoints_activations_of_compiled_code(tmp_path: Path, data: Path, two_processes: ProcessPool) -> None:
     """Hooks of the blocks run in plain Python only, for a few rows, and FSDP computes with weights of its own.
@@ -183,8 +179,8 @@ def test_fsdp_checkpoints_activations_of_compiled_code(tmp_path: Path, data: Pat
 @pytest.mark.parametrize(
     ("recipe", "optimizer", "options"),
     [
-        ("shakespeare-char-gpu", "adamw", {}),
         ("gpt2-124m", "muon", {"compile_by": "eager"}),
+        pytest.param("shakespeare-char-gpu", "adamw", {}, marks=pytest.mark.exhaustive),
         pytest.param("shakespeare-char-gpu", "muon", {}, marks=pytest.mark.exhaustive),
         pytest.param("gpt2-124m", "adamw", {}, marks=pytest.mark.exhaustive),
         pytest.param("gpt2-124m", "muon", {}, marks=pytest.mark.exhaustive),

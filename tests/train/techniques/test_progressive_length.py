@@ -23,7 +23,7 @@ def watched(run: Run) -> list[tuple[int, torch.Tensor]]:
 class TestProgressiveLength(TechniqueSuite):
     technique = ProgressiveLength
     # The suite resumes after step 3: between two stages, and within a stage.
-    variants = ({}, {"pieces": [4, 1], "shares": [0.7, 0.3]})
+    variants = ({}, pytest.param({"pieces": [4, 1], "shares": [0.7, 0.3]}, marks=pytest.mark.exhaustive))
 
     def break_on_purpose(self, run: Run) -> None:
         """Use the batches that the run was built with."""

@@ -84,6 +84,17 @@ def test_one_row_proves_the_techniques_beside(tmp_path: Path, data: Path, techni
             assert figures["progressive-length"]["tokens"] == TINY.loop.accumulate * tokens
 
 
+# torch reads it while it traces.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_fsdp_checkpoints_activations_of_compiled_code(tmp_path: Path, data: Path) -> None:
+    """In one process; `test_pairs` has two, which resume."""
+    techniques = {**TRACED, "fsdp": {}, "activation-checkpointing": {}}
+    with group_of_one(), opened(with_techniques(ONE_BLOCK, techniques), tmp_path / "run", data) as run:
+        figures = verified_step(run)
+        assert (figures["compile"]["recompiled"], figures["activation-checkpointing"]["runs"]) == (0, 4)
+        assert figures["fsdp"]["exchanges"] == 1
+
+
 def test_hooks_of_observers_do_not_recompile_a_sharded_model(tmp_path: Path, data: Path) -> None:
     """Its layers have hooks of their own, so that torch compiles them again when others are added."""
     techniques = {**TRACED, "tensor-parallel": {}, "attention-kernel": {"kernel": "math"}}

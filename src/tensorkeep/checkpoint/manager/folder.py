@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from tensorkeep.checkpoint.manager.steps import Step, StepPlace, checked_metrics
 from tensorkeep.checkpoint.ranks.group import Ranks, reported_to_others, together
 from tensorkeep.errors import DestinationExistsError, PathLike, TensorkeepError
 from tensorkeep.formats.write import StepRecord
+from tensorkeep.io.clock import clock
 from tensorkeep.paths import StorePath, as_path, checked_path
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class StepFolder:
 
     def record(self, step: int, metrics: Mapping[str, float] | None, keep: Keep) -> StepRecord:
         """Return what is stored with a step; its metrics are those of the coordinator, which alone checks them."""
-        record = StepRecord(step, time.time(), checked_metrics(metrics if self._changes else None))
+        record = StepRecord(step, clock().time(), checked_metrics(metrics if self._changes else None))
         if self._changes:
             keep.check(record.metrics)
         return record

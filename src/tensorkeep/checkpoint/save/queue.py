@@ -6,7 +6,6 @@ meanwhile, and ends.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -15,6 +14,7 @@ from tensorkeep.checkpoint.forking import reset_in_child
 from tensorkeep.checkpoint.save.job import SaveJob
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.errors import UsageError
+from tensorkeep.io.clock import clock
 from tensorkeep.io.parallel import THREAD_START_SECONDS
 
 WhenBusy = Literal["wait", "replace"]
@@ -205,7 +205,7 @@ def copies_of(when_busy: str, *, ranks: bool = False) -> int:
 
 def _starts(thread: threading.Thread) -> bool:
     """Return whether a thread runs, or has run, whose start was interrupted."""
-    end = time.monotonic() + THREAD_START_SECONDS
-    while thread.ident is None and time.monotonic() < end:
-        time.sleep(0.01)
+    end = clock().monotonic() + THREAD_START_SECONDS
+    while thread.ident is None and clock().monotonic() < end:
+        clock().sleep(0.01)
     return thread.ident is not None

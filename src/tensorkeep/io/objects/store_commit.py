@@ -146,12 +146,12 @@ class StoreCommit:
                 # Another save may have replaced what was read.
                 if self._seen is None or self._is_still(self._seen) or clock().monotonic() > end:
                     raise
+                clock().sleep(_AGAIN_SECONDS)
 
     def _look_at_destination(self, end: float) -> None:
         """Note what is replaced; raise if that is not allowed."""
         self._old = self._seen = None
-        found = self._read_back()
-        while found is None:
+        while (found := self._read_back()) is None:
             names = {name for name, _ in stores.children(self.destination)}
             if MANIFEST_NAME not in names:
                 self._check_free(names)
@@ -162,7 +162,7 @@ class StoreCommit:
                     path=self.destination,
                     remedy="check the permissions, or save to another path",
                 )
-            found = self._read_back()  # another save has created it meanwhile
+            clock().sleep(_AGAIN_SECONDS)  # another save has created it meanwhile
         self._old, self._seen = found
         check_replaceable(self.destination, self._replaceable, overwrite=self.overwrite)
         if not self.destination.is_step:

@@ -216,7 +216,8 @@ def _repeated(request: Callable[[], T]) -> T:
 
     The last error has the number of all requests, also of those that obstore has repeated.
     """
-    started, retries = clock().monotonic(), 0
+    now = clock()
+    started, retries = now.monotonic(), 0
     while True:
         try:
             return request()
@@ -226,11 +227,11 @@ def _repeated(request: Callable[[], T]) -> T:
                 raise
         tried = TRIED.search(text)
         retries += int(tried[2]) if tried else 0
-        seconds = clock().monotonic() - started
+        seconds = now.monotonic() - started
         if seconds > give_up_seconds():
             raise OSError(f"{TRIED.sub('', text)} in {seconds:.1f}s, after {retries} retries")
         retries += 1
-        clock().sleep(_AGAIN_SECONDS)
+        now.sleep(_AGAIN_SECONDS)
 
 
 def _status(meta: Any) -> ObjectStatus:

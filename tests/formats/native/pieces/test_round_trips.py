@@ -40,8 +40,8 @@ def state() -> Any:
 
 
 COMPRESSIONS, GRIDS = ("none", "lossless", "zstd"), (None, 4096)
-# Each split and each compression with each grid.
-FEW = [(c, grid, [*SPLITS][(i + j) % 3]) for i, c in enumerate(COMPRESSIONS) for j, grid in enumerate(GRIDS)]
+# Each value once, or twice.
+FEW = [(c, GRIDS[number % 2], split) for number, (c, split) in enumerate(zip(COMPRESSIONS, SPLITS, strict=True))]
 
 
 @pytest.mark.coder
