@@ -1,6 +1,6 @@
 """Pytest plugin of CI: which exhaustive tests run today, and a record of what ran, for `run_tests.py`.
 
-All tests that are not exhaustive run. An exhaustive test runs every 24th day, or every 8th day if the change touches
+All tests that are not exhaustive run. An exhaustive test runs every 24th day, or every 12th day if the change touches
 its subject; a page of the documentation also if it is changed. Together they run in `make torture`, and every night.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-EVERY_DAYS, TOUCHED_DAYS = 24, 8
+EVERY_DAYS, TOUCHED_DAYS = 24, 12
 SITE = "tests/documentation/test_site.py"
 RANKS = ("tests/ranks.py", "tests/forked.py")
 STORES = ("tests/store_servers.py", "tests/memory_store.py")

@@ -2,7 +2,9 @@
 
 import os
 import runpy
+import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +16,7 @@ def run(
     *,
     environment: Mapping[str, str] | None = None,
     own_checkpoints: bool = False,
+    waits: bool = False,
 ) -> None:
     """Run an example as a script; the target of a process.
 
@@ -27,8 +30,13 @@ def run(
         Variables to set, such as those that torchrun sets for a rank.
     own_checkpoints : bool
         Let Lightning save with its own ``TorchCheckpointIO``.
+    waits : bool
+        Let its first pause after a save last until it is killed.
     """
     os.environ.update(environment or {})
+    if waits:
+        out = Path(words[words.index("--out") + 1])
+        time.sleep = lambda seconds: signal.pause() if any(out.glob("step*")) else None
     sys.argv = [str(example), *words]
     with output.open("w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())

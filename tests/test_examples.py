@@ -21,10 +21,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 class Run:
     """An example that runs in a process of its own; ``options`` are those of `example_runner.run`."""
 
-    def __init__(self, name: str, out: Path, steps: int, *more: str, **options: Any) -> None:
+    def __init__(self, name: str, out: Path, steps: int, **options: Any) -> None:
         self.out = out
         self._log = out.with_name(f"{out.name}-{steps}-{time.monotonic_ns()}.log")
-        words = ["--out", str(out), "--steps", str(steps), *more]
+        words = ["--out", str(out), "--steps", str(steps)]
         self.process = CONTEXT.Process(
             target=example_runner.run, args=(EXAMPLES / name, words, self._log), kwargs=options
         )
@@ -84,18 +84,17 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize(
-    ("name", "pause"),
+    ("name", "waits"),
     [
-        # So that it does not end before it is killed.
-        ("plain_loop.py", ["--pause", "0.05"]),
-        pytest.param("transformers_trainer.py", [], marks=[needs("transformers"), pytest.mark.exhaustive]),
+        ("plain_loop.py", True),
+        pytest.param("transformers_trainer.py", False, marks=[needs("transformers"), pytest.mark.exhaustive]),
     ],
 )
-def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str, pause: list[str]) -> None:
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str, waits: bool) -> None:
     steps = 60
     whole = Run(name, tmp_path / "whole", steps).finish()
     assert whole.startswith(f"step {steps}:")
-    Run(name, tmp_path / "killed", steps, *pause).kill_after_a_save()
+    Run(name, tmp_path / "killed", steps, waits=waits).kill_after_a_save()
     assert Run(name, tmp_path / "killed", steps).finish() == whole
     if name == "transformers_trainer.py":
         # The checkpoints of the trainer are steps of the manager.
