@@ -87,9 +87,7 @@ class MemoryStore:
         if method == "DELETE":
             del self._uploads[query["uploadId"]]
             return Reply(204, [], b"")
-        named = [
-            {each.tag.rpartition("}")[2]: each.text or "" for each in part} for part in ElementTree.fromstring(body)
-        ]
+        named = [{each.tag.rpartition("}")[2]: each.text for each in part} for part in ElementTree.fromstring(body)]
         parts = {int(part["PartNumber"]): part["ETag"].strip('"') for part in named}
         if [*parts] != sorted(parts) or any(_tag(received.get(each, b"")).strip('"') != parts[each] for each in parts):
             return _error(400, "InvalidPart")

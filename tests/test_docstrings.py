@@ -15,7 +15,6 @@ WITH_EXAMPLES = [path for path in sorted(SOURCE.rglob("*.py")) if "    >>> " in 
 PUBLIC = [name for name in tensorkeep.__all__ if not name.startswith("__") and not name.endswith("Error")]
 
 
-# Those of ranks make a process group of one.
 @pytest.mark.integration
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_examples_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from tensorkeep.train.techniques.parallel.fsdp import Fsdp, Hsdp
 from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS, EXACT, ProcessPool, task
 
-# Ranks in one dimension are tried in `make test`.
 pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("processes")]
 
 TENSOR = {"techniques.tensor-parallel": "on"}
