@@ -1,21 +1,22 @@
 """The tiers and profiles of the tests, shared servers; a report with the coder, and the fault cases of each file."""
 
 import gc
+import itertools
 import multiprocessing.util
 import random
+import shutil
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from torch import distributed
 
 from tensorkeep.codecs import coder
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 # A shared machine is sometimes slow; tests assert nothing about time. `make torture` chooses the other profiles, which
 # try other examples each time; that of `make test` are always the same.
-for profile, examples in {"sample": 30, "sanitized": 100, "thorough": 400}.items():
+for profile, examples in {"sample": 20, "sanitized": 100, "thorough": 400}.items():
     fixed, slow = profile == "sample", [HealthCheck.too_slow]
     settings.register_profile(
         profile, max_examples=examples, derandomize=fixed, deadline=None, suppress_health_check=slow
@@ -41,6 +42,7 @@ signal.pthread_sigmask(signal.SIG_SETMASK, [])
 # cases is marked `exhaustive`; all others are unit tests, and fail where they, or their fixtures, start anything.
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "socket.bind", "socket.connect"}
 _started: set[str] = set()
+_folders = itertools.count()
 
 
 def _note_start(event: str, given: tuple[Any, ...], starts: set[str] = STARTS, started: set[str] = _started) -> None:
@@ -64,7 +66,6 @@ def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 sys.addaudithook(_note_start)
 multiprocessing.util.spawnv_passfds = _noted(multiprocessing.util.spawnv_passfds, "multiprocessing")
-distributed.init_process_group = _noted(distributed.init_process_group, "torch.distributed")
 
 
 def _compiled_frames() -> int:
@@ -77,10 +78,20 @@ def _seed() -> None:
     """Let a test, or a fixture, draw the same numbers whatever ran before it in its process."""
     random.seed(0)
     numpy.random.seed(0)
+    import torch
+
     # torch.manual_seed() would write a stack trace for CUDA, each time.
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Note process groups. xdist's own process runs no test: it does without torch, whose import takes seconds."""
+    if hasattr(session.config, "workerinput") or session.config.getoption("dist", "no") == "no":
+        from torch import distributed
+
+        distributed.init_process_group = _noted(distributed.init_process_group, "torch.distributed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -114,6 +125,16 @@ def pytest_runtest_call(item: Any) -> Iterator[None]:
     if _started and not any(map(item.get_closest_marker, ("integration", "exhaustive", "gpu"))):
         pytest.fail(f"mark this test `integration`: it starts something ({', '.join(sorted(_started))})")
     return result
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Return an empty folder, which stays if the test fails. pytest's own lists those of all earlier tests first."""
+    failed = request.session.testsfailed
+    folder = tmp_path_factory.mktemp(f"test-{next(_folders)}", numbered=False)
+    yield folder
+    if request.session.testsfailed == failed:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

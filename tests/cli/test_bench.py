@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tensorkeep
+from bench.forked_modules import forks
 from cli.calls import Call, RunJson, results
 from forked import ended, start
 from tensorkeep.bench.run.scratch import NAME
@@ -52,8 +53,8 @@ def test_run_reports_and_its_results_give_the_same_report_again(tmp_path: Path, 
     assert plots == {path.name: path.read_bytes() for path in (again / "plots").iterdir()}
 
 
+@forks
 @pytest.mark.usefixtures("cells_in_process", "without_plots")
-@pytest.mark.integration
 def test_own_checkpoint_is_measured_and_results_are_only_overwritten_on_request(
     tmp_path: Path, call: Call, run_json: RunJson
 ) -> None:
@@ -110,24 +111,21 @@ def measured_cells(folder: Path) -> int:
     return sum(cell["status"] == "ok" for cell in results(folder)["cells"])
 
 
-@pytest.mark.integration
+@forks
 @pytest.mark.usefixtures("cells_in_process", "without_plots")
 def test_configuration_of_an_isolated_suite_runs_unchanged(tmp_path: Path, call: Call) -> None:
     file = tmp_path / "phase4_config.json"
     keys = ("name", "chunk_size_elements", "concurrency_limit", "compression")
-    tests = [
-        dict(zip(keys, row, strict=True))
-        for row in (("baseline", 64, 1, None), ("mine", 16384, 64, "gzip"), ("test_512kb_chunks", 131072, 128, "gzip"))
-    ]
+    tests = [dict(zip(keys, row, strict=True)) for row in (("baseline", 64, 1, None), ("mine", 16384, 64, "gzip"))]
     content = {
         "testing": {"num_runs": 1, "save_dir": str(tmp_path / "there"), "use_gpu": False},
-        "test_configurations": tests[:2],
-        "custom_tests": {"enabled": True, "configurations": tests[2:]},
+        "test_configurations": tests[:1],
+        "custom_tests": {"enabled": True, "configurations": tests[1:]},
     }
     file.write_text(json.dumps(content))
     out = call("bench", "checkpoint", "--experiment", file, "--model", SMALL).out
     found = results(tmp_path / "there")
-    assert [arm["name"] for arm in found["arms"]] == ["baseline", "baseline (again)", "mine", "test_512kb_chunks"]
+    assert [arm["name"] for arm in found["arms"]] == ["baseline", "baseline (again)", "mine"]
     assert {cell["status"] for cell in found["cells"]} == {"ok"}
     assert re.search(r"^baseline +\d+\.\d+( ± |  )", out, re.MULTILINE)
 

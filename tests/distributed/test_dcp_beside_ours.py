@@ -225,6 +225,7 @@ def load_shards(path: Path) -> int:
     return transferred("rchar") - before
 
 
+@pytest.mark.exhaustive
 def test_dcp_gives_some_ranks_more_to_write_and_ours_the_same(tmp_path: Path) -> None:
     written = {name: run_ranks(4, save_replicated_shards, tmp_path / name) for name in ("theirs", "ours")}
     over_the_mean = {name: max(each) * len(each) / sum(each) for name, each in written.items()}

@@ -14,7 +14,7 @@ import pytest
 Choose = Callable[[int], Sequence[int]]
 """Return the indices to break, of so many."""
 
-STRIDE = 17
+STRIDE = 29
 
 
 def every(count: int) -> Sequence[int]:
@@ -22,7 +22,7 @@ def every(count: int) -> Sequence[int]:
 
 
 def sample(count: int) -> Sequence[int]:
-    """Return about one index of 17, the first and the last two always among them."""
+    """Return about one index of each stride, the first and the last two always among them."""
     return sorted({0, *range(STRIDE // 2, count, STRIDE), count - 2, count - 1} & set(range(count)))
 
 

@@ -8,6 +8,7 @@ import pytest
 import forked
 import tensorkeep.train.run.setup
 from faults import injection as faults
+from faults.conftest import exhaustive
 from forked import ended
 from tensorkeep import CheckpointManager
 from tensorkeep.errors import DestinationExistsError
@@ -59,7 +60,7 @@ def start(kind: str, folder: Path, data: Path, death: str | None = None, step: i
     return code
 
 
-@pytest.mark.parametrize("kind", ["branch", "initial weights"])
+@pytest.mark.parametrize("kind", ["branch", *exhaustive("initial weights")])
 def test_killed_before_its_record_the_same_command_starts_it(tmp_path: Path, data: Path, kind: str) -> None:
     assert start(kind, tmp_path / "whole", data) == 0
     # From another step before: its checkpoint must not stay.

@@ -238,7 +238,7 @@ LIVES = [
         "AdamW, averaged, random order",
         ("in a step", "in an evaluation", "after the rename of a save", "in a sample", *DEATHS_AT_THE_LOG),
     ),
-    ("a leg on answers, shuffled", ("in the writing of a save", "after a save")),
+    ("AdamW, averaged, random order", ("in the writing of a save", "after a save")),
     # Each kind of run and each death.
     *exhaustive(*itertools.product(VARIANTS, (*((death,) for death in DEATHS), IN_THE_LOG))),
 ]

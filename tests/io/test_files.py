@@ -1,11 +1,10 @@
 """Direct writes by many threads, and errors of the operating system."""
 
 import errno
-import logging
 import os
 import threading
 from pathlib import Path
-from unittest import mock
+from unittest import TestCase, mock
 
 import pytest
 
@@ -15,7 +14,7 @@ from tensorkeep.io.files import DirectFile, store_errors
 from tensorkeep.io.parallel import run
 
 
-def test_threads_that_meet_einval_fall_back_to_the_page_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_that_meet_einval_fall_back_to_the_page_cache(tmp_path: Path) -> None:
     real, together = os.pwrite, threading.Barrier(2)
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
@@ -28,12 +27,12 @@ def test_threads_that_meet_einval_fall_back_to_the_page_cache(tmp_path: Path, ca
     seen: list[int] = []
     file = DirectFile(tmp_path / "x")
     page = aligned_copy(bytes(range(256)) * 16)
-    with mock.patch.object(os, "pwrite", pwrite), caplog.at_level(logging.INFO, "tensorkeep.io"):
+    with mock.patch.object(os, "pwrite", pwrite), TestCase().assertLogs("tensorkeep.io", "INFO") as logged:
         run([lambda place=place: file.write(place * 4096, page) for place in range(8)], 4)
     file.finish(8 * 4096)
     assert (tmp_path / "x").read_bytes() == page.tobytes() * 8
     assert not file.direct
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in logged.records] == [
         f"{tmp_path / 'x'}: the file system refuses direct I/O; writing through the page cache"
     ]
 

@@ -1,10 +1,9 @@
 """Parallel reads of a file, from the page cache and around it."""
 
 import errno
-import logging
 import os
 from pathlib import Path
-from unittest import mock
+from unittest import TestCase, mock
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ def test_a_file_that_was_truncated_is_corrupt(tmp_path: Path, page_cache: bool) 
             file.fetch(MIB - 100, MIB, scratch)
 
 
-def test_a_file_system_without_direct_reads_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_system_without_direct_reads_is_logged(tmp_path: Path) -> None:
     real = os.open
 
     def refuse_direct(path: str | Path, flags: int, *args: int, **options: int | None) -> int:
@@ -55,8 +54,8 @@ def test_a_file_system_without_direct_reads_is_logged(tmp_path: Path, caplog: py
     (tmp_path / "x").write_bytes(bytes(100))
     with (
         mock.patch.object(os, "open", refuse_direct),
-        caplog.at_level(logging.INFO, "tensorkeep.io"),
+        TestCase().assertLogs("tensorkeep.io", "INFO") as logged,
         SourceFile(tmp_path / "x", page_cache=False) as file,
     ):
         assert not file.bypasses_cache(0, 100)
-    assert "no direct I/O (Invalid argument); reading through the page cache" in caplog.text
+    assert "no direct I/O (Invalid argument); reading through the page cache" in str(logged.output)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from faults.conftest import exhaustive
 from report import documents
 from report.documents import read
 from tensorkeep import errors
@@ -18,6 +19,9 @@ from tensorkeep.report import files as module
 from tensorkeep.report.files import write_report
 from tensorkeep.report.html import report_page
 from tensorkeep.report.plots import draw_plots
+
+# One worker imports the package of plots, which takes seconds.
+pytestmark = pytest.mark.xdist_group("plots")
 
 
 def of_two_measures(**arms: tuple[float, float, float]) -> dict[str, Any]:
@@ -174,9 +178,9 @@ def _step(change: str, measure: str) -> dict[str, str]:
     "changes",
     [
         [lambda document: [document.pop(key) for key in ("summary", "subject", "environment")]],
-        [_of("summary", value={}), _of("cells", value=[]), _of("complete", value=False)],
+        *exhaustive([_of("summary", value={}), _of("cells", value=[]), _of("complete", value=False)]),
         [_of("measures", value=[])],
-        [_of("experiment", "baseline", value=None), _of("arms", 0, "role", value="arm")],
+        *exhaustive([_of("experiment", "baseline", value=None), _of("arms", 0, "role", value="arm")]),
         [
             _of("summary", "noise", value={"save": None}),
             _of("summary", "recommendations", value=[{"for": "size", "text": "x"}]),

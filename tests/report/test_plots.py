@@ -16,6 +16,9 @@ from tensorkeep.report.html import report_page, themed
 from tensorkeep.report.plots import forest, wanted
 from tensorkeep.report.plots.drawing import PALETTE, Plot, drawn, log_ticks, shown_arms
 
+# One worker imports the package of plots, which takes seconds.
+pytestmark = pytest.mark.xdist_group("plots")
+
 HOSTILE = '<script>alert("$x^2$")</script> & \' -- ]]> 東京'
 FORMULA = "$\\frac{1}{$"
 FOUR = {"baseline": (134.2, 12.3, 2.0), HOSTILE: (98.4, 11.2, 2.0), FORMULA: (67.9, 15.7, 2.0), "off": (1.0, 1.0, 1.0)}

@@ -28,7 +28,7 @@ from tensorkeep.show.run_page import run_page
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("plots")]
 
 MARKUP = "<img src=x onerror=alert(1)><script>document.title='broken'</script>\"'&amp;"
 LONG = "tensorstore zarr3 with a name that is far too long to stand beside anything " * 2
@@ -84,7 +84,7 @@ def names(page: "Page") -> list[str]:
 
 def column(page: "Page", table: str, place: int) -> list[str]:
     rows = page.locator(f"table:has(caption:text-is('{table}')) tbody tr")
-    return [row.locator("th, td").nth(place).inner_text() for row in rows.all()]
+    return rows.evaluate_all("(rows, place) => rows.map((row) => row.children[place].innerText)", place)
 
 
 @pytest.mark.parametrize(("width", "scheme", "kind"), CASES)

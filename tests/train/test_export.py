@@ -28,6 +28,9 @@ from tensorkeep.train.generate import generate
 from tensorkeep.train.model.config import ModelConfig, RopeScaling
 from tensorkeep.train.model.gpt import GPT
 
+# One worker imports transformers, which takes seconds.
+pytestmark = pytest.mark.xdist_group("transformers")
+
 GPT2: dict[str, Any] = {"positions": "learned", "norm": "layernorm"}
 LLAMA: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}
 CASES = [

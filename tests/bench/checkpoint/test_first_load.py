@@ -17,7 +17,8 @@ from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
 from tensorkeep.bench.experiment.workload import GateError
 from tensorkeep.testing.cases import case
 
-pytestmark = pytest.mark.integration
+# One worker starts the fork server, which takes seconds.
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 
 def state() -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Steps are saved to a disk, uploaded in the background, and never lost between the two."""
 
-import logging
 import os
 import shutil
 import signal
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -188,15 +188,15 @@ def test_steps_that_were_deleted_from_the_store_are_not_uploaded_again(tier: Tie
     assert not [request for request in server.requests if request.startswith("PUT")]
 
 
-def test_a_step_is_restored_from_the_nearest_whole_copy(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "tensorkeep")
+def test_a_step_is_restored_from_the_nearest_whole_copy(tier: Tier) -> None:
     with tier.manager() as manager:
         save_each(manager, 1, 2)
         into = state(0)
-        manager.restore(into=into)
+        with TestCase().assertLogs("tensorkeep", "INFO") as logged:
+            manager.restore(into=into)
         assert same(into, state(2) | {"step": 0})
         assert str(manager.restored_from) == str(tier.step(2))
-        assert f"read {tier.step(2)}" in caplog.text
+        assert f"read {tier.step(2)}" in str(logged.output)
         flip_bit(data_of(tier.step(2)), -1)
         assert same(manager.restore(), state(2))
         assert str(manager.restored_from) == str(tier.copy(2))

@@ -15,7 +15,7 @@ from store_servers import FaultAt
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
-SAMPLED = [("raw", "kill after"), ("replacement", "kill after"), ("incremental", "kill")]
+SAMPLED = [("replacement", "kill after"), ("incremental", "kill")]
 OTHERS = {*product(WRITES, ("kill", "kill after"))} - {*SAMPLED}
 
 

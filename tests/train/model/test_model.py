@@ -305,6 +305,7 @@ def test_autocast_works(parts: dict[str, Any]) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.xdist_group("compiler")
 @pytest.mark.parametrize(
     "parts",
     [

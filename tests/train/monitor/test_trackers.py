@@ -1,13 +1,13 @@
 """Experiment trackers, by stand-ins for their packages: what they receive, when they resume, and when they fail."""
 
 import json
-import logging
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import TestCase
 
 import pytest
 
@@ -203,14 +203,12 @@ def test_trackers_change_nothing(tmp_path: Path, data: Path, trained: Trained) -
     check_same(tmp_path / "tracked", tmp_path / "plain")
 
 
-def test_tracker_that_fails_is_left_out_and_the_run_continues(
-    tmp_path: Path, data: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tracker_that_fails_is_left_out_and_the_run_continues(tmp_path: Path, data: Path, wandb: FakeWandb) -> None:
     wandb.fails_at = 4
-    with caplog.at_level(logging.WARNING):
+    with TestCase().assertLogs(level="WARNING") as logged:
         assert run(CONFIG.changed(WANDB), tmp_path / "run", data).reason == "done"
     assert [each["step"] for each in wandb.logged] == [1, 2, 3]
-    (message,) = [each.getMessage() for each in caplog.records]
+    (message,) = [each.getMessage() for each in logged.records]
     assert message == "log.wandb is off from now on: the network is gone; log.jsonl has all figures"
     assert len(losses(tmp_path / "run")) == 12
 

@@ -1,7 +1,7 @@
 """The warning about training that has become much slower."""
 
-import logging
 from pathlib import Path
+from unittest import TestCase
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_slow_windows_are_reported_and_a_few_slow_steps_are_not() -> None:
     assert [detector.add(100, 0.4375) for _ in range(12)] == [*[None] * 11, pytest.approx(7.0)]
 
 
-def test_a_run_that_slows_down_warns_once(tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_slows_down_warns_once(tmp_path: Path, data: Path) -> None:
     elapsed = 0.0
 
     def with_fake_clock(opened: Run) -> None:
@@ -59,10 +59,10 @@ def test_a_run_that_slows_down_warns_once(tmp_path: Path, data: Path, caplog: py
         opened.clock = Clock(lambda: elapsed)
 
     config = CONFIG.changed({"loop.steps": 51})
-    with caplog.at_level(logging.WARNING, "tensorkeep"):
+    with TestCase().assertLogs("tensorkeep", "WARNING") as logged:
         run(config, tmp_path / "run", data, arrange=with_fake_clock)
     assert [(line["step"], round(line["ratio"])) for line in lines(tmp_path / "run", "slowdown")] == [(41, 7)]
-    (message,) = caplog.messages
+    (message,) = [each.getMessage() for each in logged.records]
     assert message.startswith("training is 7 times slower than before, at step 41: the load of this machine is ")
     assert "taskset" in message
 

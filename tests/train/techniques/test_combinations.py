@@ -59,6 +59,7 @@ def test_combination_is_accepted(name: str, machine: Machine) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.xdist_group("compiler")
 @pytest.mark.parametrize("name", COMBINATIONS)
 @pytest.mark.parametrize("on_cuda", [False, True])
 def test_combination_is_built_and_proved(

@@ -37,7 +37,8 @@ from train.techniques.several_processes import compile_by
 ONE_BLOCK = TINY.changed({"model.n_layers": 1})
 TRACED = with_techniques(ONE_BLOCK, {"compile": {"backend": "aot_eager"}})
 
-pytestmark = pytest.mark.integration
+# One worker imports the compiler, which takes seconds.
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("compiler")]
 
 
 @pytest.fixture

@@ -78,8 +78,8 @@ CASES: dict[str, tuple[str, Make, dict[str, object]]] = {
 @pytest.mark.parametrize(
     ("technique", "case"),
     [
-        ("ddp", "a branch with masked documents"),
         ("ddp, micro-batches", "a leg on answers"),
+        pytest.param("ddp", "a branch with masked documents", marks=pytest.mark.exhaustive),
         pytest.param("fsdp", "a leg on answers", marks=pytest.mark.exhaustive),
         pytest.param("ddp", "a leg on answers", marks=pytest.mark.exhaustive),
         pytest.param("ddp, micro-batches", "a branch with masked documents", marks=pytest.mark.exhaustive),

@@ -176,6 +176,7 @@ def test_fsdp_checkpoints_activations_of_compiled_code(tmp_path: Path, data: Pat
 
 
 @pytest.mark.integration
+@pytest.mark.xdist_group("compiler")
 @pytest.mark.parametrize(
     ("recipe", "optimizer", "options"),
     [

@@ -20,7 +20,7 @@ TRACED = {"compile": {"backend": "aot_eager"}}
 ONE_BLOCK = TINY.changed({"model.n_layers": 1})
 
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("compiler")]
 
 
 @pytest.fixture(autouse=True)
