@@ -111,6 +111,14 @@ def pytest_fixture_setup(fixturedef: Any) -> Iterator[Any]:
         _started.update(before)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start the fork server of the tests before the package starts one, which would have imported less."""
+    if any(mark.args == ("processes",) for mark in item.iter_markers("xdist_group")):
+        from forked import start_server
+
+        start_server()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: Any) -> Iterator[None]:
     """Fail a unit test that has started something, in its fixtures as well."""

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from multiprocessing import Pipe, get_context
+from multiprocessing import Pipe, forkserver, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
@@ -20,8 +20,16 @@ from pathlib import Path
 import pytest
 
 CONTEXT = get_context("forkserver")
-# One server, and so one list, for all tests of a process. The first optimizer of a process imports torch's compiler.
-CONTEXT.set_forkserver_preload(["torch._dynamo", "train.techniques.several_processes", "tensorkeep.cli.main"])
+
+
+def start_server() -> None:
+    """Start the fork server of this process, if it has none; the package uses the same one."""
+    # The first optimizer of a process imports torch's compiler.
+    CONTEXT.set_forkserver_preload(["torch._dynamo", "train.techniques.several_processes", "tensorkeep.cli.main"])
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patches.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
 
 
 def start(work: Callable[..., object], *arguments: object, output: Path) -> ForkServerProcess:
@@ -29,11 +37,8 @@ def start(work: Callable[..., object], *arguments: object, output: Path) -> Fork
     # pytest imports test files by their path below the root, which other processes do not.
     module = work.__module__.removeprefix("tests.")
     process = CONTEXT.Process(target=_run, args=(module, work.__name__, arguments, output), daemon=True)
-    with pytest.MonkeyPatch.context() as patches:
-        # For the server, which starts with the first process.
-        patches.setenv("PYTHONPATH", str(Path(__file__).parent))
-        patches.setenv("OMP_NUM_THREADS", "1")
-        process.start()
+    start_server()
+    process.start()
     killed_at_exit(process)
     return process
 

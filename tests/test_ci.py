@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from tiers import exhaustive
+
 ROOT = Path(__file__).parents[1]
 
 START = """import os
@@ -144,16 +146,15 @@ def test_xdist_knows_the_group_of_a_test(request: pytest.FixtureRequest) -> None
 @pytest.mark.parametrize(
     ("more", "conftest", "workers", "code", "words"),
     [
-        pytest.param(
-            *(CRASHED, "", 1, 0, ["FLAKY (failed, then passed alone): tests/test_a.py::test_once", "left out"]),
-            marks=pytest.mark.exhaustive,
+        (BAD, "", 0, 1, ["FLAKY", *TWICE]),
+        *exhaustive(
+            (CRASHED, "", 1, 0, ["FLAKY (failed, then passed alone): tests/test_a.py::test_once", "left out"]),
+            (MANY, "", 0, 1, ["FAILED, 11 tests"]),
+            ("def test_bad(", "", 0, 2, ["SyntaxError"]),
+            ("", WORKER_FAILS, 1, 1, ["workers ended with an error: gw0"]),
         ),
-        pytest.param(BAD, "", 0, 1, ["FLAKY", *TWICE]),
-        pytest.param(MANY, "", 0, 1, ["FAILED, 11 tests"], marks=pytest.mark.exhaustive),
-        pytest.param("def test_bad(", "", 0, 2, ["SyntaxError"], marks=pytest.mark.exhaustive),
-        pytest.param("", WORKER_FAILS, 1, 1, ["workers ended with an error: gw0"], marks=pytest.mark.exhaustive),
     ],
-    ids=["flaky", "bad", "many", "broken", "bad end"],
+    ids=["bad", "flaky", "many", "broken", "bad end"],
 )
 def test_what_fails_runs_once_more_alone(
     tmp_path: Path, more: str, conftest: str, workers: int, code: int, words: list[str]

@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,12 +28,6 @@ def sample(count: int) -> Sequence[int]:
 def some(count: int, start: int = 0, stride: int = STRIDE) -> Sequence[int]:
     """Return one index of each stride, the first in the first half, and the last one; tests differ in their start."""
     return sorted({*range(start % min(stride, count // 2 or 1), count, stride), count - 1})
-
-
-def exhaustive(*cases: Any) -> list["pytest.ParameterSet"]:
-    """Return parameters of a test, a tuple where it has several, that `make test` leaves out."""
-    values = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*each, marks=pytest.mark.exhaustive) for each in values]
 
 
 def swept(*axes: Mapping[str, object], stride: int = STRIDE) -> list["pytest.ParameterSet"]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tensorkeep
-from faults.conftest import exhaustive
 from tensorkeep import CheckpointManager
 from tensorkeep.testing.equality import same
+from tiers import exhaustive
 
 LINKED = "step-000002/from-step-000001-model.tensorkeep"
 CHANGES = "step-000002/changes-model.tensorkeep"

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import tensorkeep
-from faults.conftest import exhaustive, fill
+from faults.conftest import fill
 from tensorkeep import CheckpointManager
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+from tiers import exhaustive
 
 pytestmark = pytest.mark.integration
 

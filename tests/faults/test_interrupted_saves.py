@@ -15,10 +15,11 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
-from faults.conftest import Choose, copy_tree, every, exhaustive, some, swept
+from faults.conftest import Choose, copy_tree, every, some, swept
 from forked import ended, start
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+from tiers import exhaustive
 
 OLD = {"model": {"w": torch.arange(3000.0), "b": torch.zeros(7)}, "step": 1}
 NEW = {"model": {"w": torch.arange(3000.0) * 2, "b": torch.ones(7)}, "step": 2}

@@ -8,7 +8,6 @@ import pytest
 import forked
 import tensorkeep.train.run.setup
 from faults import injection as faults
-from faults.conftest import exhaustive
 from forked import ended
 from tensorkeep import CheckpointManager
 from tensorkeep.errors import DestinationExistsError
@@ -20,6 +19,7 @@ from tensorkeep.train.loop import train
 from tensorkeep.train.run.branch import branch_point
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
+from tiers import exhaustive
 from train.tiny_training import CONFIG, Witness, last_state, prepared, run
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]

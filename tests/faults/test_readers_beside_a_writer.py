@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
-from faults.conftest import exhaustive
 from forked import ended, start
 from tensorkeep import CheckpointManager, NotACheckpointError
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.io.directory import Directory
 from tensorkeep.testing.equality import same
+from tiers import exhaustive
 
 
 def state(number: int) -> dict[str, Any]:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import tensorkeep
-from faults.conftest import exhaustive
 from tensorkeep.io import directory
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.testing.equality import same
+from tiers import exhaustive
 
 FORMATS = {"native": {}, "safetensors": {"format": "safetensors", "shard_bytes": 32}}
 
@@ -61,7 +61,7 @@ def few_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("compression", [pytest.param("none", marks=pytest.mark.exhaustive), "lossless"])
+@pytest.mark.parametrize("compression", [*exhaustive("none"), "lossless"])
 @pytest.mark.usefixtures("few_descriptors")
 def test_more_files_than_file_descriptors(tmp_path: Path, compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "MAX_OPEN_FILES", 40)

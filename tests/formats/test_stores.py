@@ -4,6 +4,7 @@ import math
 import os
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tensorkeep.paths import StorePath
 from tensorkeep.safetensors.torch import load_file
 from tensorkeep.testing.cases import case as case_of
 from tensorkeep.testing.equality import same
+from tiers import exhaustive
 
 pytestmark = pytest.mark.integration
 obstore = pytest.importorskip("obstore")
@@ -54,7 +56,7 @@ FORMATS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "t5x": ("t5x", {"dtype": "keep"}),
 }
 # Of those that are read by the same code, one; other tests here read a database and T5X.
-OFTEN = {"native", "d.safetensors", "torch", "dcp", "zarr 3"}
+OFTEN = ("native", "d.safetensors", "torch", "dcp", "zarr 3")
 
 
 @pytest.fixture
@@ -72,9 +74,7 @@ def url(disk: Path, bucket: Proxy) -> str:
     return upload(disk, f"{BUCKET}/{disk.parent.name}/{disk.name}")
 
 
-@pytest.mark.parametrize(
-    "case", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.exhaustive) for each in FORMATS]
-)
+@pytest.mark.parametrize("case", [*OFTEN, *exhaustive(*(each for each in FORMATS if each not in OFTEN))])
 def test_a_checkpoint_is_read_as_from_a_disk(
     case: str, disk: Path, url: str, tmp_path: Path, bucket: Proxy, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,9 +236,7 @@ def test_a_replacement_while_it_is_read_is_noticed(case: str, disk: Path, url: s
             opened["model.w"].load()
 
 
-@pytest.mark.parametrize(
-    "case", ["torch", "t5x", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("dcp", "zarr 3"))]
-)
+@pytest.mark.parametrize("case", ["torch", "t5x", *exhaustive("dcp", "zarr 3")])
 def test_what_fails_for_ever_is_an_error_and_once_is_not(case: str, disk: Path, url: str, bucket: Proxy) -> None:
     bucket.start_again(Fault("503", lambda number: number % 5 == 2))
     assert same(tensorkeep.load(url), tensorkeep.load(disk))
@@ -258,10 +256,7 @@ def test_what_fails_for_ever_is_an_error_and_once_is_not(case: str, disk: Path, 
 
 @pytest.mark.parametrize(
     ("case", "every"),
-    [
-        *(("torch", False), ("zarr 3", False)),
-        *(pytest.param(each, True, marks=pytest.mark.exhaustive) for each in ("torch", "dcp", "zarr 3", "database")),
-    ],
+    [("torch", False), ("zarr 3", False), *exhaustive(*product(("torch", "dcp", "zarr 3", "database"), (True,)))],
 )
 def test_failing_requests_never_change_what_is_read(
     case: str, every: bool, disk: Path, url: str, bucket: Proxy, monkeypatch: pytest.MonkeyPatch

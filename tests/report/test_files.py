@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from faults.conftest import exhaustive
 from report import documents
 from report.documents import read
 from tensorkeep import errors
@@ -19,6 +18,7 @@ from tensorkeep.report import files as module
 from tensorkeep.report.files import write_report
 from tensorkeep.report.html import report_page
 from tensorkeep.report.plots import draw_plots
+from tiers import exhaustive
 
 # One worker imports the package of plots, which takes seconds.
 pytestmark = pytest.mark.xdist_group("plots")

@@ -9,10 +9,7 @@ from tensorkeep.testing.technique_suite import TINY, losses, opened, prepared_te
 from tensorkeep.train.loop import make_step
 from tensorkeep.train.run.device import Mover
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 
 
 @pytest.fixture(scope="module")

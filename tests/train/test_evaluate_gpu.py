@@ -15,10 +15,7 @@ from tensorkeep.train.loop import take_step, train
 from tensorkeep.train.run.validation import validation_loss, validation_windows
 from train.tiny_training import CONFIG, Witness
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 
 ON_GPU = CONFIG.changed({"loop.device": "cuda", "model.dropout": 0.0})
 

@@ -16,6 +16,7 @@ from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
 from tensorkeep.bench.experiment.workload import GateError
 from tensorkeep.testing.cases import case
+from tiers import exhaustive
 
 # One worker starts the fork server, which takes seconds.
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
@@ -27,7 +28,7 @@ def state() -> dict[str, Any]:
     return {"model": {"wte": tied, "head": tied, "t": torch.randn(9, 7).t()}, "moments": [torch.zeros(3)], "step": 7}
 
 
-@pytest.mark.parametrize("name", COMMON_TOOLS)
+@pytest.mark.parametrize("name", ["tensorkeep", *exhaustive(*sorted({*COMMON_TOOLS} - {"tensorkeep"}))])
 def test_first_loads_pass_the_gate(name: str, tmp_path: Path) -> None:
     tool = COMMON_TOOLS[name]
     figures = measure_tool(tool, name, StatePair(state()), tmp_path / f"x{tool.suffix}", FIRST_LOADS).figures

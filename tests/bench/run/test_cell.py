@@ -20,6 +20,7 @@ from tensorkeep.bench.run.cell import command_of, run_cell
 from tensorkeep.errors import StoreError
 from tensorkeep.machine import written_bytes
 from tensorkeep.testing.cases import case
+from tiers import exhaustive
 
 SMALL = {"model": "openllama-3b:scale=0.0005:layers=1", "with_optimizer": None}
 LARGE = {**SMALL, "model": "openllama-3b"}  # it takes minutes, and gigabytes of memory, unless it is ended
@@ -123,9 +124,7 @@ def test_status_and_reason_of_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 @forks
 @pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
-@pytest.mark.parametrize(
-    "tool", ["tensorkeep", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("torch", "safetensors"))]
-)
+@pytest.mark.parametrize("tool", ["tensorkeep", *exhaustive("torch", "safetensors")])
 def test_full_disk_is_reported_and_cleared(tmp_path: Path, tool: str) -> None:
     small = tmp_path / "small"
     small.mkdir()

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import tensorkeep
-from faults.conftest import exhaustive
 from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.testing.equality import same
+from tiers import exhaustive
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

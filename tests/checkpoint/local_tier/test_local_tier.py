@@ -18,7 +18,6 @@ import torch
 
 import tensorkeep
 from checkpoint.local_tier.copies import copy
-from faults.conftest import exhaustive
 from faults.injection import flip_bit
 from forked import ended, start
 from store_servers import Fault, FaultAt, Proxy, always, damage, environment_of
@@ -30,6 +29,7 @@ from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
+from tiers import exhaustive
 
 pytestmark = pytest.mark.integration
 pytest.importorskip("obstore")
@@ -266,7 +266,7 @@ def test_a_damaged_copy_that_appears_before_an_upload_is_replaced(tier: Tier, ga
     assert tier.stores_state(1)
 
 
-@pytest.mark.parametrize("incremental", [pytest.param(True, marks=pytest.mark.exhaustive), "delta"])
+@pytest.mark.parametrize("incremental", [*exhaustive(True), "delta"])
 def test_a_chain_of_incremental_steps_is_uploaded_once(tier: Tier, incremental: Any) -> None:
     def save(*numbers: int) -> None:
         with tier.manager(incremental=incremental, keep_local=1, keep_last=2) as manager:

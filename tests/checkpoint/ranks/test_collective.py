@@ -10,12 +10,12 @@ import torch
 
 import tensorkeep
 from checkpoint.ranks import cases, store_cases
-from faults.conftest import exhaustive
 from faults.injection import flip_bit
 from ranks import outcomes, run_ranks
 from store_servers import SECRET, FaultAt, Proxy, environment_of, make_bucket
 from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
+from tiers import exhaustive
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 

@@ -10,10 +10,7 @@ import tensorkeep
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.state.cuda import CudaPageLock
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 
 MIB = 1024**2
 

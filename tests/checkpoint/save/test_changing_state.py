@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import tensorkeep
-from faults.conftest import exhaustive
 from tensorkeep.io.files import Bytes
+from tiers import exhaustive
 
 # Arguments of `save` by name. Every format, and everything that reads the state in a way of its own.
 SAVES: dict[str, dict[str, Any]] = {

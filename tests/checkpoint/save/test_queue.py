@@ -19,13 +19,13 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
-from faults.conftest import exhaustive
 from tensorkeep import CheckpointManager, KeepBest
 from tensorkeep.checkpoint.save import auto, job, queue
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.save.queue import SaveQueue
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.testing.equality import same
+from tiers import exhaustive
 
 MIB = 1024**2
 AT_ONCE = {"asynchronous": False}
@@ -81,7 +81,7 @@ def numbers(manager: CheckpointManager) -> list[int]:
     return [step.number for step in manager.steps()]
 
 
-@pytest.mark.parametrize("name", [pytest.param("x.safetensors", marks=pytest.mark.exhaustive), "x.pt"])
+@pytest.mark.parametrize("name", [*exhaustive("x.safetensors"), "x.pt"])
 def test_buffers_of_another_layout_do_not_use_up_the_budget(tmp_path: Path, name: str) -> None:
     tensorkeep.save({"w": zeros(72)}, tmp_path / "first")
     tensorkeep.load(tmp_path / "first")  # leaves large buffers behind for the next call
@@ -341,7 +341,7 @@ def interrupted_at(count: int, call: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("queued", [False, True])
-@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("stride", [13, *exhaustive(1)])
 def test_ctrl_c_before_any_line_of_a_save_hangs_nothing(
     tmp_path: Path, gate: threading.Event, queued: bool, stride: int, record_property: Any
 ) -> None:

@@ -8,10 +8,10 @@ import torch
 
 import tensorkeep
 from checkpoint.ranks import cases, store_cases
-from faults.conftest import exhaustive
 from faults.stores.buckets import Bucket, Case, cases_of, every_sixth, requests_of, sweep
 from ranks import outcomes
 from store_servers import ACTIONS, environment_of
+from tiers import exhaustive
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 

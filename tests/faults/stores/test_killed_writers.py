@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from faults.conftest import Choose, exhaustive
+from faults.conftest import Choose
 from faults.stores.buckets import Bucket, requests_of
 from faults.stores.calls import WRITES, run_in_process
 from forked import ended, start
 from store_servers import FaultAt
+from tiers import exhaustive
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 

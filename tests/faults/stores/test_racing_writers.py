@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import tensorkeep
-from faults.conftest import exhaustive
 from faults.stores.buckets import Bucket
 from forked import ended, start
 from store_servers import FaultAt
 from tensorkeep import CheckpointManager
+from tiers import exhaustive
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 

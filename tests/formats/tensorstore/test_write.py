@@ -24,6 +24,7 @@ from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.format_states import noise
+from tiers import exhaustive
 
 ts = pytest.importorskip("tensorstore")
 
@@ -105,11 +106,7 @@ def small_budget(limit: int) -> array_writer.ByteBudget:
 
 @pytest.mark.parametrize(
     ("kvstore", "in_flight"),
-    [
-        ("file", "one"),
-        ("ocdbt", "all"),
-        *(pytest.param(*way, marks=pytest.mark.exhaustive) for way in (("file", "all"), ("ocdbt", "one"))),
-    ],
+    [("file", "one"), ("ocdbt", "all"), *exhaustive(("file", "all"), ("ocdbt", "one"))],
 )
 def test_memory_stays_within_the_budget_except_for_a_larger_chunk(
     kvstore: str, in_flight: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

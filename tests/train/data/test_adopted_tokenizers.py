@@ -18,6 +18,7 @@ from tensorkeep.train.data.tokenizers.char import CharTokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.data.tokenizers.from_huggingface import HuggingFaceTokenizer, read_tokenizer
 from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
+from tiers import exhaustive
 
 END = "<|endoftext|>"
 LETTERS = CharTokenizer(" abehortu", documents=True)
@@ -53,10 +54,7 @@ def test_truncation_and_padding_of_the_file_are_left_out_and_composed_characters
     tokenizer = read(model_folder(tmp_path, stored | limits))
     for text in ("t", "to be or not to be, more than four tokens"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    for normalizer, decomposed in (
-        ({"type": "NFC"}, "Ü"),
-        ({"type": "Sequence", "normalizers": []}, "U\u0308"),
-    ):
+    for normalizer, decomposed in (({"type": "NFC"}, "Ü"), ({"type": "Sequence", "normalizers": []}, "U\u0308")):
         tokenizer = read(model_folder(tmp_path, stored | {"normalizer": normalizer}))
         assert tokenizer.decode(tokenizer.encode("Ünï Ab")) == "Ünï Ab", normalizer
         assert tokenizer.decode(tokenizer.encode("U\u0308")) == decomposed, normalizer
@@ -147,10 +145,7 @@ TOKENIZERS = {"letters": "", "data": "from:{}/base", "data+chat": "from:{}/base+
         *((1, kind, TOKENIZERS) for kind in ("text", "documents", "conversations")),
         # A process passes on the error of any tokenizer.
         pytest.param(2, "conversations", ["data+chat"], marks=pytest.mark.integration),
-        *(
-            pytest.param(2, kind, TOKENIZERS, marks=pytest.mark.exhaustive)
-            for kind in ("text", "documents", "conversations")
-        ),
+        *exhaustive(*((2, kind, TOKENIZERS) for kind in ("text", "documents", "conversations"))),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list | dict) else str(value),
 )

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.bpe import BpeTokenizer
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer
 from tensorkeep.train.evaluate import EvaluationWindows
+from tiers import exhaustive
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
@@ -47,14 +49,7 @@ def content(folder: Path) -> list[bytes]:
 
 @pytest.mark.parametrize(
     ("tokenizer", "source", "counts"),
-    [
-        ("bpe", "documents", [2]),
-        *(
-            pytest.param(tokenizer, source, [2, 3], marks=pytest.mark.exhaustive)
-            for tokenizer in ("bpe", "byte")
-            for source in ("documents", "stream")
-        ),
-    ],
+    [("bpe", "documents", [2]), *exhaustive(*product(("bpe", "byte"), ("documents", "stream"), ([2, 3],)))],
 )
 def test_tokens_do_not_depend_on_the_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, tokenizer: str, counts: list[int]

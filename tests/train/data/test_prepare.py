@@ -24,6 +24,7 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.documents import Reading, SplitRule
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT
+from tiers import exhaustive
 
 TEXT = "To be, or not to be:\nthat is the question. Ünïcödé 漢字 🙂\n" * 10
 
@@ -261,9 +262,7 @@ def test_disk_error_leaves_nothing_and_a_short_write_is_finished(tmp_path: Path,
         assert "".join(texts(tmp_path / str(index))) == TEXT
 
 
-@pytest.mark.parametrize(
-    "every", [pytest.param(5, marks=pytest.mark.integration), pytest.param(1, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("every", [pytest.param(5, marks=pytest.mark.integration), *exhaustive(1)])
 def test_killed_at_operations_leaves_complete_data_or_none(
     tmp_path: Path, counted: tuple[Path, int], every: int
 ) -> None:

@@ -22,6 +22,7 @@ from tensorkeep.train.model.document_mask import dense_mask, document_numbers, t
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.trained import load_trained
+from tiers import exhaustive
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
@@ -82,9 +83,7 @@ def test_cache_gives_the_same_result(first: int, changes: dict[str, Any]) -> Non
             cache.clear()
 
 
-@pytest.mark.parametrize(
-    "length", [300, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (20, 128, 512))]
-)
+@pytest.mark.parametrize("length", [300, *exhaustive(20, 128, 512)])
 def test_tiles_hide_the_same_pairs(length: int) -> None:
     """FlexAttention without compilation computes with a mask on any device."""
     generator = torch.Generator().manual_seed(length)
@@ -124,9 +123,7 @@ def test_tiles_reach_the_attention_of_every_block(monkeypatch: pytest.MonkeyPatc
 CONFIG = TINY.changed({"data.mask_documents": True, "model.context_length": 48, "eval.every": 3})
 
 
-@pytest.mark.parametrize(
-    "changes", [pytest.param({}, marks=pytest.mark.exhaustive), {"techniques.activation-checkpointing": "on"}]
-)
+@pytest.mark.parametrize("changes", [*exhaustive({}), {"techniques.activation-checkpointing": "on"}])
 def test_a_run_is_resumed_exactly(tmp_path: Path, documents: Path, changes: dict[str, object]) -> None:
     config = CONFIG.changed(changes)
     whole = trained(config, documents)

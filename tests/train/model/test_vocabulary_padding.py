@@ -15,6 +15,7 @@ from tensorkeep.train.generate import generate
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.folder import RunFolder
+from tiers import exhaustive
 
 PADDED = TINY.changed({"model.vocab_multiple": 128})
 CONFIG = ModelConfig(vocab_size=16, vocab_padding=5, context_length=8, n_layers=1, n_heads=1, d_model=8, tied=False)
@@ -60,9 +61,7 @@ def test_padding_is_not_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "techniques",
-    [{"techniques.fused-cross-entropy": "on"}, pytest.param({}, marks=pytest.mark.exhaustive)],
-    ids=["fused", "plain"],
+    "techniques", [{"techniques.fused-cross-entropy": "on"}, *exhaustive({})], ids=["fused", "plain"]
 )
 def test_a_padded_run_resumes_exactly(tmp_path: Path, data: Path, techniques: dict[str, object]) -> None:
     config = PADDED.changed(techniques)

@@ -12,6 +12,7 @@ from tensorkeep.testing.technique_suite import killed_copy, last_state, losses, 
 from tensorkeep.train.optim import muon
 from tensorkeep.train.optim.muon import Muon
 from tensorkeep.train.run.world import World
+from tiers import exhaustive
 from train.techniques.several_processes import EXACT, FOUR_STEPS, ProcessPool, task
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
@@ -21,7 +22,7 @@ MUON = EXACT.changed(FOUR_STEPS).changed(
 )
 
 
-@pytest.mark.parametrize("technique", ["ddp", "fsdp"])
+@pytest.mark.parametrize("technique", [*exhaustive("ddp"), "fsdp"])
 def test_processes_compute_the_same_as_one_and_resume_exactly(
     technique: str, tmp_path: Path, data: Path, two_processes: ProcessPool
 ) -> None:

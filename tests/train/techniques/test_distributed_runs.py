@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, last_state, losses
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.prepare import prepare
+from tiers import exhaustive
 from train.techniques.several_processes import ACTIONS, EXACT, FOUR_STEPS, ProcessPool, Task, task
 
 LEG = {"loop.steps": 6, "loop.batch_size": 8, "optim.lr": 3e-3, "schedule.name": "constant"}
@@ -75,16 +77,11 @@ CASES: dict[str, tuple[str, Make, dict[str, object]]] = {
 }
 
 
+FIRST = ("ddp, micro-batches", "a leg on answers")
+
+
 @pytest.mark.parametrize(
-    ("technique", "case"),
-    [
-        ("ddp, micro-batches", "a leg on answers"),
-        pytest.param("ddp", "a branch with masked documents", marks=pytest.mark.exhaustive),
-        pytest.param("fsdp", "a leg on answers", marks=pytest.mark.exhaustive),
-        pytest.param("ddp", "a leg on answers", marks=pytest.mark.exhaustive),
-        pytest.param("ddp, micro-batches", "a branch with masked documents", marks=pytest.mark.exhaustive),
-        pytest.param("fsdp", "a branch with masked documents", marks=pytest.mark.exhaustive),
-    ],
+    ("technique", "case"), [FIRST, *exhaustive(*(each for each in product(TECHNIQUES, CASES) if each != FIRST))]
 )
 def test_two_processes_compute_the_same_as_one_and_resume_exactly_after_a_kill(
     technique: str, case: str, tmp_path: Path, two_processes: ProcessPool, request: pytest.FixtureRequest

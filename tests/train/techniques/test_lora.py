@@ -19,6 +19,7 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.trained import load_trained
 from tensorkeep.train.techniques.lora import Lora
+from tiers import exhaustive
 
 
 def adapted(**parts: Any) -> GPT:
@@ -34,10 +35,7 @@ def adapted(**parts: Any) -> GPT:
 
 class TestLora(TechniqueSuite):
     technique = Lora
-    variants = (
-        {"rank": 4},
-        pytest.param({"rank": 2, "alpha": 8.0, "targets": "attention"}, marks=pytest.mark.exhaustive),
-    )
+    variants = ({"rank": 4}, *exhaustive({"rank": 2, "alpha": 8.0, "targets": "attention"}))
 
     def break_on_purpose(self, run: Run) -> None:
         """Let the update change a frozen weight."""

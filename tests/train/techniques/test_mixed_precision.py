@@ -13,15 +13,12 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.mixed_precision import MixedPrecision
+from tiers import exhaustive
 
 
 class TestMixedPrecision(TechniqueSuite):
     technique = MixedPrecision
-    variants = (
-        {"dtype": "bf16"},
-        {"dtype": "fp16"},
-        pytest.param({"dtype": "bf16", "attention": "same"}, marks=pytest.mark.exhaustive),
-    )
+    variants = ({"dtype": "bf16"}, {"dtype": "fp16"}, *exhaustive({"dtype": "bf16", "attention": "same"}))
 
     def break_on_purpose(self, run: Run) -> None:
         run.operations.loss = run.model.loss

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
 from tensorkeep.train.techniques.parallel import TOGETHER
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
+from tiers import exhaustive
 from train.techniques.several_processes import ACTIONS, ProcessPool, task
 
 # Wide enough for low-bit optimizers to quantise; no dropout, which flash attention on CPUs does not support.
@@ -181,10 +182,7 @@ def test_fsdp_checkpoints_activations_of_compiled_code(tmp_path: Path, data: Pat
     ("recipe", "optimizer", "options"),
     [
         ("gpt2-124m", "muon", {"compile_by": "eager"}),
-        pytest.param("shakespeare-char-gpu", "adamw", {}, marks=pytest.mark.exhaustive),
-        pytest.param("shakespeare-char-gpu", "muon", {}, marks=pytest.mark.exhaustive),
-        pytest.param("gpt2-124m", "adamw", {}, marks=pytest.mark.exhaustive),
-        pytest.param("gpt2-124m", "muon", {}, marks=pytest.mark.exhaustive),
+        *exhaustive(*product(("shakespeare-char-gpu", "gpt2-124m"), ("adamw", "muon"), ({},))),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ import pytest
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run, with_techniques
 from tensorkeep.train.data.prepare import prepare
+from tiers import exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +27,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "settings"),
     [
         ("activation-function", {"activation": "swiglu"}),
-        pytest.param("lr-range-test", {}, marks=pytest.mark.exhaustive),
-        pytest.param("lr-plateau", {}, marks=pytest.mark.exhaustive),
-        pytest.param("progressive-length", {}, marks=pytest.mark.exhaustive),
-        pytest.param("length-curriculum", {}, marks=pytest.mark.exhaustive),
-        pytest.param("loss-curriculum", {}, marks=pytest.mark.exhaustive),
-        pytest.param("sparse-attention", {"block": 4, "keep": 2}, marks=pytest.mark.exhaustive),
+        *exhaustive(("lr-range-test", {}), ("lr-plateau", {}), ("progressive-length", {}), ("length-curriculum", {})),
+        *exhaustive(("loss-curriculum", {}), ("sparse-attention", {"block": 4, "keep": 2})),
         ("quantised-forward", {}),
     ],
 )

@@ -17,6 +17,7 @@ from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.gathered_attention import _tiles, attend_to_tiles, choose_blocks
 from tensorkeep.train.techniques.sparse_attention import SparseAttention, TopBlocks, pairs_kept
+from tiers import exhaustive
 
 
 def heads(length: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -169,13 +170,8 @@ def test_a_mask_of_documents_is_combined_with_the_choice() -> None:
 @pytest.mark.parametrize(
     ("length", "block", "keep"),
     [
-        (100, 32, 2),
-        (150, 48, 2),
-        (300, 200, 2),
-        *(
-            pytest.param(*each, marks=pytest.mark.exhaustive)
-            for each in ((384, 64, 3), (500, 48, 2), (384, 32, 2), (500, 200, 2))
-        ),
+        *((100, 32, 2), (150, 48, 2), (300, 200, 2)),
+        *exhaustive((384, 64, 3), (500, 48, 2), (384, 32, 2), (500, 200, 2)),
     ],
 )
 def test_tiles_of_flex_attention_equal_masked_attention(

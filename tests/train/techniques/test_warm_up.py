@@ -86,6 +86,7 @@ def test_one_row_proves_the_techniques_beside(tmp_path: Path, data: Path, techni
 
 # torch reads it while it traces.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.exhaustive
 def test_fsdp_checkpoints_activations_of_compiled_code(tmp_path: Path, data: Path) -> None:
     """In one process; `test_pairs` has two, which resume."""
     techniques = {**TRACED, "fsdp": {}, "activation-checkpointing": {}}

@@ -14,6 +14,7 @@ from formats.native.steps import flip
 from simulated_ranks import at_random, by_dimension, save_by_ranks
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import difference
+from tiers import exhaustive
 
 SPLITS = {"rows": by_dimension(3), "columns": by_dimension(3, 1), "anywhere": at_random(3, seed=5)}
 
@@ -47,10 +48,7 @@ FEW = [(c, GRIDS[number % 2], split) for number, (c, split) in enumerate(zip(COM
 @pytest.mark.coder
 @pytest.mark.parametrize(
     ("compression", "grid_bytes", "split"),
-    [
-        way if way in FEW else pytest.param(*way, marks=pytest.mark.exhaustive)
-        for way in product(COMPRESSIONS, GRIDS, SPLITS)
-    ],
+    [*FEW, *exhaustive(*(way for way in product(COMPRESSIONS, GRIDS, SPLITS) if way not in FEW))],
 )
 def test_a_state_of_several_ranks_is_loaded_bit_for_bit(
     tmp_path: Path, compression: str, grid_bytes: int | None, split: str

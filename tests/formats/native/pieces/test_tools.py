@@ -12,6 +12,7 @@ from simulated_ranks import at_random, by_dimension, save_by_ranks
 from tensorkeep.cli.main import main
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
+from tiers import exhaustive
 
 SPLITS = {"rows": by_dimension(3), "columns": by_dimension(3, 1), "anywhere": at_random(3, seed=8)}
 
@@ -22,9 +23,7 @@ def state() -> dict[str, Any]:
 
 
 @pytest.mark.coder
-@pytest.mark.parametrize(
-    "split", ["columns", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("rows", "anywhere"))]
-)
+@pytest.mark.parametrize("split", ["columns", *exhaustive("rows", "anywhere")])
 def test_convert_to_every_format(tmp_path: Path, split: str) -> None:
     save_by_ranks(tmp_path / "c", state(), 3, SPLITS[split], compression="lossless", grid_bytes=16384)
     for to in ("native", "torch", "safetensors", "dcp"):
