@@ -16,7 +16,6 @@ from tensorkeep.report.html import report_page, themed
 from tensorkeep.report.plots import forest, wanted
 from tensorkeep.report.plots.drawing import PALETTE, Plot, drawn, log_ticks, shown_arms
 
-# One worker imports the package of plots, which takes seconds.
 pytestmark = pytest.mark.xdist_group("plots")
 
 HOSTILE = '<script>alert("$x^2$")</script> & \' -- ]]> 東京'

@@ -18,7 +18,6 @@ from tensorkeep.bench.experiment.workload import GateError
 from tensorkeep.testing.cases import case
 from tiers import exhaustive
 
-# One worker starts the fork server, which takes seconds.
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 
