@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import textwrap
 from graphlib import CycleError, TopologicalSorter
@@ -15,7 +16,7 @@ CODER = ROOT / "src" / "coder"
 
 # A layer imports those with a smaller number. `codecs` and `io` must not import each other.
 ORDER = """
-errors units closing paths plugins supported version
+errors units closing paths plugins structs supported version
 machine
 state
 codecs io
@@ -95,6 +96,25 @@ def test_the_import_check_can_fail(tmp_path: Path) -> None:
     inner = "try:\n    pass\nfinally:\n    if True:\n        from tensorkeep.cli import main\n"
     file.write_text(f"from tensorkeep.checkpoint.save.save import save\n{inner}")
     assert imports(file, set(MODULES)) == {"tensorkeep.checkpoint.save.save", "tensorkeep.cli.main"}
+
+
+@pytest.mark.integration
+def test_structs_are_prepared_before_threads_decode_them() -> None:
+    """Two threads that use one for the first time would end the process; see ``structs.py``."""
+    decoding = re.compile(r"json\.Decoder\(\w*Content|msgspec\.convert\((?!.*prepared\()|decode\(.*type=[A-Z_]")
+    found = [f"{path}: {line}" for path in MODULES.values() for line in decoding.findall(path.read_text())]
+    assert not found
+    text = "msgspec.convert(x, Layout)\nmsgspec.json.decode(y, type=_State)\nmsgspec.json.Decoder(Content[Root])"
+    assert len(decoding.findall(text)) == 3
+    code = (
+        "import sys, threading, msgspec; from tensorkeep.structs import prepared; sys.setswitchinterval(1e-6)\n"
+        "def use(kind, barrier): barrier.wait(); msgspec.convert({}, prepared(kind))\n"
+        "for _ in range(100):\n"
+        "    kind = msgspec.defstruct('S', [(f'f{n}', int, n) for n in range(50)]); barrier = threading.Barrier(4)\n"
+        "    threads = [threading.Thread(target=use, args=(kind, barrier)) for _ in range(4)]\n"
+        "    [each.start() for each in threads]; [each.join() for each in threads]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_folders_are_small_and_files_short_with_names_that_say_what_is_in_them() -> None:

@@ -15,6 +15,7 @@ import msgspec
 from tensorkeep.bench.results import KIND, SCHEMA, Results
 from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError, UnsupportedError, UsageError
 from tensorkeep.io.commit import replace_file
+from tensorkeep.structs import prepared
 
 FILE_NAME = "results.json"
 MAX_BYTES = 64 * 1024**2
@@ -48,7 +49,7 @@ def read_results(path: str | os.PathLike[str], *, printable: bool = True) -> Res
         message = f"has schema {schema}; this version reads up to {SCHEMA}"
         raise UnsupportedError(message, path=file, remedy="install a later Tensorkeep")
     try:
-        results = msgspec.convert(document, Results)
+        results = msgspec.convert(document, prepared(Results))
         _check_references(results)
     except (msgspec.ValidationError, ValueError) as error:
         raise _corrupt(file, error) from None

@@ -31,6 +31,7 @@ from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.skeleton_reader import LeafSpec
 from tensorkeep.state.tree import Flat
+from tensorkeep.structs import prepared
 from tensorkeep.version import __version__
 
 FILE_NAME = "tensorkeep.json"
@@ -153,7 +154,7 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
             remedy="install a later Tensorkeep",
         )
     with decoding(path):
-        sidecar = msgspec.convert(body, kind)
+        sidecar = msgspec.convert(body, prepared(kind))
         _check_tensors(sidecar)
         _ = sidecar.leaf_specs
     checks = [partial(_check_file, directory, name, note) for name, note in sidecar.files.items()]

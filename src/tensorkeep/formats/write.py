@@ -20,6 +20,7 @@ from tensorkeep.state.cuda import side_stream
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
+from tensorkeep.structs import prepared
 from tensorkeep.units import format_bytes
 
 BLOCK_BYTES = 16 * 1024**2
@@ -71,7 +72,7 @@ def parse_options(format_name: str, kind: type[FormatOptions], given: Mapping[st
             remedy = f"known options: {', '.join(sorted(types))}" if types else "it takes no options"
             raise UsageError(f"format {format_name!r} has no option {option!r}", remedy=remedy)
         try:
-            values[option] = msgspec.convert(value, types[option])
+            values[option] = msgspec.convert(value, prepared(types[option]))
         except (msgspec.ValidationError, TypeError, RecursionError) as error:
             remedy = _choices(types[option]) or str(error)
             raise UsageError(f"the option {option} is {value!r:.80}", remedy=remedy) from error

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from tensorkeep.bench.results import Results
+from tensorkeep.structs import prepared
 from tensorkeep.units import counted
 
 
@@ -36,7 +37,7 @@ def subject_and_machine(results: Results) -> str:
 def machine_name(environment: dict[str, Any]) -> str:
     """Return the GPUs and the processor, such as ``AMD EPYC, 2 cores``; nothing if the environment lacks them."""
     try:
-        found = msgspec.convert(environment, _Machine)
+        found = msgspec.convert(environment, prepared(_Machine))
     except msgspec.ValidationError:
         # The schema of a results file allows any environment.
         return ""

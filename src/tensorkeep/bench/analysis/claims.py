@@ -26,6 +26,7 @@ from tensorkeep.bench.analysis.statistics import Comparison
 from tensorkeep.bench.analysis.verdicts import SMALLEST
 from tensorkeep.bench.analysis.wording import difference, interval_95, listed, number
 from tensorkeep.bench.results import Claim, ClaimVerdict
+from tensorkeep.structs import prepared
 
 _TOLERANCE = 1.25
 _NO_CHANGE = 1.06
@@ -87,7 +88,7 @@ class PublishedClaims(msgspec.Struct, frozen=True):
 def published_claims() -> PublishedClaims:
     """Return the claims of ``published_claims.json``."""
     file = resources.files("tensorkeep.bench.analysis") / "published_claims.json"
-    return msgspec.json.decode(file.read_bytes(), type=PublishedClaims)
+    return msgspec.json.decode(file.read_bytes(), type=prepared(PublishedClaims))
 
 
 def check_claims(samples: Samples) -> Iterator[Claim]:

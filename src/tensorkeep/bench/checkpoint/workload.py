@@ -26,6 +26,7 @@ from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import UsageError
 from tensorkeep.state.tree import flatten
+from tensorkeep.structs import prepared
 from tensorkeep.units import format_bytes
 
 SEED = 20_240_601
@@ -145,7 +146,7 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
         folder = Path(task.directory)
         first = Outcome()
         with first.clock("build"):
-            states = StatePair(msgspec.convert(task.input, CheckpointInput).load())
+            states = StatePair(msgspec.convert(task.input, prepared(CheckpointInput)).load())
         with first.clock("first call"):
             call_once(tool, folder)
         outcome = measure.measure_tool(tool, task.arm, states, folder / f"state{tool.suffix}", task.measures)

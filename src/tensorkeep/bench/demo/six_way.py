@@ -20,6 +20,7 @@ from tensorkeep.bench.results import Arm, Cell, Limits, Results
 from tensorkeep.bench.results_file import FILE_NAME
 from tensorkeep.bench.run.runner import ExperimentRun, Listener, plan_results
 from tensorkeep.errors import TensorkeepError
+from tensorkeep.structs import prepared
 
 _OURS = (
     Arm("tensorkeep", settings={"tool": "tensorkeep"}, about="tensorkeep.save: raw, durable, verified."),
@@ -72,7 +73,7 @@ def _run_once(task: Task, limits: Limits) -> Outcome:
     folder.mkdir()
     path = folder / f"state{tool.suffix}"
     try:
-        state = tool.view(msgspec.convert(task.input, CheckpointInput).load())
+        state = tool.view(msgspec.convert(task.input, prepared(CheckpointInput)).load())
         _, saving = save_durably(tool, state, path)
         begin = time.perf_counter()
         loaded = read_state(tool, path, None)

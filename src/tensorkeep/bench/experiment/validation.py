@@ -7,6 +7,7 @@ import msgspec
 from msgspec.inspect import DictType, ListType, StructType, Type, UnionType, VarTupleType, type_info
 
 from tensorkeep.errors import UsageError, did_you_mean
+from tensorkeep.structs import prepared
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ def convert(value: object, kind: type[T], *, what: str, path: str | None = None)
     Point(x=3)
     """
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, prepared(kind))
     except msgspec.ValidationError as error:
         message, remedy = _explain(str(error), value, kind, what)
         raise UsageError(message, path=path, remedy=remedy) from error

@@ -17,6 +17,7 @@ from tensorkeep.bench.experiment.workload import Outcome, Task
 from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run.worker import MARK
 from tensorkeep.machine import family, private_bytes
+from tensorkeep.structs import prepared
 from tensorkeep.units import format_bytes, format_seconds
 
 _POLL_SECONDS = 0.2
@@ -78,7 +79,7 @@ def _end_of(file: IO[bytes]) -> str:
 def _read_outcome(code: int, out: str, err: str) -> Outcome:
     lines = [line for line in out.splitlines() if line.startswith(MARK)]
     if code == 0 and lines:
-        return msgspec.json.decode(lines[-1].removeprefix(MARK), type=Outcome)
+        return msgspec.json.decode(lines[-1].removeprefix(MARK), type=prepared(Outcome))
     if code == -signal.SIGKILL:
         return Outcome("memory", "was killed by the kernel, most likely because memory ran out")
     ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -19,6 +19,7 @@ from tensorkeep.bench.experiment.workload import DoesNotApplyError, GateError, O
 from tensorkeep.bench.results import Status
 from tensorkeep.errors import MissingExtraError, TensorkeepError, is_out_of_memory
 from tensorkeep.machine import libc
+from tensorkeep.structs import prepared
 
 MARK = "tensorkeep-cell "
 """The start of the line with the outcome; libraries print lines of their own."""
@@ -32,7 +33,7 @@ def main(text: str) -> int:
     """Run the task in JSON; return 0 whatever its outcome."""
     started = time.perf_counter()
     end_with_parent()
-    task = msgspec.json.decode(text, type=Task)
+    task = msgspec.json.decode(text, type=prepared(Task))
     outcome = run_task(task, started)
     shutil.rmtree(task.directory, ignore_errors=True)
     print(f"\n{MARK}{msgspec.json.encode(outcome).decode()}", flush=True)

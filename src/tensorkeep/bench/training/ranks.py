@@ -16,6 +16,7 @@ from tensorkeep.bench.experiment.workload import Outcome
 from tensorkeep.bench.run.worker import end_with_parent, failed_outcome
 from tensorkeep.bench.training.cell import MEMORY, RESIDENT, TrainingJob
 from tensorkeep.errors import RanksDisagreeError, TensorkeepError
+from tensorkeep.structs import prepared
 
 _JOB = "job.json"
 _LOST = RanksDisagreeError.__name__
@@ -41,7 +42,7 @@ def run_on_ranks(job: TrainingJob, ranks: int, folder: Path) -> Outcome:
     if done.returncode or not all(file.exists() for file in files):
         last = (done.stderr.strip().splitlines() or ["without an error message"])[-1]
         raise TensorkeepError(f"torchrun with {ranks} ranks failed: {last}")
-    return joined([msgspec.json.decode(file.read_bytes(), type=Outcome) for file in files])
+    return joined([msgspec.json.decode(file.read_bytes(), type=prepared(Outcome)) for file in files])
 
 
 def joined(outcomes: list[Outcome]) -> Outcome:
@@ -63,7 +64,7 @@ def _outcome_file(folder: Path, rank: int) -> Path:
 
 
 def _main(folder: Path) -> None:
-    job = msgspec.json.decode((folder / _JOB).read_bytes(), type=TrainingJob)
+    job = msgspec.json.decode((folder / _JOB).read_bytes(), type=prepared(TrainingJob))
     try:
         outcome = job.run()
     except Exception as error:

@@ -16,6 +16,7 @@ import msgspec
 from tensorkeep.bench.experiment.workload import GateError
 from tensorkeep.bench.results import Settings
 from tensorkeep.errors import TensorkeepError
+from tensorkeep.structs import prepared
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
@@ -73,7 +74,7 @@ def train_steps(config: Config, data: Path, steps: int, folder: Path) -> list[fl
 
 
 if __name__ == "__main__":
-    _given = msgspec.json.decode(sys.argv[1], type=_Task)
+    _given = msgspec.json.decode(sys.argv[1], type=prepared(_Task))
     with tempfile.TemporaryDirectory() as _folder:
         _config = Config.from_dict(_given.config)
         _losses = train_steps(_config, Path(_given.data), _given.steps, Path(_folder, "run"))

@@ -19,6 +19,7 @@ from tensorkeep.bench.results import Settings
 from tensorkeep.bench.run.worker import end_with_parent
 from tensorkeep.closing import Closing
 from tensorkeep.errors import TensorkeepError
+from tensorkeep.structs import prepared
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import Silent, train
@@ -148,4 +149,4 @@ def _wait_for_turn(speed: float) -> bool:
 
 if __name__ == "__main__":
     end_with_parent()
-    _run_partner(msgspec.json.decode(sys.argv[1], type=PartnerTask))
+    _run_partner(msgspec.json.decode(sys.argv[1], type=prepared(PartnerTask)))

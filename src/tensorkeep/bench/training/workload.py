@@ -27,6 +27,7 @@ from tensorkeep.bench.training.ranks import run_on_ranks
 from tensorkeep.bench.training.reference_losses import LossGate, reference_losses
 from tensorkeep.bench.training.turns import THREADS, PartnerTask
 from tensorkeep.errors import UsageError
+from tensorkeep.structs import prepared
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.dataset import FILE, Dataset
@@ -137,7 +138,7 @@ class TrainingWorkload(Workload[TrainingSettings, Settings]):
         return [each.name for each in MEASURES if each.name != cell.LOSS_IN_TIME or settings.seconds is not None]
 
     def measure(self, task: Task) -> Outcome:
-        given, folder = msgspec.convert(task.input, TrainingInput), Path(task.directory)
+        given, folder = msgspec.convert(task.input, prepared(TrainingInput)), Path(task.directory)
         before = Outcome()
         with before.clock("data"):
             data = given.open_data(folder / "data")

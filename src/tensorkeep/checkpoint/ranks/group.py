@@ -12,6 +12,7 @@ import xxhash
 from tensorkeep.checkpoint.ranks.connection import Connection
 from tensorkeep.checkpoint.ranks.turns import Turn
 from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError
+from tensorkeep.structs import prepared
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,7 +57,7 @@ class Channel:
         Structs are decoded if ``of`` is their type. With ``to_coordinator`` the other ranks get an empty list.
         """
         self.connect(what)
-        decoder = msgspec.msgpack.Decoder(of)
+        decoder = msgspec.msgpack.Decoder(prepared(of))
         found = self._gather(msgspec.msgpack.encode(value), what, to_coordinator=to_coordinator)
         return [decoder.decode(each) for each in found]
 
@@ -98,7 +99,9 @@ class Channel:
             connection.close(raised, doing, timeout)
             connection.shared_error = raised
             raise
-        connection.shared_error = known = _refusal(msgspec.msgpack.decode(each, type=_State) for each in found)
+        connection.shared_error = known = _refusal(
+            msgspec.msgpack.decode(each, type=prepared(_State)) for each in found
+        )
         raise known
 
 

@@ -17,6 +17,7 @@ from tensorkeep.formats.decoding import decoding
 from tensorkeep.io.buffers import round_up
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import BY_SAFETENSORS
+from tensorkeep.structs import prepared
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
@@ -133,7 +134,7 @@ class _RawRecord(msgspec.Struct, forbid_unknown_fields=True):
 
 def _record(name: str, value: object) -> TensorRecord:
     with decoding(name=name, what="bad header entry"):
-        raw = msgspec.convert(value, _RawRecord)
+        raw = msgspec.convert(value, prepared(_RawRecord))
     start, stop = raw.data_offsets
     # Array libraries have fewer dimensions, and the product of millions of lengths takes hours.
     if len(raw.shape) > MAX_DIMENSIONS:

@@ -36,6 +36,7 @@ from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.structs import prepared
 
 METADATA_KEY = "tensorkeep"
 VERSION = 1
@@ -165,7 +166,7 @@ def parse(header: Header, path: Path) -> Notes:
     if text is None:
         return Notes(VERSION, MAX_BLOCK_BYTES, {})
     with decoding(path, what="the note on coded tensors is malformed"):
-        notes = msgspec.json.decode(text, type=Notes)
+        notes = msgspec.json.decode(text, type=prepared(Notes))
         if notes.version not in (VERSION, CHANGES_VERSION, CUTS_VERSION):
             raise UnsupportedError(f"has coded tensors of version {notes.version}", remedy="install a later Tensorkeep")
         for name, note in notes.tensors.items():

@@ -20,6 +20,7 @@ from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.objects.store_commit import object_name
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.structs import json_decoder
 
 FILE_NAME = sealed.MANIFEST_NAME
 
@@ -54,10 +55,10 @@ class _Features(msgspec.Struct):
 
 
 # Made once: the first use of a type by msgspec costs as much as checking a small manifest.
-_MANIFEST_DECODER = msgspec.json.Decoder(Content[Manifest])
-_ROOT_DECODER = msgspec.json.Decoder(Content[Root])
-_FEATURES_DECODER = msgspec.json.Decoder(Content[_Features])
-_OUTLINE_DECODER = msgspec.json.Decoder(Content[Outline])
+_MANIFEST_DECODER = json_decoder(Content[Manifest])
+_ROOT_DECODER = json_decoder(Content[Root])
+_FEATURES_DECODER = json_decoder(Content[_Features])
+_OUTLINE_DECODER = json_decoder(Content[Outline])
 
 
 def read(directory: Directory) -> Manifest | Root:

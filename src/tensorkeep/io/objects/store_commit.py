@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
@@ -25,6 +25,7 @@ from tensorkeep.io.objects import stores
 from tensorkeep.io.objects.store_errors import unsafe_server
 from tensorkeep.io.places import MANIFEST_NAME
 from tensorkeep.paths import StorePath, endpoint, without_secrets
+from tensorkeep.structs import prepared
 
 logger = logging.getLogger(__name__)
 
@@ -341,10 +342,9 @@ def _described(content: bytes, status: stores.ObjectStatus) -> str:
     """Return which save wrote a manifest, in words."""
     when = f"{status.modified:%Y-%m-%d %H:%M:%S} UTC"
     try:
-        body = msgspec.json.decode(content, type=_Content).body
+        body = msgspec.json.decode(content, type=prepared(_Content)).body
     except (msgspec.DecodeError, RecursionError):
         return f"an object that is not a manifest, at {when}"
-    ids: dict[str, Any] = dict.fromkeys(found for file in body.files if (found := save_of(file.name)))
-    words = [f"save {next(iter(ids))}"] if ids else []
+    words = [f"save {found}" for file in body.files if (found := save_of(file.name))][:1]
     words += [f"of step {body.step.number}"] if body.step else []
     return " ".join([*words, f"by {body.writer or 'another program'}, at {when}"])

@@ -1,7 +1,6 @@
 """The sections of a run's configuration: each setting with its default and bounds.
 
-Types and bounds are in the annotations (`msgspec.Meta`). `Section` checks them whenever a section is made, from code
-or from a file.
+Types and bounds are in the annotations (`msgspec.Meta`). `Section` checks them whenever a section is made.
 """
 
 import types
@@ -13,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from tensorkeep.errors import UsageError
+from tensorkeep.structs import prepared
 
 _LARGEST = 1e300
 """Of all numbers that may be large; it excludes infinity."""
@@ -37,7 +37,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for name, kind in _field_types(type(self)).items():
             value = getattr(self, name)
             try:
-                msgspec.convert(value, kind)
+                msgspec.convert(value, prepared(kind))
             except msgspec.ValidationError as error:
                 raise UsageError(f"{name} is {value!r}", remedy=f"give {describe_type(kind)}") from error
 
@@ -49,7 +49,7 @@ def read_settings(values: Mapping[str, Any], kind: type[S]) -> S:
     ``"optim.lr"``.
     """
     try:
-        return msgspec.convert(values, kind, strict=False)
+        return msgspec.convert(values, prepared(kind), strict=False)
     except msgspec.ValidationError as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, UsageError):

@@ -21,6 +21,7 @@ import numpy as np
 
 from tensorkeep.errors import StoreError, UsageError
 from tensorkeep.io.parallel import Meter, Progress
+from tensorkeep.structs import prepared
 from tensorkeep.train.data.corpus import Source, TextFile
 from tensorkeep.train.data.dataset import CONVERSATIONS, SPLITS, Layout
 from tensorkeep.train.data.documents import LONGEST_RECORD, Reading, SplitRule
@@ -68,7 +69,7 @@ class ConversationReading(Reading):
         """
         for document in self.documents():
             if text := "".join(document.texts):
-                yield document.name, msgspec.json.decode(text, type=Conversation)
+                yield document.name, msgspec.json.decode(text, type=prepared(Conversation))
 
     def _record_text(self, line: bytes, begin: int, number: int, file: TextFile) -> str:
         if not line.strip():
@@ -77,7 +78,7 @@ class ConversationReading(Reading):
             'each line must be {"messages": [{"role": "user", "content": "..."}, ...]}, role user, system or assistant'
         )
         try:
-            found = msgspec.json.decode(line, type=Conversation)
+            found = msgspec.json.decode(line, type=prepared(Conversation))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(
                 f"line {number:,} is not a conversation ({error})", path=file.path, remedy=remedy

@@ -17,6 +17,7 @@ import msgspec
 from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, UsageError
 from tensorkeep.io.files import store_error, store_errors
 from tensorkeep.paths import checked_path
+from tensorkeep.structs import prepared
 
 STDIN = "-"
 STDLIB = "stdlib"
@@ -176,7 +177,7 @@ def _of_dataset(folder: Path) -> list[TextFile]:
     with store_errors(path, "read the file"):
         content = path.read_bytes()
     try:
-        state = msgspec.json.decode(content, type=_DatasetState)
+        state = msgspec.json.decode(content, type=prepared(_DatasetState))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         remedy = f"remove {_DATASET} if the folder is none; name its files by a pattern otherwise"
         raise UsageError(f"does not describe a saved dataset ({error})", path=path, remedy=remedy) from error

@@ -24,6 +24,7 @@ from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.io.places import read_directory
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.paths import checked_path
+from tensorkeep.structs import prepared
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens, token_dtype
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
@@ -326,14 +327,13 @@ def _read_layout(directory: Directory) -> tuple[Layout, Tokenizer]:
             remedy="update tensorkeep",
         )
     try:
-        layout = msgspec.convert(body, Layout)
+        layout = msgspec.convert(body, prepared(Layout))
         tokenizer = tokenizer_from_dict(layout.tokenizer)
     except msgspec.ValidationError as error:
         raise CorruptCheckpointError(f"is malformed ({error})", path=path) from error
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(error.message, path=path) from error
-    contradiction = _contradiction(layout, tokenizer)
-    if contradiction:
+    if contradiction := _contradiction(layout, tokenizer):
         raise CorruptCheckpointError(f"contradicts itself: {contradiction}", path=path)
     return layout, tokenizer
 

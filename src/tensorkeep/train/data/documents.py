@@ -47,7 +47,8 @@ class Reading:
         self._hasher = new_hasher(wide=False)
         self._unreported = 0
         self._nul_is_one_byte = "\0".encode(source.encoding) == b"\0"
-        self._record = msgspec.defstruct("_Record", [("text", str)], rename={"text": source.field})
+        record = msgspec.defstruct("_Record", [("text", str)], rename={"text": source.field})
+        self._decoder = msgspec.json.Decoder(record)
 
     def digest(self) -> str:
         """Return the xxh3-64 of the names and bytes read so far, as 16 hexadecimal digits; of tables, of the texts."""
@@ -134,7 +135,7 @@ class Reading:
         if not decoded.strip():
             return ""
         try:
-            record: Any = msgspec.json.decode(decoded, type=self._record)
+            record: Any = self._decoder.decode(decoded)
         except (msgspec.DecodeError, RecursionError) as error:
             remedy = f'each line must be an object such as {{"{self.source.field}": "..."}}; --field names the field'
             raise UsageError(f"line {number:,} is not a document ({error})", path=file.path, remedy=remedy) from error

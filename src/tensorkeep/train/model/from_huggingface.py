@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tensorkeep.errors import CorruptCheckpointError, StateMismatchError, UnsupportedError, UsageError
+from tensorkeep.structs import prepared
 from tensorkeep.train.config.sections import Positive, read_settings
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
@@ -111,7 +112,7 @@ def _settings(document: Document, kind: type[S], prefix: str = "") -> S:
         if field.required and field.name not in document:
             raise CorruptCheckpointError(f"config.json has no {prefix + field.name!r}")
     try:
-        return msgspec.convert(document, kind)
+        return msgspec.convert(document, prepared(kind))
     except msgspec.ValidationError as error:
         reason, _, place = str(error).partition(" - at `$.")
         name = place.rstrip("`")

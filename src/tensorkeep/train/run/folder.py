@@ -25,6 +25,7 @@ from tensorkeep.io.commit import replace_file
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_error
 from tensorkeep.paths import checked_path
+from tensorkeep.structs import prepared
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset, FileStatus
 from tensorkeep.train.data.tokenizers.base import Tokenizer
@@ -227,7 +228,7 @@ class RunFolder:
             values = msgspec.json.decode(content)
             # Runs that were started before the setting existed evaluate all tokens.
             values["config"]["eval"].setdefault("tokens", None)
-            record = msgspec.convert(values, RunRecord, strict=False)
+            record = msgspec.convert(values, prepared(RunRecord), strict=False)
         except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"is damaged ({error})", path=path) from error
         return record if record.identity else msgspec.structs.replace(record, identity=_earlier_identity(record))

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from tensorkeep.errors import NotFoundError, PathLike, UsageError
 from tensorkeep.io.files import store_errors
+from tensorkeep.structs import prepared
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.evaluate import evaluating
 from tensorkeep.train.generate import prompt_ids
@@ -75,7 +76,7 @@ def read_questions(path: PathLike) -> list[Question]:
 def _question(line: bytes, number: int, path: Path) -> Question:
     try:
         # Copies of HellaSwag by Hugging Face have the label as text.
-        question = msgspec.json.decode(line, type=Question, strict=False)
+        question = msgspec.json.decode(line, type=prepared(Question), strict=False)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UsageError(
             f"line {number:,} is not a question: {error}",

@@ -25,6 +25,7 @@ from tensorkeep.formats.sealed import Content
 from tensorkeep.formats.tiling import find_flaw
 from tensorkeep.io.directory import Directory
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.structs import json_decoder
 
 Body = TypeVar("Body", Fragment, FragmentFiles)
 
@@ -37,9 +38,9 @@ class _Kind(msgspec.Struct):
     features: list[str] = []
 
 
-_DECODER = msgspec.json.Decoder(Content[Fragment])
-_FILES_DECODER = msgspec.json.Decoder(Content[FragmentFiles])
-_KIND_DECODER = msgspec.json.Decoder(Content[_Kind])
+_DECODER = json_decoder(Content[Fragment])
+_FILES_DECODER = json_decoder(Content[FragmentFiles])
+_KIND_DECODER = json_decoder(Content[_Kind])
 
 PlacedBox = tuple[int, BoxRecord]
 """The rank that stored a box, and its record."""

@@ -22,6 +22,7 @@ from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_errors, sync_directory, write_small
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
+from tensorkeep.structs import json_decoder
 from tensorkeep.version import __version__
 
 PLAN_NAME = "plan.json"
@@ -36,7 +37,7 @@ class Plan(msgspec.Struct, frozen=True):
     root: Root
 
 
-_PLAN_DECODER = msgspec.json.Decoder(sealed.Content[Plan])
+_PLAN_DECODER = json_decoder(sealed.Content[Plan])
 
 
 def plan_root(

@@ -12,6 +12,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
+from tensorkeep.structs import prepared
 from tensorkeep.train.data.tokenizers.base import (
     END_OF_DOCUMENT,
     Documents,
@@ -83,7 +84,7 @@ class BpeTokenizer(Tokenizer):
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
         """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
-        fields = msgspec.convert(stored, _Stored)
+        fields = msgspec.convert(stored, prepared(_Stored))
         return cls(fields.vocabulary, fields.merges, documents=fields.end_of_document)
 
     def as_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.errors import UsageError
+from tensorkeep.structs import prepared
 from tensorkeep.train.data.tokenizers.base import Documents, Ids, Tokenizer, Tokens
 
 _BYTES = 256
@@ -46,7 +47,7 @@ class CharTokenizer(Tokenizer):
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
         """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
-        fields = msgspec.convert(stored, _StoredCharacters)
+        fields = msgspec.convert(stored, prepared(_StoredCharacters))
         return cls(fields.characters, documents=fields.end_of_document)
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,7 +86,7 @@ class ByteTokenizer(Tokenizer):
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
         """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
-        return cls(documents=msgspec.convert(stored, _Stored).end_of_document)
+        return cls(documents=msgspec.convert(stored, prepared(_Stored)).end_of_document)
 
     def as_dict(self) -> dict[str, Any]:
         return {"kind": "byte", "end_of_document": self.end_of_document is not None}

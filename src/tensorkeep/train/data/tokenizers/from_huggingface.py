@@ -13,6 +13,7 @@ import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, MissingExtraError, UnsupportedError
 from tensorkeep.io.files import store_errors
+from tensorkeep.structs import prepared
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens, library
 from tensorkeep.train.data.tokenizers.bpe import byte_notation
 
@@ -59,7 +60,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
         """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
-        fields = msgspec.convert(stored, _Stored)
+        fields = msgspec.convert(stored, prepared(_Stored))
         return cls(fields.tokenizer, fields.end_of_document)
 
     def as_dict(self) -> dict[str, Any]:
@@ -173,7 +174,7 @@ def _stated_end(path: Path) -> str | None:
     if not path.exists():
         return None
     try:
-        stated = msgspec.json.decode(path.read_bytes(), type=_Settings).eos_token
+        stated = msgspec.json.decode(path.read_bytes(), type=prepared(_Settings)).eos_token
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(f"is not the settings of a tokenizer ({error})", path=path) from error
     return stated.content if isinstance(stated, _Token) else stated

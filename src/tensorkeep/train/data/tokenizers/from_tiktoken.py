@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError, did_you_mean
+from tensorkeep.structs import prepared
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens, library
 
 _patching = threading.Lock()
@@ -60,7 +61,7 @@ class TiktokenTokenizer(Tokenizer):
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
         """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
-        fields = msgspec.convert(stored, _Stored)
+        fields = msgspec.convert(stored, prepared(_Stored))
         try:
             ranks = {base64.b64decode(token, validate=True): rank for token, rank in fields.ranks.items()}
         except binascii.Error as error:
