@@ -10,7 +10,9 @@ import torch
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, killed_copy, last_state, losses, train_run, trained
 from tensorkeep.train.config.config import Config
+from tensorkeep.train.run.setup import OpenRun
 from train.techniques.several_processes import (
+    BREAKS,
     EXACT,
     FOUR_STEPS,
     ProcessPool,
@@ -197,3 +199,13 @@ def _shapes(state: Any) -> Any:
     if isinstance(state, list):
         return [_shapes(each) for each in state]
     return [*state.shape] if isinstance(state, torch.Tensor) else state
+
+
+class ShardedSuite(ParallelSuite):
+    """The tests of a technique that gives each process a part of the model."""
+
+    broken: ClassVar = {"copy": "parameters are not sharded", "optimizer": "tensors that are not the model's"}
+
+    def break_on_purpose(self, run: OpenRun) -> None:
+        """Train a model that is not sharded."""
+        BREAKS["copy"](run)

@@ -4,22 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.techniques.parallel.fsdp import Fsdp
-from train.techniques.parallel_suite import ParallelSuite, Together
-from train.techniques.several_processes import BREAKS, EXACT, Task, task
+from train.techniques.parallel_suite import ShardedSuite, Together
+from train.techniques.several_processes import EXACT, Task, task
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 
 @pytest.mark.exhaustive
-class TestFsdp(ParallelSuite):
+class TestFsdp(ShardedSuite):
     technique = Fsdp
-    broken = {  # noqa: RUF012
-        "copy": "parameters are not sharded",
-        "optimizer": "tensors that are not the model's",
-        "each batch": "[28, 28] of 28 gradients had been exchanged",
-    }
+    broken = ShardedSuite.broken | {"each batch": "[28, 28] of 28 gradients had been exchanged"}
     stepped = {  # noqa: RUF012
         "three batches": {"loop.accumulate": 3},
         "early": {"techniques.fsdp.sync_each_batch": True},
@@ -34,10 +29,6 @@ class TestFsdp(ParallelSuite):
             "collectives": task("collectives", once, folder / "collectives", data),
             "early collectives": task("collectives", early, folder / "early-collectives", data),
         }
-
-    def break_on_purpose(self, run: OpenRun) -> None:
-        """Train a model that is not sharded."""
-        BREAKS["copy"](run)
 
     def test_each_process_has_half_of_the_bytes(self, together: Together) -> None:
         _, results = together

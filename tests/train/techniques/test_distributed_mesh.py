@@ -7,10 +7,9 @@ import pytest
 
 from tensorkeep.testing.technique_suite import TINY, losses, opened, train_run, trained
 from tensorkeep.train.loop import take_step
-from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.techniques.parallel.fsdp import Fsdp, Hsdp
-from train.techniques.parallel_suite import ParallelSuite, Together
-from train.techniques.several_processes import BREAKS, EXACT, ProcessPool, task
+from train.techniques.parallel_suite import ShardedSuite, Together
+from train.techniques.several_processes import EXACT, ProcessPool, task
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("processes")]
 
@@ -53,16 +52,8 @@ def test_run_resumes_with_other_meshes_and_numbers_of_processes(
     assert found[-1][2] == pytest.approx(expected[-1][2], rel=1e-6)
 
 
-class FourSuite(ParallelSuite):
+class FourSuite(ShardedSuite):
     processes = 4
-    broken = {  # noqa: RUF012
-        "copy": "parameters are not sharded",
-        "optimizer": "tensors that are not the model's",
-    }
-
-    def break_on_purpose(self, run: OpenRun) -> None:
-        """Train a model that is not sharded."""
-        BREAKS["copy"](run)
 
 
 @pytest.mark.exhaustive

@@ -75,8 +75,6 @@ CASES: dict[str, tuple[str, Make, dict[str, object]]] = {
         {"data.mask_documents": True, "model.context_length": 48, "data.order": "random"},
     ),
 }
-
-
 FIRST = ("ddp, micro-batches", "a leg on answers")
 
 

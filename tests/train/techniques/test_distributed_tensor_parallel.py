@@ -4,10 +4,8 @@ import pytest
 
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import TINY
-from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.techniques.parallel.tensor import TensorParallel, check_sizes
-from train.techniques.parallel_suite import ParallelSuite, Together
-from train.techniques.several_processes import BREAKS
+from train.techniques.parallel_suite import ShardedSuite, Together
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
@@ -23,17 +21,9 @@ GROUPED = {
 
 
 @pytest.mark.exhaustive
-class TestTensorParallel(ParallelSuite):
+class TestTensorParallel(ShardedSuite):
     technique = TensorParallel
-    models = (*ParallelSuite.models, GROUPED)
-    broken = {  # noqa: RUF012
-        "copy": "parameters are not sharded",
-        "optimizer": "tensors that are not the model's",
-    }
-
-    def break_on_purpose(self, run: OpenRun) -> None:
-        """Train a model that is not sharded."""
-        BREAKS["copy"](run)
+    models = (*ShardedSuite.models, GROUPED)
 
     def test_each_process_computes_its_heads(self, together: Together) -> None:
         _, results = together
