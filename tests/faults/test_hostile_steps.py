@@ -99,7 +99,6 @@ def test_false_locations_are_refused_and_do_not_damage_later_saves(step: Path, n
     seal(body, step)
     with pytest.raises(tensorkeep.CorruptCheckpointError) as caught:
         (tensorkeep.load if name == "a difference without its base" else tensorkeep.open)(step)
-    assert caught.value.path is not None
     assert caught.value.path.startswith(str(step))
     third = {"a": SECOND["a"] * (1 + 2.0**-18), "b": FIRST["b"]}
     tensorkeep.save(third, step.with_name("3"), base=step, delta=True, compression="lossless", threads=1)
