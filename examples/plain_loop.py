@@ -8,6 +8,7 @@ import argparse
 import random
 import time
 
+import numpy
 import torch
 
 import tensorkeep
@@ -21,7 +22,9 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step, to have time to kill it")
     options = parser.parse_args()
 
+    # All that `RandomState` saves: runs in two processes are then equal in every entry.
     random.seed(0)
+    numpy.random.seed(0)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

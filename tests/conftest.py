@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 # A shared machine is sometimes slow; tests assert nothing about time. `make torture` chooses the other profiles, which
 # try other examples each time; that of `make test` are always the same.
 for profile, examples in {"sample": 20, "sanitized": 100, "thorough": 400}.items():
-    fixed, slow = profile == "sample", [HealthCheck.too_slow]
-    settings.register_profile(
-        profile, max_examples=examples, derandomize=fixed, deadline=None, suppress_health_check=slow
-    )
+    always = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile(profile, max_examples=examples, derandomize=profile == "sample", **always)
 settings.load_profile("sample")
 
 # Where the tests are a background job, or run under nohup, these are ignored, in the processes that they start as well.

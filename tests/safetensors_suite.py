@@ -54,10 +54,8 @@ class Outcomes:
 
 def replace_functions() -> None:
     """Replace the functions of safetensors by ours, as users do for libraries that call them."""
-    for theirs, ours in (
-        (safetensors.torch, tensorkeep.safetensors.torch),
-        (safetensors.numpy, tensorkeep.safetensors.numpy),
-    ):
+    pairs = {safetensors.torch: tensorkeep.safetensors.torch, safetensors.numpy: tensorkeep.safetensors.numpy}
+    for theirs, ours in pairs.items():
         for name in ours.__all__:
             setattr(theirs, name, getattr(ours, name))
     safetensors.safe_open = tensorkeep.safetensors.safe_open

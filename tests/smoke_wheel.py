@@ -31,9 +31,8 @@ def build_state() -> dict[str, torch.Tensor]:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
-        one.flatten().view(torch.uint8), other.flatten().view(torch.uint8)
-    )
+    bits = (each.flatten().view(torch.uint8) for each in (one, other))
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(*bits)
 
 
 def check_installation(coder: str) -> str:
@@ -57,10 +56,8 @@ def main(coder: str, path: str, *others: str) -> None:
     fraction = half.stored_bytes / half.nbytes
     assert fraction <= 0.67, f"bf16 takes {fraction:.3f} of its bytes"
     read = "".join(f", read {Path(other).name}" for other in others)
-    print(
-        f"{sysconfig.get_platform()}, Python {sys.version_info.major}.{sys.version_info.minor}, {found}: "
-        f"wrote {Path(path).name}, bf16 in {fraction:.3f} of its bytes{read}"
-    )
+    where = f"{sysconfig.get_platform()}, Python {sys.version_info.major}.{sys.version_info.minor}, {found}"
+    print(f"{where}: wrote {Path(path).name}, bf16 in {fraction:.3f} of its bytes{read}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from tensorkeep.io.clock import Clock, use_clock
 from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
 
-ACTIONS = ("500", "503", "reset", "lost", "truncated", "short", "slow", "stalled")
+ACTIONS = ("500", "503", "reset", "lost", "truncated", "short", "slow", "stalled", "late", "later")
 """What happens to requests, and may pass; `Fault` says what each is."""
 
 ACCESS_KEY = "user-not-to-print"
@@ -39,7 +39,7 @@ SECRET = "do-not-print-this"
 
 _HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 
-_ERRORS = {"500": "InternalError", "503": "SlowDown"}
+_ERRORS = {"400": "ExpiredToken", "403": "AccessDenied", "500": "InternalError", "503": "SlowDown"}
 
 _LEFT_OUT = {"unconditional": {"if-none-match"}, "untagged": {"etag"}}
 """Headers that a server without conditional requests ignores, or does not send."""
@@ -59,6 +59,9 @@ class JumpingClock(Clock):
 
     def library_pause(self, seconds: float) -> float:
         return seconds / 1000
+
+    def patience(self, seconds: float) -> float:
+        return 60
 
 
 @contextmanager
@@ -160,13 +163,16 @@ class Fault:
 
     The actions are
 
-    * ``500`` and ``503``: the request is answered with an error, and not carried out;
+    * ``400``, ``403``, ``500`` and ``503``: the request is answered with an error, and not carried out;
+    * ``echo``: so it is, and the answer repeats the request;
     * ``reset``: the connection is reset before the request is read;
     * ``lost``: the request is carried out, and the connection closed without an answer;
     * ``truncated``: the connection is closed in the middle of the answer;
     * ``short``: an object's content comes without its last byte, and with a length that fits;
     * ``unconditional``: it is carried out as if it had no ``If-None-Match``;
     * ``untagged``: the answer comes without its ``ETag``;
+    * ``late`` and ``later``: the connection is reset, and `Proxy.carry_out_late` carries out the request; its repeats
+      are refused with 403;
     * ``slow``: the request is carried out 0.02 s later;
     * ``stalled``: the request is carried out, and half of the answer sent, until the client closes the connection;
     * ``kill`` and ``kill after``: the client is killed before or after the request is carried out.
@@ -216,6 +222,7 @@ class Proxy:
     fault: Fault | None = None
     requests: list[str] = field(default_factory=list)  # method, path and range of each request so far
     answered_bytes: int = 0  # of the contents of all answers so far
+    late: list[tuple[str, str, Mapping[str, str], bytes]] = field(default_factory=list)  # still to be carried out
     client: "queue.Queue[int]" = field(default_factory=queue.Queue)  # gets the process that a request is to kill
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -223,6 +230,7 @@ class Proxy:
         """Forget the requests so far, and fail those to come as ``fault`` says."""
         with self._lock:
             self.requests = []
+            self.late = []
             self.answered_bytes = 0
             self.client = queue.Queue()
             self.fault = fault
@@ -234,6 +242,11 @@ class Proxy:
             self.requests.append(request)
             fault = self.fault
             return fault.action if fault is not None and fault.strikes(number, request) else "none"
+
+    def carry_out_late(self) -> None:
+        """Carry out the request whose connection was reset."""
+        while self.late:
+            self.answer(*self.late.pop())
 
     @contextmanager
     def serving(self) -> Iterator[str]:
@@ -297,17 +310,24 @@ class _Handler(BaseHTTPRequestHandler):
         """Send the request to the server, and its answer, or what the action leaves of it, to the client."""
         action = self.shared._action(" ".join([self.command, self.path, self.headers.get("range", "")]).strip())
         if action == "reset":
-            # Closed with a linger time of 0, a connection is reset.
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.close_connection = True
+            self._reset()
             return
         announced = int(self.headers.get("content-length") or 0)
         body = self.rfile.read(announced)
         if len(body) < announced:  # the client has ended meanwhile
             self.close_connection = True
             return
+        if action in ("late", "later"):
+            if not self.shared.late:
+                self.shared.late.append((self.command, self.path, dict(self.headers), body))
+                self._reset()
+                return
+            action = "403"
         if action in _ERRORS:
             self._answer(int(action), [], f"<Error><Code>{_ERRORS[action]}</Code></Error>".encode())
+            return
+        if action == "echo":
+            self._answer(403, [], f"{self.command} {self.path}\n{self.headers}\n{self.headers.items()}".encode())
             return
         if action == "kill":
             self._kill_client()
@@ -350,6 +370,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, headers, memoryview(content)[: len(content) // 2], len(content))
         else:
             self.wfile.write(f"HTTP/1.1 {status}".encode())
+
+    def _reset(self) -> None:
+        # Closed with a linger time of 0, a connection is reset.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
 
     def _hang_up(self) -> None:
         self.wfile.flush()

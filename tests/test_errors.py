@@ -41,9 +41,8 @@ def test_numbers_blocks_and_names_are_kept() -> None:
     error = errors.StoreError("cannot write", errno=errno.ENOSPC)
     assert pickle.loads(pickle.dumps(error)).errno == error.errno == errno.ENOSPC
     assert errors.StoreError("cannot write").errno is None
-    assert errors.BusyError("busy").errno == errno.EAGAIN
-    assert errors.NotFoundError("missing").errno == errno.ENOENT
-    assert errors.DestinationExistsError("exists").errno == errno.EEXIST
+    numbered = errors.BusyError("busy"), errors.NotFoundError("missing"), errors.DestinationExistsError("exists")
+    assert [each.errno for each in numbered] == [errno.EAGAIN, errno.ENOENT, errno.EEXIST]
     corrupt = errors.CorruptCheckpointError("the checksum differs", path="a", name="w", block=3)
     assert str(corrupt) == "a: tensor 'w' block 3: the checksum differs\ntake another checkpoint or copy"
     assert corrupt.as_dict()["block"] == 3
@@ -53,11 +52,8 @@ def test_numbers_blocks_and_names_are_kept() -> None:
 
 
 def test_error_kinds_and_exit_codes() -> None:
-    kinds = {
-        error.kind: error.exit_code
-        for error in vars(errors).values()
-        if isinstance(error, type) and issubclass(error, errors.TensorkeepError)
-    }
+    classes = (each for each in vars(errors).values() if isinstance(each, type))
+    kinds = {each.kind: each.exit_code for each in classes if issubclass(each, errors.TensorkeepError)}
     expected = {
         1: "error diverged",
         2: "usage state-mismatch tensor-not-found",

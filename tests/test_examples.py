@@ -25,9 +25,8 @@ class Run:
         self.out = out
         self._log = out.with_name(f"{out.name}-{steps}-{time.monotonic_ns()}.log")
         words = ["--out", str(out), "--steps", str(steps)]
-        self.process = CONTEXT.Process(
-            target=example_runner.run, args=(EXAMPLES / name, words, self._log), kwargs=options
-        )
+        given = EXAMPLES / name, words, self._log
+        self.process = CONTEXT.Process(target=example_runner.run, args=given, kwargs=options)
         self.process.start()
         killed_at_exit(self.process)
 
@@ -40,19 +39,13 @@ class Run:
         assert self.process.exitcode == 0, self._log.read_text()
         return self._log.read_text().strip().splitlines()
 
-    def wait_for_a_save(self) -> None:
+    def kill_after_a_save(self) -> None:
         while not any(self.out.glob("step*")):
             assert self.process.is_alive(), self._log.read_text()
             time.sleep(0.002)
-
-    def kill(self) -> None:
         self.process.kill()
         self.process.join()
         assert self.process.exitcode == -9, "it ended before it was killed: give it more steps"
-
-    def kill_after_a_save(self) -> None:
-        self.wait_for_a_save()
-        self.kill()
 
 
 class RankRuns:
@@ -74,9 +67,8 @@ class RankRuns:
         return first
 
     def kill_after_a_save(self) -> None:
-        self.runs[0].wait_for_a_save()
         for run in self.runs:
-            run.kill()
+            run.kill_after_a_save()
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -111,10 +103,9 @@ def test_a_killed_run_of_two_ranks_resumes_on_three(tmp_path: Path) -> None:
     resumed = RankRuns("fsdp_train.py", tmp_path / "killed", steps, ranks=3).finished_lines()
     saved = re.fullmatch(r"resumes on 3 ranks after step (\d+)", resumed[0])
     assert saved and 10 <= int(saved[1]) < steps
-    final = [re.fullmatch(rf"step {steps}: loss (\d\.\d{{6}})", lines[-1]) for lines in (whole, resumed)]
-    assert final[0] and final[1]
+    final = [re.fullmatch(rf"step {steps}: loss (\d\.\d{{6}})", lines[-1])[1] for lines in (whole, resumed)]
     # The sums over ranks have another order.
-    assert float(final[1][1]) == pytest.approx(float(final[0][1]), abs=2e-6)
+    assert float(final[1]) == pytest.approx(float(final[0]), abs=2e-6)
 
 
 @pytest.mark.exhaustive

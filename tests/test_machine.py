@@ -29,13 +29,9 @@ def kernel(tmp_path: Path, cgroup: str, files: dict[str, str]) -> dict[str, Path
 
 
 def test_control_groups_limit_the_available_memory(tmp_path: Path) -> None:
-    parent = {
-        "a/memory.max": "1000000\n",
-        "a/memory.current": "900000\n",
-        "a/memory.stat": "anon 5\ninactive_file 50000\n",
-        "a/b/memory.max": "max\n",
-        "a/b/memory.current": "800000\n",
-    }
+    parent = {"a/memory.max": "1000000\n", "a/memory.current": "900000\n"}
+    parent |= {"a/memory.stat": "anon 5\ninactive_file 50000\n"}
+    parent |= {"a/b/memory.max": "max\n", "a/b/memory.current": "800000\n"}
     root = {"memory.max": "7000\n", "memory.current": "8000\n"}
     first = {"memory/x/memory.limit_in_bytes": "5000\n", "memory/x/memory.usage_in_bytes": "4000\n"}
     version_1 = "5:cpu:/x\n4:hugetlb,memory:/x\n"
@@ -73,10 +69,8 @@ def test_private_memory_of_this_process_and_of_one_that_ended() -> None:
 @pytest.mark.integration
 def test_processes_that_a_process_has_started_are_found() -> None:
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True, **pipes) as process:
         process.stdout.readline()
         found = machine.family(os.getpid())
         assert process.pid in found and len(machine.family(process.pid)) == 2
@@ -89,26 +83,23 @@ def test_physical_cores_are_the_first_of_their_hyper_threads(tmp_path: Path) -> 
     for cpu, siblings in {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}.items():
         (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{siblings}\n")
-    assert physical_cores({0, 1, 4, 5}, cpus=tmp_path) == {0, 1}
-    assert physical_cores({4, 5}, cpus=tmp_path) == {4, 5}
-    assert physical_cores({0, 4, 9}, cpus=tmp_path) == {0, 9}
+    for given, found in (({0, 1, 4, 5}, {0, 1}), ({4, 5}, {4, 5}), ({0, 4, 9}, {0, 9})):
+        assert physical_cores(given, cpus=tmp_path) == found, given
 
 
 def test_storage_of_a_folder_leaves_it_empty(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such folder"):
         machine.storage(tmp_path / "missing")
     found = machine.storage(tmp_path)
-    assert found["path"] == str(tmp_path.resolve())
-    assert found["problem"] is None
+    assert (found["path"], found["problem"]) == (str(tmp_path.resolve()), None)
     assert 0 < found["free_bytes"] <= found["total_bytes"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_mount_point_with_blanks_and_foreign_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "mountinfo").write_text(
-        "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 8:2 / /mnt/data\\040été中 rw - xfs /dev/b rw\n"
-    )
+    mounts = "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 8:2 / /mnt/data\\040été中 rw - xfs /dev/b rw\n"
+    (tmp_path / "self" / "mountinfo").write_text(mounts)
     monkeypatch.setattr(machine, "_PROC", tmp_path)
     assert machine._mount(Path("/mnt/data été中/run")) == ("xfs", "/mnt/data été中")
     assert machine._mount(Path("/mnt/other")) == ("ext4", "/")
@@ -128,17 +119,15 @@ def test_a_file_in_memory_needs_nothing_of_python_and_is_not_inherited(monkeypat
         machine.memory_file()
 
 
-@pytest.mark.parametrize(
-    ("lines", "fast"),
-    [
-        ("vendor_id : AuthenticAMD\nflags : fma avx512_bf16", True),
-        ("vendor_id : GenuineIntel\nflags : fma avx512_bf16", False),
-        ("vendor_id : GenuineIntel\nflags : fma avx512_bf16 amx_bf16", True),
-        ("vendor_id : AuthenticAMD\nflags : fma avx2", False),
-        ("CPU implementer : 0x41\nFeatures : fp asimd i8mm bf16", True),
-        ("", False),
-    ],
-)
-def test_whether_bfloat16_is_fast_follows_from_the_features_of_the_cpu(tmp_path: Path, lines: str, fast: bool) -> None:
-    (tmp_path / "cpuinfo").write_text(lines)
-    assert machine.multiplies_bfloat16_fast(proc=tmp_path) is fast
+def test_whether_bfloat16_is_fast_follows_from_the_features_of_the_cpu(tmp_path: Path) -> None:
+    for lines, fast in {
+        "vendor_id : AuthenticAMD\nflags : fma avx512_bf16": True,
+        "vendor_id : GenuineIntel\nflags : fma avx512_bf16": False,
+        "vendor_id : GenuineIntel\nflags : fma avx512_bf16 amx_bf16": True,
+        "vendor_id : AuthenticAMD\nflags : fma avx2": False,
+        "CPU implementer : 0x41\nFeatures : fp asimd i8mm bf16": True,
+        "": False,
+    }.items():
+        (tmp_path / "cpuinfo").write_text(lines)
+        machine.multiplies_bfloat16_fast.cache_clear()
+        assert machine.multiplies_bfloat16_fast(proc=tmp_path) is fast, lines

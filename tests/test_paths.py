@@ -1,6 +1,7 @@
 """Paths that users give: URLs are refused where nothing can be written, ``~`` is expanded everywhere."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorkeep
 from tensorkeep.cli.main import main
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.paths import checked_path
+from tensorkeep.testing.cases import case
 from tensorkeep.train.run.folder import RunFolder
 
 URL = "s3://bucket/run"
@@ -22,9 +24,7 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_url_on_the_command_line_is_refused(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_url_on_the_command_line_is_refused(command: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnsupportedError, match="s3:// is not supported here"):
         RunFolder(URL)
@@ -33,15 +33,10 @@ def test_a_url_on_the_command_line_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-SCHEMES = {
-    **dict.fromkeys(
-        ("gs://b/x", "az://b", "https://host/x.pt", "hf://a/b", "S3://b", "abfs+x.y-z://b"), "not supported"
-    ),
-    "file:///tmp/x": "without file://",
-    Path(URL): "not supported",
-    # Secrets are not printed.
-    **dict.fromkeys(("s3a://AKIA:SECRET@bucket/x", "https://host/x?sig=SECRET", "s3://AKIA:SECRET@bucket/x"), "not s"),
-}
+UNSUPPORTED = ("gs://b/x", "az://b", "https://host/x.pt", "hf://a/b", "S3://b", "abfs+x.y-z://b", Path(URL))
+# Secrets are not printed.
+SECRETS = ("s3a://AKIA:SECRET@bucket/x", "https://host/x?sig=SECRET", "s3://AKIA:SECRET@bucket/x")
+SCHEMES = {"file:///tmp/x": "without file://", **dict.fromkeys((*UNSUPPORTED, *SECRETS), "not supported")}
 
 
 @pytest.mark.parametrize("url", SCHEMES)
@@ -86,6 +81,25 @@ def test_the_home_directory_is_expanded_everywhere(tmp_path: Path, monkeypatch: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["incremental", "one", "run", "two"]
 
 
+def test_a_working_directory_that_is_gone_and_names_that_cannot_be_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    tensorkeep.save({"step": 1}, tmp_path / "a")
+    for call in (
+        partial(tensorkeep.save, {}),
+        tensorkeep.CheckpointManager,
+        partial(tensorkeep.convert, tmp_path / "a"),
+    ):
+        with pytest.raises(tensorkeep.StoreError, match="the working directory is not known"):
+            call("b")
+    for read in (tensorkeep.load, tensorkeep.verify, tensorkeep.CheckpointManager, partial(tensorkeep.save, {})):
+        with pytest.raises(UsageError, match="has a character that names of files cannot have"):
+            read("\ud800")
+
+
 def test_an_unknown_user_is_an_error_and_not_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="there is no user 'nobody-here'"):
@@ -94,22 +108,16 @@ def test_an_unknown_user_is_an_error_and_not_a_folder(tmp_path: Path, monkeypatc
     assert tensorkeep.save({}, "~nobody-here/run").path == "~nobody-here/run"
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("https://u:SECRET@host/x", "has a query, a fragment or a user"),
-        ("s3://bucket/x?sig=SECRET", "has a query, a fragment or a user"),
-        ("s3://bucket/a/../b", "has '..' in it"),
-    ],
-)
-def test_a_url_is_checked_before_it_is_used(url: str, message: str) -> None:
-    calls: list[Callable[[], Any]] = [
-        lambda: tensorkeep.CheckpointManager(url),
-        lambda: tensorkeep.CheckpointManager("s3://bucket/run", local=url),
-        lambda: tensorkeep.load(url),
-        lambda: tensorkeep.save({}, url),
+def test_a_url_is_checked_before_it_is_used() -> None:
+    calls: list[Callable[[str], Any]] = [
+        tensorkeep.CheckpointManager,
+        lambda url: tensorkeep.CheckpointManager("s3://bucket/run", local=url),
+        tensorkeep.load,
+        lambda url: tensorkeep.save({}, url),
     ]
-    for call in calls:
-        with pytest.raises(UsageError, match=message) as caught:
-            call()
-        assert "SECRET" not in str(caught.value)
+    urls = dict.fromkeys(("https://u:SECRET@host/x", "s3://bucket/x?sig=SECRET"), "has a query, a fragment or a user")
+    for url, message in {**urls, "s3://bucket/a/../b": "has '..' in it"}.items():
+        for call in calls:
+            with case(url), pytest.raises(UsageError, match=message) as caught:
+                call(url)
+            assert "SECRET" not in str(caught.value)

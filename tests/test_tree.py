@@ -16,7 +16,7 @@ CODER = ROOT / "src" / "coder"
 
 # A layer imports those with a smaller number. `codecs` and `io` must not import each other.
 ORDER = """
-errors units closing paths plugins structs supported version
+errors units closing paths placeholder plugins structs supported version
 machine
 state
 codecs io

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         UnsupportedLeafError,
         UsageError,
     )
+    from tensorkeep.placeholder import Placeholder
     from tensorkeep.state.registry import register
 
 _EXPORTS = {
@@ -64,6 +65,7 @@ _EXPORTS = {
     "checkpoint.stateful": ("RandomState",),
     "checkpoint.save.job": ("PendingSave", "SaveReport"),
     "checkpoint.save.save": ("save", "save_async"),
+    "placeholder": ("Placeholder",),
     "state.registry": ("register",),
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -72,11 +74,11 @@ __all__ = [
     "BusyError", "Checkpoint", "CheckpointManager", "CorruptCheckpointError", "DestinationExistsError",
     "DiffReport", "DivergedError", "EverySteps", "EveryTime", "InfoReport", "Keep", "KeepBest", "KeepEvery",
     "KeepLast", "KeepThinned", "LazyTensor", "MissingExtraError", "NotACheckpointError", "NotFoundError",
-    "OnSignal", "OutOfMemoryError", "PendingSave", "RandomState", "RanksDisagreeError", "RunLog", "SaveReport",
-    "SaveWhen", "StateMismatchError", "StateMismatchWarning", "Step", "StoreError", "TechniqueNotActiveError",
-    "TensorNotFoundError", "TensorkeepError", "UnsupportedError", "UnsupportedLeafError", "UploadStatus",
-    "UsageError", "VerifyReport", "__version__", "convert", "diff", "info", "load", "log", "open", "register",
-    "save", "save_async", "verify"
+    "OnSignal", "OutOfMemoryError", "PendingSave", "Placeholder", "RandomState", "RanksDisagreeError",
+    "RunLog", "SaveReport", "SaveWhen", "StateMismatchError", "StateMismatchWarning", "Step", "StoreError",
+    "TechniqueNotActiveError", "TensorNotFoundError", "TensorkeepError", "UnsupportedError",
+    "UnsupportedLeafError", "UploadStatus", "UsageError", "VerifyReport", "__version__", "convert", "diff",
+    "info", "load", "log", "open", "register", "save", "save_async", "verify"
 ]  # fmt: skip
 
 

@@ -225,7 +225,8 @@ def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
         root = groups / "memory" if controllers else groups
         place = PurePosixPath(path.lstrip("/"))
         # In a container the group's own folder is what is mounted as the root.
-        yield from (root / group for group in (place, *place.parents) if (root / group).is_dir())
+        # Unlike Path.is_dir(), this raises nothing for a folder that may not be looked into.
+        yield from (root / group for group in (place, *place.parents) if os.path.isdir(root / group))
 
 
 # GPUs and file systems

@@ -2,9 +2,10 @@
 
 import os
 import re
+import sys
 from pathlib import Path, PosixPath, PurePath
 
-from tensorkeep.errors import PathLike, UnsupportedError, UsageError
+from tensorkeep.errors import PathLike, StoreError, UnsupportedError, UsageError
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):/(/?)", re.IGNORECASE)
 
@@ -69,11 +70,27 @@ def as_path(path: PathLike) -> Path:
     return StorePath(path) if found and found[1].lower() in STORES and _is_url(path, found) else Path(path)
 
 
+def absolute(path: PathLike, *, follow_links: bool = False) -> Path:
+    """Return the absolute path, if asked also without symbolic links; StoreError if the working directory is gone."""
+    try:
+        return Path(os.path.realpath(path) if follow_links else os.path.abspath(path))
+    except OSError as error:
+        remedy = "change to a folder that exists, or give an absolute path"
+        raise StoreError(f"the working directory is not known ({error.strerror})", path=path, remedy=remedy) from error
+
+
 def check_url(path: StorePath) -> None:
-    """Raise UsageError for a URL without a bucket, with ``..``, or with what is secret: it would be printed."""
+    """Raise UsageError for a URL that stores do not know, or with what is secret: it would be printed.
+
+    Stores know no URL without a bucket, with ``..``, with a control character, or that is not Unicode.
+    """
     if any(mark in str(path) for mark in "?#") or "@" in path.bucket:
         raise UsageError(
             "the URL has a query, a fragment or a user", remedy="give credentials in the store's environment variables"
+        )
+    if unknown := re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", str(path)):
+        raise UsageError(
+            f"{str(path)!r:.200} has the character {unknown[0]!r}, which no store knows", remedy="check the URL"
         )
     if not path.bucket.partition("://")[2]:
         raise UsageError("the URL has no bucket", path=path, remedy="write s3://BUCKET/PATH")
@@ -94,12 +111,17 @@ def endpoint() -> str:
 def checked_path(path: PathLike, *, stores: bool = False) -> PathLike:
     """Return the path with ``~`` and ``~user`` expanded; with ``stores``, URLs of object stores are allowed.
 
-    Raises UsageError if it contains a NUL, there is no such user, or a URL is one that `check_url` refuses;
-    UnsupportedError if it is another URL.
+    Raises UsageError if it contains a NUL or what the locale cannot encode, there is no such user, or a URL is one
+    that `check_url` refuses; UnsupportedError if it is another URL.
     """
     text = os.fspath(path)
     if "\0" in text:
         raise UsageError(f"{text!r} is not a path: it contains a NUL", remedy="check the path")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        text = f"{text!r} has a character that names of files cannot have here ({sys.getfilesystemencoding()})"
+        raise UsageError(text, remedy="choose another name, or set LC_ALL=C.UTF-8") from error
     scheme = _SCHEME.match(text)
     if scheme and _is_url(path, scheme):
         if stores and scheme[1].lower() in STORES:

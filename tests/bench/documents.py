@@ -47,7 +47,7 @@ def document(
     drift: float = 0.0,
     seed: int = 0,
     baseline: str | None = None,
-    control: bool = True,
+    control: str | None = "control",
     amounts: Mapping[str, float] | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     places: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
@@ -64,6 +64,8 @@ def document(
         Standard deviation of the logs of all times; bytes have none.
     drift : float
         Standard deviation of the logs of a factor that all times of a block share.
+    control : str, optional
+        The name of the A/A control; None without one.
     amounts : mapping of str to float, optional
         Raw bytes that an arm works on; 1 GiB unless given.
     replaced : sequence of cell
@@ -71,7 +73,7 @@ def document(
     """
     draw = random.Random(seed)
     first = next(iter(arms)) if baseline is None else baseline
-    truths = {**arms, "control": arms[first]} if control else dict(arms)
+    truths = {**arms, control: arms[first]} if control else dict(arms)
     cells = []
     for block in range(runs):
         slow = math.exp(draw.gauss(0, drift))
@@ -85,7 +87,7 @@ def document(
             }
             cells.append(cell(arm, block, figures, amount=amount, order=len(cells)))
     instead = {(entry["arm"], entry["block"]): dict(entry) for entry in replaced}
-    roles = {first: "baseline", **({"control": "control"} if control else {})}
+    roles = {first: "baseline", control: "control"}
     return {
         "schema": 1,
         "kind": "tensorkeep-results",

@@ -94,9 +94,7 @@ FORKING = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedModule, "run": _
 """Stands in for the module `subprocess` in a module that starts ``python -m``."""
 
 
-def _run(
-    words: Sequence[str], ends: Sequence[Connection], leads: Connection, env: dict[str, str] | None, session: bool
-) -> None:
+def _run(words: Sequence[str], ends: Sequence[Connection], leads: Connection, env: Any, session: bool) -> None:
     if session:
         os.setsid()
     leads.send(os.getpid())

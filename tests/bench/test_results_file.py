@@ -3,14 +3,13 @@
 import json
 import os
 from collections.abc import Callable
-from functools import reduce
-from operator import getitem, setitem
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from report import documents
+from report.documents import placed
 from tensorkeep import errors
 from tensorkeep.bench import results_file as module
 from tensorkeep.bench.results_file import read_results
@@ -21,8 +20,7 @@ def test_results_file_must_be_a_regular_file_and_not_too_large(tmp_path: Path, m
     for path in (tmp_path, tmp_path / "absent.json", tmp_path / "absent" / "results.json"):
         with pytest.raises(errors.NotACheckpointError, match="the results file does not exist") as caught:
             read_results(path)
-        assert caught.value.exit_code == 5
-        assert caught.value.remedy
+        assert caught.value.exit_code == 5 and caught.value.remedy
     os.mkfifo(tmp_path / "results.json")
     with pytest.raises(errors.UsageError, match="not a regular file"):
         read_results(tmp_path)
@@ -53,41 +51,36 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         (tmp_path / "results.json").write_bytes(content)
         with case(content[:50]), pytest.raises(error, match=expected) as caught:
             read_results(tmp_path)
-        assert caught.value.path == str(tmp_path / "results.json")
-        assert caught.value.remedy
-
-
-def _of(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda document: setitem(reduce(getitem, keys[:-1], document), keys[-1], value)
+        assert caught.value.path == str(tmp_path / "results.json") and caught.value.remedy
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (_of("experiment", "baseline", value="absent"), "its baseline 'absent' is not an arm"),
-        (_of("cells", 0, "arm", value="absent"), "belongs to 'absent'"),
-        (_of("cells", 0, "status", value="fine"), "status"),
-        (_of("cells", 0, "figures", value={"save": "fast"}), "figures"),
-        (_of("cells", 0, "block", value=-1), "block"),
-        (_of("cells", 0, "block", value=0.5), "block"),
+        (placed("experiment", "baseline", value="absent"), "its baseline 'absent' is not an arm"),
+        (placed("cells", 0, "arm", value="absent"), "belongs to 'absent'"),
+        (placed("cells", 0, "status", value="fine"), "status"),
+        (placed("cells", 0, "figures", value={"save": "fast"}), "figures"),
+        (placed("cells", 0, "block", value=-1), "block"),
+        (placed("cells", 0, "block", value=0.5), "block"),
         (lambda document: document["cells"][0].pop("block"), "missing required field `block`"),
-        (_of("arms", 1, "name", value="baseline"), "same name"),
-        (_of("arms", 1, "name", value=""), "length >= 1"),
-        (_of("arms", 1, "name", value="x" * 201), "length <= 200"),
-        (_of("arms", 1, "role", value="baseline"), "two arms have the role"),
-        (_of("arms", 1, "role", value="spare"), "role"),
-        (_of("arms", 1, "places", value=[{"kind": "point", "levels": 3}]), "levels"),
-        (_of("arms", value=[]), "length >= 1"),
-        (_of("arms", value=[{"name": str(number)} for number in range(2001)]), "length <= 2000"),
+        (placed("arms", 1, "name", value="baseline"), "same name"),
+        (placed("arms", 1, "name", value=""), "length >= 1"),
+        (placed("arms", 1, "name", value="x" * 201), "length <= 200"),
+        (placed("arms", 1, "role", value="baseline"), "two arms have the role"),
+        (placed("arms", 1, "role", value="spare"), "role"),
+        (placed("arms", 1, "places", value=[{"kind": "point", "levels": 3}]), "levels"),
+        (placed("arms", value=[]), "length >= 1"),
+        (placed("arms", value=[{"name": str(number)} for number in range(2001)]), "length <= 2000"),
         (lambda document: document.pop("arms"), "missing required field `arms`"),
-        (_of("measures", 1, "name", value="save"), "same name"),
-        (_of("measures", 1, "label", value=""), "length >= 1"),
-        (_of("measures", value=5), "measures"),
-        (_of("experiment", "aliases", value=[[5]]), "aliases"),
-        (_of("experiment", "factors", value={"a": 5}), "factors"),
-        (_of("experiment", "factors", value={str(number): ["1"] for number in range(65)}), "length <= 64"),
-        (_of("summary", "arms", "baseline", "save", value={"gain": "much"}), "gain"),
-        (_of("summary", "arms", "baseline", "save", value={"verdict": "wins"}), "verdict"),
+        (placed("measures", 1, "name", value="save"), "same name"),
+        (placed("measures", 1, "label", value=""), "length >= 1"),
+        (placed("measures", value=5), "measures"),
+        (placed("experiment", "aliases", value=[[5]]), "aliases"),
+        (placed("experiment", "factors", value={"a": 5}), "factors"),
+        (placed("experiment", "factors", value={str(number): ["1"] for number in range(65)}), "length <= 64"),
+        (placed("summary", "arms", "baseline", "save", value={"gain": "much"}), "gain"),
+        (placed("summary", "arms", "baseline", "save", value={"verdict": "wins"}), "verdict"),
     ],
 )
 def test_broken_documents_are_refused(change: Callable[[dict[str, Any]], None], expected: str, tmp_path: Path) -> None:

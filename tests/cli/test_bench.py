@@ -55,9 +55,7 @@ def test_run_reports_and_its_results_give_the_same_report_again(tmp_path: Path, 
 
 @forks
 @pytest.mark.usefixtures("cells_in_process", "without_plots")
-def test_own_checkpoint_is_measured_and_results_are_only_overwritten_on_request(
-    tmp_path: Path, call: Call, run_json: RunJson
-) -> None:
+def test_own_checkpoint_is_measured_and_results_need_overwrite(tmp_path: Path, call: Call, run_json: RunJson) -> None:
     own, out = tmp_path / "own", tmp_path / "out"
     tensorkeep.save({"model": {"w": torch.randn(300, 200)}, "step": 3}, own)
     out.mkdir()
@@ -81,7 +79,6 @@ def test_interrupted_run_keeps_its_results_and_resumes(number: int, tmp_path: Pa
     while not (out / "results.json").exists() or measured_cells(out) < 2:
         assert process.is_alive(), output.read_text()
         time.sleep(0.1)
-    assert process.pid is not None
     os.kill(process.pid, number)
     code, printed = ended(process), output.read_text()
     assert code == 130, printed

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import select
-import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Self
 
 import pytest
 
-from cli.calls import Call
+from cli.calls import Call, run_on_terminal
 from forked import ended, kill, start
-from tensorkeep.cli.main import main
 from tensorkeep.train.chat import ChatSession
 from train.tiny_training import CONFIG, conversations, prepared
 from train.tiny_training import run as train_run
@@ -34,9 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_each_line_of_standard_input_is_a_message_and_json_is_one_document(
-    run: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
+def test_each_line_is_a_message_and_json_one_document(run: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     lines = ["hi", "/reset", "/help me", "/exit", "hi"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n\n".join(lines)))
     out, errors = call("chat", run, "--tokens", "2", "--json")
@@ -51,22 +47,13 @@ def test_each_line_of_standard_input_is_a_message_and_json_is_one_document(
     assert "s." not in document["messages"][2]["content"]
 
 
-def chat_on(terminal: str, words: list[str]) -> None:
-    os.setsid()
-    device = os.open(terminal, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(device, standard)
-    os.environ["TERM"] = "dumb"
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
-    sys.exit(main(["chat", *words]))
-
-
 class Terminal:
     """The command on a pseudo-terminal."""
 
     def __init__(self, run: Path, *options: str) -> None:
         self._fd, theirs = os.openpty()
-        self.process = start(chat_on, os.ttyname(theirs), [str(run), *options], output=run.with_name("output"))
+        words, output = ["chat", str(run), *options], run.with_name("output")
+        self.process = start(run_on_terminal, os.ttyname(theirs), words, {"TERM": "dumb"}, output=output)
         self.shown = ""
         self._theirs = theirs
 

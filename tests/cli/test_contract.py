@@ -1,7 +1,7 @@
 """The contract with scripts: commands, flags, exit codes, one JSON document, errors of at most two lines."""
 
-import _thread
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +16,7 @@ from tensorkeep.checkpoint.inspect import convert as convert_module
 from tensorkeep.cli import errors
 from tensorkeep.cli.main import build_app
 from tensorkeep.errors import StoreError
+from tensorkeep.io.parallel import Cancellation
 from tensorkeep.testing.cases import case
 
 EVERYWHERE = "--json --quiet -q --verbose -v --progress --no-progress --config -C"
@@ -95,9 +96,7 @@ def test_help_imports_neither_torch_nor_numpy() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_each_kind_of_failure_has_its_exit_code(
-    first: Path, second: Path, damaged: Path, tmp_path: Path, call: Call
-) -> None:
+def test_each_failure_has_its_exit_code(first: Path, second: Path, damaged: Path, tmp_path: Path, call: Call) -> None:
     (tmp_path / "text").write_text("no checkpoint")
     (tmp_path / "blocked").write_text("a file where a folder is needed")
     call("verify", first)
@@ -154,11 +153,10 @@ def test_any_exception_becomes_a_line_and_an_exit_code(monkeypatch: pytest.Monke
             assert len(lines) <= 2
 
 
-def test_an_interrupted_convert_leaves_nothing_behind(
-    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
-    honest = convert_module.open_reader
-    pressed = threading.Event()
+def test_ctrl_c_leaves_nothing_behind(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    honest, cancel = convert_module.open_reader, Cancellation.cancel
+    pressed, cancelled = threading.Event(), threading.Event()
+    monkeypatch.setattr(Cancellation, "cancel", lambda self: (cancel(self), cancelled.set()))
 
     def interrupted_reader(*arguments: Any) -> Any:
         reader = honest(*arguments)
@@ -167,7 +165,8 @@ def test_an_interrupted_convert_leaves_nothing_behind(
         def read_and_interrupt(*ranges: Any) -> None:
             if not pressed.is_set():
                 pressed.set()
-                _thread.interrupt_main()
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                assert cancelled.wait(60)
             read(*ranges)
 
         monkeypatch.setattr(reader, "read", read_and_interrupt)

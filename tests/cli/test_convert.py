@@ -25,8 +25,9 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "format"),
     [
-        *(("x.safetensors", "safetensors"), ("x", "native"), ("x.v2", "native")),
-        *((f"x{suffix}", "torch") for suffix in (".pt", ".pth", ".bin", ".ckpt", ".PT")),
+        *((f"x{suffix}", "safetensors") for suffix in (".safetensors", ".SAFETENSORS")),
+        *((f"x{suffix}", "native") for suffix in ("", ".v2", ".ckpt")),
+        *((f"x{suffix}", "torch") for suffix in (".pt", ".pth", ".bin", ".PT")),
     ],
 )
 def test_the_suffix_decides_the_format(name: str, format: str, call: Call) -> None:
@@ -35,6 +36,12 @@ def test_the_suffix_decides_the_format(name: str, format: str, call: Call) -> No
     assert tensorkeep.info(name).format == format
     assert tensorkeep.convert("b.pt", name, overwrite=True).format == format
     assert tensorkeep.load(name)["w"][0] == ord("b")
+    assert tensorkeep.save({"w": torch.ones(1)}, f"saved-{name}").format == format
+    # One suffix is one format, whatever is asked for.
+    for to in {"native", "torch", "safetensors", "dcp"} - {format} if format != "native" else ():
+        refused = call("convert", "a.pt", f"y{name}", "--to", to, code=2).err
+        assert f"is that of the format {format}, not of {to}" in refused
+    assert sorted(Path().glob("yx*")) == []
 
 
 def test_to_overrides_the_suffix_a_slash_makes_a_folder_and_zarr_is_written_by_tensorstore(call: Call) -> None:

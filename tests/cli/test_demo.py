@@ -109,9 +109,7 @@ def quick_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.xdist_group("processes")  # the first process of a worker starts the fork server, which takes seconds
 @pytest.mark.usefixtures("quick_parts")
 @pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_text_has_five_parts_five_facts_and_the_page(
-    own: bool, own_checkpoint: Path, tmp_path: Path, call: Call
-) -> None:
+def test_text_has_five_parts_five_facts_and_a_page(own: bool, own_checkpoint: Path, tmp_path: Path, call: Call) -> None:
     page = tmp_path / "page.html"
     state = ["--from", str(own_checkpoint)] if own else ["--scale", "0.001"]
     out, err = call("demo", *state, *ONCE, "--dir", tmp_path, "--out", page)
@@ -157,22 +155,15 @@ def test_an_interrupt_in_a_round_cleans_up(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.exhaustive
 def test_ctrl_c_in_a_terminal_cleans_up(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; from tensorkeep.cli.main import main; sys.exit(main())"]
-    demo = subprocess.Popen(
-        [*command, "demo", "--scale", "0.002", "--rounds", "1000", "--dir", str(tmp_path)],
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "tensorkeep", "demo", "--scale", "0.002", "--rounds", "1000", "--dir", tmp_path]
+    demo = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     # The rounds have started when the folder holds a checkpoint that is being measured.
     while not any(files for folder, _, files in os.walk(tmp_path) if folder != str(tmp_path)):
         assert demo.poll() is None
         time.sleep(0.01)
     os.killpg(demo.pid, signal.SIGINT)  # As Ctrl-C in a terminal, which reaches all processes.
     _, err = demo.communicate(timeout=120)
-    assert demo.returncode == 130
-    assert err == "interrupted\n"
+    assert (demo.returncode, err) == (130, "interrupted\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -242,8 +233,7 @@ def test_run_is_killed_only_some_steps_after_a_checkpoint(tmp_path: Path, monkey
     killed = demo.train_until_killed(note)
     assert (killed.step, killed.saved.number) == (15, 12)
     assert looks.count(12) == looks.count(15) == 2
-    assert stopped == [False] * 15
-    assert demo.process.returncode == -signal.SIGKILL
+    assert (stopped, demo.process.returncode) == ([False] * 15, -signal.SIGKILL)
 
 
 @pytest.mark.integration

@@ -16,7 +16,7 @@ from tensorkeep.testing.cases import case
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.run.trained import load_trained_at
 from tensorkeep.train.scoring.multiple_choice import Question, _encoded, _log_probabilities, score_choices
-from train.tiny_training import CONFIG, TEXT, conversations, lines, prepared
+from train.tiny_training import CONFIG, TEXT, conversations, follow, lines, prepared
 from train.tiny_training import run as train_run
 
 pytestmark = pytest.mark.usefixtures("quick_training")
@@ -97,7 +97,9 @@ def test_bytes_of_conversations_are_those_of_the_answers(tmp_path: Path, call: C
     assert answers > 1
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / math.log(2) / found["bytes"])
     errors = refused(call, tmp_path / "run", "--data", tmp_path / "talk.jsonl")
-    assert "talk.jsonl: consists of conversations" in errors and "--tokenizer from:RUN" in errors
+    assert "talk.jsonl: consists of conversations" in errors
+    follow(errors, SOURCE=tmp_path / "talk.jsonl", RUN=tmp_path / "run", NEW=tmp_path / "again")
+    assert evaluated(call, tmp_path / "run", "--data", tmp_path / "again")["tokens"] == found["tokens"]
 
 
 def test_remedy_for_conversations_longer_than_the_context_is_no_option_of_eval(tmp_path: Path, call: Call) -> None:

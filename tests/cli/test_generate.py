@@ -41,9 +41,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, before_token: Any) -> None:
     monkeypatch.setattr(command, "generate_stream", stream)
 
 
-def test_each_token_is_printed_before_the_next_is_generated(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_print_at_once(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     printed: list[str] = []
     watched(monkeypatch, lambda number: printed.append(capsys.readouterr().out))
     assert main(["generate", str(run), *PROMPT, "--max-new-tokens", "5"]) == 0
@@ -90,13 +88,10 @@ def test_closed_output_ends_it_quietly(run: Path, tmp_path: Path) -> None:
 
 
 def test_bad_input_to_generate_is_one_clear_line(run: Path, check_refused: Callable[..., list[str]]) -> None:
-    for arguments, code, message in (
-        (["--device", "meta"], 2, "the device 'meta' cannot be used"),
-        (["--tokens", "0"], 2, "--tokens"),
-        (["--tokens", "9999999999999"], 2, "--tokens"),
-        (["--top-k", "0"], 2, "top_k is 0"),
-        (["--temperature", "nan"], 2, "temperature is nan"),
-        (["--prompt", "%"], 2, "%"),
+    for option, value, message in (
+        *(("--device", "meta", "the device 'meta' cannot be used"), ("--prompt", "%", "%")),
+        *(("--tokens", "0", "--tokens"), ("--tokens", "9999999999999", "--tokens")),
+        *(("--top-k", "0", "top_k is 0"), ("--temperature", "nan", "temperature is nan")),
     ):
-        with case(arguments):
-            check_refused(["generate", run, *arguments], code, message)
+        with case((option, value)):
+            check_refused(["generate", run, option, value], 2, message)

@@ -21,11 +21,8 @@ def shown(run_json: RunJson, *arguments: str | Path) -> int:
     return len(document["largest"])
 
 
-def test_precedence_of_flag_environment_and_file(
-    first: Path, configuration: Path, run_json: RunJson, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert shown(run_json, first) == 4
-    assert shown(run_json, first, "-C", configuration) == 1
+def test_precedence(first: Path, configuration: Path, run_json: RunJson, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (shown(run_json, first), shown(run_json, first, "-C", configuration)) == (4, 1)
     monkeypatch.setenv("TENSORKEEP_LARGEST", "2")
     assert shown(run_json, first, "-C", configuration) == 2
     assert shown(run_json, first, "-C", configuration, "--largest", "3") == 3
@@ -47,9 +44,7 @@ def test_the_file_gives_required_options_and_sizes_and_its_table_save_is_followe
     assert given_settings(file=path, environment={}) == {"loop.steps": 3, "checkpoint.settings": str(path)}
 
 
-def test_the_environment_asks_for_json_and_gives_no_positional_arguments(
-    first: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
+def test_environment_gives_options_not_arguments(first: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.setenv("TENSORKEEP_PATH", "somewhere")
     call("info", code=2)
     monkeypatch.setenv("TENSORKEEP_JSON", "1")

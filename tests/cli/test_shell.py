@@ -38,11 +38,8 @@ def bash_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["ver"], {"verify"}),
-        (["t"], {"train", "tune"}),
-        (["tune", "tr"], {"training"}),
-        (["prune", "--keep-b"], {"--keep-best"}),
-        (["export", "--which", ""], {"last", "best"}),
+        *((["ver"], {"verify"}), (["t"], {"train", "tune"}), (["tune", "tr"], {"training"})),
+        *((["prune", "--keep-b"], {"--keep-best"}), (["export", "--which", ""], {"last", "best"})),
     ],
 )
 def test_bash_completes(bash_script: Path, words: list[str], expected: set[str]) -> None:
@@ -120,9 +117,7 @@ def test_every_command_has_examples_and_the_version_is_printed(call: Call) -> No
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
-def test_help_ends_with_the_examples_which_parse_and_fit_80_columns(
-    call: Call, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_help_ends_with_examples_that_parse_and_fit(call: Call, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = call(*command.split(), "--help").out.rstrip().splitlines()
     examples = EXAMPLES[command]

@@ -19,9 +19,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_checkpoint_is_summed_up_and_its_page_named_like_it(
-    first: Path, tmp_path: Path, call: Call, run_json: RunJson
-) -> None:
+def test_checkpoint_is_summed_up_and_names_its_page(first: Path, tmp_path: Path, call: Call, run_json: RunJson) -> None:
     lines = call("show", first).out.splitlines()
     assert lines[0] == f"{first}: native"
     assert "4 tensors with" in lines[1]
@@ -40,9 +38,7 @@ def test_a_checkpoint_is_summed_up_and_its_page_named_like_it(
     assert document["sample"] == {"every": 1, "nbytes": 8192 + 28 + 16384, "total": 8192 + 28 + 16384}
 
 
-def test_a_run_is_shown_and_two_checkpoints_are_compared(
-    first: Path, second: Path, tmp_path: Path, run_json: RunJson
-) -> None:
+def test_a_run_is_shown_and_checkpoints_compared(first: Path, second: Path, tmp_path: Path, run_json: RunJson) -> None:
     document = run_json("show", first, second)
     assert (document["kind"], document["page"]) == ("difference", "first-and-second.html")
     assert [each["name"] for each in document["changed"]] == ["model.bias"]

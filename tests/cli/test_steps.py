@@ -30,9 +30,7 @@ def test_info_shows_new_bytes_and_disk_usage_of_a_step(tmp_path: Path, call: Cal
     assert lines[4] == f"occupies {occupied}: {own} of its own, {shared} shared with others"
 
 
-def test_info_shows_the_length_of_a_delta_chain_and_of_a_plain_checkpoint_no_history(
-    first: Path, tmp_path: Path, call: Call
-) -> None:
+def test_info_shows_a_delta_chain_and_of_a_plain_checkpoint_no_history(first: Path, tmp_path: Path, call: Call) -> None:
     assert not any(line.startswith(("wrote", "occupies", "step")) for line in lines_of(first, call))
     with CheckpointManager(tmp_path, incremental="delta") as manager:
         for number in (1, 2):

@@ -98,7 +98,7 @@ class TestPaths:
     ("names", "expected"),
     [
         (["a.safetensors", "b.safetensors"], ["a.safetensors, b.safetensors"]),
-        (["pytorch_model.bin"], ["it holds pytorch_model.bin", "pytorch_model.bin"]),
+        (["model.bin"], ["it holds model.bin", "model.bin"]),
         ([f"step-{i}" for i in range(5)], ["step-0, step-1, step-2 and 2 more"]),
         ([f"m-0000{i}-of-00002.safetensors" for i in (1, 2)], ["02.safetensors, m-", "m.safetensors.index.json"]),
     ],
@@ -115,7 +115,8 @@ def test_checkpoints_in_a_folder_of_them_are_named(
     assert len(lines) == 2
     for line, text in zip(lines, expected, strict=False):
         assert text in line
-    assert str(tmp_path / names[0]) in lines[1]
+    # A shard alone is not the checkpoint.
+    assert (str(tmp_path / names[0]) in lines[1]) == ("-of-" not in names[0])
     assert "config.json" not in lines[0]
 
 

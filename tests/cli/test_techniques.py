@@ -16,9 +16,7 @@ from tensorkeep.train.techniques.stack import COMBINATIONS
 TRAIN = ["train", "shakespeare-char-cpu", "--loop.device", "cpu"]
 
 
-def test_mistyped_techniques_of_a_file_and_missing_packages_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
+def test_mistyped_techniques_and_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.setattr("tensorkeep.train.techniques.requirements.find_spec", lambda _: None)
     (tmp_path / "mine.toml").write_text('[train.techniques]\ncompil = "off"\n')
     shown = call(*TRAIN, "-C", tmp_path / "mine.toml", "--out", tmp_path / "run", code=7)

@@ -1,12 +1,14 @@
 """Tables and lines on terminals of 50, 80 and 140 columns: no line is wider, no word broken, numbers are complete."""
 
 import re
+import unicodedata
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tensorkeep
 from tensorkeep.cli.main import main
@@ -21,9 +23,9 @@ NAME = "model.layers.{}.self_attention.query_key_value.weight"
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return what a call prints into a pipe (width 0), or on a terminal of a width."""
+    """Return what a call prints into a pipe (width 0), or on a terminal of a width; if asked, with the errors."""
 
-    def show(call: Callable[[], object], width: int = 0) -> str:
+    def show(call: Callable[[], object], width: int = 0, errors: bool = False) -> str:
         capsys.readouterr()
         with monkeypatch.context() as patch:
             patch.setattr("sys.stdout.isatty", lambda: bool(width))
@@ -32,7 +34,8 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
             patch.setenv("LINES", "25")
             patch.delenv("NO_COLOR", raising=False)
             call()
-        return capsys.readouterr().out
+        found = capsys.readouterr()
+        return found.out + found.err * errors
 
     return show
 
@@ -107,6 +110,37 @@ def test_output_fits_the_terminal(
         # Times and rates differ between two calls.
         broken = {word for word in more if "…" not in word and not re.search(r"\d|^[KMGT]?i?B/s", word)}
         assert broken <= {"s", "ms", "us"}, sorted(broken)
+
+
+POISON = "\x1b]0;owned\x07\x9b2J\r\n\u202e\u2066"
+POISONED = f"""
+info a; info {POISON}.safetensors; info {POISON}.pt; info run; ls a; ls a --long; ls {POISON}.safetensors; log run
+diff a b; diff a {POISON}.pt; show a; show a b; verify a b; prune run --keep-last 1 --dry-run; convert a {POISON}2.pt
+ls a --select {POISON}x; convert a {POISON}.pt; info {POISON}.other; verify {POISON}.txt; data info {POISON}
+data prepare {POISON}.txt --out {POISON}; train {POISON}; train shakespeare-char-cpu --set {POISON}=1
+"""
+
+
+def test_no_text_of_a_file_or_an_argument_controls_the_terminal(
+    shown: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tensorkeep.cli.show.write_page", lambda *_: 1000)
+    state = {POISON: {POISON: torch.ones(2), "text": POISON}, "model": {f"{POISON}.w": torch.zeros(3)}}
+    tensorkeep.save(state, "a", metadata={POISON: POISON})
+    tensorkeep.save({**state, POISON: {POISON: torch.zeros(2), "text": POISON * 2}}, "b")
+    with tensorkeep.CheckpointManager("run") as manager:
+        for step in (1, 2):
+            manager.save(step, state, {POISON: step})
+    tensorkeep.convert("b", f"{POISON}.pt")
+    save_file({POISON: torch.ones(2)}, f"{POISON}.safetensors", {POISON: POISON})
+    Path(f"{POISON}.txt").write_text(POISON * 9)
+    for command in re.split("; |\n(?=[a-z])", POISONED.strip()):
+        # Errors do not depend on the width.
+        for width in (WIDTHS[0], 0) if command[:3] in ("log", "ls ", "inf", "dif") else (WIDTHS[0],):
+            text = COLOURS.sub("", shown(partial(main, command.split(" ")), width, errors=True))
+            assert text.strip()
+            assert not [c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")], (command, text)
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,19 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 import time
 from contextlib import suppress
 from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 import tensorkeep
-from cli.calls import Call, RunJson
+from cli.calls import Call, RunJson, run_on_terminal
 from forked import ended, start, start_tensorkeep
 from tensorkeep.cli.main import main
 from tensorkeep.cli.train import resume_command
@@ -73,9 +73,7 @@ def test_from_text_to_text(tmp_path: Path, text: Path, run_json: RunJson) -> Non
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
-def test_a_file_of_settings_and_no_note_on_data_that_is_given(
-    tmp_path: Path, text: Path, call: Call, run_json: RunJson
-) -> None:
+def test_a_settings_file_and_no_note_on_given_data(tmp_path: Path, text: Path, call: Call, run_json: RunJson) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(f'[train]\nout = "{tmp_path / "run"}"\n[train.loop]\nsteps = 3\n[train.optim]\nlr = 0.5\n')
     # Settings may stand before the recipe.
@@ -86,18 +84,14 @@ def test_a_file_of_settings_and_no_note_on_data_that_is_given(
 
 
 @pytest.mark.parametrize("raised", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError()])
-def test_out_of_memory_in_a_step_has_a_remedy(
-    tmp_path: Path, text: Path, raised: Exception, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
+def test_out_of_memory(tmp_path: Path, text: Path, raised: Any, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.setattr("tensorkeep.train.model.gpt.token_loss", mock.Mock(side_effect=raised))
     output = call("train", RECIPE, "--data", text, "--out", tmp_path / "run", *TINY, code=3).err
     tune = f"tensorkeep tune training --run {tmp_path / 'run'} --memory SIZE"
     assert all(text in output for text in ("out of memory during training", "--loop.batch_size", tune)), output
 
 
-def test_a_run_is_not_started_twice_and_resumes_on_another_device_with_a_note(
-    tmp_path: Path, text: Path, call: Call, run_json: RunJson
-) -> None:
+def test_a_run_starts_once_and_resumes_with_a_note(tmp_path: Path, text: Path, call: Call, run_json: RunJson) -> None:
     run = tmp_path / "run"
     command = ["train", RECIPE, "--data", text, "--out", run, *TINY, "--loop.steps", "2"]
     run_json(*command)
@@ -144,9 +138,7 @@ def test_legs_and_branches_are_announced_and_logged(tmp_path: Path, text: Path, 
     assert "the legs of the run are not known" in call("log", new).out
 
 
-def test_resume_without_a_run_prepares_the_given_data_and_another_tokenizer_replaces_the_vocabulary_size(
-    tmp_path: Path, text: Path, call: Call
-) -> None:
+def test_resume_prepares_data_and_a_tokenizer_gives_the_vocab_size(tmp_path: Path, text: Path, call: Call) -> None:
     (tmp_path / "short.txt").write_text("abcdefgh" * 20)
     command = ["train", RECIPE, "--out", tmp_path / "run", "--resume", *TINY, "--loop.steps", "2"]
     call(*command, "--data", tmp_path / "short.txt", "--model.context_length", "500", code=2)
@@ -189,9 +181,7 @@ def test_a_relative_source_is_found_from_another_folder(
     }
 
 
-def test_prepared_data_is_used_and_a_setting_that_contradicts_it_refused(
-    tmp_path: Path, text: Path, call: Call
-) -> None:
+def test_prepared_data_is_used_and_a_setting_against_it_refused(tmp_path: Path, text: Path, call: Call) -> None:
     call("data", "prepare", text, "--tokenizer", "byte", "--out", tmp_path / "data", "-q")
     command = ["train", RECIPE, "--data", tmp_path / "data", "--out", tmp_path / "run", *TINY, "--loop.steps", "2"]
     contradiction = "data.tokenizer is 'char', and the data was prepared with 'byte'"
@@ -235,14 +225,12 @@ def test_ctrl_c_saves_and_the_run_resumes_exactly(tmp_path: Path, text: Path, nu
     command = ["--data", text, *TINY, "--loop.steps", "3000", "--eval.every", "0", "--sample.every", "0"]
     process = train(*command, "--out", tmp_path / "parts")
     wait_for_steps(tmp_path / "parts", process, 5)
-    assert process.pid is not None
     os.kill(process.pid, number)
     code, errors = ended(process), (tmp_path / "output").read_text()
     assert code == 130, errors
     assert "stopped after step" in errors
     assert "--resume" in errors
     stopped = tensorkeep.CheckpointManager(tmp_path / "parts" / "checkpoints").latest()
-    assert stopped is not None
     assert losses(tmp_path / "parts")[-1][0] == stopped.number
     resumed = train("--out", tmp_path / "parts", "--resume")
     wait_for_steps(tmp_path / "parts", resumed, stopped.number + 20)
@@ -254,24 +242,15 @@ def test_ctrl_c_saves_and_the_run_resumes_exactly(tmp_path: Path, text: Path, nu
     assert losses(tmp_path / "parts")[:count] == losses(tmp_path / "whole")[:count]
 
 
-def train_on_a_terminal(words: list[str], terminal: str) -> None:
-    os.setsid()
-    # A terminal that the leader of a session opens controls the session, to which it sends SIGHUP.
-    device = os.open(terminal, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(device, standard)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    sys.exit(main(["train", *words]))
-
-
 @pytest.mark.integration
 @pytest.mark.xdist_group("processes")
 def test_a_closing_terminal_lets_the_run_save(tmp_path: Path, text: Path) -> None:
     run = tmp_path / "run"
-    command = [RECIPE, "--data", text, "--out", run, *TINY, "--loop.steps", "1000000", "--eval.every", "0"]
+    words = ["--data", str(text), "--out", str(run), *TINY, "--loop.steps", "1000000", "--eval.every", "0"]
     ours, theirs = os.openpty()
     os.set_blocking(ours, False)
-    process = start(train_on_a_terminal, [*map(str, command)], os.ttyname(theirs), output=tmp_path / "output")
+    command = ["train", RECIPE, *words]
+    process = start(run_on_terminal, os.ttyname(theirs), command, {}, output=tmp_path / "output")
     while not (run / "log.jsonl").exists() or len(losses(run)) < 5:
         assert process.is_alive(), process.exitcode
         with suppress(BlockingIOError):
@@ -280,9 +259,7 @@ def test_a_closing_terminal_lets_the_run_save(tmp_path: Path, text: Path) -> Non
     os.close(theirs)
     os.close(ours)
     assert ended(process) == 130
-    saved = tensorkeep.CheckpointManager(run / "checkpoints").latest()
-    assert saved is not None
-    assert losses(run)[-1][0] == saved.number
+    assert losses(run)[-1][0] == tensorkeep.CheckpointManager(run / "checkpoints").latest().number
 
 
 @pytest.mark.integration
@@ -291,7 +268,6 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, text: Path) -> None:
     # One step takes minutes here, with its 20,000 small batches.
     command = ["train", RECIPE, "--data", text, "--loop.accumulate", "20000", "--out", tmp_path / "run"]
     process = start_tensorkeep(*command, output=tmp_path / "output")
-    assert process.pid is not None
     while not handles(process.pid, signal.SIGHUP):  # the last of the handlers of a run
         assert process.is_alive(), process.exitcode
         time.sleep(0.02)

@@ -59,8 +59,7 @@ def stage(seconds: Mapping[Setting, list[float]]) -> Stage:
 )
 def test_verdict_needs_a_difference_beyond_the_noise(first: list[float], other: list[float], verdict: str) -> None:
     measured = stage({A: first, B: other})
-    assert measured.verdict(B) == verdict
-    assert measured.verdict(A) == "default"
+    assert (measured.verdict(B), measured.verdict(A)) == (verdict, "default")
     assert measured.winner() == (B if verdict == "faster" else A)
     # The first setting is called the default only if it is.
     second = stage({B: [1.0] * 8, Setting("lossless", 1, True): [1.0] * 8})
@@ -138,8 +137,7 @@ def test_file_that_cannot_be_changed_without_loss_is_refused(tmp_path: Path) -> 
             path.write_text(text)
             with pytest.raises(tensorkeep.UsageError) as caught:
                 write_tuned(path, {"compression": "none"}, [])
-            assert caught.value.path == str(path)
-            assert path.read_text() == text
+            assert (caught.value.path, path.read_text()) == (str(path), text)
             assert names_in(tmp_path) == ["tensorkeep.toml"]
 
 
@@ -155,8 +153,7 @@ def test_the_check_leaves_no_file_and_writing_is_atomic(tmp_path: Path, monkeypa
         patch.setattr(os, "fsync", disk)
         with pytest.raises(tensorkeep.StoreError):
             write_tuned(path, {"compression": "none"}, [])
-    assert path.read_text() == "[info]\nlargest = 3\n"
-    assert names_in(tmp_path) == ["tensorkeep.toml"]
+    assert (path.read_text(), names_in(tmp_path)) == ("[info]\nlargest = 3\n", ["tensorkeep.toml"])
     write_tuned(path, {"compression": "none"}, [])
     assert settings.read_settings(path).compression == "none"
     assert path.stat().st_mode & 0o777 == 0o640
@@ -177,8 +174,7 @@ def test_link_to_another_file_system_is_followed(tmp_path: Path, monkeypatch: py
     write_tuned(path, {"compression": "none"}, [])
     assert path.is_symlink()
     assert settings.read_settings(mounted / "real.toml").compression == "none"
-    assert names_in(mounted) == ["real.toml"]
-    assert names_in(tmp_path) == ["mounted", "tensorkeep.toml"]
+    assert (names_in(mounted), names_in(tmp_path)) == (["real.toml"], ["mounted", "tensorkeep.toml"])
 
 
 @pytest.fixture
@@ -253,12 +249,7 @@ def read_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
     ids=["no folder", "invalid file", "folder instead of a file", "link to no folder", "file", "read-only"],
 )
 def test_unusable_place_is_refused_before_measuring(
-    tmp_path: Path,
-    quick: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    call: Call,
-    prepare: Callable[..., object],
-    code: int,
+    tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch, call: Call, prepare: Callable[..., object], code: int
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -295,14 +286,11 @@ def slow(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNames
     return clock
 
 
-def test_loading_does_not_count_as_measuring_and_too_short_a_time_names_a_sufficient_one(
-    tmp_path: Path, slow: SimpleNamespace
-) -> None:
+def test_loading_is_untimed_and_too_short_a_time_names_a_sufficient_one(tmp_path: Path, slow: SimpleNamespace) -> None:
     begin = slow.now
     first, second = tune(tmp_path, seconds=10.0, source=tmp_path / "own").stages
     # Each stage gets half the time, and its first round is not recorded.
-    assert len(first.settings) == 4
-    assert first.rounds.count == 9
+    assert (len(first.settings), first.rounds.count) == (4, 9)
     assert second.rounds.count == int(5.0 / (0.125 * len(second.settings))) - 1
     assert slow.now - begin <= 1010.0
     assert "no other setting is faster" in Tuned("a state", 1, (first, second)).sentence()
@@ -314,9 +302,7 @@ def test_loading_does_not_count_as_measuring_and_too_short_a_time_names_a_suffic
     assert "no other setting is faster" in again.sentence()
 
 
-def test_random_state_is_small_enough_for_enough_rounds(
-    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_random_state_allows_enough_rounds(tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def save(state: Any, path: Path, setting: Setting) -> Outcome:
         seconds = sum(tensor.nbytes for tensor in state.values()) / 6e6
         clock.now += seconds

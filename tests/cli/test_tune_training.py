@@ -140,9 +140,7 @@ def test_evaluation_that_does_not_fit_is_reported_without_a_trial() -> None:
     assert not (tuned.fits or tuned.tried)
 
 
-def test_ledger_is_shown_and_nothing_is_written(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
+def test_ledger_is_only_shown(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["tune", "training", "shakespeare-char-cpu", "--data", str(data), "--predict-only"]
     output = call(*words, "--memory", "4GB").out
@@ -174,6 +172,5 @@ def test_written_settings_are_read_by_train(data: Path, tmp_path: Path, run_json
 def test_trial_trains_and_evaluates_and_reports_its_peak(data: Path) -> None:
     tuned = training.tune(config().changed({"loop.threads": 1}), data, 2000 * MB)
     assert tuned.fits
-    assert tuned.measured is not None
     # The process uses more memory than its tensors: buffers of kernels, a heap that does not shrink.
     assert 0.3 * tuned.chosen.ledger.peak < tuned.measured < 2000 * MB

@@ -7,9 +7,8 @@ import pytest
 from tensorkeep.codecs import coder, gzip, planes, raw, zstd
 from tensorkeep.testing.codec_suite import CodecSuite
 
-needs_extension = pytest.mark.skipif(
-    coder.compiled is None, reason="the extension is not built, or TENSORKEEP_CODER=python is set"
-)
+NOT_BUILT = "the extension is not built, or TENSORKEEP_CODER=python is set"
+needs_extension = pytest.mark.skipif(coder.compiled is None, reason=NOT_BUILT)
 
 
 @pytest.fixture(scope="class")

@@ -13,7 +13,7 @@ from tensorkeep.codecs.base import Bytes, CodecError
 from tensorkeep.codecs.planes import CODEC, RUN
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.codec_suite import as_bytes
+from tensorkeep.testing.codec_suite import Block, as_bytes, encode
 
 pytestmark = pytest.mark.coder
 
@@ -39,8 +39,7 @@ def block_of(hexadecimal: bytes) -> Bytes:
 
 
 def coded(raw: Bytes, name: str) -> Bytes:
-    out = np.empty(CODEC.bound(raw.size), np.uint8)
-    return out[: CODEC.encode(raw, BY_NAME[name], out)]
+    return encode(CODEC, Block("", BY_NAME[name], raw))
 
 
 def normal(name: str, count: int) -> Bytes:

@@ -18,7 +18,7 @@ from tensorkeep.codecs.base import CodecError
 from tensorkeep.codecs.coder import RUN, CompiledCoder, PythonCoder
 
 GUARD = 0xA5
-MARGIN = 64
+MARGIN = 512
 _EXTREMES = (0, 1, 0x7F, 0x80, 0xFE, 0xFF)
 
 
@@ -112,9 +112,8 @@ def main(seconds: float, seed: int) -> None:
                     sys.exit(f"oracle: {error}: seed {seed}, {count} bytes from {each.hex()}")
                 cases["accepted" if accepted[0] else "refused"] += 1
         seed += 1
-    print(
-        f"oracle: {cases.total()} damaged frames ({cases['accepted']} accepted), {seconds:.0f} seconds, to seed {seed}"
-    )
+    counts = f"{cases.total()} damaged frames ({cases['accepted']} accepted)"
+    print(f"oracle: {counts}, {seconds:.0f} seconds, to seed {seed}")
 
 
 if __name__ == "__main__":

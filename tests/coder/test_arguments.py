@@ -14,7 +14,10 @@ from tensorkeep.testing.cases import case
 B = bytearray  # which cannot be resized while anything holds its buffer
 
 
-# Memory of numpy begins at a multiple of 16 bytes.
+def out_of_line(nbytes: int) -> Any:
+    return np.zeros(nbytes + 4, np.uint8)[4:]  # memory of numpy begins at a multiple of 16 bytes
+
+
 WRONG: dict[str, tuple[str, Callable[[ModuleType], tuple[Any, ...]]]] = {
     "no planes": ("split", lambda c: (B(8), (), 0)),
     "three planes": ("split", lambda c: (B(9), (B(3), B(3), B(3)), 0)),
@@ -27,13 +30,10 @@ WRONG: dict[str, tuple[str, Callable[[ModuleType], tuple[Any, ...]]]] = {
     "a copy of another size": ("split", lambda c: (B(8), (B(4), B(4)), 0, B(7))),
     "an output too small": ("encode_frame", lambda c: (B(c.ENCODER_BYTES), B(100), B(115), True)),
     "an encoder of another size": ("encode_frame", lambda c: (B(c.ENCODER_BYTES - 8), B(100), B(200), True)),
-    "an encoder out of line": (
-        "encode_frame",
-        lambda c: (np.zeros(c.ENCODER_BYTES + 4, np.uint8)[4:], B(100), B(200), True),
-    ),
+    "an encoder out of line": ("encode_frame", lambda c: (out_of_line(c.ENCODER_BYTES), B(100), B(200), True)),
     "unknown instructions": ("use", lambda c: ("sse9",)),
     "a decoder of another size": ("decode_frame", lambda c: (B(c.DECODER_BYTES - 8), B(100), B(200))),
-    "a decoder out of line": ("decode_frame", lambda c: (np.zeros(c.DECODER_BYTES + 4, np.uint8)[4:], B(100), B(200))),
+    "a decoder out of line": ("decode_frame", lambda c: (out_of_line(c.DECODER_BYTES), B(100), B(200))),
 }
 READ_ONLY_OR_STRIDED: dict[str, tuple[str, Callable[[ModuleType], tuple[Any, ...]]]] = {
     "a plane that is read-only": ("split", lambda c: (B(8), (B(4), bytes(4)), 0)),

@@ -48,9 +48,7 @@ def hashes(compiler: str, folder: Path) -> dict[str, str]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_every_processor_and_compiler_writes_the_same_bytes(
-    compiler: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_every_processor_and_compiler_writes_the_same(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp()
     found = hashes(compiler, folder)
     assert "plain" in found

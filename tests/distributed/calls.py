@@ -18,9 +18,8 @@ def full_tensor(shape: Sequence[int], seed: int) -> torch.Tensor:
 
 
 def save(state: Any, writer: Any, planner: Any = None) -> None:
-    with warnings.catch_warnings(
-        action="ignore", category=UserWarning
-    ):  # a checkpoint is overwritten, or there is one process only
+    # A checkpoint is overwritten, or there is one process only.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         dcp.save(state, storage_writer=writer, planner=planner)
 
 

@@ -22,6 +22,7 @@ from ranks import outcomes, run_ranks
 from tensorkeep.distributed import DcpWriter
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.equality import difference
+from tiers import exhaustive
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
@@ -187,16 +188,11 @@ def save_and_die(path: Path, rank: int, method: str) -> None:
     save(divided("rows", 100), DcpWriter(path, overwrite=True), DyingPlanner(rank, method))
 
 
-@pytest.mark.parametrize(
-    ("rank", "method"),
-    [
-        (0, "resolve_data"),
-        # `test_dcp_beside_ours.py` has this case.
-        pytest.param(1, "finish_plan", marks=pytest.mark.exhaustive),
-        pytest.param(0, "finish_plan", marks=pytest.mark.exhaustive),
-        pytest.param(1, "resolve_data", marks=pytest.mark.exhaustive),
-    ],
-)
+# `test_dcp_beside_ours.py` has the first of those that are left out.
+DEATHS = [(0, "resolve_data"), *exhaustive((1, "finish_plan"), (0, "finish_plan"), (1, "resolve_data"))]
+
+
+@pytest.mark.parametrize(("rank", "method"), DEATHS)
 def test_a_killed_rank_leaves_the_old_checkpoint(rank: int, method: str, tmp_path: Path) -> None:
     run_ranks(2, save_layout, tmp_path / "c", "rows")
     found = outcomes(2, save_and_die, tmp_path / "c", rank, method, group_seconds=5)
@@ -208,10 +204,9 @@ def test_a_killed_rank_leaves_the_old_checkpoint(rank: int, method: str, tmp_pat
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no option 'nonsense'"):
-        DcpWriter(tmp_path / "c", nonsense=1)
-    with pytest.raises(UsageError, match="auto"):
-        DcpWriter(tmp_path / "c", compression="auto")
+    for options, message in (({"nonsense": 1}, "no option 'nonsense'"), ({"compression": "auto"}, "auto")):
+        with pytest.raises(UsageError, match=message):
+            DcpWriter(tmp_path / "c", **options)
     with pytest.raises(CheckpointException, match="no path is given"):
         save({"a": torch.ones(1)}, DcpWriter())
     with pytest.raises(UsageError, match="without collectives"):

@@ -25,8 +25,7 @@ ERRORS_PAGE = ROOT / "docs/reference/errors.md"
 def test_every_public_name_is_listed_once() -> None:
     listed = [name.removeprefix("tensorkeep.") for entry in LISTED for name in entry]
     errors = reference.listed_errors(ERRORS_PAGE.read_text())
-    assert len(listed) == len(set(listed))
-    assert set(tensorkeep.__all__) - set(listed) - set(errors) == {"__version__"}
+    assert len(listed) == len(set(listed)) and set(tensorkeep.__all__) - {*listed, *errors} == {"__version__"}
     classes = {name for name in tensorkeep.__all__ if name.endswith(("Error", "Warning"))}
     assert sorted(errors) == sorted(classes)
 
@@ -56,14 +55,12 @@ def test_the_page_of_a_command_has_its_options_and_examples(command: str) -> Non
     found = reference.described(APP, command)
     names = [option.names for panel, options in found.panels.items() if panel != EVERYWHERE.name for option in options]
     assert all(f".. option:: {', '.join(each)}\n" in page for each in names)
-    assert found.usage.startswith("tensorkeep ")
-    assert len(found.description) > 20
+    assert found.usage.startswith("tensorkeep ") and len(found.description) > 20
 
 
 def test_the_contents_of_the_site_are_those_of_the_start_page_and_text_of_the_help_is_escaped() -> None:
-    page = reference.with_contents(
-        "# Start\n\n[a](x.md)\n\n## One\n\n* [b](how-to/y.md), [c](z.md)\n\n## Two\n\nNone.\n"
-    )
+    start = "# Start\n\n[a](x.md)\n\n## One\n\n* [b](how-to/y.md), [c](z.md)\n\n## Two\n\nNone.\n"
+    page = reference.with_contents(start)
     assert page.endswith(":hidden:\n:caption: One\n\nhow-to/y\nz\n```\n")
     assert page.count("toctree") == 1
     assert reference._escaped("a*b_c `x*y` <d>|") == r"a\*b\_c ``x*y`` \<d\>\|"
@@ -76,9 +73,7 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     assert links.problems(tmp_path) == []
     bad = "<a href='c.html'>c</a><a href='b.html#no'>b</a><script src='https://host.example/x.js'></script>"
     (tmp_path / "a.html").write_text(bad)
-    assert [line.partition(" ")[2] for line in links.problems(tmp_path)] == [
-        "c.html does not exist",
-        "b.html#no has an anchor that does not exist",
-        "https://host.example/x.js is loaded from another host",
-    ]
+    expected = ["c.html does not exist", "b.html#no has an anchor that does not exist"]
+    expected += ["https://host.example/x.js is loaded from another host"]
+    assert [line.partition(" ")[2] for line in links.problems(tmp_path)] == expected
     assert links.problems(tmp_path / "nothing") == [f"{tmp_path / 'nothing'}: no pages"]

@@ -4,16 +4,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
 from browser import Visitor, opened_browser, without_messages
 from documentation.blocks import ROOT
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
-
+Visit = Callable[..., Any]
+SEARCHES = {"keep_last": "CheckpointManager", "--keep-best": "prune", "O_DIRECT": "Decisions"}
 pytest.importorskip("sphinx", reason="the extra [docs] is not installed")
 # The build takes half a minute; `make docs` does it as well.
 pytestmark = pytest.mark.exhaustive
@@ -38,7 +37,7 @@ def browser(site: Path) -> Iterator[Visitor]:
 
 
 @pytest.fixture
-def visit(browser: Visitor, site: Path) -> Iterator[Callable[..., "Page"]]:
+def visit(browser: Visitor, site: Path) -> Iterator[Visit]:
     """Open a page of the site from the disk; no error, and no request but for files of the site, may occur."""
     with without_messages(browser):
         yield lambda name, *given: browser(site / name, *given)
@@ -53,21 +52,18 @@ def test_every_link_and_anchor_exists(site: Path) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])
 @pytest.mark.parametrize("name", ["index.html", "reference/api/tensorkeep.save.html", "how-to/migrate.html"])
-def test_pages_fit_and_follow_the_colour_scheme(
-    visit: Callable[..., "Page"], name: str, width: int, scheme: str
-) -> None:
+def test_pages_fit_and_follow_the_colour_scheme(visit: Visit, name: str, width: int, scheme: str) -> None:
     page = visit(name, width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     assert (sum(ground) / 3 < 80) == (scheme == "dark")
 
 
-def test_the_start_page_leads_to_every_section_and_commands_have_pages(visit: Callable[..., "Page"]) -> None:
+def test_the_start_page_leads_to_every_section_and_commands_have_pages(visit: Visit) -> None:
     page = visit("index.html")
     captions = page.locator(".sidebar-tree .caption").all_inner_texts()
-    assert [text.lower() for text in captions] == [
-        *("start", "keep checkpoints", "train", "measure", "understand", "reference", "develop")
-    ]
+    sections = ["start", "keep checkpoints", "train", "measure", "understand", "reference", "develop"]
+    assert [text.lower() for text in captions] == sections
     page.locator("article").get_by_role("link", name="Python API").click()
     page.locator("article").get_by_role("link", name="tensorkeep.save", exact=True).click()
     assert page.locator("h1").inner_text().startswith("tensorkeep.save")
@@ -78,10 +74,8 @@ def test_the_start_page_leads_to_every_section_and_commands_have_pages(visit: Ca
     assert "--compression" in text and "$ tensorkeep convert old.pt new --to native" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "found"), [("keep_last", "CheckpointManager"), ("--keep-best", "prune"), ("O_DIRECT", "Decisions")]
-)
-def test_the_search_finds(visit: Callable[..., "Page"], words: str, found: str) -> None:
+@pytest.mark.parametrize(("words", "found"), SEARCHES.items())
+def test_the_search_finds(visit: Visit, words: str, found: str) -> None:
     page = visit("index.html")
     page.locator("input[name=q]").first.fill(words)
     page.keyboard.press("Enter")

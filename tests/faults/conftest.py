@@ -51,7 +51,18 @@ def swept(*axes: Mapping[str, object], stride: int = STRIDE) -> list["pytest.Par
 )
 def choose(request: pytest.FixtureRequest) -> Choose:
     """A fixed sample in `make test`; in `make torture`, all of them as well."""
-    chosen: Choose = request.param
+    return request.param
+
+
+@pytest.fixture
+def chosen(choose: Choose, record_property: Callable[[str, object], None]) -> Choose:
+    """Choose as ``choose`` of the test does, and record how many cases there are."""
+
+    def chosen(count: int) -> Sequence[int]:
+        found = choose(count)
+        record_property("cases", len(found))
+        return found
+
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""Fault injection: an error, a short write, Ctrl-C, SIGKILL or a stop at any file-system operation.
+"""Fault injection: an error, a short write, SIGKILL or a stop at any file-system operation.
 
 A checkpoint's writer changes the file system through the functions of `os` and one rename call. Inside `broken`, those
 are counted, and the one that is asked for fails. Of many ranks, what they exchange counts as well. Trying every index
@@ -25,17 +25,8 @@ Action = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], An
 """Is called with the name of the operation, the real function and its arguments, in place of the function."""
 
 OPERATIONS = (
-    "mkdir",
-    "open",
-    "posix_fallocate",
-    "pwrite",
-    "ftruncate",
-    "fsync",
-    "link",
-    "rename",
-    "replace",
-    "unlink",
-    "rmdir",
+    *("mkdir", "open", "posix_fallocate", "pwrite", "ftruncate", "fsync"),
+    *("link", "rename", "replace", "unlink", "rmdir"),
 )
 
 _EXCHANGES = ("connect", "_gather")
@@ -46,8 +37,7 @@ class Operations:
 
     def __init__(self, fail_at: int | None, action: Action | None) -> None:
         self.seen: list[str] = []
-        self._fail_at = fail_at
-        self._action = action
+        self._fail_at, self._action = fail_at, action
         self._lock = threading.Lock()
 
     def wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,12 +113,6 @@ def die_after(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs
 def stop(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Stop this process before the operation, as a hung disk does, until it gets SIGCONT."""
     os.kill(os.getpid(), signal.SIGSTOP)
-    return real(*args, **kwargs)
-
-
-def interrupt(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Raise KeyboardInterrupt in the main thread just before the operation, as Ctrl-C does."""
-    signal.raise_signal(signal.SIGINT)
     return real(*args, **kwargs)
 
 

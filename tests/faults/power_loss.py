@@ -166,13 +166,8 @@ class Crash(NamedTuple):
 
 
 _POLICIES = (
-    "nothing more",
-    "all of it",
-    "names only",
-    "bytes only",
-    "names and torn bytes",
-    "some of it",
-    "other parts",
+    *("nothing more", "all of it", "names only", "bytes only"),
+    *("names and torn bytes", "some of it", "other parts"),
 )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tensorkeep import CheckpointManager, KeepThinned
+from tensorkeep import CheckpointManager, KeepThinned, UnsupportedError, save
+from tensorkeep.formats import sealed
 
 STEPS = 14
 INTERVAL = 600.0
@@ -63,3 +64,15 @@ def test_a_wrong_clock_deletes_no_step_that_a_correct_clock_keeps(
     # Old steps are deleted as well.
     assert found[-1] == right[-1]
     record_property("cases", STEPS)
+
+
+def test_what_no_reader_would_accept_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 3e11)  # after the year 9999
+    with pytest.raises(UnsupportedError, match="look at the number of the step and at the clock"):
+        CheckpointManager(tmp_path).save(1, {"step": 1})
+    monkeypatch.setattr(sealed, "MAX_BYTES", 1000)
+    with pytest.raises(UnsupportedError, match="its structure and plain values take"):
+        save({"text": "x" * 1000}, tmp_path / "a")
+    assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ import errno
 import fcntl
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,7 @@ def test_each_new_parent_folder_is_synced(tmp_path: Path) -> None:
 
     with mock.patch.object(os, "fsync", fsync):
         tensorkeep.save(STATE, tmp_path / "runs" / "exp" / "ckpt")
-    assert synced[:2] == [str(tmp_path), str(tmp_path / "runs")]
-    assert synced[-1] == str(tmp_path / "runs" / "exp")
+    assert [*synced[:2], synced[-1]] == [str(tmp_path / place) for place in ("", "runs", "runs/exp")]
 
 
 def test_dot_dot_after_a_link_resolves_as_in_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +159,7 @@ def with_notes(place: Path, *, damaged: bool) -> None:
         ("noted and damaged", partial(with_notes, damaged=True), {}, r"notes\.txt"),
     ],
 )
-def test_only_a_checkpoint_is_replaced_and_only_if_asked(
-    tmp_path: Path, name: str, make: Callable[[Path], object], options: dict[str, Any], message: str
-) -> None:
+def test_what_is_not_replaced(tmp_path: Path, name: str, make: Any, options: Any, message: str) -> None:
     make(tmp_path / name)
     before = content(tmp_path)
     with pytest.raises(tensorkeep.DestinationExistsError, match=message):
@@ -202,10 +199,8 @@ def test_without_renameat2_flags_nothing_is_replaced(tmp_path: Path) -> None:
 
 def test_a_destination_that_changed_meanwhile_is_checked_again(tmp_path: Path) -> None:
     place, replaced = tmp_path / "ckpt", tmp_path / "replaced"
-    with (
-        pytest.raises(tensorkeep.DestinationExistsError, match="created here during the save"),
-        another_writer(place) as commit,
-    ):
+    refused = pytest.raises(tensorkeep.DestinationExistsError, match="created here during the save")
+    with refused, another_writer(place) as commit:
         place.mkdir()
         commit.publish()
     tensorkeep.save(STATE, replaced)
@@ -261,8 +256,7 @@ def test_a_temporary_removed_by_another_writer_is_created_again(tmp_path: Path) 
 
     with mock.patch.object(os, "mkdir", mkdir):
         tensorkeep.save(STATE, tmp_path / "ckpt")
-    assert len(made) == 2
-    assert names_in(tmp_path) == ["ckpt"]
+    assert (len(made), names_in(tmp_path)) == (2, ["ckpt"])
 
 
 def test_temporaries_of_dead_writers_are_removed_and_no_files_with_similar_names(tmp_path: Path) -> None:
@@ -322,10 +316,8 @@ def locks_that_nobody_sees() -> Iterator[None]:
 
 @pytest.mark.usefixtures("locks_that_nobody_sees")
 def test_a_temporary_is_removed_before_it_is_visible_or_not_at_all(tmp_path: Path) -> None:
-    with (
-        pytest.raises(tensorkeep.StoreError, match="cannot make the checkpoint visible"),
-        another_writer(tmp_path / "ckpt") as commit,
-    ):
+    refused = pytest.raises(tensorkeep.StoreError, match="cannot make the checkpoint visible")
+    with refused, another_writer(tmp_path / "ckpt") as commit:
         remove_abandoned(tmp_path)
         commit.publish()
     assert names_in(tmp_path) == []
@@ -333,8 +325,7 @@ def test_a_temporary_is_removed_before_it_is_visible_or_not_at_all(tmp_path: Pat
         (commit.path / "file").write_text("whole")
         with mock.patch.object(temporaries, "sync_directory", lambda folder: commit.publish()):
             remove_abandoned(tmp_path)
-    assert (tmp_path / "ckpt" / "file").read_text() == "whole"
-    assert names_in(tmp_path) == ["ckpt"]
+    assert ((tmp_path / "ckpt" / "file").read_text(), names_in(tmp_path)) == ("whole", ["ckpt"])
 
 
 def test_temporaries_of_another_user_do_not_block_saves_to_other_paths(tmp_path: Path) -> None:

@@ -20,13 +20,8 @@ STATE = {
 }
 STATE["model"]["tied"] = STATE["model"]["w"]
 
-WRITERS = {
-    "raw": {},
-    "lossless": {"compression": "lossless"},
-    "zstd": {"compression": "zstd"},
-    "gzip": {"compression": "gzip"},
-    "sharded": {"shard_bytes": 500},
-}
+COMPRESSED = {name: {"compression": name} for name in ("lossless", "zstd", "gzip")}
+WRITERS = {"raw": {}, **COMPRESSED, "sharded": {"shard_bytes": 500}}
 
 
 @pytest.fixture(params=WRITERS)
@@ -73,8 +68,7 @@ def test_a_flipped_bit_in_any_byte_is_found(checkpoint: Path, exhaustive: bool, 
 
 def offset_of(checkpoint: Path, entry: Any) -> int:
     with tensorkeep.open(checkpoint) as opened:
-        offset: int = opened._reader.tensors[entry.name].blocks[0].offset
-    return offset
+        return opened._reader.tensors[entry.name].blocks[0].offset
 
 
 def test_a_problem_names_file_tensor_and_block_and_loading_without_verification_is_opt_in(checkpoint: Path) -> None:

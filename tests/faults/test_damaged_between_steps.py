@@ -33,12 +33,9 @@ def cut_short(file: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "whole"),
     [
-        (LINKED, Path.unlink, [1]),
-        (LINKED, cut_short, []),  # one file, whichever step names it
-        (CHANGES, Path.unlink, [1]),
-        (CHANGES, cut_short, [1]),
-        (FIRST, Path.unlink, [2]),
-        (FIRST, cut_short, []),
+        *((LINKED, Path.unlink, [1]), (CHANGES, Path.unlink, [1]), (FIRST, Path.unlink, [2])),
+        # A linked file is one file, whichever step names it.
+        *((LINKED, cut_short, []), (CHANGES, cut_short, [1]), (FIRST, cut_short, [])),
     ],
 )
 def test_a_deleted_or_truncated_file_is_reported_and_saving_continues(

@@ -40,9 +40,7 @@ def step_names(numbers: range | list[int]) -> list[str]:
         *exhaustive((False, True, 3), (False, False, 3), (True, True, 8), ("delta", False, 8)),
     ],
 )
-def test_steps_until_the_disk_is_full(
-    small_disk: Path, incremental: Any, asynchronous: bool, least: int, record_property: Any
-) -> None:
+def test_a_full_disk(small_disk: Path, incremental: Any, asynchronous: bool, least: int, record_property: Any) -> None:
     root = small_disk / "run"
     with CheckpointManager(root, incremental=incremental, asynchronous=asynchronous, threads=2) as manager:
         failed = 1
@@ -62,9 +60,7 @@ def test_steps_until_the_disk_is_full(
     record_property("cases", failed)
 
 
-def test_a_step_whose_replacement_fails_is_kept_and_pruning_frees_space_on_a_disk_without_a_free_byte(
-    small_disk: Path, record_property: Any
-) -> None:
+def test_a_failed_replacement_keeps_the_step_and_pruning_frees_a_disk(small_disk: Path, record_property: Any) -> None:
     root = small_disk / "run"
     with CheckpointManager(root) as manager:
         manager.save(1, state(1, frozen_kib=1200)).wait()

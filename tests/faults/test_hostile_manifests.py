@@ -35,8 +35,7 @@ def seal_text(text: str, folder: Path) -> None:
 
 
 def body_of(folder: Path) -> Body:
-    body: Body = json.loads((folder / FILE_NAME).read_bytes())["body"]
-    return body
+    return json.loads((folder / FILE_NAME).read_bytes())["body"]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +55,7 @@ def checkpoint(saved: tuple[Path, bytes]) -> Iterator[Path]:
 
 
 def leaf(body: Body) -> dict[str, Any]:
-    found: dict[str, Any] = body["leaves"][0]
-    return found
+    return body["leaves"][0]
 
 
 def sets(*path: str | int, to: object) -> Callable[[Body], None]:
@@ -174,7 +172,6 @@ def test_false_contents_are_refused(checkpoint: Path, edit: Callable[[Body], Non
     seal(body, checkpoint)
     with pytest.raises((tensorkeep.CorruptCheckpointError, tensorkeep.UnsupportedError)) as caught:
         tensorkeep.open(checkpoint)  # seen before a tensor is read, so that verify, ls and convert see it, too
-    assert caught.value.path is not None
     assert caught.value.path.startswith(str(checkpoint))
     assert "Traceback" not in str(caught.value)
 

@@ -23,12 +23,8 @@ from tensorkeep.testing.equality import same
 
 def state(number: int) -> dict[str, Any]:
     """Return a state that is mostly equal for all numbers."""
-    return {
-        "frozen": torch.arange(4000.0),
-        "slow": torch.arange(3000.0) * (1 + number * 2.0**-18),
-        "w": torch.full((2000,), float(number)),
-        "step": number,
-    }
+    state = {"frozen": torch.arange(4000.0), "slow": torch.arange(3000.0) * (1 + number * 2.0**-18)}
+    return state | {"w": torch.full((2000,), float(number)), "step": number}
 
 
 def start(root: Path, **arguments: Any) -> CheckpointManager:
@@ -161,11 +157,8 @@ def check(root: Path, allowed: States) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("work", "action", "choose"), swept(WORKS, DEATHS, stride=29))
-def test_killed_at_any_operation(
-    tmp_path: Path, work: Work, action: faults.Action, choose: Choose, prepared: Prepare, record_property: Any
-) -> None:
-    chosen = choose(len(operations(work, tmp_path / "count", prepared)))
-    for index in chosen:
+def test_killed_at_any_operation(tmp_path: Path, work: Work, action: Any, chosen: Choose, prepared: Prepare) -> None:
+    for index in chosen(len(operations(work, tmp_path / "count", prepared))):
         root = prepared(tmp_path / str(index), work)
 
         def doomed(root: Path = root, index: int = index) -> None:
@@ -174,23 +167,16 @@ def test_killed_at_any_operation(
 
         assert faults.in_child(doomed) == signal.SIGKILL
         check(root, work.allowed)
-    record_property("cases", len(chosen))
 
 
 @pytest.mark.integration  # as the folder for "start" is made by a killed process
 @pytest.mark.parametrize(("work", "number", "choose"), swept(WORKS, ERRORS, stride=29))
-def test_an_error_at_any_operation(
-    tmp_path: Path, work: Work, number: int, choose: Choose, prepared: Prepare, record_property: Any
-) -> None:
-    chosen = choose(len(operations(work, tmp_path / "count", prepared)))
-    for index in chosen:
+def test_an_error_at_any_operation(tmp_path: Path, work: Work, number: int, chosen: Choose, prepared: Prepare) -> None:
+    for index in chosen(len(operations(work, tmp_path / "count", prepared))):
         root = prepared(tmp_path / str(index), work)
         message = ""
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            faults.broken(fail_at=index, action=faults.raise_error(number)),
-        ):
-            warnings.simplefilter("always")
+        broken = faults.broken(fail_at=index, action=faults.raise_error(number))
+        with warnings.catch_warnings(record=True, action="always") as caught, broken:
             try:
                 work.do(root)
             except tensorkeep.StoreError as error:
@@ -199,39 +185,30 @@ def test_an_error_at_any_operation(
         assert not message or os.strerror(number) in message
         # Without an error or a warning, the work was done.
         check(root, work.allowed if message else work.done)
-    record_property("cases", len(chosen))
 
 
 @pytest.mark.parametrize(("work", "choose"), swept(SAVING, stride=29))
-def test_short_writes_are_continued(
-    tmp_path: Path, work: Work, choose: Choose, prepared: Prepare, record_property: Any
-) -> None:
+def test_short_writes_are_continued(tmp_path: Path, work: Work, chosen: Choose, prepared: Prepare) -> None:
     seen = operations(work, tmp_path / "count", prepared)
     writes = [index for index, operation in enumerate(seen) if operation == "pwrite"]
-    chosen = [writes[place] for place in choose(len(writes))]
-    for index in chosen:
-        root = prepared(tmp_path / str(index), work)
-        with faults.broken(fail_at=index, action=faults.write_short):
+    for place in chosen(len(writes)):
+        root = prepared(tmp_path / str(place), work)
+        with faults.broken(fail_at=writes[place], action=faults.write_short):
             work.do(root)
         check(root, work.done)
-    record_property("cases", len(chosen))
 
 
 @pytest.mark.integration  # as the folder for "start" is made by a killed process
 @pytest.mark.parametrize(("work", "choose"), swept(WORKS, stride=41))
-def test_power_is_lost_while_a_manager_works(
-    tmp_path: Path, work: Work, choose: Choose, prepared: Prepare, record_property: Any
-) -> None:
+def test_power_is_lost_while_a_manager_works(tmp_path: Path, work: Work, chosen: Choose, prepared: Prepare) -> None:
     root = prepared(tmp_path / "run", work)
     with power_loss.recorded(root) as recording:
         work.do(root)
     assert len(recording.events) >= 2
     crashes = recording.crashes()
-    chosen = choose(len(crashes))
-    for index in chosen:
+    for index in chosen(len(crashes)):
         crash, place = crashes[index], tmp_path / "case"
         crash.write_out(place)
         with case(crash):
             check(place, work.done if crash.returned else work.allowed)
         shutil.rmtree(place)
-    record_property("cases", len(chosen))

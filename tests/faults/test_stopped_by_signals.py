@@ -47,11 +47,7 @@ def test_a_signal_that_ends_the_compiler_too_stops_the_run(tmp_path: Path, numbe
     compiler, compiling = tmp_path / "compiler", tmp_path / "compiling"
     compiler.write_text(_COMPILER)
     compiler.chmod(0o755)
-    environment = {
-        "CXX": str(compiler),
-        "COMPILING": str(compiling),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-    }
+    environment = {"CXX": compiler, "COMPILING": compiling, "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
     command = [sys.executable, "-m", "tensorkeep", "train", "shakespeare-char-cpu", "--technique", "compile"]
     process = subprocess.Popen(
         [*command, "--data", __file__, "--out", str(tmp_path / "run"), "--loop.steps", "2"],

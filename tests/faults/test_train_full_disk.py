@@ -94,9 +94,7 @@ def test_a_failed_background_save_is_raised_before_the_next_one(
     record_property("cases", 1)
 
 
-def test_a_log_on_a_full_disk_ends_the_run(
-    tmp_path: Path, small_disk: Path, data: Path, whole: Path, record_property: Any
-) -> None:
+def test_a_log_without_space(tmp_path: Path, small_disk: Path, data: Path, whole: Path, record_property: Any) -> None:
     folder, witness = small_disk / "run", Witness()
     elsewhere(folder / "checkpoints", tmp_path / "checkpoints")
     with pytest.raises(tensorkeep.StoreError, match=r"log\.jsonl: cannot write the log: No space left"):

@@ -33,10 +33,8 @@ def make_name_not_durable(save: Callable[[], object], place: Path) -> tensorkeep
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(path)
 
-    with (
-        mock.patch.object(commit_module, "sync_directory", sync_directory),
-        pytest.raises(tensorkeep.StoreError) as error,
-    ):
+    fails = mock.patch.object(commit_module, "sync_directory", sync_directory)
+    with fails, pytest.raises(tensorkeep.StoreError) as error:
         save()
     return error.value
 
@@ -70,8 +68,7 @@ def test_a_step_after_a_failed_final_sync_can_be_saved_again(tmp_path: Path) -> 
         manager.save(1, STATE).wait()
         place = tmp_path / "run" / "step-000002"
         make_name_not_durable(lambda: manager.save(2, OTHER).wait(), place)
-        latest = manager.latest()
-        assert latest.number == 2
+        assert manager.latest().number == 2
         with pytest.raises(tensorkeep.DestinationExistsError, match="saved already"):
             manager.save(2, OTHER)
         manager.save(2, OTHER, overwrite=True).wait()

@@ -10,31 +10,16 @@ from tensorkeep.train.data.mixture import prepare_mixture
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.model.config import ModelConfig
 
-SMALL: dict[str, object] = {
-    "loop.steps": 12,
-    "loop.batch_size": 5,
-    "loop.threads": 1,
-    "schedule.warmup_steps": 2,
-    "eval.every": 3,
-    "sample.every": 5,
-    "sample.prompt": "the",
-    "sample.tokens": 8,
-    "checkpoint.every": 3,
-    "log.every": 1,
-}
+SMALL: dict[str, object] = {"loop.steps": 12, "loop.batch_size": 5, "loop.threads": 1, "schedule.warmup_steps": 2}
+SMALL |= {"sample.every": 5, "sample.prompt": "the", "sample.tokens": 8}
+SMALL |= {"eval.every": 3, "checkpoint.every": 3, "log.every": 1}
 PLAIN = Config(
     recipe="tiny", model=ModelConfig(vocab_size=1, context_length=16, n_layers=2, n_heads=2, d_model=16, dropout=0.1)
 )
 BEST = get_recipe("shakespeare-char-cpu-best").changed(
-    {
-        "model.context_length": 16,
-        "model.n_layers": 2,
-        "model.n_heads": 2,
-        "model.d_model": 16,
-        # By default, a measurement chooses it.
-        "default_techniques": {},
-        "techniques.mixed-precision": {"dtype": "bf16", "attention": "same"},
-    }
+    {"model.context_length": 16, "model.n_layers": 2, "model.n_heads": 2, "model.d_model": 16}
+    # By default, a measurement chooses it.
+    | {"default_techniques": {}, "techniques.mixed-precision": {"dtype": "bf16", "attention": "same"}}
 )
 
 
@@ -66,21 +51,13 @@ VARIANTS = {
         {"ema.decay": 0.9, "loop.accumulate": 2, "techniques.progressive-length": STAGES}, "mixture", base=BEST
     ),
     "documents masked, progressive length, plateau": Variant(
-        {
-            "data.mask_documents": True,
-            "techniques.progressive-length": STAGES,
-            "schedule.name": "plateau",
-            "schedule.patience": 1,
-        },
+        {"data.mask_documents": True, "techniques.progressive-length": STAGES}
+        | {"schedule.name": "plateau", "schedule.patience": 1},
         "mixture",
     ),
     "LoRA on answers, recomputed, fused": Variant(
-        {
-            "techniques.lora": {"rank": 4},
-            "techniques.activation-checkpointing": "on",
-            "techniques.fused-optimizer": "on",
-            "techniques.fused-cross-entropy": "on",
-        },
+        {"techniques.lora": {"rank": 4}, "techniques.activation-checkpointing": "on"}
+        | {"techniques.fused-optimizer": "on", "techniques.fused-cross-entropy": "on"},
         "talk",
     ),
     "curriculum by loss on answers, micro-batches": Variant(
@@ -88,13 +65,8 @@ VARIANTS = {
         "talk",
     ),
     "mixed precision, 8-bit optimizer, recomputed, averaged": Variant(
-        {
-            "model.d_model": 64,
-            "ema.decay": 0.9,
-            "techniques.mixed-precision": {"dtype": "bf16"},
-            "techniques.low-bit-optimizer": {"compiled": False},
-            "techniques.activation-checkpointing": "on",
-        },
+        {"model.d_model": 64, "ema.decay": 0.9, "techniques.mixed-precision": {"dtype": "bf16"}}
+        | {"techniques.low-bit-optimizer": {"compiled": False}, "techniques.activation-checkpointing": "on"},
     ),
 }
 

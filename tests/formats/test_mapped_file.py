@@ -85,8 +85,7 @@ def test_threads_share_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
         source.go_on.set()
         for each in uses:
             each.result()
-    assert source.moved == source.size
-    assert len(source.reads) == 5
+    assert (source.moved, len(source.reads)) == (source.size, 5)
 
 
 def test_over_the_budget_the_oldest_is_given_back() -> None:
@@ -94,8 +93,7 @@ def test_over_the_budget_the_oldest_is_given_back() -> None:
     with FetchedFile(source, FetchedParts(10 * PIECE)) as file:
         for start in range(0, 100, 5):
             use(file, source, start * PIECE, (start + 5) * PIECE)
-        assert source.moved == source.size
-        assert np.count_nonzero(file._states) == 10
+        assert (source.moved, np.count_nonzero(file._states)) == (source.size, 10)
         assert not file.content[: 90 * PIECE].any()
         use(file, source, 90 * PIECE, 100 * PIECE)
         assert source.moved == source.size

@@ -38,8 +38,7 @@ def test_each_part_is_a_complete_weights_file(tmp_path: Path, model: dict[str, t
     for loaded in (tensorkeep.load(tmp_path / "ckpt")["ema"], tensorkeep.load(tmp_path / "ckpt" / "ema.safetensors")):
         assert same(loaded, ema)
     with safe_open(tmp_path / "ckpt" / "model.safetensors", framework="pt") as file:
-        assert set(file.keys()) == set(model)
-        assert file.metadata() == {"format": "pt"}
+        assert (set(file.keys()), file.metadata()) == (set(model), {"format": "pt"})
         for name, tensor in model.items():
             assert same(file.get_tensor(name), tensor), name
 

@@ -121,16 +121,10 @@ def test_places_without_a_checkpoint_and_servers_without_ranges(tmp_path: Path, 
 
 def test_torch_files_of_others(tmp_path: Path, bucket: Proxy) -> None:
     base = torch.arange(60.0)
-    content = {
-        "rows": base[:30].reshape(5, 6),
-        "shared": base[10:20],
-        "transposed": torch.arange(12.0).reshape(3, 4).T,
-        "expanded": torch.ones(1, 4).expand(3, 4),
-        "nothing": torch.empty(0, 3),
-        "parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
-        "tiny": [torch.tensor(number) for number in range(50)],
-        "text": {"a": (1, None, "b")},
-    }
+    content = {"rows": base[:30].reshape(5, 6), "shared": base[10:20], "nothing": torch.empty(0, 3)}
+    content |= {"transposed": torch.arange(12.0).reshape(3, 4).T, "expanded": torch.ones(1, 4).expand(3, 4)}
+    content |= {"parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), "text": {"a": (1, None, "b")}}
+    content["tiny"] = [torch.tensor(number) for number in range(50)]
     torch.save(content, tmp_path / "x.pt")
     url = upload(tmp_path / "x.pt", f"{BUCKET}/others/x.pt")
     assert same(tensorkeep.load(url), tensorkeep.load(tmp_path / "x.pt"))
@@ -202,12 +196,9 @@ def test_only_what_is_used_is_moved(format: str, tmp_path: Path, bucket: Proxy) 
 @pytest.mark.parametrize(
     ("case", "how", "message"),
     [
-        ("torch", "flipped", "CRC-32"),
-        ("dcp", "flipped", "CRC-32"),
-        ("zarr 3", "flipped", "TensorStore cannot"),
+        *(("torch", "flipped", "CRC-32"), ("dcp", "flipped", "CRC-32"), ("zarr 3", "flipped", "TensorStore cannot")),
         ("native", "flipped", "its checksum is"),
-        ("native", "cut short", "was cut short"),
-        ("native", "missing", "is missing"),
+        *(("native", "cut short", "was cut short"), ("native", "missing", "is missing")),
     ],
 )
 def test_damage_is_named(how: str, message: str, disk: Path, bucket: Proxy) -> None:

@@ -63,8 +63,7 @@ def test_a_request_waits_until_the_budget_allows_it() -> None:
 
 def test_the_number_of_threads_is_limited_by_the_budget() -> None:
     pool = BufferPool(100 * MIB)
-    assert pool.threads(8, 30 * MIB) == 3
-    assert pool.threads(2, 30 * MIB) == 2
+    assert [pool.threads(wanted, 30 * MIB) for wanted in (8, 2)] == [3, 2]
     with pytest.raises(tensorkeep.UsageError, match="at least"):
         pool.threads(2, 101 * MIB)
 
@@ -96,9 +95,7 @@ def test_threads_within_what_was_granted_never_wait(seed: int) -> None:
             loan.release()
 
 
-def test_a_larger_buffer_is_used_if_no_thread_needs_its_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_larger_buffer_is_used_if_no_thread_needs_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "_spares", buffers._Spares())
     with BufferPool(64 * MIB) as pool:
         pool.threads(1, 20 * MIB)

@@ -47,8 +47,7 @@ def test_a_store_error_has_the_errno_of_its_cause(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(os, "posix_fallocate", side_effect=full), pytest.raises(StoreError) as no_space:
         file.preallocate(1 << 20)
-    assert no_space.value.errno == errno.ENOSPC
-    assert no_space.value.remedy == "free some space, or save elsewhere"
+    assert (no_space.value.errno, no_space.value.remedy) == (errno.ENOSPC, "free some space, or save elsewhere")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 
-from tensorkeep.io import parallel
+from tensorkeep.errors import OutOfMemoryError
+from tensorkeep.io import parallel, threads
 from tensorkeep.io.clock import Clock, use_clock
 from tensorkeep.io.parallel import Cancellation, run
 
@@ -80,9 +81,23 @@ def test_no_thread_is_left_if_one_cannot_start() -> None:
             raise RuntimeError("can't start new thread")
         real(thread)
 
-    with mock.patch.object(threading.Thread, "start", start), pytest.raises(RuntimeError, match="new thread"):
+    with mock.patch.object(threading.Thread, "start", start), pytest.raises(OutOfMemoryError, match="new thread"):
         run([lambda: None] * 10, 4)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorkeep")]
+
+
+@pytest.mark.parametrize("place", ["_set_native_id", "run"])
+def test_threads_without_memory_are_an_error_and_not_a_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    for name in ("LONGEST_THREAD_START", "THREAD_START_SECONDS"):
+        monkeypatch.setattr(threads, name, 0.05)
+    for module, hook in ((sys, "unraisablehook"), (threading, "excepthook")):
+        monkeypatch.setattr(module, hook, lambda _: None)
+    monkeypatch.setattr(threading.Thread, place, mock.Mock(side_effect=MemoryError))
+    with pytest.raises(OutOfMemoryError):
+        run([lambda: pytest.fail("it ran")], 2)
+    threading._limbo.clear()  # type: ignore[attr-defined]
 
 
 class Coding(Clock):

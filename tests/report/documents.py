@@ -4,10 +4,14 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Callable
+from functools import reduce
+from operator import getitem, setitem
 from pathlib import Path
 from typing import Any
 
-from bench.documents import summarise
+from bench.documents import GIB, broken, summarise, truth
+from bench.documents import document as made_from
 from tensorkeep.bench.results import Results
 from tensorkeep.bench.results_file import read_results
 
@@ -59,60 +63,46 @@ PEERS = {
 
 
 def document(
-    arms: dict[str, tuple[float, float, float]] | None = None,
+    arms: dict[str, tuple[float, float, float]] = ISOLATED,
     *,
     name: str = "made-up",
     runs: int = 5,
     noise: float = 0.04,
     control: bool = True,
-    design: str = "arms",
     missing: dict[str, tuple[str, str]] | None = None,
     slow: tuple[str, ...] = (),
-    seed: int = 0,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return a results document; ``missing`` maps arms to the (status, reason) of all their cells."""
-    arms = arms or ISOLATED
-    baseline = next(iter(arms))
-    everyone = {**arms, **({f"{baseline} (again)": arms[baseline]} if control else {})}
-    described = []
-    for arm in everyone:
-        role = "baseline" if arm == baseline else "control" if arm.endswith(" (again)") else "arm"
-        settings = {"tool": "tensorstore", "chunk": 262144, "note": arm}
-        described.append({"name": arm, "role": role, "settings": settings, "about": ""})
-    cells = _cells(everyone, runs, noise, missing or {}, slow, random.Random(seed))
-    result = {
-        "schema": 1,
-        "kind": "tensorkeep-results",
-        "tensorkeep": "0.3.0",
-        "command": f"tensorkeep bench run {name} --runs {runs}",
-        "started": "2026-01-02T03:04:05Z",
-        "finished": "2026-01-02T03:54:05Z",
-        "complete": True,
-        "experiment": {
-            "name": name,
-            "title": f"The {name} comparison",
-            "about": "Made up, for tests of the report.",
-            "workload": "checkpoint",
-            "design": design,
-            "baseline": baseline,
-            "runs": runs,
-            "seed": seed,
-            "limits": {"seconds": 600, "memory_bytes": None},
-            "factors": {},
-            "aliases": [],
-            "settings": {"model": "openllama-3b:first-100", "slow_model": None, "with_optimizer": False},
-        },
-        "environment": ENVIRONMENT,
-        "subject": {
-            "description": "OpenLLaMA-3B, first 100 parameters, float16",
-            "tensors": 100,
-            "bytes": AMOUNT,
-            "dtypes": {"float16": AMOUNT},
-        },
-        "measures": [dict(measure) for measure in MEASURES],
-        "arms": described,
-        "cells": cells,
+    names = [*arms, f"{next(iter(arms))} (again)"]
+    per_gib = GIB / AMOUNT
+    truths = {
+        arm: truth(save * per_gib, cold=load * per_gib, warm=load * 0.6 * per_gib, stored=share)
+        | {"returned": save * 0.9 * per_gib, "peak_memory": 100 * 2**20 * per_gib}
+        for arm, (save, load, share) in arms.items()
     }
+    result = made_from(
+        truths,
+        name=name,
+        title=f"The {name} comparison",
+        about="Made up, for tests of the report.",
+        runs=runs,
+        noise=noise,
+        drift=noise / 2,
+        control=names[-1] if control else None,
+        amounts=dict.fromkeys(names, AMOUNT) | dict.fromkeys(slow, AMOUNT // 10),
+        settings={arm: {"tool": "tensorstore", "chunk": 262144, "note": arm} for arm in names},
+        replaced=[broken(arm, block, *why) for arm, why in (missing or {}).items() for block in range(runs)],
+        **options,
+    )
+    subject = "OpenLLaMA-3B, first 100 parameters, float16"
+    result |= {"subject": {"description": subject, "tensors": 100, "bytes": AMOUNT, "dtypes": {"float16": AMOUNT}}}
+    result |= {"measures": [dict(measure) for measure in MEASURES], "environment": ENVIRONMENT, "tensorkeep": "0.3.0"}
+    result |= {"started": "2026-01-02T03:04:05Z", "finished": "2026-01-02T03:54:05Z"}
+    result["command"] = f"tensorkeep bench run {name} --runs {runs}"
+    for cell in result["cells"]:
+        command = ["tensorkeep", "bench", "cell", "--arm", cell["arm"], "--block", str(cell["block"])]
+        cell |= {"command": command, "seconds": 60.0, "subject": subject, "clocks": {"import": 1.5, "gate": 0.4}}
     result["summary"] = summarise(result)
     return result
 
@@ -146,20 +136,11 @@ def steps() -> dict[str, Any]:
             base = result["summary"]["arms"][arm][measure]["gain"]
             step = base / before
             whole = math.log(result["summary"]["arms"]["to lossless"][measure]["gain"])
-            one = {
-                "change": change,
-                "arm": arm,
-                "measure": measure,
-                "gain_from_previous": step,
-                "gain_from_previous_low": step * 0.95,
-                "gain_from_previous_high": step * 1.05,
-                "gain_from_base": base,
-                "fraction": math.log(step) / whole,
-                "alone": step * 0.9 if index < 4 else None,
-                "without": step * 1.1 if index != 4 else None,
-                "notes": [] if index < 4 else ["needs the format, so it cannot be added alone"],
-            }
-            found.append(one)
+            one = {"change": change, "arm": arm, "measure": measure, "fraction": math.log(step) / whole}
+            one |= {"gain_from_previous": step, "gain_from_base": base}
+            one |= {"gain_from_previous_low": step * 0.95, "gain_from_previous_high": step * 1.05}
+            one |= {"alone": step * 0.9 if index < 4 else None, "without": step * 1.1 if index != 4 else None}
+            found.append({**one, "notes": [] if index < 4 else ["needs the format, so it cannot be added alone"]})
             before = base
     result["summary"]["steps"] = found
     return result
@@ -201,6 +182,11 @@ def with_claims() -> dict[str, Any]:
     return result
 
 
+def placed(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a function that gives a document a value, at the place to which the keys lead."""
+    return lambda document: setitem(reduce(getitem, keys[:-1], document), keys[-1], value)
+
+
 def write(result: dict[str, Any], folder: Path) -> Path:
     """Write a document as ``results.json`` and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -211,45 +197,3 @@ def write(result: dict[str, Any], folder: Path) -> Path:
 def read(result: dict[str, Any], folder: Path) -> Results:
     """Write a document and read it."""
     return read_results(write(result, folder))
-
-
-def _cells(
-    arms: dict[str, tuple[float, float, float]],
-    runs: int,
-    noise: float,
-    missing: dict[str, tuple[str, str]],
-    slow: tuple[str, ...],
-    random_: random.Random,
-) -> list[dict[str, Any]]:
-    cells: list[dict[str, Any]] = []
-    for block in range(runs):
-        names = list(arms)
-        random_.shuffle(names)
-        drift = random_.gauss(0, noise / 2)
-        for arm in names:
-            save, load, share = arms[arm]
-            amount = AMOUNT // 10 if arm in slow else AMOUNT
-
-            def drawn(seconds: float, part: float = amount / AMOUNT, drift: float = drift) -> float:
-                return seconds * part * math.exp(drift + random_.gauss(0, noise))
-
-            figures = {"save": drawn(save), "load_cold": drawn(load), "load_warm": drawn(load * 0.6)}
-            figures |= {"returned": figures["save"] * 0.9, "stored": round(share * amount), "peak_memory": 100 * 2**20}
-            status, reason = missing.get(arm, ("ok", None))
-            cells.append(
-                {
-                    "arm": arm,
-                    "block": block,
-                    "order": len(cells),
-                    "status": status,
-                    "reason": reason,
-                    "command": ["tensorkeep", "bench", "cell", "--arm", arm, "--block", str(block)],
-                    "started": f"2026-01-02T03:{len(cells) // 60 % 60:02d}:{len(cells) % 60:02d}Z",
-                    "seconds": sum(figures[key] for key in ("save", "load_cold", "load_warm")) + 4,
-                    "amount": amount,
-                    "subject": "OpenLLaMA-3B, first 100 parameters, float16",
-                    "figures": figures if status == "ok" else {},
-                    "clocks": {"import": 1.5, "build": 0.8, "gate": 0.4} if status == "ok" else {},
-                }
-            )
-    return cells

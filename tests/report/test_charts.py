@@ -36,9 +36,7 @@ def test_bars_show_medians_and_verdicts_the_best_first(tmp_path: Path) -> None:
     assert "pytorch (again)" not in bars
     assert [bars[name].tone for name in ("pytorch", "tensorkeep", "zipnn", "dcp-1")] == ["base", "good", "bad", ""]
     assert bars["tensorkeep"].text == f"{bars['tensorkeep'].value:.3f} s"
-    for bar in save.bars:
-        assert bar.low is not None and bar.high is not None
-        assert bar.low <= bar.value <= bar.high <= save.full
+    assert all(bar.low <= bar.value <= bar.high <= save.full for bar in save.bars)
     # Of many arms, those are the best and the baseline.
     found = read(documents.many(60, runs=1), tmp_path)
     save = amount_bars(found)[0]
@@ -58,8 +56,7 @@ def test_the_map_of_gains_names_arms_and_colours_only_what_is_shown(tmp_path: Pa
     rows = {row[0].text: row for row in table.rows}
     assert rows.keys() == {"concurrency_128", "chunks_1mb", "compression_gzip", "concurrency_chunks"}
     assert (rows["chunks_1mb"][1].text, rows["chunks_1mb"][1].tone) == ("1.98x", "field better-2")
-    assert rows["compression_gzip"][1].tone == "field worse-3"
-    assert rows["concurrency_128"][1].tone == "field even"
+    assert (rows["compression_gzip"][1].tone, rows["concurrency_128"][1].tone) == ("field worse-3", "field even")
     assert "95%" in rows["concurrency_128"][1].about
     assert table.note.endswith("1 arm without figures is not shown.")
 
@@ -73,28 +70,20 @@ def training(curves: dict[str, list[list[tuple[int, float]]]], **figures: float)
         for name, blocks in curves.items()
         for block, losses in enumerate(blocks)
     ]
-    document: dict[str, Any] = {
-        "experiment": {"name": "x", "workload": "training", "baseline": next(iter(curves))},
-        "subject": {"description": "tiny: 10 parameters"},
-        "measures": [{"name": "loss", "label": "validation loss", "unit": "nats", "primary": True}],
-        "arms": arms,
-        "cells": cells,
-    }
+    document: dict[str, Any] = {"arms": arms, "cells": cells, "subject": {"description": "tiny: 10 parameters"}}
+    document["experiment"] = {"name": "x", "workload": "training", "baseline": next(iter(curves))}
+    document["measures"] = [{"name": "loss", "label": "validation loss", "unit": "nats", "primary": True}]
     return msgspec.convert({**document, "summary": summarise(document)}, Results)
 
 
 def test_loss_curves_are_means_of_the_blocks_by_step_and_by_time() -> None:
-    found = training(
-        {"plain": [[(2, 4.0), (4, 3.0)], [(2, 5.0), (4, 2.0)]], "fast": [[(2, 3.0), (4, 1.0)]] * 2}, step=0.5
-    )
+    plain, fast = [[(2, 4.0), (4, 3.0)], [(2, 5.0), (4, 2.0)]], [[(2, 3.0), (4, 1.0)]] * 2
+    found = training({"plain": plain, "fast": fast}, step=0.5)
     by_step, by_time = loss_charts(found)
     assert by_step.title == "Training loss (nats) by step: tiny"
-    assert [(curve.name, curve.points) for curve in by_step.curves] == [
-        ("plain", [(2, 4.5), (4, 2.5)]),
-        ("fast", [(2, 3.0), (4, 1.0)]),
-    ]
-    assert by_time.curves[0].points == [(1.0, 4.5), (2.0, 2.5)]
-    assert by_time.data["by"] == "second"
+    means = [("plain", [(2, 4.5), (4, 2.5)]), ("fast", [(2, 3.0), (4, 1.0)])]
+    assert [(curve.name, curve.points) for curve in by_step.curves] == means
+    assert (by_time.curves[0].points, by_time.data["by"]) == ([(1.0, 4.5), (2.0, 2.5)], "second")
     page = report_page(found, [])
     assert page.count('class="chart"') == 2
     assert "Training loss (nats) by second: tiny" in page

@@ -17,9 +17,8 @@ from tensorkeep.report.demo_page import demo_page, write_demo_page
 def test_bars_of_a_smaller_run_are_scaled_marked_and_cut_off() -> None:
     results = demo_results()
     save, _, stored = speed_bars(results.rounds, results.t5x, results.state_bytes)
-    assert [bar.label for bar in save.bars] == [
-        *("torch", "safetensors", "tensorkeep", "tensorkeep-lossless", "tensorstore", "t5x")
-    ]
+    labels = ["torch", "safetensors", "tensorkeep", "tensorkeep-lossless", "tensorstore", "t5x"]
+    assert [bar.label for bar in save.bars] == labels
     assert (save.bars[-1].value, save.bars[-1].text, save.full) == (40.0, "40.0 s *", 5.0)
     assert stored.bars[-1].text == "833 MB *"
     assert [bar.tone for bar in save.bars] == ["", "", "good", "good", "", ""]
@@ -35,10 +34,8 @@ def test_page_shows_all_parts_and_escapes_names() -> None:
         *("broken: failed finding central directory", "500 MB of 1.00 GB", "4 of 4 losses are the same", "pytorch"),
     ):
         assert words in text, words
-    paths = re.findall(r'<path class="curve" d="(M[^"]+)"', page)
-    assert len(paths) == 2
-    assert paths[0] == paths[1]
-    assert paths[0].count("L") == 3
+    one, other = re.findall(r'<path class="curve" d="(M[^"]+)"', page)
+    assert one == other and one.count("L") == 3
 
 
 def test_five_facts_state_what_was_measured_and_a_promise_that_was_not_kept_is_not_ok() -> None:

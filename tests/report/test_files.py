@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from report import documents
-from report.documents import read
+from report.documents import placed, read
 from tensorkeep import errors
 from tensorkeep.cli import report as command
 from tensorkeep.cli.output import Output
@@ -45,18 +46,6 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def check_page(run: Path) -> None:
-    """The page requests nothing and holds the command of every cell."""
-    page = (run / "report.html").read_text()
-    for fetching in ("src=", "<link", "@import", "url(http", "fetch("):
-        assert fetching not in page
-    assert "default-src 'none'" in page
-    assert "&#34;runs&#34;: 2" in page  # the experiment as JSON
-    for cell in json.loads((run / "results.json").read_text())["cells"]:
-        if cell["arm"] != "pytorch (again)":
-            assert f"tensorkeep bench cell --arm {cell['arm']} --block {cell['block']}" in page
-
-
 def test_the_report_is_written_beside_the_results(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.report(run)
     plots = [f"plots/{name}.{kind}" for name in ("gains", "pareto", "three-way") for kind in ("png", "svg")]
@@ -66,7 +55,13 @@ def test_the_report_is_written_beside_the_results(run: Path, capsys: pytest.Capt
     assert "method               save (ms)" in printed
     assert "Durable save: no arm is shown to be better than pytorch" in printed
     assert f"wrote {run / 'report.html'}" in printed
-    check_page(run)
+    # The page requests nothing, and has the experiment as JSON and the command of every cell.
+    page = (run / "report.html").read_text()
+    assert [fetching for fetching in ("src=", "<link", "@import", "url(http", "fetch(") if fetching in page] == []
+    assert "default-src 'none'" in page and "&#34;runs&#34;: 2" in page
+    for cell in json.loads((run / "results.json").read_text())["cells"]:
+        if cell["arm"] != "pytorch (again)":
+            assert f"tensorkeep bench cell --arm {cell['arm']} --block {cell['block']}" in page
 
 
 def test_with_out_only_requested_files_are_written(plain: Path, tmp_path: Path) -> None:
@@ -77,9 +72,7 @@ def test_with_out_only_requested_files_are_written(plain: Path, tmp_path: Path) 
     assert names(tmp_path / "c") == ["samples.csv", "summary.csv"]
 
 
-def test_json_is_one_document_and_with_tables_only_nothing_is_written(
-    run: Path, plain: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_document_and_tables_only_print(run: Path, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.report(plain, output=Output(json=True))
     document = json.loads(capsys.readouterr().out)
     assert document["written"][0] == str(plain / "report.html")
@@ -88,25 +81,19 @@ def test_json_is_one_document_and_with_tables_only_nothing_is_written(
     assert "t5x" in capsys.readouterr().out
     command.report(run, tables_only=True, output=Output(json=True))
     document = json.loads(capsys.readouterr().out)
-    assert document["written"] == []
-    assert document["summary"]["arms"]["t5x"]["save"]["verdict"] == "hurts"
+    assert (document["written"], document["summary"]["arms"]["t5x"]["save"]["verdict"]) == ([], "hurts")
     assert document["headlines"][0].startswith("Durable save: no arm")
     assert names(run) == ["results.json"]
 
 
-def test_only_an_earlier_report_is_replaced_and_a_failed_write_leaves_it(
-    plain: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_report_is_replaced_and_a_failed_write_leaves_it(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = plain / "report.html"
     write_report(plain, page)
     first = page.read_bytes()
     page.write_bytes(first + b"old")
     write_report(plain, page)
     assert page.read_bytes() == first
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patched, pytest.raises(errors.StoreError, match="No space left"):
         patched.setattr(os, "fsync", full)
         write_report(plain, page)
@@ -133,11 +120,8 @@ def test_claims_are_printed_one_below_the_other(tmp_path: Path, capsys: pytest.C
     command.report(documents.write(documents.with_claims(), tmp_path), tables_only=True)
     lines = capsys.readouterr().out.splitlines()
     place = lines.index("  5  gzip alone costs 1.8%: confounded")
-    assert lines[place + 1 : place + 4] == [
-        "    published  +1.8%",
-        "    measured   +41%",
-        "    reason     the arm without a compressor was compressed with Blosc",
-    ]
+    reason = "    reason     the arm without a compressor was compressed with Blosc"
+    assert lines[place + 1 : place + 4] == ["    published  +1.8%", "    measured   +41%", reason]
 
 
 def test_texts_of_a_file_cannot_drive_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,18 +140,7 @@ def test_texts_of_a_file_cannot_drive_a_terminal(tmp_path: Path, capsys: pytest.
     command.report(documents.write(document, tmp_path), tables_only=True)
     printed = capsys.readouterr().out
     assert "owned" in printed
-    assert "\x1b" not in printed
-    assert "\x07" not in printed
-
-
-def _of(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(document: dict[str, Any]) -> None:
-        place: Any = document
-        for key in keys[:-1]:
-            place = place[key]
-        place[keys[-1]] = value
-
-    return change
+    assert not {"\x1b", "\x07"} & set(printed)
 
 
 def _step(change: str, measure: str) -> dict[str, str]:
@@ -178,18 +151,18 @@ def _step(change: str, measure: str) -> dict[str, str]:
     "changes",
     [
         [lambda document: [document.pop(key) for key in ("summary", "subject", "environment")]],
-        *exhaustive([_of("summary", value={}), _of("cells", value=[]), _of("complete", value=False)]),
-        [_of("measures", value=[])],
-        *exhaustive([_of("experiment", "baseline", value=None), _of("arms", 0, "role", value="arm")]),
+        *exhaustive([placed("summary", value={}), placed("cells", value=[]), placed("complete", value=False)]),
+        [placed("measures", value=[])],
+        *exhaustive([placed("experiment", "baseline", value=None), placed("arms", 0, "role", value="arm")]),
         [
-            _of("summary", "noise", value={"save": None}),
-            _of("summary", "recommendations", value=[{"for": "size", "text": "x"}]),
-            _of("summary", "steps", value=[_step("x", "save"), _step("y", "unknown")]),
-            _of("summary", "effects", value=[{"factors": ["x"], "measure": "save"}]),
-            _of("summary", "interactions", value=[{"changes": ["x"], "arm": "t5x", "measure": "save"}]),
-            _of("summary", "arms", "t5x", "save", value={"n": 2, "gain": 0.0, "verdict": "hurts"}),
-            _of("environment", value={"memory": {"total_bytes": None}, "devices": [{"name": "x"}]}),
-            _of("experiment", "something_new", value=[1]),
+            placed("summary", "noise", value={"save": None}),
+            placed("summary", "recommendations", value=[{"for": "size", "text": "x"}]),
+            placed("summary", "steps", value=[_step("x", "save"), _step("y", "unknown")]),
+            placed("summary", "effects", value=[{"factors": ["x"], "measure": "save"}]),
+            placed("summary", "interactions", value=[{"changes": ["x"], "arm": "t5x", "measure": "save"}]),
+            placed("summary", "arms", "t5x", "save", value={"n": 2, "gain": 0.0, "verdict": "hurts"}),
+            placed("environment", value={"memory": {"total_bytes": None}, "devices": [{"name": "x"}]}),
+            placed("experiment", "something_new", value=[1]),
         ],
     ],
 )

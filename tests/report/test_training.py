@@ -80,8 +80,7 @@ def test_arms_that_took_turns_share_what_they_show_of_the_noise() -> None:
                 turns = {"turns": {cell.SPEED: [(speed, 100.0)]}}
                 one.update({"figures": {cell.SPEED: speed}} if kind == "whole runs" else turns)
         found[kind] = {name: each[cell.SPEED] for name, each in summarise(results)["arms"].items()}
-    assert found["whole runs"]["fast"]["verdict"] == "within noise"
-    assert found["turns"]["fast"]["verdict"] == "helps"
+    assert [found[kind]["fast"]["verdict"] for kind in ("whole runs", "turns")] == ["within noise", "helps"]
     assert {each["verdict"] for name, each in found["turns"].items() if name.startswith("same")} == {"about the same"}
     assert found["turns"]["fast"]["detectable"] == pytest.approx(1.05)
     assert found["whole runs"]["fast"]["detectable"] > 1.1
@@ -126,11 +125,9 @@ def test_trade_offs_omit_arms_that_did_not_run_and_losses_start_above_zero() -> 
             one.update(status="not-run", reason="no", figures={})
     _, losses = trade_offs(results, {"plain": 2.0, "fast": 2.01})
     labels = [label.get_text() for label in losses.get_yticklabels()]
-    assert labels
-    assert all(label.replace(".", "").isdigit() for label in labels)
+    assert labels and all(label.replace(".", "").isdigit() for label in labels)
     assert losses.yaxis.get_offset_text().get_text() == ""
-    assert losses.get_ylim()[0] > 1.5
-    assert losses.get_xlim()[0] == 0
+    assert losses.get_ylim()[0] > 1.5 and losses.get_xlim()[0] == 0
     assert [arm.name for arm in pareto.drawn_arms(reported(results))] == ["plain", "fast"]
 
 

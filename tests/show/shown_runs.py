@@ -20,13 +20,8 @@ def save_model(path: Path, *, layers: int = 6) -> Path:
         return torch.randn(*shape, generator=generator) * 0.02
 
     embedding = normal(400, 64).bfloat16()
-    blocks = [
-        {
-            "attention": {"qkv": normal(192, 64).bfloat16()},
-            "mlp": {"up": normal(256, 64).bfloat16(), "b": torch.zeros(256)},
-        }
-        for _ in range(layers)
-    ]
+    qkv, up = ([normal(rows, 64).bfloat16() for _ in range(layers)] for rows in (192, 256))
+    blocks = [{"attention": {"qkv": a}, "mlp": {"up": b, "b": torch.zeros(256)}} for a, b in zip(qkv, up, strict=True)]
     model = {"embedding": embedding, "head": embedding, "blocks": blocks, HOSTILE: normal(30, 30)}
     broken = normal(500)
     broken[3], broken[5] = math.nan, math.inf
@@ -54,9 +49,7 @@ def save_run(path: Path, *, steps: int = 6) -> Path:
         | {"learning_rate": 1e-4 * step, "tokens_per_second": 20_000 + step}
         for step in range(10, steps * 100 + 1, 10)
     ]
-    lines += [
-        {"step": step * 100, "kind": "evaluate", "validation_loss": 3.0 / step, "best": 1.0}
-        for step in range(1, steps + 1)
-    ]
+    evaluation = {"kind": "evaluate", "best": 1.0}
+    lines += [{"step": step * 100, "validation_loss": 3.0 / step, **evaluation} for step in range(1, steps + 1)]
     (path / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 999, "ki')
     return path

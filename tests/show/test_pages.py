@@ -12,7 +12,7 @@ import torch
 
 import tensorkeep
 from show.shown_runs import HOSTILE, save_model, save_run
-from tensorkeep.report.charts.curves import Chart, Curve, chart
+from tensorkeep.report.charts.curves import Curve, chart
 from tensorkeep.show import checkpoint_page as checkpoint_page_module
 from tensorkeep.show.checkpoint import read_contents
 from tensorkeep.show.checkpoint_page import checkpoint_page, findings
@@ -24,12 +24,12 @@ from tensorkeep.show.run import read_run
 from tensorkeep.show.run_page import findings as run_findings
 from tensorkeep.show.run_page import run_page
 from tensorkeep.show.tensors.histogram import Histogram
+from tensorkeep.testing.cases import case
 
 
 def data_of(page: str) -> Any:
-    found = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert len(found) == 1
-    return json.loads(found[0])
+    [found] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(found)
 
 
 def check_escaped(page: str) -> None:
@@ -52,8 +52,7 @@ def test_the_page_of_a_checkpoint_has_every_tensor(tmp_path: Path) -> None:
     assert any(HOSTILE in name for name in names)
     titles = [column["title"] for column in table["columns"]]
     row = dict(zip(titles, table["rows"][0], strict=True))
-    assert (row["NaN"], row["Inf"], row["shape"], row["raw"]) == (1, 1, "500", 2000)
-    assert len(row["values"][4]) == 48
+    assert (row["NaN"], row["Inf"], row["shape"], row["raw"], len(row["values"][4])) == (1, 1, "500", 2000, 48)
     alias = dict(zip(titles, next(row for row in table["rows"] if row[0] == "model.head"), strict=True))
     assert (alias["view of"], alias["stored"], alias["mean"]) == ("model.embedding", 0, None)
     texts = [text for _, text in findings(contents)]
@@ -76,9 +75,7 @@ def test_the_page_of_a_run(tmp_path: Path, steps: int) -> None:
         assert steps == 1 or words in text, words
 
 
-def test_a_step_shows_when_it_was_saved_and_whose_files_it_shares_and_its_run_losses_that_were_not_finite(
-    tmp_path: Path,
-) -> None:
+def test_a_step_shows_when_it_was_saved_and_whose_files_it_shares_and_its_run_losses_of_nan(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", steps=2)
     page = checkpoint_page(read_contents(run / "checkpoints" / "step-000200"))
     facts = dict(re.findall(r"<dt>(.*?)</dt>\s*<dd[^>]*>(.*?)</dd>", page))
@@ -94,14 +91,8 @@ def test_a_step_shows_when_it_was_saved_and_whose_files_it_shares_and_its_run_lo
 
 
 def test_a_step_is_titled_with_its_run() -> None:
-    titles = {
-        "models/x.safetensors": "x.safetensors",
-        "run/checkpoints/step-000100": "run: step-000100",
-        "run/step-000100": "run: step-000100",
-        "s3://bucket/run/checkpoints": "run",
-        "run/": "run",
-        "/": "/",
-    }
+    titles = {"models/x.safetensors": "x.safetensors", "s3://bucket/run/checkpoints": "run", "run/": "run", "/": "/"}
+    titles |= dict.fromkeys(("run/checkpoints/step-000100", "run/step-000100"), "run: step-000100")
     assert {path: title_of(path) for path in titles} == titles
 
 
@@ -172,9 +163,8 @@ def test_a_page_that_leaves_tensors_out_sums_them_up(tmp_path: Path, monkeypatch
     # What is not finite is listed first, then the largest.
     assert [row[0] for row in rows[:2]] == ["model.bad", "model.layers.100.w"]
     listed = f"Listed here: {len(rows)} of 101 tensors, those that are not finite, then the largest."
-    assert (
-        page.index(listed) < page.index('data-table="tensors"') < page.index("Tensors that are not listed, by module")
-    )
+    places = [page.index(text) for text in (listed, 'data-table="tensors"', "Tensors that are not listed, by module")]
+    assert places == sorted(places)
 
 
 def test_values_of_a_table_are_short_and_json() -> None:
@@ -185,17 +175,14 @@ def test_values_of_a_table_are_short_and_json() -> None:
     assert json.loads(data_json({"t": table.json}))["t"]["rows"] == [[1.2346, "inf", None, None, [-1, 2, 0, 3, "01z"]]]
 
 
-def drawn_chart(*points: tuple[float, float]) -> Chart:
-    found = chart("loss", [Curve("train", "good", [*points])])
-    assert found is not None
-    return found
+def drawn_chart(*points: tuple[float, float]) -> Any:
+    return chart("loss", [Curve("train", "good", [*points])])
 
 
 def test_charts_have_round_ticks_leave_out_what_is_not_finite_and_keep_peaks() -> None:
     found = drawn_chart((0, 4.0), (50, math.nan), (100, 1.0))
     assert [text for _, text in found.across] == ["0", "20", "40", "60", "80", "100"]
-    assert [text for _, text in found.down] == ["1", "2", "3", "4"]
-    assert found.curves[0].path.count("L") == 1
+    assert ([text for _, text in found.down], found.curves[0].path.count("L")) == (["1", "2", "3", "4"], 1)
     assert chart("nothing", [Curve("train", "good", [(0, math.nan)])]) is None
     assert drawn_chart((5, 2.0)).curves[0].single is not None
     (long,) = drawn_chart(*((step, 9.0 if step == 54_321 else 1.0) for step in range(100_000))).curves
@@ -204,28 +191,22 @@ def test_charts_have_round_ticks_leave_out_what_is_not_finite_and_keep_peaks() -
     assert top < 30 < 150
 
 
-@pytest.mark.parametrize(
-    ("values", "steps", "labels"),
-    [
+def test_neighbouring_ticks_have_different_labels_where_values_hardly_differ() -> None:
+    for values, steps, labels in (
         ((2.30101, 2.30108), (0, 10), ["2.30102", "2.30104", "2.30106", "2.30108"]),
         ((100.3, 100.7), (0, 10), ["100.3", "100.4", "100.5", "100.6", "100.7"]),
         ((26412.0, 26412.4), (0, 10), ["26,412", "26,412.1", "26,412.2", "26,412.3", "26,412.4"]),
         ((1.20001e-5, 1.20004e-5), (0, 10), ["1.20001e-5", "1.20002e-5", "1.20003e-5", "1.20004e-5"]),
         ((0.0, 1.0), (2_000_100, 2_000_130), ["0", "0.5", "1"]),
-    ],
-)
-def test_neighbouring_ticks_have_different_labels_where_values_hardly_differ(
-    values: tuple[float, float], steps: tuple[int, int], labels: list[str]
-) -> None:
-    found = drawn_chart(*zip(steps, values, strict=True))
-    assert [text for _, text in found.down] == labels
-    across = [text for _, text in found.across]
-    assert len(set(across)) == len(across) > 1
-    # No label is wider than its space.
-    assert found.box[0] >= 6 * max(map(len, labels))
-    place, text = found.across[-1]
-    assert place + 3 * len(text) <= 440
-    assert found.data["box"] == [found.box[0] / 440, found.box[2] / 440]
+    ):
+        found = drawn_chart(*zip(steps, values, strict=True))
+        with case(values):
+            assert [text for _, text in found.down] == labels
+            across = [text for _, text in found.across]
+            assert len(set(across)) == len(across) > 1
+            # No label is wider than its space.
+            assert found.box[0] >= 6 * max(map(len, labels)) and found.across[-1][0] + 3 * len(across[-1]) <= 440
+            assert found.data["box"] == [found.box[0] / 440, found.box[2] / 440]
 
 
 def test_larger_values_are_darker() -> None:

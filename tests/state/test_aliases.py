@@ -19,8 +19,7 @@ def test_tied_parameters_are_one_object_again() -> None:
     weight = torch.nn.Parameter(torch.randn(3, 2))
     state = {"wte": weight, "head": weight, "frozen": torch.nn.Parameter(weight.detach(), requires_grad=False)}
     flat = flatten(state)
-    assert list(flat.leaves) == ["wte"]
-    assert flat.aliases["head"] == Alias("wte", 0, (3, 2), (2, 1))
+    assert (list(flat.leaves), flat.aliases["head"]) == (["wte"], Alias("wte", 0, (3, 2), (2, 1)))
     back = reload(flat)
     assert difference(state, back) is None
     assert back["wte"] is back["head"]
@@ -29,14 +28,8 @@ def test_tied_parameters_are_one_object_again() -> None:
 
 
 VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
-    lambda w: w[1:3],
-    lambda w: w.T,
-    lambda w: w[2],
-    lambda w: w[::2, 1::2],
-    lambda w: w[3, 1],
-    lambda w: w.reshape(-1),
-    lambda w: w[:1].expand(5, 6),
-    lambda w: w.reshape(2, 2, 6).permute(2, 0, 1),
+    *(lambda w: w[1:3], lambda w: w[2], lambda w: w[::2, 1::2], lambda w: w[3, 1], lambda w: w.T),
+    *(lambda w: w.reshape(-1), lambda w: w[:1].expand(5, 6), lambda w: w.reshape(2, 2, 6).permute(2, 0, 1)),
 ]
 
 
@@ -59,8 +52,7 @@ def test_numpy_views_share_memory_after_loading() -> None:
     base = np.arange(12.0).reshape(3, 4)
     state = {"base": base, "reversed": base[::-1, ::-2], "row": base[1], "column": base[:, 2]}
     flat = flatten(state)
-    assert list(flat.leaves) == ["base"]
-    assert flat.aliases["reversed"].strides == (-4, -2)
+    assert (list(flat.leaves), flat.aliases["reversed"].strides) == (["base"], (-4, -2))
     back = reload(flat)
     assert difference(state, back) is None
     back["base"][:] = -1
@@ -105,8 +97,7 @@ def test_leaves_that_are_stored_separately() -> None:
 def test_the_base_is_the_largest_leaf_and_never_an_alias() -> None:
     qkv = torch.arange(24.0).reshape(6, 4)
     flat = flatten({"k0": qkv[2], "k": qkv[2:4], "q": qkv[:2], "qkv": qkv, "again": qkv, "tail": qkv[4:, 1:]})
-    assert list(flat.leaves) == ["qkv"]
-    assert {alias.of for alias in flat.aliases.values()} == {"qkv"}
+    assert (list(flat.leaves), {alias.of for alias in flat.aliases.values()}) == (["qkv"], {"qkv"})
     assert list(flat.aliases) == ["k0", "k", "q", "again", "tail"]
     assert flat.aliases["tail"] == Alias("qkv", 17, (2, 3), (4, 1))
 
@@ -115,8 +106,7 @@ def test_partly_overlapping_bases_keep_their_own_views() -> None:
     base = torch.arange(10.0)
     state = [base[:6], base[4:], base[1:3], base[7:9], base[4:6]]
     flat = flatten(state)
-    assert list(flat.leaves) == ["0", "1"]
-    assert (flat.aliases["2"].of, flat.aliases["3"].of) == ("0", "1")
+    assert (list(flat.leaves), (flat.aliases["2"].of, flat.aliases["3"].of)) == (["0", "1"], ("0", "1"))
     assert difference(state, reload(flat)) is None
 
 

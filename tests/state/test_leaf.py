@@ -201,7 +201,7 @@ REFUSED = {
         *("quantised", "int_repr"),
     ),
     "nested": (lambda: quietly(lambda: torch.nested.nested_tensor([torch.ones(1)])), "nested", "unbind"),
-    "meta": (lambda: torch.empty(2, device="meta"), "meta device", "to_empty"),
+    "meta": (lambda: torch.empty(2, device="meta"), "meta device", "assign=True"),
     "lazy": (lambda: torch.nn.LazyLinear(3).weight, "lazy parameter", "run the module once"),
     "subclass": (lambda: torch.zeros(2).as_subclass(Subclass), "subclass Subclass", "dequantize"),
     "parameter of one": (lambda: torch.nn.Parameter(torch.zeros(2).as_subclass(Subclass)), "Subclass", "dequantize"),

@@ -24,8 +24,7 @@ def test_every_state_round_trips(state: Any) -> None:
     flat = flatten(state)
     assert difference(state, reload(flat)) is None
     specs = leaf_specs(flat.skeleton)
-    assert specs.keys() == flat.leaves.keys() | flat.aliases.keys()
-    assert flat.parts.keys() == specs.keys()
+    assert flat.parts.keys() == specs.keys() == flat.leaves.keys() | flat.aliases.keys()
     assert len(set(flat.parts.values())) == len(flat.parts)
     for name in (*specs, *(relative for _, relative in flat.parts.values())):
         assert name not in ("", "__metadata__") and "\0" not in name

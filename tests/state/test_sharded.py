@@ -33,13 +33,8 @@ def on_each_rank(mesh_shape: tuple[int, ...]) -> Iterator[dist.device_mesh.Devic
 
 
 PLACEMENTS: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
-    ((4,), (Shard(0),)),
-    ((4,), (Shard(1),)),
-    ((3,), (Replicate(),)),
-    ((2, 2), (Replicate(), Shard(0))),
-    ((2, 3), (Shard(0), Shard(1))),
-    ((2, 3), (Shard(1), Shard(0))),
-    ((2, 2), (Shard(0), Shard(0))),
+    *(((4,), (Shard(0),)), ((4,), (Shard(1),)), ((3,), (Replicate(),)), ((2, 2), (Replicate(), Shard(0)))),
+    *(((2, 3), (Shard(0), Shard(1))), ((2, 3), (Shard(1), Shard(0))), ((2, 2), (Shard(0), Shard(0)))),
     ((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
     ((2, 2), (_StridedShard(0, split_factor=3), Shard(1))),
 ]

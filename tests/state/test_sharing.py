@@ -39,9 +39,7 @@ def patterns(draw: st.DrawFn) -> dict[str, tuple[int, int, tuple[int, ...]]]:
     return {name: draw(layouts(SHAPES[name])) for name in names}
 
 
-def build(
-    pattern: dict[str, Any], names: Any, fill: float | None
-) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+def build(pattern: Any, names: Any, fill: float | None) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     values = torch.arange(float(LENGTH)) if fill is None else torch.full((LENGTH,), fill)
     buffers = [values + (100 * number if fill is None else 0) for number in (1, 2)]
     state = {

@@ -194,9 +194,9 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "renamed tuple": (namedtuple("R", ["def"], rename=True)(1), "named tuple R", "tensorkeep.register(R)"),
     "surrogate": ("a\ud800", "surrogate", "bytes"),
     "surrogate key": ({"a\ud800": 1}, "surrogate", "bytes"),
-    "tuple key": ({(1, 2): 1}, "key or set element of type tuple", "list of pairs"),
+    "nested key": ({(1, (2,)): 1}, "key or set element of type tuple", "list of pairs"),
     "numpy key": ({np.int64(1): 1}, "key or set element of type int64", "use str"),
-    "element": ({(1,)}, "key or set element of type tuple", "use str"),
+    "element": ({b"x"}, "key or set element of type bytes", "use str"),
     "sparse": (torch.eye(2).to_sparse(), "sparse", "to_dense"),
     "numpy objects": (np.array([None]), "numpy dtype object", "tolist"),
 }

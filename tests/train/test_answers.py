@@ -43,16 +43,13 @@ def answers_in(targets: torch.Tensor) -> list[str]:
     return CHAT.decode(counted).split("<|end|>")[:-1]
 
 
-def test_targets_are_answers_and_their_ends() -> None:
+def test_targets_are_answers_and_their_ends_each_once_in_whole_conversations() -> None:
     rows = AnswerRows(tokens([("system", "S"), ("user", "a"), ("assistant", "bc")]), 16, CHAT)
     inputs, targets = rows.row(0)
     assert CHAT.decode(inputs[:10]) == "<|system|>S<|end|><|user|>a<|end|><|assistant|>bc<|end|>"
     assert targets.tolist() == [IGNORED] * 6 + [ord("b"), ord("c"), CHAT.end] + [IGNORED] * 7
     # Each target is the token after its position.
     assert inputs[6:9].tolist() == [CHAT.begin["assistant"], ord("b"), ord("c")]
-
-
-def test_each_answer_counts_once_in_whole_conversations() -> None:
     for length in (24, 40, 100, 1000):
         rows = AnswerRows(tokens(*talks(40)), length, CHAT)
         inputs, targets = rows.rows(np.arange(len(rows)))
@@ -71,6 +68,13 @@ def test_beginning_of_a_conversation_longer_than_the_context_is_trained() -> Non
     rows = AnswerRows(text, 12, CHAT)
     # The answer of the second one begins beyond the context, so that its row would have no target.
     assert len(rows) == 1
+    assert rows.note == (
+        "text: 2 of 2 conversations are longer than the context of 12 tokens: the beginning of 1 is used, and 1 are "
+        "left out, whose answers begin later; 44 of 53 tokens of answers are not used"
+    )
+    # All but the end of the conversation, which is not an answer.
+    assert AnswerRows(text, 54, CHAT).note is None
+    assert "2 of 53 tokens of answers are not used" in str(AnswerRows(text, 53, CHAT).note)
     _, targets = rows.row(0)
     assert targets.tolist() == [IGNORED] * 3 + [ord("x")] * 9
     with pytest.raises(tensorkeep.UsageError, match="no answer begins within a context of 2 tokens"):
@@ -159,13 +163,15 @@ def test_techniques_that_need_the_whole_text_are_refused(tmp_path: Path, data: P
 
 
 def test_mfu_counts_all_positions_and_speed_those_that_count(tmp_path: Path, data: Path) -> None:
-    config = ON_TALK.changed({"loop.steps": 3, "eval.every": 0})
+    config = ON_TALK.changed({"loop.steps": 3, "eval.every": 0, "schedule.warmup_steps": 5, "model.context_length": 20})
     with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
+        noted = ["training split", "validation split", "schedule.warmup_steps is 5, and the schedule has 3 steps"]
+        assert [each.partition(":")[0] for each in opened.notes] == noted
         train(opened, Witness())
         # The first step of a process is not timed. A step has two batches of three rows.
         positions = 2 * 2 * 3 * config.model.context_length
         assert opened.speed.flops == positions * opened.config.model.flops_per_token(config.model.context_length)
-        assert 0 < opened.speed.tokens < positions / 2
+        assert 0 < opened.speed.tokens < 0.6 * positions
 
 
 def test_fewer_tokens_than_the_context_are_trained(tmp_path: Path) -> None:

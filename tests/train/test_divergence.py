@@ -57,14 +57,12 @@ def test_run_that_skips_too_many_updates_in_a_row_ends_with_an_error(tmp_path: P
 def test_error_names_the_checkpoints_before_and_amid_the_skipped_updates(tmp_path: Path, data: Path) -> None:
     before = "resume from step 4, the last checkpoint before them: tensorkeep train --out '{}' --resume"
     amid = "resume from step 8, saved while updates were skipped, with the same weights as before them"
+    kept = "the last checkpoint before them is step 4"
     cases: dict[str, tuple[dict[str, object], str | None]] = {
         # Later losses do not improve, so no other step is saved.
         "none since": ({"eval.every": 4}, before),
         "later ones": ({"checkpoint.every": 4, "checkpoint.keep_last": 1}, None),
-        "all of them": (
-            {"checkpoint.every": 4, "checkpoint.keep_last": 99},
-            "the last checkpoint before them is step 4",
-        ),
+        "all of them": ({"checkpoint.every": 4, "checkpoint.keep_last": 99}, kept),
     }
     for name, (changes, remedy) in cases.items():
         with case(name):

@@ -117,9 +117,7 @@ def test_resuming_an_ended_run_reports_that_nothing_was_left_to_do(tmp_path: Pat
     assert "first step" in shown
 
 
-def test_run_that_mostly_evaluates_advises_a_part_of_the_data(
-    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mostly_evaluating_advises_less_data(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_run(CONFIG, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
         summary = train(opened, Witness())
         for evaluating, advised in ((30.0, True), (4.0, False)):
@@ -127,9 +125,7 @@ def test_run_that_mostly_evaluates_advises_a_part_of_the_data(
             assert ("--eval.tokens 26" in capsys.readouterr().out) is advised
 
 
-def test_peak_memory_is_in_the_log_and_in_the_summary_and_stays_after_memory_is_freed(
-    tmp_path: Path, trained: Trained
-) -> None:
+def test_peak_memory_is_in_the_log_and_the_summary_and_stays_when_it_is_freed(tmp_path: Path, trained: Trained) -> None:
     summary = trained(CONFIG, tmp_path / "run")
     logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     peaks = [line["peak_memory_bytes"] for line in logged if line["kind"] == "train"]
@@ -244,9 +240,7 @@ def test_progress_bar_shows_steps_below_other_events() -> None:
     assert "\x1b[2Jgone" not in seen
 
 
-def test_tensorboard_write_failure_is_reported_without_hiding_an_earlier_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_failure_is_reported_but_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Refuses:
         """Stands in for TensorBoard's writer on a disk that is full."""
 

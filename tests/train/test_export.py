@@ -40,7 +40,7 @@ CASES = [
     ),
     *({**LLAMA, "tied": tied, "rope_base": base} for tied, base in ((False, 10000.0), (True, 500.0))),
     {**LLAMA, "n_heads": 3, "kv_heads": 1},
-    {**LLAMA, "n_heads": 3, "kv_heads": 1, "qk_norm": True},
+    {**LLAMA, "n_heads": 3, "kv_heads": 1, "qk_norm": True, "head_dim": 6},
     {**LLAMA, "rope_scaling": RopeScaling(kind="linear", factor=2.5)},
     {**LLAMA, "rope_scaling": RopeScaling(kind="llama3", factor=8.0, original_context_length=40)},
 ]
@@ -119,17 +119,19 @@ def test_transformers_opens_the_tokenizer(transformers: Any, tmp_path: Path) -> 
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_ends_answers_and_has_the_template_of_conversations(transformers: Any, tmp_path: Path) -> None:
     chat = ChatTokenizer(BpeTokenizer.learn(iter([iter(["user and assistant say hi"] * 9)]), True, vocab_size=270))
+    chat.begin_of_document = 1
     model = build(**{**GPT2, "vocab_size": chat.vocab_size})
     text = chat.hugging_face_json()
-    ends = {"end_of_document": chat.end_of_document, "end_of_message": chat.end}
+    ends = {"begin_of_document": 1, "end_of_document": chat.end_of_document, "end_of_message": chat.end}
     export(model, model.config, tmp_path / "out", tokenizer_json=text, **ends)
     theirs = opened(transformers, tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|end|>", chat.end)
     assert theirs.generation_config.eos_token_id == [chat.end, chat.end_of_document]
+    assert theirs.generation_config.bos_token_id == tokenizer.bos_token_id == 1
     messages = [{"role": "system", "content": "the"}, {"role": "user", "content": "hi"}]
     found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert list(found) == [*chat.message("system", "the"), *chat.message("user", "hi"), chat.begin["assistant"]]
+    assert list(found) == [1, *chat.message("system", "the"), *chat.message("user", "hi"), chat.begin["assistant"]]
 
 
 def test_state_dict_is_exported_like_its_model_and_tensors_that_share_memory_are_all_in_the_file(
@@ -159,19 +161,14 @@ def test_exported_file_is_safetensors_with_the_names_of_transformers(tmp_path: P
     raw = (tmp_path / "out/model.safetensors").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     assert header.pop("__metadata__") == {"format": "pt"}
-    layer = {
-        **{f"self_attn.{part}_proj": (12, 12) for part in "qkvo"},
-        "mlp.gate_proj": (32, 12),
-        "mlp.up_proj": (32, 12),
-        "mlp.down_proj": (12, 32),
-        "input_layernorm": (12,),
-        "post_attention_layernorm": (12,),
-    }
+    layer = {"mlp.gate_proj": (32, 12), "mlp.up_proj": (32, 12), "mlp.down_proj": (12, 32)}
+    layer |= {f"self_attn.{part}_proj": (12, 12) for part in "qkvo"}
+    vectors = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (12,))
     assert {name: tuple(entry["shape"]) for name, entry in header.items()} == {
         "model.embed_tokens.weight": (13, 12),
         "model.norm.weight": (12,),
         "lm_head.weight": (13, 12),
-        **{f"model.layers.0.{name}.weight": shape for name, shape in layer.items()},
+        **{f"model.layers.0.{name}.weight": shape for name, shape in (layer | vectors).items()},
     }
     document = json.loads((tmp_path / "out/config.json").read_text())
     # The special tokens of published models are not in the configuration.
@@ -195,9 +192,6 @@ def test_model_without_architecture_in_transformers_is_refused_with_the_reasons(
         "'relu2'), bias=False (it is True)"
     )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_shifts_and_convolutions_cannot_be_exported(tmp_path: Path) -> None:
     for parts in ({}, LLAMA):
         for name, value, plain in (("token_shift", True, False), ("convolution", 3, 1)):
             model = build(**parts, **{name: value})

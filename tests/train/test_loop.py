@@ -27,16 +27,8 @@ from train.tiny_training import CONFIG as TINY
 from train.tiny_training import TEXT, Trained, Witness, check_same, last_state, lines, run
 
 CONFIG = TINY.changed(
-    {
-        "loop.steps": 9,
-        "schedule.name": "cosine",
-        "schedule.warmup_steps": 2,
-        "eval.every": 4,
-        "sample.every": 5,
-        "sample.prompt": "the",
-        "sample.tokens": 8,
-        "checkpoint.every": 3,
-    }
+    {"loop.steps": 9, "schedule.name": "cosine", "schedule.warmup_steps": 2, "eval.every": 4}
+    | {"sample.every": 5, "sample.prompt": "the", "sample.tokens": 8, "checkpoint.every": 3}
 )
 
 VARIANTS: dict[str, dict[str, object]] = {
@@ -46,13 +38,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "muon, split": {"optim.name": "muon", "optim.muon_split": True, "optim.muon_polynomials": "polar-express"},
     "shifts and convolutions": {"model.token_shift": "blocks", "model.convolution": 3},
     "averaged": {"ema.decay": 0.9},
-    "grouped heads": {
-        "model.kv_heads": 1,
-        "model.qk_norm": True,
-        "model.positions": "rotary",
-        "model.rope_scaling.kind": "linear",
-        "model.rope_scaling.factor": 2.0,
-    },
+    "grouped heads": {"model.kv_heads": 1, "model.qk_norm": True, "model.head_dim": 12, "model.positions": "rotary"}
+    | {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": 2.0},
     "plateau": {"schedule.name": "plateau", "schedule.patience": 1, "eval.every": 2},
     "random order": {"data.order": "random"},
     "shuffled order, differences": {"data.order": "shuffled", "checkpoint.incremental": "delta"},

@@ -62,9 +62,7 @@ def test_the_wait_per_second_is_watched(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("variable", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", None])
-def test_the_choice_of_the_user_is_kept_and_one_thread_needs_no_control(
-    monkeypatch: pytest.MonkeyPatch, variable: str | None
-) -> None:
+def test_the_user_decides_and_one_thread_has_no_control(monkeypatch: pytest.MonkeyPatch, variable: str | None) -> None:
     if variable is None:
         torch.set_num_threads(1)
     else:

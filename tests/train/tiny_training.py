@@ -2,13 +2,18 @@
 
 import json
 import math
+import random
+import re
+import shlex
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tensorkeep import CheckpointManager
+from tensorkeep.cli.main import main
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
@@ -23,15 +28,8 @@ TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 CONFIG = Config(
     recipe="tiny", model=ModelConfig(vocab_size=1, context_length=16, n_layers=1, n_heads=2, d_model=16, dropout=0.1)
 ).changed(
-    {
-        "loop.steps": 12,
-        "loop.batch_size": 3,
-        "loop.threads": 1,
-        "schedule.name": "constant",
-        "eval.every": 0,
-        "checkpoint.every": 0,
-        "log.every": 1,
-    }
+    {"loop.steps": 12, "loop.batch_size": 3, "loop.threads": 1, "schedule.name": "constant"}
+    | {"eval.every": 0, "checkpoint.every": 0, "log.every": 1}
 )
 OF_THE_MACHINE = {"tokens_per_second", "mfu", "peak_memory_bytes", "path"}
 
@@ -75,9 +73,19 @@ def run(
     arrange: Callable[[Run], object] = lambda run: None,
 ) -> Summary:
     """Train; ``arrange`` is given the run before it begins."""
+    # As each process has it.
+    random.seed()
+    np.random.seed()
     with open_run(config, RunFolder(folder), Dataset.open(data), resume=resume) as opened:
         arrange(opened)
         return train(opened, listener or Witness(), stop=lambda: opened.progress.step == stop_at)
+
+
+def follow(remedy: str | None, **names: object) -> None:
+    """Run the command of a remedy; ``names`` are what stands for a path in it."""
+    (command,) = re.findall(r"tensorkeep ([^;\n]*)", str(remedy))
+    words = [re.sub("|".join(names), lambda found: str(names[found[0]]), word) for word in shlex.split(command)]
+    assert main(words) == 0, words
 
 
 class Trained(Protocol):
@@ -130,8 +138,4 @@ def check_same(folder: Path, whole: Path, *kinds: str) -> None:
 
 def last_state(folder: Path) -> dict[str, Any]:
     """Return the state of the last checkpoint."""
-    state: dict[str, Any] = CheckpointManager(folder / "checkpoints").restore()
-    # The trainer neither seeds nor uses the generators of numpy and Python.
-    for unused in ("numpy", "python"):
-        state["rng"].pop(unused, None)
-    return state
+    return dict(CheckpointManager(folder / "checkpoints").restore())

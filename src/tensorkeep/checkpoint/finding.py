@@ -3,28 +3,50 @@
 What a format recognises (suffixes, names, first bytes) is in its package, such as ``formats/safetensors/reader.py``.
 """
 
+import itertools
+import logging
 import os
 import re
 import stat
 from pathlib import Path
 
-from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, TensorkeepError, UsageError
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    NotACheckpointError,
+    NotFoundError,
+    PathLike,
+    TensorkeepError,
+    UnsupportedError,
+    UsageError,
+)
 from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Reader
+from tensorkeep.formats.model_folder import is_part
 from tensorkeep.formats.native import FORMAT as NATIVE
-from tensorkeep.formats.probe import exists, file_mode, names_in
+from tensorkeep.formats.probe import (
+    check_is_no_other,
+    check_is_no_pointer,
+    check_is_no_text,
+    exists,
+    file_mode,
+    names_in,
+)
 from tensorkeep.io.objects.store_commit import is_tombstone
 from tensorkeep.paths import StorePath, as_path
+
+logger = logging.getLogger(__name__)
 
 _MOST_LOOKED_AT = 1000
 _MOST_IN_STORE = 16  # each takes several requests
 _MOST_NAMED = 3
+_ORBAX_TREE, _ORBAX_STEP = "_METADATA", "_CHECKPOINT_METADATA"
+_SHARD = re.compile(r"(?!shard-)(.+)-\d+-of-\d+\.(safetensors|bin)")
 
 
 def find_format(path: PathLike) -> Format:
     """Return the format of the checkpoint at a path.
 
     Raises NotFoundError if nothing is there; NotACheckpointError, naming checkpoints inside of a folder, if no format
-    recognises it; StoreError if the path cannot be read.
+    recognises it, or several do; UnsupportedError if Orbax wrote it; StoreError if the path cannot be read.
     """
     place = _place(path)
     # Most checkpoints are native; the other formats are then neither looked up nor imported. In a store, this takes the
@@ -32,16 +54,33 @@ def find_format(path: PathLike) -> Format:
     if NATIVE.recognises(place):
         return NATIVE
     _check_existence(place)
-    found = _recognised(place)
-    if found is not None:
-        return found
+    recognising = (format for format in FORMATS if format.recognises(place))
+    found = [*itertools.islice(recognising, 1)]
+    # A file is of one format; to ask the others takes requests where the place is in a store.
+    if found and stat.S_ISDIR(file_mode(place)):
+        found += recognising
+    if len(found) > 1:
+        names = [format.name for format in found]
+        raise NotACheckpointError(
+            f"holds checkpoints of {len(names)} formats: {' and '.join(names)}",
+            path=path,
+            remedy=f'name the one to read: format="{names[0]}" (--format {names[0]})',
+        )
+    if found:
+        return found[0]
     most = _MOST_IN_STORE if isinstance(place, StorePath) else _MOST_LOOKED_AT
     listed = names_in(place)[:most] if stat.S_ISDIR(file_mode(place)) else []
     if isinstance(place, StorePath) and any(map(is_tombstone, listed)):
         raise NotFoundError("this step was deleted", path=path, remedy="`tensorkeep log` lists the steps of a run")
     inside = [name for name in listed if is_checkpoint(place / name)]
+    if _ORBAX_TREE in listed or not inside:
+        _check_is_not_orbax(place, listed)
+    if all(map(is_part, inside)):
+        for name in listed:
+            check_is_no_pointer(place / name)
     if inside:
         raise _folder_error(inside, path)
+    check_is_no_other(place)
     remedy = f"known formats: {', '.join(FORMATS.names())}"
     raise NotACheckpointError("is not a checkpoint of any known format", path=path, remedy=remedy)
 
@@ -50,9 +89,28 @@ def open_reader(path: PathLike, settings: OpenSettings, format: str | None = Non
     """Return a reader of the checkpoint at a path, of the format found there unless one is given."""
     place = _place(path)
     if format is None:
-        return find_format(place).open(place, settings)
+        return open_as(find_format(place), place, settings)
     _check_existence(place)
-    return FORMATS.get(format).open(place, settings)
+    return open_as(FORMATS.get(format), place, settings)
+
+
+def open_as(format: Format, place: Path, settings: OpenSettings) -> Reader:
+    """Return a reader of a checkpoint of a known format, and log its notes as warnings.
+
+    Raises the errors of `Format.open`; NotACheckpointError instead of CorruptCheckpointError if the damaged file is
+    something else by its first bytes, such as the pointer of Git LFS in the place of a file.
+    """
+    try:
+        reader = format.open(place, settings)
+    except CorruptCheckpointError as error:
+        check_is_no_text(as_path(error.path or place), error)
+        raise
+    notes = [*reader.notes]
+    if is_part(place.name):
+        notes.append("by its name, it is one of several parts of a checkpoint: other tensors are in the other parts")
+    for note in notes:
+        logger.warning("%s: %s", place, note)
+    return reader
 
 
 def _place(path: PathLike) -> Path:
@@ -67,24 +125,41 @@ def _check_existence(place: Path) -> None:
         raise NotFoundError("does not exist", path=place, remedy="check the path")
 
 
-def _recognised(place: Path) -> Format | None:
-    if NATIVE.recognises(place):
-        return NATIVE
-    return next((found for found in FORMATS if found.recognises(place)), None)
-
-
 def is_checkpoint(place: Path) -> bool:
     """Return whether a format recognises a path; False if it cannot be read."""
     try:
-        return _recognised(place) is not None
+        return NATIVE.recognises(place) or any(format.recognises(place) for format in FORMATS)
     except TensorkeepError:
         return False
 
 
+def _check_is_not_orbax(place: Path, names: list[str]) -> None:
+    """Raise UnsupportedError for a folder of Orbax: a tree of arrays, a step of several, or a run of steps."""
+    if _ORBAX_TREE in names:
+        raise UnsupportedError(
+            "is a checkpoint of Orbax, whose nested state is not read",
+            path=place,
+            remedy='to read its arrays as a flat dict: format="tensorstore" (--format tensorstore)',
+        )
+    mark = _ORBAX_TREE if _ORBAX_STEP in names else _ORBAX_STEP
+    inside = [name for name in names if exists(place / name / mark)]
+    if inside:
+        kind = "step" if mark is _ORBAX_TREE else "run"
+        raise UnsupportedError(
+            f"is a {kind} of Orbax; it holds {', '.join(inside[:_MOST_NAMED])}",
+            path=place,
+            remedy=f"give the path of one: {place / inside[-1]}",
+        )
+
+
 def _folder_error(names: list[str], path: PathLike) -> NotACheckpointError:
     listed = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if names[_MOST_NAMED:] else "")
-    remedy = f"give the path of one: {as_path(path) / names[0]}"
-    shard = next((found for name in names if (found := re.fullmatch(r"(.+)-\d+-of-\d+\.safetensors", name))), None)
+    shard = next((found for name in names if (found := _SHARD.fullmatch(name))), None)
+    whole = [name for name in names if not is_part(name)]
     if shard:
-        remedy += f"; or put their index, {shard[1]}.safetensors.index.json, beside them to read them as one"
+        remedy = f"put their index, {shard[1]}.{shard[2]}.index.json, beside them to read them as one"
+    else:
+        remedy = "each is one of several parts of a checkpoint: merge them with the program that wrote them"
+    if whole:
+        remedy = f"give the path of one: {as_path(path) / whole[0]}" + (f"; or {remedy}" if shard else "")
     return NotACheckpointError(f"is a folder, not a checkpoint; it holds {listed}", path=path, remedy=remedy)

@@ -17,7 +17,7 @@ from typing import Any
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import PathLike, UsageError, did_you_mean
 from tensorkeep.io.buffers import MINIMUM_BUDGET
-from tensorkeep.io.files import store_errors
+from tensorkeep.io.files import close, store_errors
 from tensorkeep.paths import checked_path
 from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
 
@@ -70,7 +70,7 @@ def read_settings(settings: SettingsSource | None) -> SaveTable:
             regular = stat.S_ISREG(os.fstat(fd).st_mode)
             content = os.read(fd, _MOST_BYTES + 1) if regular else b""
         finally:
-            os.close(fd)
+            close(fd)
     if not regular:
         raise UsageError("is not a regular file", path=path, remedy="give the path of a settings file")
     if len(content) > _MOST_BYTES:

@@ -3,9 +3,9 @@
 import dataclasses
 import random
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from tensorkeep.state.skeleton_writer import check_depth
 def items(value: Any) -> list[tuple[Key, Any]] | None:
     """Return the items of a container by key, index or field name; None for any other value.
 
-    Containers are dicts, ordered dicts, lists, tuples, named tuples and registered dataclasses.
+    Containers are dicts, ordered dicts, counters, lists, tuples, named tuples and registered dataclasses.
     """
     kind = type(value)
-    if kind in (dict, OrderedDict):
+    if kind in (dict, OrderedDict, Counter):
         return list(value.items())
     if kind in (list, tuple):
         return list(enumerate(value))
@@ -58,7 +58,7 @@ def with_items(value: Any, found: Mapping[Key, Any]) -> Any:
 def container_kind(value: Any) -> str | None:
     """Return "dict", "list", or the name of a named tuple or dataclass; None if the value is not a container."""
     kind = type(value)
-    if kind in (dict, OrderedDict):
+    if kind in (dict, OrderedDict, Counter):
         return "dict"
     if kind in (list, tuple):
         return "list"
@@ -66,12 +66,16 @@ def container_kind(value: Any) -> str | None:
 
 
 def paths_to(state: Any, kind: type | tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield all values of some types in nested containers, with the keys that lead to them."""
+    """Yield all values of some types in nested containers, with the keys that lead to them.
+
+    Raises UnsupportedLeafError if the containers are nested too deeply, perhaps in themselves.
+    """
     if isinstance(state, kind):
         yield path, state
-        return
-    for key, item in items(state) or []:
-        yield from paths_to(item, kind, (*path, key))
+    elif found := items(state):
+        check_depth(path, len(path))
+        for key, item in found:
+            yield from paths_to(item, kind, (*path, key))
 
 
 def value_at(state: Any, path: Path) -> Any:
@@ -104,10 +108,15 @@ def _is_registered_dataclass(kind: type) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StatefulObject:
-    """An object of a training state, and what its ``state_dict()`` returned, in which objects are wrapped as well."""
+    """An object of a training state, and what its ``state_dict()`` returned, in which objects are wrapped as well.
+
+    If a module and a checkpoint name the same tensors differently, ``state`` has the checkpoint's names, and ``names``
+    the module's names with the checkpoint's.
+    """
 
     value: Any
     state: Any
+    names: Mapping[Key, Key] = field(default_factory=dict)
 
 
 LoadObject = Callable[[Path, StatefulObject, Any], None]

@@ -53,7 +53,8 @@ def convert(
         the most severe. A new checkpoint becomes visible when it is complete. URLs of object stores are paths as well.
     to
         The format to write: native, torch, safetensors, dcp, tensorstore, t5x, or a plug-in's. By default the suffix
-        decides: .safetensors; .pt, .pth, .bin and .ckpt for torch; .zarr for tensorstore; otherwise native.
+        decides: .safetensors; .pt, .pth and .bin for torch; .zarr for tensorstore; otherwise native. A suffix
+        of another format is refused.
     compression
         none (the default); lossless, about a third smaller for bf16; auto, which measures both and takes the faster;
         or the name of a codec.
@@ -144,9 +145,9 @@ def _plan(paths: Sequence[str], to: str | None, output: Output) -> tuple[list[_J
 
 
 def _is_taken(destination: str) -> bool:
-    """Return whether a path is a file, or a checkpoint other than safetensors files in a folder."""
+    """Return whether a path is a file, or a checkpoint other than files of weights in a folder."""
     try:
-        return os.path.isfile(destination) or find_format(destination).name != "safetensors"
+        return os.path.isfile(destination) or find_format(destination).name not in ("safetensors", "torch")
     except TensorkeepError:
         return False
 

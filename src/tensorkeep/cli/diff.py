@@ -88,6 +88,8 @@ class _Shown(NamedTuple):
 
 def _print_report(report: DiffReport, shown: _Shown) -> None:
     values = f"; {counted(len(report.values), 'plain value')} changed" if report.values else ""
+    if report.placeholders:
+        values += f"; {counted(len(report.placeholders), 'value')} not compared"
     tensors = f"tensors: {report.summary}{values}"
     verdict = "same" if report.equal else "different"
     totals = _totals(report.total) if report.changed else ""
@@ -113,7 +115,11 @@ def _print_lists(report: DiffReport, shown: _Shown) -> None:
             entries, more = shown.cut(mismatches)
             Table(("name", "first", "second"), [(each.name, *each.texts) for each in entries]).show()
             print_lines(*more)
-    for title, names in (("added (only in the second)", report.added), ("removed (only in the first)", report.removed)):
+    for title, names in (
+        ("added (only in the second)", report.added),
+        ("removed (only in the first)", report.removed),
+        ("not compared, because they cannot be read (--select '*' leaves them out)", report.placeholders),
+    ):
         if names:
             first, more = shown.cut(names)
             print_lines("", f"{title}:", *first, *more)

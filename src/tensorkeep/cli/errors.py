@@ -22,7 +22,7 @@ BROKEN_PIPE = 141
 _SEVERITY = (4, 3, 5, 7, 6, 2, 1, 0)
 
 
-_KEYWORD = re.compile(r"""\b(allow|drop_metadata|force|metric|mode|overwrite)=(True|\[[^\]]*\]|"[^"]*")""")
+_KEYWORD = re.compile(r"""\b(allow|drop_metadata|force|metric|mode|overwrite|select)=(True|\[[^\]]*\]|"[^"]*")""")
 """Keywords of calls in the remedies of errors that the Python API raises as well."""
 
 

@@ -99,6 +99,8 @@ def evaluate(
         else:
             text = partial(tokens_of, encoding=encoding, field=field)
             source, windows = _windows(trained, data, text, tokens, output)
+            if windows.note is not None:
+                output.note(windows.note)
             with output.meter("evaluating", of_bytes=False) as progress:
                 score = score_text(trained.model, windows, trained.tokenizer, rows=rows, progress=progress)
             document |= {"task": "text", "data": source, **score._asdict()}

@@ -44,6 +44,7 @@ def export(
         trained.model.config,
         out,
         tokenizer_json=tokenizer_json,
+        begin_of_document=tokenizer.begin_of_document,
         end_of_document=tokenizer.end_of_document,
         end_of_message=tokenizer.end if isinstance(tokenizer, ChatTokenizer) else None,
         dtype=dtype,

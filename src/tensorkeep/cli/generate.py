@@ -100,7 +100,7 @@ def generate(
 
     def prompt_and_new() -> Iterator[int]:
         nonlocal count
-        yield from ids
+        yield from ids[len(tokenizer.opening) :]
         for (token,) in drawn:
             count += 1
             yield token

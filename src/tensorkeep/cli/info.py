@@ -77,9 +77,24 @@ def ls(
     path = checkpoint_at(path, output)
     report = read_info(path, format=format, allow=allow)
     by_name = {entry.name: entry for entry in report.entries}
-    entries = [by_name[name] for name in names.select(by_name, globs)] if globs else report.entries
-    document = {"path": path, "format": report.format, "tensors": [describe(entry) for entry in entries]}
-    output.show(document, lambda: _entries(entries, long=long).show())
+    every = [*by_name, *report.placeholders]
+    chosen = names.select(every, globs) if globs else every
+    entries = [by_name[name] for name in chosen if name in by_name]
+    unread = {name: what for name, what in report.placeholders.items() if name in chosen}
+    tensors = [describe(entry) for entry in entries]
+    document = {"path": path, "format": report.format, "tensors": tensors, "placeholders": unread}
+    output.show(document, lambda: _print_list(entries, unread, long=long))
+
+
+def _print_list(entries: list[Entry], unread: dict[str, str], *, long: bool) -> None:
+    _entries(entries, long=long).show()
+    _print_placeholders(unread)
+
+
+def _print_placeholders(unread: dict[str, str]) -> None:
+    if unread:
+        print("\ncannot be read:")
+        Table(("name", "what"), list(unread.items())).show()
 
 
 def _print_info(report: InfoReport, largest: int) -> None:
@@ -90,6 +105,8 @@ def _print_info(report: InfoReport, largest: int) -> None:
     print_lines(f"{summary}, {format_bytes(total.nbytes)} raw, {stored}")
     if report.coder:
         print_lines(f"coder: {report.coder}")
+    if unused := report.details.get("unused_files"):
+        print_lines(f"not read: {', '.join(unused)}")
     print_lines(*_history(report.details))
     for what, totals in (("dtype", report.by_dtype), ("part", report.by_part), ("codec", report.by_codec)):
         print()
@@ -104,6 +121,7 @@ def _print_info(report: InfoReport, largest: int) -> None:
     if largest and report.entries:
         print("\nlargest:")
         _entries(report.largest(largest)).show()
+    _print_placeholders(report.placeholders)
     if report.metadata:
         print("\nmetadata:")
         Table(("key", "value"), [(key, _plain(value)) for key, value in report.metadata.items()]).show()
@@ -124,7 +142,7 @@ def _headline(report: InfoReport) -> list[str]:
     files, version = report.details.get("files"), report.details.get("version")
     phrases = [report.format if version is None else f"{report.format} {version}"]
     for key, value in report.details.items():
-        if key in ("files", "version", "step", "history", "space", "ranks", "layouts"):
+        if key in ("files", "version", "step", "history", "space", "ranks", "layouts", "unused_files"):
             continue
         if key.endswith("_bytes") and isinstance(value, int):
             phrases.append(f"{key.removesuffix('_bytes')} {format_bytes(value)}")

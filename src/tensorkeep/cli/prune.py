@@ -78,14 +78,15 @@ def prune(
     if keep_last is None and keep_every is None and keep_best is None and not keep_thinned and not broken:
         raise UsageError("no rule says which steps to keep", remedy=_RULES)
     run = StepFolder(run_root(root))
-    found, garbage = run.place.listing(), _garbage(run.place, output)
+    place = run.place.snapshot()
+    found, garbage = place.listing(), _garbage(place, output)
     if not (found.steps or found.broken or garbage):
         raise NotACheckpointError("contains no steps", path=root, remedy="give the folder that contains step-000100")
     best = None if keep_best is None else _best(found, keep_best, metric, mode)
     thinned = KeepThinned(tuple(map(_interval, keep_thinned))) if keep_thinned else None
     rule = keep_rule(keep_last, keep_every, best, thinned)
-    plan = _plan(run.place, rule, found, garbage, broken=broken)
-    document = plan.as_dict(run.place, dry_run=dry_run)
+    plan = _plan(place, rule, found, garbage, broken=broken)
+    document = plan.as_dict(place, dry_run=dry_run)
     asks = not (dry_run or yes or output.json) and sys.stdin.isatty() and sys.stderr.isatty()
     if dry_run or asks:
         output.show(document, lambda: _print(document, limit=_SHOWN if asks else None))
@@ -93,7 +94,7 @@ def prune(
         return 1 if asks and plan.changes else 0
     if plan.changes:
         try:
-            run.delete(*sorted(plan.gone))
+            run.delete(*sorted(plan.gone), seen=place)
         finally:
             run.release()
         run.warn_of_undeleted(stacklevel=1)
@@ -184,13 +185,8 @@ def _confirmed(plan: _Plan, output: Output) -> bool:
 
 def _not_removable(place: StepPlace, numbers: list[int]) -> dict[int, TensorkeepError]:
     """Return the steps whose folders contain something else, with the reason."""
-    left: dict[int, TensorkeepError] = {}
-    for number in numbers:
-        try:
-            place.check_removable(place.path_of(number))
-        except (UsageError, NotACheckpointError) as error:
-            left[number] = error
-    return left
+    paths = {place.path_of(number): number for number in numbers}
+    return {paths[path]: error for path, error in place.not_removable([*paths]).items()}
 
 
 def _interval(text: str) -> tuple[str, str]:

@@ -128,7 +128,7 @@ class Table:
 
     def show(self) -> None:
         """Print the table, fitted to a terminal; into a pipe or a file nothing is cut or wrapped."""
-        headings = tuple(heading.lstrip(">=") for heading in self.headings)
+        headings = tuple(printable(heading.lstrip(">=")) for heading in self.headings)
         rows = [tuple(map(printable, row)) for row in self.rows]
         if sys.stdout.isatty():
             self._show_fitted(headings, rows, _console())

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tensorkeep.checkpoint.load.rebuild import rebuild
+from tensorkeep.checkpoint.load.rebuild import rebuild, refuse_placeholders_of
 from tensorkeep.checkpoint.load.targets import LoadPlan
 from tensorkeep.checkpoint.stateful import paths_to
 from tensorkeep.errors import UnsupportedError
@@ -44,7 +44,7 @@ class Contents:
         }
 
     def _flattened(self, tensors: Mapping[str, Any]) -> tuple[dict[str, tuple[str | int, ...]], dict[str, Any]]:
-        state = rebuild(self._reader, self._reader.flat.skeleton, tensors, as_given=True)
+        state = rebuild(self._reader, self._reader.flat.skeleton, tensors, as_given=tensors)
         if not isinstance(state, dict):
             raise UnsupportedError(
                 f"its state is a {type(state).__name__}, and torch.distributed.checkpoint loads dicts only",
@@ -75,6 +75,8 @@ class Contents:
             for name, value in plan.values().items()
         }
         _, values = self._flattened({**self._stand_ins, **loaded})
+        for key in keys:
+            refuse_placeholders_of(self._reader, (key,), values[key])
         return {key: values[key] for key in keys}
 
     @cached_property

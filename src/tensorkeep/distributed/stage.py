@@ -11,6 +11,7 @@ from tensorkeep.errors import RanksDisagreeError
 from tensorkeep.formats.native.directory import is_replaceable
 from tensorkeep.formats.native.pieces.recovery import finish_saves
 from tensorkeep.io.commit import Commit
+from tensorkeep.paths import absolute
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class BegunSave:
         earlier: BegunSave | None = _begun.get(destination)
         if earlier is not None and not earlier.is_writing:
             earlier.abandon()
-        finish_saves(destination.absolute().parent)
+        finish_saves(absolute(destination).parent)
         commit = Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable)
         commit.__enter__()
         self._end = weakref.finalize(self, commit.__exit__, None, None, None)

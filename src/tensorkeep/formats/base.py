@@ -6,7 +6,6 @@ use `Reader.read` alone, so they work with every format. ``tensorkeep.testing.fo
 conformance suite. ``formats/write.py`` is the writing half of the contract: settings, options and results.
 """
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from tensorkeep.closing import Closing
-from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.box_copies import read_box
 from tensorkeep.formats.structure import check_structure
 from tensorkeep.formats.write import (
@@ -34,7 +33,7 @@ from tensorkeep.formats.write import (
 )
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.files import Bytes
-from tensorkeep.paths import StorePath
+from tensorkeep.paths import StorePath, absolute
 from tensorkeep.plugins import Registry
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Leaf, Source
@@ -51,10 +50,8 @@ class Entry(msgspec.Struct, frozen=True):
         The full dotted name, and the part of the state that it belongs to.
     dtype : DType
     shape : tuple of int
-    nbytes : int
-        Raw bytes.
-    stored_bytes : int
-        Bytes on disk.
+    nbytes, stored_bytes : int
+        Raw bytes, and bytes on disk.
     codec : str
         ``"raw"``, or the codecs of its blocks joined by ``+``; ``"alias"`` for a view of another tensor.
     file : str
@@ -101,16 +98,18 @@ class Reader(Closing, ABC):
         Kind and ``requires_grad`` of every tensor, aliases included, in the state's order: the checked skeleton.
     entries : dict of str to Entry
         Every tensor by name, aliases included, in the state's order.
-    metadata : dict
-        What the user gave when saving.
-    details : dict
-        What else `info` shows: version, writer, files...
+    metadata, details : dict
+        What the user gave when saving, and what else `info` shows: version, writer, files...
     verifiable : str or None
         What `verify` can check here ("xxh3-64 of every block"), or None if the format stores no checksum.
     buffers : int
         The most block-sized buffers that one reading thread uses at once, its destination included.
     step : StepRecord or None
         The step of a training run, if the format stores it.
+    notes : sequence of str
+        What a user should know of it, such as files that are not read; each is logged as a warning.
+    refusal : UnsupportedError or None
+        The error of a load that does not leave out the placeholders in the state. Without one, a load returns them.
     """
 
     path: Path
@@ -122,6 +121,8 @@ class Reader(Closing, ABC):
     verifiable: str | None = None
     buffers: int = 2
     step: StepRecord | None = None
+    notes: Sequence[str] = ()
+    refusal: UnsupportedError | None = None
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
@@ -166,7 +167,7 @@ class Reader(Closing, ABC):
 
     def identity(self) -> str:
         """Return what the ranks of a load compare: the path, or where the format has one a checksum of all content."""
-        return str(self.path) if isinstance(self.path, StorePath) else os.path.abspath(self.path)
+        return str(self.path) if isinstance(self.path, StorePath) else str(absolute(self.path))
 
     def audit(self) -> Iterator[Problem]:
         """Yield problems outside the tensors' bytes: in other files, sizes, containers."""
@@ -180,9 +181,8 @@ class Reader(Closing, ABC):
         """Check that a state can be rebuilt from its description, and set `flat` and `leaf_specs`.
 
         The stored tensors may be in any order. ``source`` is the file that describes the state, for errors;
-        ``leaf_specs`` is the result of `check_structure`, if it was called already.
-
-        Raises CorruptCheckpointError if skeleton, tensors, aliases and parts contradict each other.
+        ``leaf_specs`` is the result of `check_structure`, if it was called already. Raises CorruptCheckpointError if
+        skeleton, tensors, aliases and parts contradict each other.
         """
         try:
             tensors = {name: (leaf.dtype, leaf.shape) for name, leaf in flat.leaves.items()}

@@ -57,6 +57,8 @@ def grow(shape: Sequence[int], chunk: Sequence[int], most_elements: int) -> tupl
 
 def grid(shape: Sequence[int], block: Sequence[int]) -> Iterator[Box]:
     """Yield the boxes of a grid of blocks in C order, cut at the end of the array; nothing for an empty array."""
+    if 0 in shape:
+        return  # the other dimensions may have any length, and more blocks than can be listed
     axes = [
         [slice(start, min(start + step, length)) for start in range(0, length, step)]
         for length, step in zip(shape, block, strict=True)

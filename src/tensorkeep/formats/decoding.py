@@ -14,6 +14,20 @@ from tensorkeep.errors import (
 
 
 @contextmanager
+def as_a_reader() -> Iterator[None]:
+    """Check with a reader's code what was written: what that calls corrupt cannot be saved, and is unsupported."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        raise UnsupportedError(
+            f"cannot be saved, as a load would refuse it: {error.message}",
+            path=error.path,
+            name=error.name,
+            remedy="change what the message names, or save it in another format",
+        ) from error
+
+
+@contextmanager
 def decoding(path: PathLike | None = None, name: str | None = None, *, what: str = "is malformed") -> Iterator[None]:
     """Complete the errors of a block of code that decodes a file, or a tensor of it.
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tensorkeep.closing import Closing
 from tensorkeep.errors import StoreError
 from tensorkeep.io import parallel
-from tensorkeep.io.files import Bytes, store_errors
+from tensorkeep.io.files import Bytes, close, store_errors
 from tensorkeep.io.objects.store_directory import StoreFile
 from tensorkeep.io.objects.stores import SMALL_REQUESTS
 from tensorkeep.io.source_file import SourceFile
@@ -245,9 +245,9 @@ class FetchedFile(MappedFile):
 
     def mapped_at(self) -> int | None:
         """Return the address at which a library has mapped the file privately; None if it has not."""
-        status = os.fstat(self._fd)
-        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
         with store_errors(self.path, "find it in memory"), open("/proc/self/maps", encoding="utf-8") as maps:
+            status = os.fstat(self._fd)
+            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
             for line in maps:
                 addresses, flags, offset, *place = line.split(maxsplit=5)
                 if place[:2] == [device, str(status.st_ino)] and flags[3] == "p" and int(offset, 16) == 0:
@@ -258,7 +258,7 @@ class FetchedFile(MappedFile):
         """Close the descriptor, but keep the memory; a second call does nothing."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            close(fd)
 
 
 def stream_of(file: SourceFile) -> io.BufferedReader:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.io import places
 from tensorkeep.io.directory import Directory
@@ -69,23 +69,31 @@ class Content(msgspec.Struct, Generic[Body]):
 
 
 def seal(body: object) -> bytes:
-    """Return the bytes of a file with this body, which msgspec can encode."""
+    """Return the bytes of a file with this body, which msgspec can encode.
+
+    Raises UnsupportedError if they are more than `read_content` reads.
+    """
     rest = b'","body":' + msgspec.json.encode(body) + b"}\n"
+    if len(rest) > MAX_BYTES - len(OPENING) - _DIGITS:
+        raise UnsupportedError(
+            f"cannot be saved: its structure and plain values take {len(rest):,} bytes, of {MAX_BYTES:,} at most",
+            remedy="save long strings and bytes as tensors or arrays, and long lists of numbers, too",
+        )
     return OPENING + digest(rest).encode() + rest
 
 
-def read(directory: Directory, name: str) -> dict[str, Any]:
+def read(directory: Directory, name: str, *, follow_links: bool = False) -> dict[str, Any]:
     """Return the body of a file whose checksum is right; its fields are still to be checked.
 
     Raises NotACheckpointError if the file does not exist; CorruptCheckpointError if it is damaged, or not such a file.
     """
-    return body_of(read_content(directory, name), directory.path / name)
+    return body_of(read_content(directory, name, follow_links=follow_links), directory.path / name)
 
 
-def read_content(directory: Directory, name: str) -> bytes:
+def read_content(directory: Directory, name: str, *, follow_links: bool = False) -> bytes:
     """Return all bytes of a file whose checksum is right; raises the errors of `read`."""
     path = directory.path / name
-    with directory.open(name, follow_links=False) as file:
+    with directory.open(name, follow_links=follow_links) as file:
         if file.size > MAX_BYTES:
             raise CorruptCheckpointError(f"is too large: {file.size:,} bytes", path=path)
         content = file.read(0, file.size)

@@ -18,7 +18,7 @@ import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.decoding import decoding
+from tensorkeep.formats.decoding import as_a_reader, decoding
 from tensorkeep.formats.probe import first_bytes
 from tensorkeep.formats.structure import SourceT, Structure, check_structure
 from tensorkeep.io import parallel
@@ -28,7 +28,7 @@ from tensorkeep.io.objects.stores import SMALL_REQUESTS
 from tensorkeep.io.places import open_directory
 from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME, DType
-from tensorkeep.state.leaf import Source
+from tensorkeep.state.leaf import MOST_DIMENSIONS, Source
 from tensorkeep.state.skeleton_reader import LeafSpec
 from tensorkeep.state.tree import Flat
 from tensorkeep.structs import prepared
@@ -37,7 +37,6 @@ from tensorkeep.version import __version__
 FILE_NAME = "tensorkeep.json"
 VERSION = 1
 
-_MOST_DIMENSIONS = 64
 
 _REWRITTEN = "if another tool wrote here since, remove tensorkeep.json; otherwise take another checkpoint or copy"
 
@@ -126,8 +125,10 @@ def note_file(path: Path, *, hashed: bool) -> FileNote:
 
 def write(directory: Path, sidecar: Sidecar) -> int:
     """Write the file durably; return its size in bytes."""
-    content = sealed.seal(sidecar)
-    write_small(directory / FILE_NAME, content)
+    path, content = directory / FILE_NAME, sealed.seal(sidecar)
+    with as_a_reader():
+        _parse(sealed.body_of(content, path), type(sidecar), path)
+    write_small(path, content)
     return len(content)
 
 
@@ -144,9 +145,17 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
     another schema.
     """
     path = directory.path / FILE_NAME
-    body = sealed.read(directory, FILE_NAME)
+    body = sealed.read(directory, FILE_NAME, follow_links=True)
     if body.get("format") != format:
         raise CorruptCheckpointError(f"lies beside a checkpoint of the format {body.get('format')!r}", path=path)
+    sidecar = _parse(body, kind, path)
+    checks = [partial(_check_file, directory, name, note) for name, note in sidecar.files.items()]
+    parallel.run(checks, SMALL_REQUESTS if isinstance(directory.path, StorePath) else 1)
+    return sidecar
+
+
+def _parse(body: dict[str, Any], kind: type[SidecarT], path: Path) -> SidecarT:
+    """Return a sidecar checked in itself; raises the errors of `read`."""
     if body.get("version") != VERSION:
         raise UnsupportedError(
             f"was written in version {body.get('version')} of its schema, this release reads version {VERSION}",
@@ -157,8 +166,6 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
         sidecar = msgspec.convert(body, prepared(kind))
         _check_tensors(sidecar)
         _ = sidecar.leaf_specs
-    checks = [partial(_check_file, directory, name, note) for name, note in sidecar.files.items()]
-    parallel.run(checks, SMALL_REQUESTS if isinstance(directory.path, StorePath) else 1)
     return sidecar
 
 
@@ -167,7 +174,7 @@ def _check_tensors(sidecar: Sidecar) -> None:
         for dtype in (note.dtype, note.stored_dtype or note.dtype):
             if dtype not in BY_NAME:
                 raise ValueError(f"{name!r} has the unknown dtype {dtype!r}")
-        if len(note.shape) > _MOST_DIMENSIONS or any(length < 0 for length in note.shape) or note.stored_bytes < 0:
+        if len(note.shape) > MOST_DIMENSIONS or any(length < 0 for length in note.shape) or note.stored_bytes < 0:
             raise ValueError(f"{name!r} has an impossible shape or size")
 
 
@@ -180,7 +187,7 @@ def _check_file(directory: Directory, name: str, note: FileNote) -> None:
         with ExitStack() as stack:
             # By the open descriptor: the directory's name may stand for another one by now.
             inner = stack.enter_context(open_directory(directory.stable_path / folder)) if folder else directory
-            file = stack.enter_context(inner.open(last, follow_links=False))
+            file = stack.enter_context(inner.open(last))
             if file.size != note.bytes:
                 message = f"has {file.size:,} bytes, not {note.bytes:,}"
                 raise CorruptCheckpointError(message, path=path, remedy=_REWRITTEN)

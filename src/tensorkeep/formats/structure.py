@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tensorkeep.errors import UnsupportedLeafError
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Source
@@ -60,6 +61,19 @@ class Structure(msgspec.Struct, frozen=True):
         """Return the flattened state with these stored tensors; `check_structure` is still to be called."""
         aliases = {name: record.alias() for name, record in self.aliases.items()}
         return Flat(self.skeleton, leaves, aliases, self.parts)
+
+
+def check_saveable(flat: Flat[Source]) -> None:
+    """Check a state with the code of the readers: what they would refuse must not be saved.
+
+    Raises UnsupportedLeafError with the rule that is broken.
+    """
+    tensors = {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in flat.leaves.items()}
+    try:
+        check_structure(flat.skeleton, tensors, flat.aliases, flat.parts)
+    except ValueError as error:
+        remedy = "rename or leave out what the message names, and report this: it should have had a better message"
+        raise UnsupportedLeafError(f"a load would refuse this state: {error}", remedy=remedy) from error
 
 
 def check_structure(

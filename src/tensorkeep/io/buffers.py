@@ -9,12 +9,13 @@ import mmap
 import os
 import threading
 import weakref
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.closing import Closing
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import OutOfMemoryError, UsageError
 from tensorkeep.io.parallel import POLL_SECONDS, Cancellation
 from tensorkeep.state.cuda import CudaPageLock
 from tensorkeep.units import format_bytes, format_least_bytes
@@ -254,9 +255,16 @@ _spares = _Spares()
 
 
 def _map(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # First-touch faults of 4 KiB pages cost as much as the copy into them.
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OutOfMemoryError(
+            f"the system has no {format_bytes(size)} for a buffer ({error.strerror or error})",
+            remedy="free some memory, raise the limit of this process (ulimit -v), or give a smaller memory_budget",
+        ) from error
+    # First-touch faults of 4 KiB pages cost as much as the copy into them. A kernel without huge pages refuses.
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 

@@ -28,6 +28,10 @@ class Clock:
         """Return for how long a library that waits by itself, such as obstore, is to wait in place of so long."""
         return seconds
 
+    def patience(self, seconds: float) -> float:
+        """Return for how long to wait for another thread in place of so long."""
+        return seconds
+
 
 _current = Clock()
 

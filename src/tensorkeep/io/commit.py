@@ -21,9 +21,10 @@ from typing import Self
 
 from tensorkeep.errors import BusyError, DestinationExistsError, StoreError
 from tensorkeep.io.clock import clock
-from tensorkeep.io.files import store_errors, sync_directory, write_small
+from tensorkeep.io.files import close, store_errors, sync_directory, write_small
 from tensorkeep.io.temporaries import adopt, lock, new_name, remove, remove_stale
 from tensorkeep.machine import libc
+from tensorkeep.paths import absolute
 
 _CHOOSE = "choose another path, or ask to overwrite it (overwrite=True)"
 
@@ -72,9 +73,9 @@ class Commit:
     ) -> None:
         # As the kernel resolves it; only the last component may be a symbolic link.
         if destination.name in ("", ".."):
-            self.destination = Path(os.path.realpath(destination))
+            self.destination = absolute(destination, follow_links=True)
         else:
-            self.destination = Path(os.path.realpath(destination.parent), destination.name)
+            self.destination = absolute(destination.parent, follow_links=True) / destination.name
         self.overwrite = overwrite
         self._directory = directory
         self._replaceable = replaceable
@@ -137,7 +138,11 @@ class Commit:
             remove_stale(self.destination)
             temporary = new_name(self.destination)
             os.mkdir(temporary)
-            fd = lock(temporary)
+            try:
+                fd = lock(temporary)
+            except BaseException:
+                remove(temporary)
+                raise
             if fd is None:
                 continue
             try:
@@ -145,11 +150,12 @@ class Commit:
                 remove_stale(self.destination, besides=temporary)
             except BusyError:
                 remove(temporary)
-                os.close(fd)
+                close(fd)
                 clock().sleep(secrets.randbelow(50) / 1000)
                 continue
             except BaseException:
-                os.close(fd)
+                remove(temporary)
+                close(fd)
                 raise
             break
         self._lock_fd, self._temporary = fd, temporary
@@ -228,7 +234,7 @@ class Commit:
 
     def _release(self) -> None:
         _active.discard(self)
-        os.close(self._lock_fd)
+        close(self._lock_fd)
 
 
 def _release_in_child() -> None:
@@ -245,7 +251,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
     A symbolic link is followed. Raises StoreError if the operating system refuses; an older file then remains.
     """
-    target = Path(os.path.realpath(path))
+    target = absolute(path, follow_links=True)
     with Commit(target, directory=False, overwrite=True, replaceable=lambda path: True) as commit:
         with store_errors(path, "write the file"):
             write_small(commit.path, content)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tensorkeep.closing import Closing
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, StoreError
-from tensorkeep.io.files import Bytes, store_error
+from tensorkeep.io.files import Bytes, close, store_error
 from tensorkeep.io.source_file import SourceFile
 
 MAX_OPEN_FILES = 200
@@ -70,7 +70,7 @@ class Directory(Closing):
         """Close the directory, but not its open files; a second call does nothing."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            close(fd)
 
 
 class _ReopenedFile(SourceFile):

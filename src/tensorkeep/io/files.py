@@ -67,6 +67,15 @@ def store_errors(path: PathLike, action: str) -> Iterator[None]:
         raise store_error(error, path, action) from error
 
 
+def close(fd: int) -> None:
+    """Close a descriptor, whatever the system says: what was written to it was synced before, or is given up."""
+    try:
+        os.close(fd)
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            raise  # it was closed before, and its number may be that of another file: a bug
+
+
 class DirectFile:
     """A new file that many threads write at once, at offsets and from memory that are multiples of 4096 bytes.
 
@@ -137,9 +146,12 @@ class DirectFile:
         """Write through the page cache from now on: some file systems accept the flag and refuse the first write."""
         with self._lock:
             if self.direct:
-                buffered = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
-                os.dup2(buffered, self._fd, inheritable=False)
-                os.close(buffered)
+                with store_errors(self.path, "open the file again, without direct I/O"):
+                    buffered = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+                    try:
+                        os.dup2(buffered, self._fd, inheritable=False)
+                    finally:
+                        close(buffered)
                 self._use_page_cache()
 
     def finish(self, size: int) -> None:
@@ -155,7 +167,7 @@ class DirectFile:
         """Close the file; a second call does nothing."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            close(fd)
 
 
 def sync_directory(path: Path) -> None:
@@ -164,7 +176,7 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(fd)
     finally:
-        os.close(fd)
+        close(fd)
 
 
 def write_small(path: Path, content: bytes) -> None:

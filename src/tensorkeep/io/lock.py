@@ -7,12 +7,13 @@ that hosts share do not pass on locks of folders, so a writer on another host is
 import fcntl
 import os
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from tensorkeep import machine
 from tensorkeep.errors import BusyError
 from tensorkeep.io.commit import make_directory
-from tensorkeep.io.files import store_error, store_errors
+from tensorkeep.io.files import close, store_error, store_errors
 
 # Weak, so that a lock without references releases its folder.
 _locks: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
@@ -31,8 +32,12 @@ class FolderLock:
             self._fd = _lock(folder)
             self._release = weakref.finalize(self, _unlock, self._fd, os.getpid())
             _locks.add(self)
-            if self.is_valid():
-                return
+            try:
+                if self.is_valid():
+                    return
+            except BaseException:
+                self.release()  # the traceback may live on, and the lock with it
+                raise
             # The folder was removed, and perhaps created again, between the opening and the locking.
             self.release()
 
@@ -66,8 +71,10 @@ def _lock(folder: Path) -> int:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = machine.lock_holder(fd)
-        os.close(fd)
+        holder = None
+        with suppress(OSError):  # its number is for the message only
+            holder = machine.lock_holder(fd)
+        close(fd)
         own = " (this one)" if holder == os.getpid() else ""
         raise BusyError(
             "another CheckpointManager writes here" + (f": process {holder}{own}" if holder else ""),
@@ -75,7 +82,7 @@ def _lock(folder: Path) -> int:
             remedy="wait for it to end, close it, or use a folder of its own for each run",
         ) from error
     except OSError as error:
-        os.close(fd)
+        close(fd)
         raise store_error(error, folder, "lock the folder") from error
     return fd
 
@@ -83,8 +90,9 @@ def _lock(folder: Path) -> int:
 def _unlock(fd: int, owner: int) -> None:
     # A forked child inherits the descriptor, but the lock is the parent's, which alone may release it.
     if os.getpid() == owner:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
+        with suppress(OSError):  # to close it releases it, too
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    close(fd)
 
 
 def _release_in_child() -> None:

@@ -4,18 +4,21 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
+from tensorkeep.errors import OutOfMemoryError
 from tensorkeep.io.clock import clock
+from tensorkeep.io.threads import NO_MORE_THREADS, Signal, shielded, start_thread
 from tensorkeep.machine import thread_wait_seconds, usable_processors
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the total bytes, from any thread, one call at a time."""
 
+T = TypeVar("T")
+
 POLL_SECONDS = 0.1
 """Interval at which a wait checks for cancellation."""
-
-THREAD_START_SECONDS = 1.0
-"""A thread that was started begins to run within this time."""
 
 
 def default_threads() -> int:
@@ -42,14 +45,14 @@ _coding_beside = Permits(lambda: max(1, len(usable_processors()) // 2))
 
 
 class Cancelled(Exception):
-    """Raised in tasks that wait for a task that failed; `run` never raises it."""
+    """Raised in tasks that wait for a task that failed; by `run` only where the main thread was interrupted."""
 
 
 class Cancellation:
     """A flag that tasks which wait for each other check."""
 
     def __init__(self) -> None:
-        self._set = threading.Event()
+        self._set = Signal()
 
     def cancel(self) -> None:
         """Set the flag."""
@@ -142,11 +145,37 @@ class Meter:
                 self._progress(self._done, self.total)
 
 
+def answer_within(seconds: float, function: Callable[[], T]) -> T:
+    """Return what a function returns in a thread; TimeoutError if it takes longer, which it then does unnoticed.
+
+    Examples
+    --------
+    >>> answer_within(60, lambda: 7)
+    7
+    """
+    answers: SimpleQueue[T | BaseException] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(function())
+        except BaseException as error:
+            answers.put(error)
+
+    start_thread(threading.Thread(target=work, name="tensorkeep-question", daemon=True))
+    try:
+        answer = answers.get(timeout=clock().patience(seconds))
+    except Empty:
+        raise TimeoutError(f"no answer for {seconds:g} s") from None
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
 def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancellation | None = None) -> None:
     """Call every task on ``threads`` threads; tasks start in order.
 
     After the first exception, or a signal whose handler raises one (Ctrl-C), no further task starts, and those that
-    run are waited for before it is raised.
+    run are waited for before it is raised: tasks may use files that the caller closes afterwards.
 
     Examples
     --------
@@ -158,36 +187,28 @@ def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancell
     [0, 1, 4, 9]
     """
     workers = _Workers(tasks, threads, cancellation or Cancellation())
-    # Handlers of signals raise in the main thread only, at any instruction: KeyboardInterrupt of Ctrl-C, SystemExit of
-    # a program's own handler. So another thread starts the workers and waits for them, and the main thread only waits
-    # for that one, however often it is interrupted: tasks may use files that the caller closes afterwards.
-    supervisor = threading.Thread(target=workers.supervise, name="tensorkeep-supervisor", daemon=True)
-    interrupted: BaseException | None = None
-    try:
-        supervisor.start()
-    except BaseException as error:
-        interrupted = error
-    while True:
-        try:
-            if interrupted:
-                workers.cancellation.cancel()
-            # An interrupt just before the supervisor began keeps it from ever starting.
-            if workers.finished.wait(timeout=THREAD_START_SECONDS) or supervisor.ident is None:
-                break
-        except BaseException as error:
-            interrupted = interrupted or error
-    if failure := interrupted or workers.failure:
-        raise failure
+    shielded(workers.supervise, workers.stop)
+    if workers.failure:
+        raise workers.failure
+    if workers.is_stopped:
+        raise Cancelled
 
 
 class _Workers:
     def __init__(self, tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancellation) -> None:
         self.cancellation = cancellation
         self.failure: BaseException | None = None
-        self.finished = threading.Event()
+        self.is_stopped = False
+        self._all_started = Signal()
+        self._is_over = False
         self._tasks = iter(tasks)
-        self._threads = threads
+        self._threads = max(1, threads)  # of no tasks, callers may want none
         self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        """Let no further task start, as the main thread was interrupted; `run` raises Cancelled."""
+        self.is_stopped = True
+        self.cancellation.cancel()
 
     def supervise(self) -> None:
         """Start the threads and wait for them."""
@@ -195,21 +216,26 @@ class _Workers:
         try:
             for number in range(self._threads):
                 worker = threading.Thread(target=self._work, name=f"tensorkeep-{number}", daemon=True)
-                worker.start()
+                start_thread(worker)
                 workers.append(worker)
         except BaseException as error:  # the system has no more threads
             self._fail(error)
         finally:
+            self._all_started.set()
             for worker in workers:
                 worker.join()
-            self.finished.set()
+            if not self._is_over and not self.failure:
+                self.failure = OutOfMemoryError("all threads have ended before their work", remedy=NO_MORE_THREADS)
 
     def _work(self) -> None:
+        # The threads take their memory before the tasks take the rest of it.
+        self._all_started.wait()
         try:
             while (task := self._next()) is not None:
                 task()
+            self._is_over = True
         except Cancelled:
-            pass
+            self._is_over = True
         except BaseException as error:
             self._fail(error)
 

@@ -13,7 +13,7 @@ import numpy as np
 from tensorkeep.closing import Closing
 from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError
 from tensorkeep.io.buffers import ALIGNMENT, round_down, round_up
-from tensorkeep.io.files import Bytes, store_error, transfers
+from tensorkeep.io.files import Bytes, close, store_error, transfers
 from tensorkeep.machine import libc
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,11 @@ class SourceFile(Closing):
             if error.errno == errno.ELOOP and not follow_links:
                 raise CorruptCheckpointError("is a symbolic link, which a checkpoint never holds", path=path) from error
             raise store_error(error, path, "open the file") from error
-        self.status = os.fstat(self._fd)
+        try:
+            self.status = os.fstat(self._fd)
+        except OSError as error:
+            self.close()
+            raise store_error(error, path, "look at the file") from error
         if not stat.S_ISREG(self.status.st_mode):
             self.close()
             raise CorruptCheckpointError("is not a regular file", path=path)
@@ -157,7 +161,7 @@ class SourceFile(Closing):
         descriptors, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, -1
         for fd in descriptors:
             if fd >= 0:
-                os.close(fd)
+                close(fd)
 
 
 def _is_cached(address: int) -> bool:

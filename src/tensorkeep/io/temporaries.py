@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from tensorkeep.errors import BusyError
-from tensorkeep.io.files import store_errors, sync_directory
+from tensorkeep.io.files import close, store_errors, sync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,9 @@ def prefix(destination: Path) -> str:
     """Return the start of the names of a destination's temporaries."""
     # The hash distinguishes `a.b` from `a`, and keeps long names within the limit of a file name.
     name = os.fsencode(destination.name)
-    return f".{name[:80].decode(errors='ignore')}.{xxhash.xxh3_64_hexdigest(name)[:8]}."
+    # Without half a character, whatever the locale's encoding is.
+    start = os.fsdecode(name[:80].decode(errors="ignore").encode())
+    return f".{start}.{xxhash.xxh3_64_hexdigest(name)[:8]}."
 
 
 def lock(temporary: Path) -> int | None:
@@ -48,9 +50,9 @@ def lock(temporary: Path) -> int | None:
         if os.path.lexists(temporary):
             return fd
     except BaseException:
-        os.close(fd)
+        close(fd)
         raise
-    os.close(fd)
+    close(fd)
     return None
 
 
@@ -66,7 +68,7 @@ def adopt(temporary: Path) -> int | None:
             return fd
     except OSError:
         pass
-    os.close(fd)
+    close(fd)
     return None
 
 
@@ -102,11 +104,11 @@ def remove_abandoned(folder: Path) -> None:
 
 def remove(temporary: Path) -> None:
     """Remove a temporary, as far as the operating system lets us."""
-    if temporary.is_symlink() or not temporary.is_dir():
-        with suppress(OSError):
-            temporary.unlink()
-    else:
-        shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        os.unlink(temporary)
+    except OSError:  # it is a folder, perhaps
+        with suppress(OSError):  # which ignore_errors does not for all calls
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def list_temporaries(folder: Path) -> list[Path]:
@@ -143,7 +145,7 @@ def _remove_unless_locked(temporary: Path) -> bool:
     except BlockingIOError:
         return False
     finally:
-        os.close(fd)
+        close(fd)
     return True
 
 

@@ -1,7 +1,8 @@
 """What all of ``tensorkeep.safetensors`` shares: errors, arguments, and the writing of one file."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -11,7 +12,6 @@ from safetensors import SafetensorError
 
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import (
-    CorruptCheckpointError,
     NotFoundError,
     PathLike,
     TensorkeepError,
@@ -23,6 +23,7 @@ from tensorkeep.formats.safetensors.reader import begins_like_safetensors
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import store_errors
 from tensorkeep.paths import checked_path
+from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.strided import Array
 
 Framework = Literal["pt", "np"]
@@ -54,13 +55,18 @@ def _both_errors(kind: Any) -> type[TensorkeepError]:
     return type(kind.__name__, (kind, SafetensorError), {"__module__": kind.__module__})
 
 
-def parse_bytes_of_file(load: Callable[[bytes], dict[str, Any]], data: bytes) -> dict[str, Any]:
-    """Return what a function of safetensors reads from the bytes of a file."""
-    try:
-        return load(data)
-    except SafetensorError as error:
-        with safetensor_errors():
-            raise CorruptCheckpointError(f"the bytes are not those of a safetensors file: {error}") from None
+def bytes_of_file(
+    serialize: Callable[..., bytes], tensors: Mapping[str, Array], dtypes: Iterable[object], metadata: Any
+) -> bytes:
+    """Return tensors as the bytes of a file, by a function of safetensors unless it lacks one of their dtypes."""
+    content = None if metadata is None else dict(metadata)
+    known = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    if all(BY_NAME[name].safetensors for name in known):
+        return serialize(tensors, metadata=content)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"tensors{SUFFIX}")
+        write_file(tensors, path, content)
+        return path.read_bytes()
 
 
 def framework_of(name: str) -> Framework:

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 
 # Bound here, because users may replace these functions by ours.
-from safetensors.numpy import load as deserialize
 from safetensors.numpy import save as serialize
 
 from tensorkeep.errors import PathLike
-from tensorkeep.safetensors.compatible import checked_tensors, parse_bytes_of_file, safetensor_errors, write_file
-from tensorkeep.safetensors.opened import safe_open
+from tensorkeep.safetensors.compatible import bytes_of_file, checked_tensors, safetensor_errors, write_file
+from tensorkeep.safetensors.opened import safe_open, tensors_in
 from tensorkeep.state.aliases import find_aliases
 from tensorkeep.state.leaf import Leaf
 
@@ -44,13 +43,12 @@ def save(tensor_dict: Arrays, metadata: Mapping[str, str] | None = None) -> byte
     """
     with safetensor_errors():
         found = _native(tensor_dict)
-    content: bytes = serialize(found, metadata=None if metadata is None else dict(metadata))
-    return content
+        return bytes_of_file(serialize, found, [array.dtype for array in found.values()], metadata)
 
 
 def load(data: bytes) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
     """Return the arrays in the bytes of a safetensors file; SafetensorError if they are not one."""
-    return parse_bytes_of_file(deserialize, data)
+    return tensors_in(data, "np")
 
 
 def _native(arrays: Arrays) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:

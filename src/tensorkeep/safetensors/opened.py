@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
@@ -10,16 +10,18 @@ from tensorkeep.checkpoint.arguments import check_device
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.lazy import Checkpoint, LazyTensor
 from tensorkeep.checkpoint.load.targets import LoadPlan
-from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.errors import PathLike, TensorkeepError, UnsupportedError, UsageError
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.safetensors.reader import SafetensorsReader
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import default_threads
+from tensorkeep.machine import memory_file
 from tensorkeep.paths import checked_path
 from tensorkeep.safetensors.compatible import check_backend, framework_of, safetensor_errors
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.strided import Array
+from tensorkeep.state.tree import placeholders
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +69,7 @@ class safe_open:  # noqa: N801
             assert isinstance(reader, SafetensorsReader)
             self._reader = reader
             self._checkpoint = Checkpoint(reader, settings)
+            self._unread = {found.name: found for found in placeholders(reader.flat.skeleton)}
             self._closed = False
 
     def _checked_device(self, device: "Device") -> "torch.device | None":
@@ -80,7 +83,7 @@ class safe_open:  # noqa: N801
 
     def keys(self) -> list[str]:
         """Return the names of the tensors, sorted."""
-        return sorted(self._open())
+        return sorted([*self._open(), *self._unread])
 
     def offset_keys(self) -> list[str]:
         """Return the names of the stored tensors, in the order of their bytes in the file."""
@@ -91,7 +94,11 @@ class safe_open:  # noqa: N801
         """Return the metadata that the file was saved with; None if it has none."""
         self._open()
         framework = self._reader.details["framework"]
-        return {**({} if framework is None else {"format": framework}), **self._reader.metadata} or None
+        return {
+            **({} if framework is None else {"format": framework}),
+            **self._reader.written_by,
+            **self._reader.metadata,
+        } or None
 
     def get_tensor(self, name: str) -> Array:
         """Return a tensor; SafetensorError if it does not exist or is damaged."""
@@ -101,6 +108,8 @@ class safe_open:  # noqa: N801
         """Return all tensors, or those of some names, read in parallel."""
         checkpoint = self._open()
         with safetensor_errors():
+            for name in self._unread if names is None else self._unread.keys() & set(names):
+                self._raise_unread(name)
             chosen = list(checkpoint) if names is None else [checkpoint[name].name for name in names]
             plan = LoadPlan(self._reader, chosen, {}, self._device)
             plan.read(default_threads(), checkpoint._settings.pool, None)
@@ -108,9 +117,17 @@ class safe_open:  # noqa: N801
             return {name: self._as_framework(values[name], self._reader.entries[name].dtype) for name in chosen}
 
     def get_slice(self, name: str) -> "TensorSlice":
-        """Return a tensor of which any slice can be read; SafetensorError if it does not exist."""
+        """Return a tensor of which any slice can be read; SafetensorError if it does not exist, or has another dtype
+        than torch and numpy know.
+        """
         with safetensor_errors():
+            if name in self._unread:
+                self._raise_unread(name)
             return TensorSlice(self, self._open()[name])
+
+    def _raise_unread(self, name: str) -> NoReturn:
+        found = self._unread[name]
+        raise UnsupportedError(f"cannot be read: {found.what}", path=self._checkpoint.path, name=name)
 
     def _open(self) -> Checkpoint:
         if self._closed:
@@ -143,6 +160,25 @@ class safe_open:  # noqa: N801
         return f"<safe_open {os.fspath(self._checkpoint.path)!r}>"
 
 
+def tensors_in(data: bytes, framework: str) -> dict[str, Array]:
+    """Return the tensors in the bytes of a safetensors file; SafetensorError if they are not one."""
+    try:
+        with open(memory_file(), "wb", buffering=0) as file:
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+            with safe_open(f"/proc/self/fd/{file.fileno()}", framework) as opened:
+                return opened.get_tensors()
+    except TensorkeepError as error:
+        error.path = None  # of the copy
+        if not isinstance(error, UnsupportedError):
+            error.message = f"the bytes are not those of a safetensors file: {error.message}"
+        raise
+    except (OSError, TypeError) as error:
+        with safetensor_errors():
+            raise UsageError(f"cannot copy the bytes: {error}", remedy="give the bytes of a file") from error
+
+
 class TensorSlice:
     """A tensor of an open file; indexing it reads the rows that the first index selects."""
 
@@ -151,12 +187,12 @@ class TensorSlice:
         self._tensor = tensor
 
     def get_shape(self) -> list[int]:
-        """Return the shape."""
-        return list(self._tensor.shape)
+        """Return the shape; that of ``"F4"`` counts numbers, of which a torch tensor has two in an element."""
+        return list(self._dtype.numbers_shape(self._tensor.shape))
 
     def get_dtype(self) -> str:
-        """Return the dtype, as the file names it, such as ``"BF16"``."""
-        return self._dtype.safetensors or "U8"
+        """Return the dtype, as safetensors names it, such as ``"BF16"``; numpy's name if it has none there."""
+        return self._dtype.safetensors or self._dtype.name
 
     @property
     def _dtype(self) -> DType:
@@ -167,9 +203,28 @@ class TensorSlice:
         self._file._open()
         with safetensor_errors():
             try:
-                selected = self._tensor[index]
+                selected = self._tensor[self._element_index(index)]
             except IndexError as error:
                 path, shape = self._file._checkpoint.path, self.get_shape()
                 remedy = f"its shape is {shape}"
                 raise UsageError(str(error), path=path, name=self._tensor.name, remedy=remedy) from None
             return self._file._as_framework(selected, self._dtype)
+
+    def _element_index(self, index: Any) -> Any:
+        """Return an index of numbers as one of elements, which may pack several."""
+        packs, places = self._dtype.packs, index if isinstance(index, tuple) else (index,)
+        given = [place for place in places if place is not None and place is not ...]
+        after_dots = places[-1] is not ... and any(place is ... for place in places)
+        reaches_last = len(given) == self._tensor.ndim or after_dots
+        if packs == 1 or not given or not reaches_last:
+            return index
+        last = places[-1]
+        if isinstance(last, slice) and last.step in (None, 1):
+            start, stop, _ = last.indices(self.get_shape()[-1])
+            if start % packs == stop % packs == 0:
+                return (*places[:-1], slice(start // packs, stop // packs))
+        raise UnsupportedError(
+            f"packs {packs} numbers in an element, and {index!r:.100} does not select full elements",
+            name=self._tensor.name,
+            remedy=f"give a slice whose ends are multiples of {packs} as the last index",
+        )

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 
 # Bound here, because users may replace these functions by ours.
-from safetensors.torch import load as deserialize
 from safetensors.torch import save as serialize
 
 from tensorkeep.errors import PathLike, StateMismatchError, UnsupportedError, UsageError
-from tensorkeep.safetensors.compatible import checked_tensors, parse_bytes_of_file, safetensor_errors, write_file
-from tensorkeep.safetensors.opened import safe_open
+from tensorkeep.safetensors.compatible import bytes_of_file, checked_tensors, safetensor_errors, write_file
+from tensorkeep.safetensors.opened import safe_open, tensors_in
 from tensorkeep.state.aliases import find_aliases
 from tensorkeep.state.leaf import Leaf
 
@@ -85,14 +84,12 @@ def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
     """
     with safetensor_errors():
         found = {name: tensor.contiguous() for name, tensor in _separate(tensors).items()}
-    # In memory there is nothing to make durable or atomic.
-    content: bytes = serialize(found, metadata=None if metadata is None else dict(metadata))
-    return content
+        return bytes_of_file(serialize, found, [tensor.dtype for tensor in found.values()], metadata)
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
     """Return the tensors in the bytes of a safetensors file; SafetensorError if they are not one. See `save`."""
-    return parse_bytes_of_file(deserialize, data)
+    return tensors_in(data, "pt")
 
 
 def save_model(

@@ -43,6 +43,8 @@ def findings(report: DiffReport) -> list[tuple[str, str]]:
         found.append(("", f"{differ}{distance if total.floating else ''}."))
     if report.values:
         found.append(("", f"{counted(len(report.values), 'plain value')} differ."))
+    if report.placeholders:
+        found.append(("", f"Not compared, because they cannot be read: {', '.join(report.placeholders)}."))
     return found
 
 

@@ -26,13 +26,18 @@ class DType:
     name: str
     itemsize: int  # bytes
     kind: Kind
-    safetensors: str | None  # the tag in a header; without one the dtype is stored there as ``U8``
+    safetensors: str | None  # the tag in a header; without one the dtype is stored there as ``U8``, with a note
     exponent_bits: int = 0  # of a float, or of each half of a complex number
     has_torch: bool = True
     has_numpy: bool = True  # numpy itself or ml_dtypes
+    packs: int = 1  # numbers in one element
 
     def __str__(self) -> str:
         return self.name
+
+    def numbers_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that counts numbers, as safetensors does, of a tensor whose shape counts elements."""
+        return (*shape[:-1], shape[-1] * self.packs) if shape else shape
 
     @property
     def torch(self) -> "torch.dtype":
@@ -76,8 +81,8 @@ _TABLE = (
     # Not in safetensors.
     DType("complex128", 16, "complex", None, 11),
     DType("complex32", 4, "complex", None, 5, has_numpy=False),
-    # Two four-bit floats in a byte: torch counts the bytes, safetensors the halves, hence U8 there.
-    DType("float4_e2m1fn_x2", 1, "uint", None, has_numpy=False),
+    # Two four-bit floats in a byte: torch counts the bytes, safetensors the floats.
+    DType("float4_e2m1fn_x2", 1, "uint", "F4", has_numpy=False, packs=2),
     # Numpy arrays of ml_dtypes: one byte an element, also for the narrower ones.
     DType("float8_e4m3", 1, "float", None, 4, has_torch=False),
     DType("float8_e3m4", 1, "float", None, 3, has_torch=False),

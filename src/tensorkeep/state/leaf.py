@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 LeafKind = Literal["tensor", "parameter", "ndarray", "npscalar"]
 LEAF_KINDS: tuple[LeafKind, ...] = ("tensor", "parameter", "ndarray", "npscalar")
 
+MOST_DIMENSIONS = 64
+"""As numpy has. The product of millions of lengths, which a hostile file may have, would take hours."""
+
 
 class Source(Protocol):
     """What a writer stores: a `Leaf` in memory, or a tensor of another checkpoint."""
@@ -246,7 +249,8 @@ def check_plain(name: str, tensor: "torch.Tensor") -> None:
     elif tensor.is_quantized:
         problem, remedy = "a quantised tensor", "save x.int_repr() with its scale and zero point, or x.dequantize()"
     elif tensor.is_meta:
-        problem, remedy = "a tensor on the meta device, without memory,", "give it memory first: module.to_empty()"
+        problem = "a tensor on the meta device, without memory,"
+        remedy = "make the module on another device, or fill it first: module.load_state_dict(state, assign=True)"
     else:
         return
     raise UnsupportedLeafError(f"{problem} cannot be saved", name=name, remedy=remedy)

@@ -3,8 +3,8 @@
 Keys are joined by dots, so that a plain ``state_dict`` keeps the names that other tools expect. Only a path whose name
 would be ambiguous (``{"a": {"b": t}, "a.b": u}``, ``{1: t, "1": u}``), reserved, or has an empty key is escaped: within
 a key ``.``, ``%`` and NUL become ``%2E``, ``%25`` and ``%00``; an empty key becomes ``%``; keys that are not strings
-become ``%i1``, ``%True``, ``%None``, ``%r1%2E5``. Names are never parsed back, because the skeleton has the keys. They
-depend only on the set of paths, not on its order.
+become ``%i1``, ``%True``, ``%None``, ``%r1%2E5``, ``%r(1, 'a')``. Names are never parsed back, because the skeleton has
+the keys. They depend only on the set of paths, not on its order.
 """
 
 import difflib
@@ -16,7 +16,8 @@ from fnmatch import fnmatchcase
 
 from tensorkeep.errors import UsageError
 
-Key = str | int | float | None
+Scalar = str | int | float | None
+Key = Scalar | tuple[Scalar, ...]
 """A key of a dict, a field, or an index of a list (``bool`` is an int)."""
 
 Path = tuple[Key, ...]
@@ -28,13 +29,14 @@ DEFAULT_PART = "model"
 _RESERVED = "__metadata__"
 _LONGEST_STEM = 100
 _LONG_INTEGER = 2**64
-_MAGIC = re.compile(r"[*?[]")
 
 
 def key_text(key: Key) -> str:
     """Return a key as it is in a name without escapes."""
     if isinstance(key, str):
         return key
+    if isinstance(key, tuple):
+        return f"({', '.join(ascii(part) if isinstance(part, str) else key_text(part) for part in key)})"
     # Python refuses to format very long integers in decimal.
     return hex(key) if isinstance(key, int) and abs(key) >= _LONG_INTEGER else repr(key)
 
@@ -116,14 +118,15 @@ def part_file_stems(parts: Iterable[str]) -> dict[str, str]:
 def select(names: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
     """Return the names that match at least one pattern, in their order; UsageError if a pattern matches nothing.
 
-    Patterns are exact names, or globs on the whole name, case-sensitive; ``*`` matches dots, too.
+    Patterns are exact names, which match nothing else (``a[0].w``), or else globs on the whole name, case-sensitive;
+    ``*`` matches dots, too.
     """
     candidates = list(names)
     known = set(candidates)
     chosen: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matching = {pattern} & known
-        if not matching or _MAGIC.search(pattern):
+        if not matching:
             matching |= {name for name in candidates if fnmatchcase(name, pattern)}
         if not matching:
             raise UsageError(f"no tensor matches {pattern!r}", remedy=nearest(candidates, pattern))
@@ -157,7 +160,9 @@ def _escape(key: Key) -> str:
         return "%5F_metadata__" if text == _RESERVED else text or "%"
     if isinstance(key, bool) or key is None:
         return f"%{key}"
-    return f"%i{key_text(key)}" if isinstance(key, int) else f"%r{key!r}".replace(".", "%2E")
+    if isinstance(key, int):
+        return f"%i{key_text(key)}"
+    return "%r" + key_text(key).replace("%", "%25").replace(".", "%2E")
 
 
 def _distinct(key: Key) -> tuple[type, str]:

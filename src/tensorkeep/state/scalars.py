@@ -52,7 +52,9 @@ def decode_bytes(text: object) -> bytes:
 
 
 def encode_key(key: Key) -> object:
-    """Return the JSON of a dict's key or a set's element: None, bool, int, float or str."""
+    """Return the JSON of a dict's key or a set's element: None, bool, int, float, str or a tuple of these."""
+    if isinstance(key, tuple):
+        return {"tuple": [encode_key(part) for part in key]}
     if isinstance(key, bool) or key is None or isinstance(key, str):
         return key
     return encode_int(key) if isinstance(key, int) else {"float": encode_float(key)}
@@ -69,6 +71,9 @@ def decode_key(node: object) -> Any:
             return decode_float(node["float"])
         if "int" in node:
             return decode_long_int(node["int"])
+        parts = node.get("tuple")
+        if isinstance(parts, list) and not any(isinstance(part, dict) and "tuple" in part for part in parts):
+            return tuple(map(decode_key, parts))
     raise ValueError(f"{brief(node)} is not a key")
 
 

@@ -7,13 +7,14 @@ is not registered in this process raises `UnsupportedError`.
 import dataclasses
 import enum
 from collections import Counter, OrderedDict, namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from tensorkeep.errors import UnsupportedError
+from tensorkeep.placeholder import Placeholder
 from tensorkeep.state.leaf import LEAF_KINDS, LeafKind
 from tensorkeep.state.registry import is_namedtuple, registered_class
 from tensorkeep.state.scalars import (
@@ -45,11 +46,11 @@ class LeafSpec(NamedTuple):
 class SkeletonReader:
     """Decodes one skeleton; ``leaf_specs`` has the leaves decoded so far, in order.
 
-    Without ``values`` the skeleton is only checked: leaves and registered objects decode to None. With ``as_is`` every
-    value is used unchanged, whatever kind the skeleton records.
+    Without ``values`` the skeleton is only checked: leaves and registered objects decode to None. The values
+    of ``as_is`` are used unchanged, whatever kinds the skeleton records.
     """
 
-    def __init__(self, values: Mapping[str, Array] | None, *, as_is: bool = False) -> None:
+    def __init__(self, values: Mapping[str, Array] | None, *, as_is: Collection[str] = ()) -> None:
         self.leaf_specs: dict[str, LeafSpec] = {}
         self._values = values
         self._as_is = as_is
@@ -92,7 +93,7 @@ class SkeletonReader:
         if name not in self._values:
             raise ValueError(f"there is no data for the leaf {name!r}")
         value = self._values[name]
-        if self._as_is:
+        if name in self._as_is:
             return value
         identity = (id(value), spec)
         if identity not in self._finished:
@@ -214,6 +215,13 @@ def _set(body: object) -> set[Any]:
     return set(keys)
 
 
+def _placeholder(body: object) -> Placeholder:
+    texts = [check_text(text) for text in _expect(list, body)]
+    if len(texts) != 3:
+        raise ValueError("a placeholder needs three texts")
+    return Placeholder(*texts)
+
+
 def _size(body: object) -> Any:
     import torch
 
@@ -253,6 +261,7 @@ _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
     "size": lambda reader, body, depth: _size(body),
     "dtype": lambda reader, body, depth: _dtype(body),
     "device": lambda reader, body, depth: _device(body),
+    "placeholder": lambda reader, body, depth: _placeholder(body),
     "enum": SkeletonReader._enum,
     "tuple": lambda reader, body, depth: tuple(reader.decode(_expect(list, body), depth)),
     "dict": SkeletonReader._dict,

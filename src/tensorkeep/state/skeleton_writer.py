@@ -14,12 +14,13 @@ an integer                                                   an int below 2**53 
 ``{"complex": ["0.0", "-1.5"]}``                             a complex: real and imaginary part as such floats
 ``{"bytes": "aGk="}``, ``{"bytearray": "aGk="}``             bytes in base64
 ``{"range": [0, 10, 2]}``                                    a range: start, stop, step (integers as above)
-``{"set": [KEY, ...]}``, ``{"frozenset": [KEY, ...]}``       a set of plain scalars
+``{"set": [KEY, ...]}``, ``{"frozenset": [KEY, ...]}``       a set of plain scalars, and of tuples of them
 ``[NODE, ...]``                                              a list
 ``{"tuple": [NODE, ...]}``                                   a tuple
 ``{"dict": {"key": NODE, ...}}``                             a dict whose keys are all strings, in order
 ``{"items": [[KEY, NODE], ...]}``                            a dict of other keys, too. KEY is null, a boolean, a
-                                                             string, an integer, ``{"int": ...}`` or ``{"float": ...}``
+                                                             string, an integer, ``{"int": ...}``, ``{"float": ...}``
+                                                             or, of these, ``{"tuple": [KEY, ...]}``
 ``{"ordered": {...}}``, ``{"ordered_items": [...]}``         an OrderedDict, likewise; with ``"_metadata": NODE``
                                                              beside it if it has torch's ``_metadata`` attribute
 ``{"counter": [[KEY, NODE], ...]}``                           a collections.Counter
@@ -28,6 +29,7 @@ an integer                                                   an int below 2**53 
 ``{"enum": ["module:Class", "MEMBER"]}``                     a registered enum; a combination of flags by its integer
 ``{"size": [2, 3]}``                                         a torch.Size
 ``{"dtype": "bfloat16"}``, ``{"device": "cuda:0"}``          a torch.dtype, a torch.device
+``{"placeholder": [NAME, WHAT, REMEDY]}``                    a value of another format that cannot be read; never saved
 ``{"tensor": NAME}``                                         a leaf, by name: a torch tensor;
 ``{"parameter": NAME}``                                      a torch.nn.Parameter;
 ``{"ndarray": NAME}``, ``{"npscalar": NAME}``                a numpy array; a numpy scalar, stored as a 0-d array
@@ -45,7 +47,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from tensorkeep.errors import UnsupportedLeafError
-from tensorkeep.state.leaf import Leaf
+from tensorkeep.placeholder import Placeholder
+from tensorkeep.state.leaf import MOST_DIMENSIONS, Leaf
 from tensorkeep.state.names import Key, Path, display
 from tensorkeep.state.registry import is_namedtuple, registered_name
 from tensorkeep.state.scalars import encode_bytes, encode_float, encode_int, encode_key
@@ -53,6 +56,7 @@ from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.state.skeleton_reader import MAX_DEPTH, namedtuple_class
 
 _KEY_TYPES = (str, int, bool, float, type(None))
+_OMIT = 'leave out what cannot be read with select="*"'
 
 
 class StateLeaf(NamedTuple):
@@ -68,14 +72,49 @@ class SkeletonWriter:
     """Encodes one state; ``leaves`` has those encoded so far, in traversal order, whose names are assigned later.
 
     Containers are copied before they are encoded, because other threads may change them. DTensors are refused unless
-    ``sharded``.
+    ``sharded``. With ``placeholders``, a value that cannot be saved becomes a placeholder instead of an error, and so
+    does a container inside of itself: for states that a reader made from a file.
+
+    ``attributes`` has the names of attributes of tensors by the tensor's name: a state does not have them.
     """
 
-    def __init__(self, *, sharded: bool = False) -> None:
+    def __init__(self, *, sharded: bool = False, placeholders: bool = False) -> None:
         self.leaves: list[StateLeaf] = []
+        self.attributes: dict[str, list[str]] = {}
         self._sharded = sharded
+        self._placeholders = placeholders
+        self._around: dict[int, Path] = {}
+        # Returns a value's node. An attribute, because each frame counts where a state is nested deeply.
+        self.encode = self._encode_or_replace if placeholders else self._encode
 
-    def encode(self, value: Any, path: Path) -> Any:
+    def _encode_or_replace(self, value: Any, path: Path) -> Any:
+        """Return a value's node, or a placeholder's."""
+        around = self._around.get(id(value))
+        if around is not None:
+            what = f"a reference to {display(around)}, which contains it"
+            return self._placeholder(Placeholder("", what, _OMIT), path)
+        if isinstance(value, dict | list | tuple):
+            self._around[id(value)] = path
+        count = len(self.leaves)
+        try:
+            return self._encode(value, path)
+        except UnsupportedLeafError as error:
+            del self.leaves[count:]
+            what = error.message.removesuffix(" cannot be saved")
+            remedy = f"read it with the tool that wrote the file, and {error.remedy}; or {_OMIT}"
+            return self._placeholder(Placeholder("", what, remedy), path)
+        finally:
+            self._around.pop(id(value), None)
+
+    def _placeholder(self, value: Placeholder, path: Path) -> dict[str, Any]:
+        name = display(path)
+        if not self._placeholders:
+            text = f"a placeholder of a value that could not be read cannot be saved: {value.what}"
+            raise UnsupportedLeafError(text, name=name, remedy="leave it out, or put the value in its place")
+        texts = (name, value.what, value.remedy)
+        return {"placeholder": [text.encode("utf-8", "backslashreplace").decode() for text in texts]}
+
+    def _encode(self, value: Any, path: Path) -> Any:
         """Return a value's node; raises UnsupportedLeafError if it, or a value inside, cannot be saved."""
         encoder = _ENCODERS.get(type(value))
         if encoder is not None:
@@ -87,9 +126,18 @@ class SkeletonWriter:
         return self._registered(value, path) if node is None else node
 
     def _leaf(self, leaf: Leaf, value: Any, path: Path) -> dict[str, object]:
+        if len(leaf.shape) > MOST_DIMENSIONS:
+            raise UnsupportedLeafError(
+                f"a tensor of {len(leaf.shape)} dimensions cannot be saved: {MOST_DIMENSIONS} is the most",
+                name=display(path),
+                remedy="save it in another shape, x.flatten() for example",
+            )
         node: dict[str, object] = {leaf.kind: ""}
         if leaf.is_torch and leaf.requires_grad != (leaf.kind == "parameter"):
             node["requires_grad"] = leaf.requires_grad
+        # torch.save stores attributes. Those with an underscore are set by libraries, torch among them.
+        if leaf.is_torch and (own := [name for name in vars(value) if not name.startswith("_")]):
+            self.attributes[display(path)] = own
         self.leaves.append(StateLeaf(path, leaf, value, node))
         return node
 
@@ -190,6 +238,7 @@ _ENCODERS: dict[type, Callable[[SkeletonWriter, Any, Path], Any]] = {
     Counter: lambda writer, value, path: {"counter": writer._items(value, path)},
     set: SkeletonWriter._set,
     frozenset: SkeletonWriter._set,
+    Placeholder: SkeletonWriter._placeholder,
 }
 
 
@@ -215,13 +264,16 @@ def _check_text(text: str, path: Path) -> None:
 
 
 def _check_key(key: Key, path: Path) -> None:
-    if type(key) not in _KEY_TYPES:
+    if isinstance(key, tuple) and type(key) is tuple and not any(isinstance(part, tuple) for part in key):
+        for part in key:
+            _check_key(part, path)
+    elif type(key) not in _KEY_TYPES:
         raise UnsupportedLeafError(
             f"a key or set element of type {type(key).__name__} cannot be saved",
             name=display(path),
-            remedy="use str, int, float, bool or None, or save a list of pairs",
+            remedy="use str, int, float, bool, None or a tuple of these, or save a list of pairs",
         )
-    if isinstance(key, str):
+    elif isinstance(key, str):
         _check_text(key, (*path, key))
 
 

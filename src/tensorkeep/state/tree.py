@@ -6,13 +6,17 @@ list or object that is in two places of a state is two objects after a load; ten
 """
 
 import json
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from tensorkeep.errors import UnsupportedLeafError, stack_level_of_caller
+from tensorkeep.placeholder import Placeholder
 from tensorkeep.state import names
 from tensorkeep.state.aliases import Alias, find_aliases
 from tensorkeep.state.leaf import LEAF_KINDS, Leaf, Source
+from tensorkeep.state.scalars import decode_key
 from tensorkeep.state.skeleton_reader import LeafSpec, SkeletonReader
 from tensorkeep.state.skeleton_writer import SkeletonWriter, StateLeaf
 from tensorkeep.state.strided import Array
@@ -30,12 +34,14 @@ class Flat(Generic[S_co]):
     parts: dict[str, tuple[str, str]]  # of each leaf, aliases included: its part and its name relative to the part
 
 
-def flatten(state: object, *, sharded: bool = False) -> Flat[Leaf]:
+def flatten(state: object, *, sharded: bool = False, placeholders: bool = False) -> Flat[Leaf]:
     """Split a nested state into its skeleton and its leaves; no tensor is copied.
 
-    With ``sharded``, each DTensor is a `ShardedLeaf`; otherwise it is refused.
+    With ``sharded``, each DTensor is a `ShardedLeaf`; otherwise it is refused. With ``placeholders``, a
+    `Placeholder` takes the place of a value that would be refused.
 
-    Raises UnsupportedLeafError for the first value that cannot be saved; the error names the key and a remedy.
+    Warns of attributes of tensors, which are not stored. Raises UnsupportedLeafError for the first value that cannot be
+    saved; the error names the key and a remedy.
 
     Examples
     --------
@@ -46,7 +52,13 @@ def flatten(state: object, *, sharded: bool = False) -> Flat[Leaf]:
     >>> flat.leaves["model.w"].shape
     (2, 3)
     """
-    skeleton, found = _encode(state, sharded=sharded)
+    skeleton, writer = _encode(state, sharded=sharded, placeholders=placeholders)
+    found = writer.leaves
+    if writer.attributes:
+        name, own = next(iter(writer.attributes.items()))
+        others = f" and of {len(writer.attributes) - 1} other tensors" if len(writer.attributes) > 1 else ""
+        text = f"attributes of tensors are not saved: {', '.join(own)} of {name!r}{others}"
+        warnings.warn(f"{text}; put them into the state", stacklevel=stack_level_of_caller())
     aliases = find_aliases([one.leaf for one in found])
     assigned = [one.leaf.name for one in found]
     parts = names.assign_parts([one.path for one in found], assigned, is_dict=isinstance(state, dict))
@@ -54,31 +66,39 @@ def flatten(state: object, *, sharded: bool = False) -> Flat[Leaf]:
     return Flat(skeleton, stored, aliases, parts)
 
 
-def state_leaves(state: object, *, sharded: bool = False) -> dict[str, StateLeaf]:
+def state_leaves(state: object, *, sharded: bool = False, placeholders: bool = False) -> dict[str, StateLeaf]:
     """Return every leaf of a state by its name, also those that share another leaf's storage; see `flatten`.
 
     Raises UnsupportedLeafError for the first value that cannot be saved.
     """
-    return {one.leaf.name: one for one in _encode(state, sharded=sharded)[1]}
+    return {one.leaf.name: one for one in _encode(state, sharded=sharded, placeholders=placeholders)[1].leaves}
 
 
-def _encode(state: object, *, sharded: bool) -> tuple[object, list[StateLeaf]]:
-    writer = SkeletonWriter(sharded=sharded)
+def _encode(state: object, *, sharded: bool, placeholders: bool) -> tuple[object, SkeletonWriter]:
+    writer = SkeletonWriter(sharded=sharded, placeholders=placeholders)
     skeleton = writer.encode(state, ())
     assigned = names.assign_names([one.path for one in writer.leaves])
+    taken: set[str] = set()
     for one, name in zip(writer.leaves, assigned, strict=True):
+        if name in taken:
+            raise UnsupportedLeafError(
+                "several tensors have this name, because NaN is several keys of one dict",
+                name=names.display(one.path),
+                remedy="give them keys that differ",
+            )
+        taken.add(name)
         one.leaf.name = name
         one.node[one.leaf.kind] = name
-    return skeleton, writer.leaves
+    return skeleton, writer
 
 
-def unflatten(skeleton: object, values: Mapping[str, Array], *, as_is: bool = False) -> Any:
+def unflatten(skeleton: object, values: Mapping[str, Array], *, as_is: Collection[str] = ()) -> Any:
     """Rebuild a state from a skeleton, which may come from a file, and the data of each leaf that it names.
 
     The data is of the leaf's kind, as ``leaf.allocate`` returns it. If two names have the same object, so has the
     state: a tied parameter is one parameter again. A `torch.nn.Parameter`, or a tensor that tracks gradients as the
-    leaf did, is used without a wrapper. With ``as_is`` every value is used unchanged, whatever kind the skeleton
-    records.
+    leaf did, is used without a wrapper. The values of the leaves named in ``as_is`` are used unchanged,
+    whatever kinds the skeleton records.
 
     Raises ValueError if the skeleton is malformed, or names a leaf that ``values`` lacks; UnsupportedError if it holds
     an object of a class that is not registered in this process, or has other fields now.
@@ -96,21 +116,27 @@ def leaf_specs(skeleton: object) -> dict[str, LeafSpec]:
     return reader.leaf_specs
 
 
-def prune(skeleton: object, selected: Collection[str]) -> object:
+def prune(skeleton: object, selected: Collection[str], *, placeholders: bool = False) -> object:
     """Return the skeleton with only the selected leaves.
 
     A container that loses all its leaves is removed: from a dict with its key, elsewhere (lists, tuples, objects) None
-    takes its place. Plain values, and containers that never had a leaf, remain with the container around them. The top
-    of the state always remains.
+    takes its place. Plain values, and containers that never had a leaf, remain with the container around them.
+    Placeholders are removed as leaves are, but their container remains; with ``placeholders`` they remain as plain
+    values do. The top of the state always remains.
 
     Raises ValueError if the skeleton is malformed.
     """
     leaf_specs(skeleton)
     kept = selected if isinstance(selected, set | frozenset | Mapping) else set(selected)
-    return _prune(skeleton, kept)[0]
+    pruned = _prune(skeleton, kept, placeholders)[0]
+    return None if pruned is _REMOVED else pruned
 
 
-def _prune(node: Any, kept: Collection[str]) -> tuple[Any, bool, bool]:
+_REMOVED = object()
+"""Takes the place of a placeholder while its container is pruned."""
+
+
+def _prune(node: Any, kept: Collection[str], placeholders: bool) -> tuple[Any, bool, bool]:
     """Return the pruned node, whether it had leaves, and whether it still has any."""
     tag = node_tag(node)
     if tag in LEAF_KINDS:
@@ -118,12 +144,15 @@ def _prune(node: Any, kept: Collection[str]) -> tuple[Any, bool, bool]:
         return (node if keeps else None), True, keeps
     children = child_nodes(node)
     if children is None:
-        return node, False, False
-    pruned = [(key, *_prune(child, kept)) for key, child in children]
+        return (_REMOVED if tag == "placeholder" and not placeholders else node), False, False
+    pruned = [(key, *_prune(child, kept, placeholders)) for key, child in children]
     had, has = any(child[2] for child in pruned), any(child[3] for child in pruned)
     if tag in (*_MAPPINGS, *_PAIRS):
-        pruned = [child for child in pruned if child[3] or not child[2]]
-    remaining = [(key, child if has_some or not had_some else None) for key, child, had_some, has_some in pruned]
+        pruned = [child for child in pruned if (child[3] or not child[2]) and child[1] is not _REMOVED]
+    remaining = [
+        (key, child if child is not _REMOVED and (has_some or not had_some) else None)
+        for key, child, had_some, has_some in pruned
+    ]
     return with_children(node, remaining), had, has
 
 
@@ -138,6 +167,13 @@ class PlainValue(NamedTuple):
     def equals(self, other: "PlainValue") -> bool:
         """Return whether two values are the same in type and in every bit."""
         return self.kind == other.kind and json.dumps(self.node) == json.dumps(other.node)
+
+
+def placeholders(skeleton: object) -> list[Placeholder]:
+    """Return the placeholders in a valid skeleton, in order."""
+    if node_tag(skeleton) == "placeholder":
+        return [unflatten(skeleton, {})]
+    return [found for _, child in child_nodes(skeleton) or () for found in placeholders(child)]
 
 
 def plain_values(skeleton: object) -> dict[tuple[str, ...], PlainValue]:
@@ -167,7 +203,8 @@ def _collect(node: Any, path: tuple[str, ...], name: str, found: dict[tuple[str,
         if tag in ("set", "frozenset"):
             # The order of a set changes from process to process.
             node = {tag: sorted(node[tag], key=json.dumps)}
-        found[path] = PlainValue(name, "plain", node, True)
+        kind = "placeholder" if tag == "placeholder" else "plain"
+        found[path] = PlainValue(name, kind, node, True)
         return
     assert tag is not None  # a scalar is a plain value
     kind = _KINDS.get(tag, tag)
@@ -204,7 +241,10 @@ def child_nodes(node: Any) -> list[tuple[Any, Any]] | None:
 
 def node_key_text(key: Any) -> str:
     """Return the text of a key from `child_nodes`, which may be a node itself, such as ``{"int": "0x..."}``."""
-    return names.key_text(next(iter(key.values())) if isinstance(key, dict) else key)
+    if isinstance(key, dict):
+        (value,) = key.values()
+        return names.key_text(decode_key(key) if isinstance(value, list) else value)
+    return names.key_text(key)
 
 
 def with_children(node: Any, children: list[tuple[Any, Any]]) -> Any:

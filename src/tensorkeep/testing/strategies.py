@@ -97,7 +97,13 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampl
 floats = st.integers(0, 2**64 - 1).map(lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0]) | st.floats()
 """Floats with any bit pattern."""
 
-keys = texts | st.integers() | st.booleans() | st.none() | floats.filter(lambda value: not math.isnan(value))
+keys = (
+    texts
+    | st.integers()
+    | st.booleans()
+    | st.none()
+    | floats.map(lambda value: math.nan if math.isnan(value) else value)
+)
 
 plain_values = (
     st.none()
@@ -130,3 +136,17 @@ def _containers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 states = st.recursive(plain_values | leaves, _containers, max_leaves=12)
 """Nested states of all values that can be saved without registering a class."""
+
+_NAN = float("nan")
+_odd_keys = st.sampled_from(
+    [_NAN, -_NAN, math.nan, -0.0, 0, False, 1, True, 1.0, "1", "True", None, "None", "", ".", "%", "%rnan", "nan", b"1"]
+    + [(1, 2), frozenset(), 1j, math.inf, 2**64, -(2**70), "a" * 10_000, "a\0", "\ud800", "__metadata__", torch.int8]
+)
+_odd_values = st.sampled_from([0, 1, 32, 33, 64, 65, 70]).map(lambda count: torch.ones((1,) * count)) | st.sampled_from(
+    [np.ones((1,) * 64), np.ones((0, 2**50)), torch.ones(0, 2**40), np.float32(3), 10**400, _NAN, "\ud800", b"\0"]
+)
+TWO_NAN_KEYS = {"model": {_NAN: torch.ones(2), -_NAN: torch.ones(3)}}
+MANY_DIMENSIONS = {"a": torch.ones((1,) * 65)}
+odd_states = st.recursive(_odd_values, lambda inner: st.dictionaries(_odd_keys, inner, max_size=4), max_leaves=6)
+"""States that are saved as they are, or refused: keys that look alike, or are not equal to themselves, and shapes of
+more dimensions than libraries have."""

@@ -50,6 +50,11 @@ class AnswerRows:
     path : Path, optional
         The folder of the data, which an error names.
 
+    Attributes
+    ----------
+    note : str, optional
+        How much is left out, if conversations are longer than the context.
+
     Raises
     ------
     UsageError
@@ -79,7 +84,8 @@ class AnswerRows:
         self._length = context_length
         self._filler = tokenizer.end_of_document or 0
         found = _find(tokens, tokenizer)
-        begins, stops = _pack(found.ends_of_conversations, context_length)
+        starts, ends = _conversations(found.ends_of_conversations)
+        begins, stops = _pack(starts, ends, context_length)
         # The first token after the one that begins an answer, to the one that ends it.
         self._from = found.assistants + 1
         self._to = found.ends[np.searchsorted(found.ends, found.assistants)] + 1
@@ -92,6 +98,24 @@ class AnswerRows:
                 remedy="use shorter conversations, or a model that was started with a longer context "
                 "(tensorkeep train --model.context_length)",
             )
+        self.note = self._left_out(starts, ends, what)
+
+    def _left_out(self, starts: Places, ends: Places, what: str) -> str | None:
+        """Return how many conversations are longer than the context, and what of their answers is not used."""
+        answers = self._to - self._from
+        conversation = np.searchsorted(ends, self._from, side="right")
+        limits = np.minimum(ends, starts + self._length + 1)
+        fitting = np.clip(limits[conversation] - self._from, 0, answers)
+        every, used = int(answers.sum()), int(fitting.sum())
+        if used == every:
+            return None
+        cut = np.bincount(conversation, answers - fitting, len(ends)) > 0
+        left_out = cut & (np.bincount(conversation, fitting, len(ends)) == 0)
+        return (
+            f"{what}: {cut.sum():,} of {len(ends):,} conversations are longer than the context of {self._length:,} "
+            f"tokens: the beginning of {(cut & ~left_out).sum():,} is used, and {left_out.sum():,} are left out, whose "
+            f"answers begin later; {every - used:,} of {every:,} tokens of answers are not used"
+        )
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -130,6 +154,7 @@ class AnswerBatches(NumberedBatches):
     ) -> None:
         super().__init__(context_length=context_length, batch_size=batch_size, seed=seed)
         self._answers = AnswerRows(tokens, context_length, tokenizer, what="training split", path=path)
+        self.note = self._answers.note
         self._offsets = (RandomNumbers if order == "random" else ShuffledNumbers)(len(self._answers), seed)
 
     def _read(self, begins: Places) -> Batch:
@@ -150,6 +175,7 @@ class AnswerWindows(EvaluationWindows):
     ) -> None:
         super().__init__(tokens, context_length)
         self._rows = AnswerRows(tokens, context_length, tokenizer, what="validation split", path=path)
+        self.note = self._rows.note
         self._all = len(self._rows)
         self._chosen = self._all if most is None else min(self._all, -(-most // context_length))
 
@@ -205,9 +231,13 @@ def _find(tokens: Tokens, tokenizer: ChatTokenizer) -> _Found:
     return _Found(*(np.concatenate(each) for each in places))
 
 
-def _pack(ends: Places, context_length: int) -> tuple[Places, Places]:
-    """Return where rows begin, and where what they predict stops, given the last tokens of conversations."""
-    starts, stops = np.concatenate([[0], ends[:-1] + 1]), ends + 1
+def _conversations(ends: Places) -> tuple[Places, Places]:
+    """Return the first tokens of conversations, and the tokens after them, given their last ones."""
+    return np.concatenate([[0], ends[:-1] + 1]), ends + 1
+
+
+def _pack(starts: Places, stops: Places, context_length: int) -> tuple[Places, Places]:
+    """Return where rows begin, and where what they predict stops, given the begins and ends of conversations."""
     begins, limits, first = [], [], 0
     while first < len(starts):
         begin = int(starts[first])

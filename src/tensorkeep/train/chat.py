@@ -90,10 +90,10 @@ class ChatSession:
     def reset(self) -> None:
         """Forget all messages but the system message."""
         self.messages: list[dict[str, str]] = []
-        self._first: list[int] = []
+        self._first = self._tokenizer.opening
         if self._system is not None:
             self.messages.append({"role": "system", "content": self._system})
-            self._first = self._tokenizer.message("system", self._system).tolist()
+            self._first = [*self._first, *self._tokenizer.message("system", self._system).tolist()]
         self._turns: list[list[int]] = []
         self.left_out = 0
         self._cache.clear()

@@ -36,6 +36,9 @@ class EvaluationWindows:
     [[[1, 2, 3], [4, 5, 6]], [[7, -1, -1], [-1, -1, -1]]]
     """
 
+    note: str | None = None
+    """What of the text is not used, for the user, if anything is left out."""
+
     def __init__(self, tokens: Tokens, context_length: int, *, most: int | None = None) -> None:
         self._tokens = tokens
         self._length = context_length

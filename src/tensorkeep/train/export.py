@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -64,6 +64,7 @@ def export(
     folder: PathLike,
     *,
     tokenizer_json: str | None = None,
+    begin_of_document: int | None = None,
     end_of_document: int | None = None,
     end_of_message: int | None = None,
     dtype: torch.dtype | str | None = None,
@@ -84,6 +85,8 @@ def export(
         The folder to make; missing parent folders are created.
     tokenizer_json : str, optional
         The text of a ``tokenizer.json`` of Hugging Face's tokenizers, for ``AutoTokenizer``.
+    begin_of_document : int, optional
+        The token that begins each text; by default ``end_of_document``, which the tokenizer does not add.
     end_of_document : int, optional
         The token that ends generation.
     end_of_message : int, optional
@@ -121,8 +124,9 @@ def export(
     state, config = merged(_checked_state(model_or_state, config), config)
     state, config = _without_padding(state, config)
     target = _checked_dtype(state["tokens.weight"].dtype if dtype is None else dtype)
-    contents = {CONFIG: _config_document(architecture, config, target, end_of_document, end_of_message)}
-    contents |= _tokenizer_files(tokenizer_json, config, end_of_document, end_of_message)
+    ends = _Ends(begin_of_document, end_of_document, end_of_message)
+    contents = {CONFIG: _config_document(architecture, config, target, ends)}
+    contents |= _tokenizer_files(tokenizer_json, config, ends)
     named = architecture.tensors(state, config)
     # Copies, because of tensors that share memory, safetensors writes only the first.
     tensors = {name: tensor.detach().to("cpu", _DTYPES[target], copy=True) for name, tensor in named}
@@ -196,21 +200,23 @@ def _checked_dtype(dtype: torch.dtype | str) -> str:
     return name
 
 
-def _config_document(
-    architecture: Architecture,
-    config: ModelConfig,
-    dtype: str,
-    end_of_document: int | None,
-    end_of_message: int | None,
-) -> bytes:
+class _Ends(NamedTuple):
+    """Tokens that begin and end documents, and end messages."""
+
+    begin: int | None
+    document: int | None
+    message: int | None
+
+
+def _config_document(architecture: Architecture, config: ModelConfig, dtype: str, tokens: _Ends) -> bytes:
     """Return the ``config.json``."""
-    for end, what in ((end_of_document, "document"), (end_of_message, "message")):
+    for end, what in zip(tokens, ("begin of document", "end of document", "end of message"), strict=True):
         if end is not None and not 0 <= end < config.vocab_size:
             raise UsageError(
-                f"the end of {what} is token {end}, and the model has tokens 0 to {config.vocab_size - 1}",
+                f"the {what} is token {end}, and the model has tokens 0 to {config.vocab_size - 1}",
                 remedy="give that of the tokenizer, or leave it out",
             )
-    ends = [each for each in (end_of_message, end_of_document) if each is not None]
+    ends = [each for each in (tokens.message, tokens.document) if each is not None]
     return _json(
         {
             "architectures": [architecture.name],
@@ -220,16 +226,14 @@ def _config_document(
             "tie_word_embeddings": config.tied,
             "torch_dtype": dtype,
             # Without these entries, transformers uses those of the published models.
-            "bos_token_id": end_of_document,
+            "bos_token_id": tokens.document if tokens.begin is None else tokens.begin,
             "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
             "pad_token_id": None,
         }
     )
 
 
-def _tokenizer_files(
-    text: str | None, config: ModelConfig, end_of_document: int | None, end_of_message: int | None
-) -> dict[str, bytes]:
+def _tokenizer_files(text: str | None, config: ModelConfig, reserved: _Ends) -> dict[str, bytes]:
     """Return both files of a tokenizer, after a check that all tokens are in the vocabulary of the model."""
     if text is None:
         return {}
@@ -240,14 +244,16 @@ def _tokenizer_files(
             f"the tokenizer has the token {largest}, and the model has tokens 0 to {config.vocab_size - 1}",
             remedy="give the tokenizer that the model was trained with",
         )
-    end = end_of_document if end_of_message is None else end_of_message
-    ends = [token for token, number in tokens.items() if number == end]
+    end = reserved.document if reserved.message is None else reserved.message
+    named = {"bos_token": reserved.begin, "eos_token": end}
+    names = {number: token for token, number in tokens.items()}
+    template = TEMPLATE if reserved.begin is None else "{{ bos_token }}" + TEMPLATE
     document = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.context_length,
         "clean_up_tokenization_spaces": False,
-        **({"eos_token": ends[0]} if ends else {}),
-        **({"chat_template": TEMPLATE} if end_of_message is not None else {}),
+        **{name: names[number] for name, number in named.items() if number in names},
+        **({"chat_template": template} if reserved.message is not None else {}),
     }
     return {TOKENIZER_CONFIG: _json(document), TOKENIZER: text.encode()}
 

@@ -107,7 +107,7 @@ def _require(valid: bool, name: str, value: object, remedy: str) -> None:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
-    """Return the tokens of a prompt; None begins a new document, or a new line, or is token 0.
+    """Return the tokens of a prompt, as a document begins; None begins a new document, or a new line, or is token 0.
 
     Raises UsageError if the tokenizer cannot encode the prompt, or it is empty.
     """
@@ -115,7 +115,9 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
         ids: list[int] = tokenizer.encode(prompt).tolist()
         if not ids:
             raise UsageError("the prompt is empty", remedy="give some text, or no prompt")
-        return ids
+        return [*tokenizer.opening, *ids]
+    if tokenizer.opening:
+        return tokenizer.opening
     if tokenizer.end_of_document is not None:
         return [tokenizer.end_of_document]
     try:

@@ -1,6 +1,7 @@
 """Weights that a run starts from: those of another run, or of a Hugging Face folder."""
 
 import os
+import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from tensorkeep.train.run.folder import InitialRecord, RunFolder
 from tensorkeep.train.run.trained import load_trained_at
 
 CONFIG = "config.json"
-_WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _FREE = ("dropout", "init_std", "context_length", "vocab_multiple", "vocab_padding")
 """Settings of a model that a run may choose, whatever the weights are."""
 _ROWS_BY_TOKEN = ("tokens.weight", "head.weight")
@@ -70,11 +71,23 @@ class InitialWeights:
     @property
     def known_tokens(self) -> int:
         """How many tokens the weights were trained with, as far as that is known."""
-        return self.config.n_tokens if self.tokenizer is None else self.tokenizer.vocab_size
+        rows = self.config.n_tokens
+        return rows if self.tokenizer is None else min(rows, self.tokenizer.vocab_size)
 
     def new_tokens(self, model: ModelConfig) -> int:
-        """Return how many tokens of a model the weights were not trained with: those that begin and end messages."""
+        """Return how many tokens of a model the weights were not trained with.
+
+        They begin and end messages, or were added to the tokenizer after the training, for padding for example.
+        """
         return max(0, model.n_tokens - self.known_tokens)
+
+    @property
+    def unused_tokens(self) -> int:
+        """How many tokens of the tokenizer have no row in the weights, and occur in no text: padding for example."""
+        if self.tokenizer is None:
+            return 0
+        beyond = set(range(self.config.n_tokens, self.tokenizer.vocab_size))
+        return len(beyond & self.tokenizer.reserved - {self.tokenizer.end_of_document})
 
     def model_settings(self, config: Config) -> dict[str, object]:
         """Return the settings of a run that the weights decide, by dotted name.
@@ -113,9 +126,10 @@ class InitialWeights:
                 path=self.record.path,
                 remedy=f"give --model.context_length {self.config.context_length} or less",
             )
-        if model.lora.rank and self.new_tokens(model):
+        trained = self.new_tokens(model) - self.unused_tokens
+        if model.lora.rank and trained > 0:
             raise UsageError(
-                f"lora trains adapters alone, and {self.new_tokens(model)} tokens of conversations are new to the "
+                f"lora trains adapters alone, and {trained} tokens of conversations are new to the "
                 "initial weights: their embeddings would never be trained",
                 path=self.record.path,
                 remedy="leave lora out, or start from a run that was trained on conversations",
@@ -127,30 +141,38 @@ class InitialWeights:
             raise UsageError(
                 f"the tokenizer of the initial weights is not known: {self.without_tokenizer}",
                 path=self.record.path,
-                remedy="save it beside the weights (tokenizer.save_pretrained), or state the one that they were "
-                "trained with (--data.tokenizer)",
+                remedy="save it beside the weights (tokenizer.save_pretrained), if it is byte-level as GPT-2's and "
+                "LLaMA 3's, or state the one that they were trained with (--data.tokenizer)",
             )
 
     def check_data(self, dataset: Dataset) -> None:
         """Raise UsageError if data has tokens that the weights were not trained with, other than those of messages."""
-        known, used = self.tokenizer, dataset.tokenizer
-        remedy = "prepare the data with the tokenizer of the model"
-        if known is not None:
-            remedy += f": tensorkeep data prepare SOURCE --tokenizer {FROM}:{self.folder}"
-        if _text_tokens(used) > self.config.vocab_size:
+        known, used, rows = self.tokenizer, dataset.tokenizer, self.config.n_tokens
+        prepare = f"tensorkeep data prepare SOURCE --tokenizer {shlex.quote(f'{FROM}:{self.folder}')} --out NEW"
+        remedy = f"prepare the data with the tokenizer of the model: {prepare}"
+        if known is None:
+            remedy = f"save the tokenizer of the model beside its weights (tokenizer.save_pretrained), then {prepare}"
+        different = None if known is None else first_difference(used, known)
+        if _text_tokens(used) > self.config.vocab_size and (known is None or different is not None):
             raise UsageError(
                 f"the data has a vocabulary of {_text_tokens(used):,} tokens, and the initial weights one of "
                 f"{self.config.vocab_size:,}",
                 path=dataset.path,
                 remedy=remedy,
             )
-        different = None if known is None else first_difference(used, known)
         if different is not None:
             raise UsageError(
                 f"token {different} of the data is another one than that of the initial weights: the data was "
                 f"prepared with {used.name}",
                 path=dataset.path,
                 remedy=remedy,
+            )
+        untrained = set(range(rows, _text_tokens(used))) - used.reserved
+        if untrained:
+            raise UsageError(
+                f"token {min(untrained)} of the tokenizer occurs in text, and the initial weights have {rows:,} rows",
+                path=self.record.path,
+                remedy="give a folder in which the tokenizer and the weights belong together",
             )
 
     def values(self, model: ModelConfig) -> dict[str, Tensor]:

@@ -301,7 +301,8 @@ def _sample(run: Run, listener: Listener) -> None:
             stop=tokenizer.end_of_document,
             vocab_size=tokenizer.vocab_size,
         )
-    _report(run, listener, "sample", {"text": tokenizer.decode(ids.tolist())})
+    text = [id for id in ids.tolist() if id != tokenizer.begin_of_document]
+    _report(run, listener, "sample", {"text": tokenizer.decode(text)})
 
 
 def _save(run: OpenRun, saves: deque[tuple[int, PendingSave]], metrics: dict[str, float]) -> None:

@@ -14,6 +14,7 @@ from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.experiment.library import read_experiment
 from tensorkeep.testing.cases import case
 
+Claims = dict[str, dict[str, Any]]
 # Seconds per GiB and bytes per byte with which every claim that can be reproduced is.
 AS_CLAIMED = {
     "pytorch": truth(6.66, cold=3.32, warm=3.32, stored=1.0),
@@ -32,10 +33,8 @@ AS_CLAIMED = {
 }
 
 
-def claims(
-    changed: Mapping[str, Truth] | None = None, arms: Mapping[str, Truth] = AS_CLAIMED, **more: Any
-) -> dict[str, dict[str, Any]]:
-    options = {"noise": 0.01, "control": False, "name": "claims", **more}
+def claims(changed: Mapping[str, Truth] | None = None, arms: Mapping[str, Truth] = AS_CLAIMED, **more: Any) -> Claims:
+    options = {"noise": 0.01, "control": None, "name": "claims", **more}
     found = module.check_claims(Samples(results(document({**arms, **(changed or {})}, **options))))
     return {claim.id: msgspec.to_builtins(claim) for claim in found}
 
@@ -50,8 +49,7 @@ def test_figures_as_claimed_reproduce_claims_that_change_one_thing_and_both_rati
     claim = found["5b"]
     assert "tensorstore-gzip-concurrency-1 against tensorstore, warm load: 1.4" in claim["ours"]
     assert "tensorstore-gzip against tensorstore-raw, warm load: 1.4" in claim["ours"]
-    assert claim["ours"].count("95%") == 2
-    assert claim["gain"] == pytest.approx(19.3 / 27.4, rel=0.02)
+    assert (claim["ours"].count("95%"), claim["gain"]) == (2, pytest.approx(19.3 / 27.4, rel=0.02))
     assert claim["gain_low"] < claim["gain"] < claim["gain_high"] < 1
     assert "tensorkeep bench training" in found["7"]["reason"]
     assert found["6"]["ours"].startswith("tensorstore against pytorch, bytes on disk: 0.945 of the bytes")
@@ -78,8 +76,7 @@ def test_the_reason_names_how_a_claim_that_is_not_reproduced_differs() -> None:
         claim = claims({"tensorstore-concurrency-128": truth(save, warm=18.4)})["4a"]
         reason = f"the documented arms show {expected}; those that isolate the cause show {expected}"
         with case(expected):
-            assert claim["verdict"] == "not reproduced"
-            assert claim["reason"].startswith(reason)
+            assert claim["verdict"] == "not reproduced" and claim["reason"].startswith(reason)
 
 
 def test_a_noisy_or_very_wide_interval_reproduces_no_claim() -> None:
@@ -156,14 +153,14 @@ def test_only_experiments_about_claims_have_claims_in_their_summary() -> None:
     assert [len(summarise(each)["claims"]) for each in made] == [every, 0, every]
 
 
-def of_training(speed: float, memory: float, recipe: str = "chatgot-small-char") -> dict[str, dict[str, Any]]:
+def of_training(speed: float, memory: float, recipe: str = "chatgot-small-char") -> Claims:
     """Return the claims about training where both techniques together have this gain in speed and in memory."""
     gains = {"plain": 1.0, "only low-bit-optimizer": 0.9, "only activation-checkpointing": 0.8, "both": speed}
     speeds = {"name": "tokens_per_second", "label": "speed", "unit": "tokens/s", "better": "higher", "primary": True}
     peaks = {"name": "peak_memory", "label": "peak memory", "unit": "B", "better": "lower", "primary": True}
     arms = {arm: {"tokens_per_second": 1000 * gain, "peak_memory": 100.0} for arm, gain in gains.items()}
     arms["both"] |= {"peak_memory": 100.0 / memory}
-    made = document(arms, runs=3, noise=0.001, control=False, name="training-claims", workload="training")
+    made = document(arms, runs=3, noise=0.001, control=None, name="training-claims", workload="training")
     made["experiment"]["settings"], made["measures"] = {"recipe": recipe}, [speeds, peaks]
     return {claim["id"]: claim for claim in summarise(made)["claims"]}
 

@@ -100,8 +100,7 @@ def test_the_spread_of_many_arms_is_found() -> None:
     random = np.random.default_rng(0)
     stds = 0.02 * np.sqrt(8 / random.chisquare(8, size=(4000, 1)))
     spread = statistics.Spread.of(random.normal(size=(4000, 4)) * stds)
-    assert spread.df == pytest.approx(8, rel=0.15)
-    assert spread.variance == pytest.approx(0.02**2, rel=0.05)
+    assert (spread.df, spread.variance) == (pytest.approx(8, rel=0.15), pytest.approx(0.02**2, rel=0.05))
     # Half of an estimate is the arm's own if it has as many degrees of freedom; all of it if it is larger.
     assert spread.shrink(0.01, spread.df)[0] == pytest.approx(math.sqrt((0.01**2 + spread.variance) / 2))
     assert spread.shrink(0.06, spread.df)[0] == 0.06
@@ -172,8 +171,7 @@ def test_one_block_and_equal_blocks_have_a_gain_without_an_interval() -> None:
 def test_holm_by_hand() -> None:
     # From the definition: sorted 0.01, 0.02, 0.03, 0.5 times 4, 3, 2, 1, never falling.
     assert statistics.holm([0.03, 0.01, 0.5, 0.02]) == pytest.approx([0.06, 0.04, 0.5, 0.06])
-    assert statistics.holm([0.9, 0.8]) == [1.0, 1.0]
-    assert statistics.holm([]) == []
+    assert (statistics.holm([0.9, 0.8]), statistics.holm([])) == ([1.0, 1.0], [])
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=10))

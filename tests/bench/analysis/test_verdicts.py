@@ -48,21 +48,16 @@ def test_verdicts() -> None:
 
 
 def test_reasons_carry_the_figures() -> None:
-    assert judge(comparison(1.5, 1.3, 1.7), 0.01, LOUD)[1] == (
-        "1.50 times better (95% 1.30 to 1.70, adjusted p 0.01), beyond the noise of 25%"
-    )
-    assert judge(comparison(0.5, 0.4, 0.8), 0.00001, None)[1] == (
-        "2.00 times worse (95% 1.25 to 2.50, adjusted p below 0.0001)"
-    )
-    assert (
-        judge(comparison(1.2, 1.1, 1.3), 0.01, LOUD)[1] == "the difference, 20%, does not exceed the A/A control's: 25%"
-    )
+    better = "1.50 times better (95% 1.30 to 1.70, adjusted p 0.01), beyond the noise of 25%"
+    assert judge(comparison(1.5, 1.3, 1.7), 0.01, LOUD)[1] == better
+    worse = "2.00 times worse (95% 1.25 to 2.50, adjusted p below 0.0001)"
+    assert judge(comparison(0.5, 0.4, 0.8), 0.00001, None)[1] == worse
+    noise = "the difference, {}, does not exceed the A/A control's: {}"
+    assert judge(comparison(1.2, 1.1, 1.3), 0.01, LOUD)[1] == noise.format("20%", "25%")
+    wild = judge(comparison(3.0, 2.0, 4.0), 0.01, Noise(0.1, 2.0, 10.0, 3))
+    assert wild[1] == noise.format("a factor of 3.00", "a factor of 10.0")
     assert "95% 0.990 to 1.70, adjusted p 0.3" in judge(comparison(1.5, 0.99, 1.7), 0.3, None)[1]
-    wild = Noise(0.1, 2.0, 10.0, 3)
-    assert judge(comparison(3.0, 2.0, 4.0), 0.01, wild)[1] == (
-        "the difference, a factor of 3.00, does not exceed the A/A control's: a factor of 10.0"
-    )
-    assert judge(comparison(1.04, 1.03, 1.05), 0.0, None)[1] == ("the difference, 4%, is too small to matter: below 5%")
+    assert judge(comparison(1.04, 1.03, 1.05), 0.0, None)[1] == "the difference, 4%, is too small to matter: below 5%"
     assert judge(Comparison(1, 3.0, None, None, None, None), None, None)[1].startswith("1 block cannot")
 
 

@@ -2,12 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from bench.broken_tools import LoadsZeros, Raises
+from bench.checkpoint.test_workload import state
 from tensorkeep.bench.checkpoint.first_load import FreshProcess, run_in_new_process
 from tensorkeep.bench.checkpoint.gate import digest
 from tensorkeep.bench.checkpoint.measure import FIRST, FIRST_LOADS, INTO_FIRST, measure_tool
@@ -21,18 +21,11 @@ from tiers import exhaustive
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 
-def state() -> dict[str, Any]:
-    torch.manual_seed(0)
-    tied = torch.randn(64, 32)
-    return {"model": {"wte": tied, "head": tied, "t": torch.randn(9, 7).t()}, "moments": [torch.zeros(3)], "step": 7}
-
-
 @pytest.mark.parametrize("name", ["tensorkeep", *exhaustive(*sorted({*COMMON_TOOLS} - {"tensorkeep"}))])
 def test_first_loads_pass_the_gate(name: str, tmp_path: Path) -> None:
     tool = COMMON_TOOLS[name]
     figures = measure_tool(tool, name, StatePair(state()), tmp_path / f"x{tool.suffix}", FIRST_LOADS).figures
-    assert figures[FIRST] > 0
-    assert figures[INTO_FIRST] > 0
+    assert figures[FIRST] > 0 and figures[INTO_FIRST] > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -51,12 +44,7 @@ def test_each_call_has_its_own_process_and_errors_and_other_values_are_raised(tm
 
 def test_digest_depends_on_structure_names_dtypes_and_every_bit() -> None:
     first = {"a": torch.zeros(4), "b": 1}
-    others: list[dict[str, Any]] = [
-        {"a": torch.zeros(4), "b": 2},
-        {"c": torch.zeros(4), "b": 1},
-        {"a": torch.zeros(2, 2), "b": 1},
-        {"a": torch.zeros(4, dtype=torch.int32), "b": 1},
-        {"a": -torch.zeros(4), "b": 1},
-    ]
+    tensors = torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), -torch.zeros(4)
+    others = [{**first, "b": 2}, {"c": torch.zeros(4), "b": 1}, *({**first, "a": tensor} for tensor in tensors)]
     assert digest(first) == digest({"b": 1, "a": torch.zeros(4)})
     assert len({digest(one) for one in [first, *others]}) == 6

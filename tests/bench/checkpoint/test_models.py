@@ -14,9 +14,7 @@ TINY = "openllama-3b:scale=0.0005:layers=2"
 
 def test_openllama_3b_has_the_known_parameters_in_the_order_of_hugging_face() -> None:
     spec = parse("openllama-3b")
-    assert len(spec.shapes) == 237
-    assert spec.weights == 3_426_473_600
-    assert spec.nbytes == 2 * spec.weights
+    assert (len(spec.shapes), spec.weights, spec.nbytes) == (237, 3_426_473_600, 2 * 3_426_473_600)
     assert spec.shapes["model.embed_tokens.weight"] == spec.shapes["lm_head.weight"] == (32_000, 3_200)
     assert spec.shapes["model.layers.25.mlp.down_proj.weight"] == (3_200, 8_640)
     names = list(spec.shapes)
@@ -53,15 +51,13 @@ def test_invalid_spec_is_refused_with_an_example() -> None:
     for spec in ("gpt-5", "", *(f"openllama-3b{options}" for options in INVALID.split())):
         with case(spec), pytest.raises(UsageError) as caught:
             build(spec)
-        assert "\n" not in caught.value.message
-        assert "openllama-3b:scale=0.1" in str(caught.value.remedy)
+        assert "\n" not in caught.value.message and "openllama-3b:scale=0.1" in str(caught.value.remedy)
 
 
 def test_size_is_reached_with_fewer_layers_within_15_percent() -> None:
     for megabytes, option in {50: "scale=", 300: "scale=", 700: "layers=1", 2000: "layers=6"}.items():
         spec = spec_of_size(megabytes * 1_000_000)
-        assert option in spec
-        assert parse(spec).nbytes == pytest.approx(megabytes * 1_000_000, rel=0.15), spec
+        assert option in spec and parse(spec).nbytes == pytest.approx(megabytes * 1_000_000, rel=0.15), spec
 
 
 def test_weights_are_normal_and_norms_are_one_and_values_depend_on_seed_and_position_only() -> None:

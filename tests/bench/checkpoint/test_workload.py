@@ -43,8 +43,7 @@ def measured(tool: Tool, name: str, states: StatePair, folder: Path) -> Outcome:
 def test_common_tools_pass_the_gate_with_a_nested_state(name: str, tmp_path: Path) -> None:
     states = StatePair(state())
     figures = measured(COMMON_TOOLS[name], name, states, tmp_path).figures
-    assert all(figures[measure] > 0 for measure in (SAVE, WARM, INTO_WARM, STORED))
-    assert figures[STORED] > states.nbytes / 2
+    assert min(figures[measure] for measure in (SAVE, WARM, INTO_WARM)) > 0 and figures[STORED] > states.nbytes / 2
     assert list(tmp_path.iterdir()) == []
     check_equal(states.target, states.source, name)
 
@@ -94,9 +93,8 @@ def test_tool_that_loads_other_values_or_fails_leaves_no_file(tmp_path: Path) ->
             measured(arm, "torch", states, tmp_path)
         assert list(tmp_path.iterdir()) == []
     outcome = measured(FailsToSave(), "torch", StatePair(state()), tmp_path)
-    assert (outcome.status, outcome.figures) == ("not-run", {})
+    assert (outcome.status, outcome.figures, list(tmp_path.iterdir())) == ("not-run", {}, [])
     assert outcome.reason == "torch cannot store this state: no such thing"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_state_that_cannot_be_filled_is_only_loaded_into_new_memory(tmp_path: Path) -> None:
@@ -127,7 +125,6 @@ def test_flipped_bit_is_one_bit_and_is_found(compression: str, tmp_path: Path) -
     flip = flip_bit(path)
     differing = [(file, content) for file, content in before.items() if file.read_bytes() != content]
     assert [file.name for file, _ in differing] == [flip.file]
-    assert flip.before ^ flip.after == 1
+    assert flip.before ^ flip.after == 1 and flip.name == "large"
     [problem] = verify(path).problems
     assert (problem.file, problem.name, problem.block) == (flip.file, flip.name, flip.block)
-    assert flip.name == "large"

@@ -11,18 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorkeep.bench.experiment.design import (
-    Base,
-    Change,
-    Combination,
-    Expansion,
-    combinations,
-    factorial,
-    fractional,
-    leave_one_out,
-    one_at_a_time,
-    steps,
-)
+from tensorkeep.bench.experiment import design
+from tensorkeep.bench.experiment.design import Base, Change, Combination
 from tensorkeep.bench.experiment.file import read
 from tensorkeep.bench.experiment.fractional import alias_groups, fraction
 from tensorkeep.bench.experiment.plan import Plan
@@ -33,7 +23,7 @@ BASE = Base(settings={"a": 0, "b": 0, "c": 0}, about="Nothing changed.")
 A, B, C = Change("A", {"a": 1}, about="More a."), Change("B", {"b": 1}), Change("C", {"c": 1}, needs=("B",))
 
 
-def settings_at(expansion: Expansion, *place: str) -> tuple[Any, ...]:
+def settings_at(expansion: design.Expansion, *place: str) -> tuple[Any, ...]:
     """Return the values of the settings at a place of a design, which exactly one arm has."""
     [found] = [arm.settings for arm in expansion.arms if Place(*place) in arm.places]
     return tuple(found.values())
@@ -45,19 +35,19 @@ def experiment(count: int, runs: int, seed: int = 0, control: bool = True) -> Pl
 
 
 def test_one_at_a_time_and_leave_one_out() -> None:
-    found = one_at_a_time(BASE, [A, B, C])
+    found = design.one_at_a_time(BASE, [A, B, C])
     expected = {"base": (0, 0, 0), "only A": (1, 0, 0), "only B": (0, 1, 0)}
     assert {arm.name: tuple(arm.settings[key] for key in "abc") for arm in found.arms} == expected
     assert [arm.about for arm in found.arms] == ["Nothing changed.", "More a.", ""]
     assert found.omitted == [Omitted(Place("alone", "C"), "it needs B")]
-    found = leave_one_out(BASE, [A, B, C])
+    found = design.leave_one_out(BASE, [A, B, C])
     expected = {("base",): (0, 0, 0), ("full",): (1, 1, 1), ("without", "A"): (0, 1, 1), ("without", "C"): (1, 1, 0)}
     assert {place: settings_at(found, *place) for place in expected} == expected
     assert found.omitted == [Omitted(Place("without", "B"), "C needs it")]
 
 
 def test_steps_measure_equal_settings_once() -> None:
-    found = steps(BASE, [A, B, C])
+    found = design.steps(BASE, [A, B, C])
     assert [arm.name for arm in found.arms] == ["base", "+A", "+B", "+C", "only B", "all but A"]
     assert {arm.name: arm.places for arm in found.arms if arm.name.startswith("+")} == {
         "+A": (Place("step", "A", 1), Place("alone", "A")),
@@ -69,38 +59,39 @@ def test_steps_measure_equal_settings_once() -> None:
 
 
 def test_optional_change_is_measured_alone_and_leaving_out_a_replaced_one_is_omitted() -> None:
-    found = steps(BASE, [A, Change("X", {"a": 7}, optional=True), B])
+    found = design.steps(BASE, [A, Change("X", {"a": 7}, optional=True), B])
     assert (settings_at(found, "full"), settings_at(found, "alone", "X")) == ((1, 1, 0), (7, 0, 0))
     assert {place.kind for arm in found.arms for place in arm.places if place.change == "X"} == {"alone"}
     # Leaving out a change that a later one replaces is omitted.
     other = Change("other", {"tool": "other"}, ("a", "b", "c"))
-    found = steps(BASE, [A, other])
+    found = design.steps(BASE, [A, other])
     assert (settings_at(found, "full"), settings_at(found, "without", "other")) == (("other",), (1, 0, 0))
     reason = "a later change replaces it: the full stack is the same without it"
     assert found.omitted == [Omitted(Place("without", "A"), reason)]
 
 
 def test_changes_make_arms_slow_or_not_and_name_steps() -> None:
-    assert [arm.name for arm in steps(BASE, [A, Change("B", {"b": 1}, arm="mine")]).arms][:3] == ["base", "+A", "mine"]
+    found = design.steps(BASE, [A, Change("B", {"b": 1}, arm="mine")])
+    assert [arm.name for arm in found.arms][:3] == ["base", "+A", "mine"]
     base = Base(settings={"a": 0, "b": 0}, slow=True)
-    found = steps(base, [A, Change("B", {"b": 1}, slow=False)])
+    found = design.steps(base, [A, Change("B", {"b": 1}, slow=False)])
     assert {arm.name: arm.slow for arm in found.arms} == {"base": True, "+A": True, "+B": False, "only B": False}
 
 
 def test_each_change_of_a_combination_is_also_measured_alone_and_has_what_it_needs() -> None:
     unused = Change("unused", {"c": 9})
-    found = combinations(BASE, [A, B, unused], [Combination(("A", "B"), "A + B")])
+    found = design.combinations(BASE, [A, B, unused], [Combination(("A", "B"), "A + B")])
     assert [arm.name for arm in found.arms] == ["base", "only A", "only B", "A + B"]
     assert found.arms[-1].places == (Place("combination", changes=("A", "B")),)
     assert found.arms[-1].settings == {"a": 1, "b": 1, "c": 0}
-    found = combinations(BASE, [A, B, C], [Combination(("B", "C"), "x")])
+    found = design.combinations(BASE, [A, B, C], [Combination(("B", "C"), "x")])
     assert found.omitted == [Omitted(Place("alone", "C"), "it needs B")]
 
 
 @given(st.lists(st.integers(2, 3), min_size=1, max_size=4))
 def test_factorial_has_every_combination_once(sizes: list[int]) -> None:
     factors = {f"f{i}": [Change(f"{level}", {f"f{i}": level}) for level in range(n)] for i, n in enumerate(sizes)}
-    found = factorial(Base(settings={}), factors)
+    found = design.factorial(Base(settings={}), factors)
     points = Counter(tuple(arm.settings[name] for name in factors) for arm in found.arms)
     assert points == Counter(itertools.product(*(range(n) for n in sizes)))
     assert found.arms[0].name == "base"
@@ -114,22 +105,16 @@ def two_levels(count: int) -> dict[str, list[Change]]:
 
 
 def test_points_are_named_by_their_difference_from_the_base_or_a_number() -> None:
-    names = [arm.name for arm in factorial(BASE, two_levels(2)).arms]
+    names = [arm.name for arm in design.factorial(BASE, two_levels(2)).arms]
     assert names == ["base", "f1=high", "f0=high", "f0=high+f1=high"]
-    assert len(factorial(BASE, two_levels(5)).arms) == 32
+    assert len(design.factorial(BASE, two_levels(5)).arms) == 32
     # Those of a fraction have numbers; it lists its aliases.
-    found = fractional(BASE, two_levels(6))
-    assert len(found.arms) == 16
-    assert [arm.name for arm in found.arms][:2] == ["base", "point 1"]
+    found = design.fractional(BASE, two_levels(6))
+    assert (len(found.arms), [arm.name for arm in found.arms][:2]) == (16, ["base", "point 1"])
     # E = ABC, F = BCD: the interaction of A and B is that of C and E, and so on.
     assert (("f0", "f1"), ("f2", "f4")) in found.aliases
     assert all(len(effect) == 2 for group in found.aliases for effect in group)
     assert found.factors["f3"] == ("low", "high")
-
-
-def signs_of(points: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return -1 or 1 for each point, by factor."""
-    return [tuple(2 * level - 1 for level in column) for column in zip(*points, strict=True)]
 
 
 def product(one: Sequence[int], two: Sequence[int]) -> tuple[int, ...]:
@@ -139,10 +124,9 @@ def product(one: Sequence[int], two: Sequence[int]) -> tuple[int, ...]:
 @pytest.mark.parametrize("count", range(6, 16))
 def test_fractions_are_balanced_and_orthogonal_and_list_their_aliases(count: int) -> None:
     points = fraction(count)
-    assert len(points) == (16 if count <= 8 else 32)
-    assert len(set(points)) == len(points)
+    assert len(points) == len(set(points)) == (16 if count <= 8 else 32)
     assert points[0] == (0,) * count
-    signs = signs_of(points)
+    signs = [tuple(2 * level - 1 for level in column) for column in zip(*points, strict=True)]  # by factor: -1 or 1
     products = [product(*pair) for pair in itertools.combinations(signs, 2)]
     assert not any(map(sum, signs))
     assert not any(map(sum, products)), "two main effects are aliased"

@@ -71,17 +71,13 @@ def mine(**changes: Any) -> dict[str, Any]:
 
 
 def stack(**changes: Any) -> dict[str, Any]:
-    content = {
-        "design": "steps",
-        "base": {"settings": {"tool": "tensorkeep", "compression": "none"}},
-        "changes": [{"name": "small", "set": {"compression": "lossless"}}],
-    }
-    return {**content, **changes}
+    base = {"settings": {"tool": "tensorkeep", "compression": "none"}}
+    small = {"name": "small", "set": {"compression": "lossless"}}
+    return {"design": "steps", "base": base, "changes": [small], **changes}
 
 
 def points(**changes: Any) -> dict[str, Any]:
-    content = {"design": "factorial", "base": {"settings": {"tool": "dcp"}}, "factors": {"threads": [1, 2]}}
-    return {**content, **changes}
+    return {"design": "factorial", "base": {"settings": {"tool": "dcp"}}, "factors": {"threads": [1, 2]}, **changes}
 
 
 @pytest.fixture
@@ -105,9 +101,7 @@ def test_shipped_experiment_is_listed_valid_and_complete(name: str) -> None:
     assert set(shipped()) > set(NAMES)
     planned = read_experiment(name)
     assert (planned.experiment.name, planned.experiment.title) == (name, shipped()[name])
-    assert len(planned.experiment.about) > 80
-    assert planned.experiment.control
-    assert planned.experiment.runs >= 3
+    assert len(planned.experiment.about) > 80 and planned.experiment.control and planned.experiment.runs >= 3
     assert [arm.role for arm in planned.arms] == ["baseline", "control", *["arm"] * (len(planned.arms) - 2)]
     assert planned.arms[0].name == planned.experiment.baseline
     assert planned.arms[1].settings == planned.arms[0].settings
@@ -208,8 +202,7 @@ def test_suite_is_read_unchanged_and_isolated_has_its_arms(written: Write) -> No
     # The shipped experiment has the same arms.
     isolated = read_experiment("isolated")
     arms = {arm.name: (arm.settings, arm.slow) for arm in planned.arms}
-    assert {arm.name: (arm.settings, arm.slow) for arm in isolated.arms} == arms
-    assert isolated.experiment.runs == 3
+    assert ({arm.name: (arm.settings, arm.slow) for arm in isolated.arms}, isolated.experiment.runs) == (arms, 3)
 
 
 def test_comments_are_ignored_and_slashes_in_strings_are_none(written: Write) -> None:
@@ -308,19 +301,15 @@ def test_file_of_every_design(written: Write) -> None:
     for kind in ("one-at-a-time", "leave-one-out", "steps", "combinations"):
         more = together if kind == "combinations" else {}
         planned = read_experiment(written({"design": kind, "base": base, "changes": changes, **more}))
-        assert planned.experiment.baseline == "plain"
-        assert len(planned.arms) >= 4
+        assert planned.experiment.baseline == "plain" and len(planned.arms) >= 4
     assert planned.arms[-1].name == "small + slow"
-    factors = {
-        "compression": ["none", "lossless"],
-        "writing": {"direct": {"set": {"direct_io": True}}, "cached": {"set": {"direct_io": False}, "slow": True}},
-    }
+    writing = {"direct": {"set": {"direct_io": True}}, "cached": {"set": {"direct_io": False}, "slow": True}}
+    factors = {"compression": ["none", "lossless"], "writing": writing}
     planned = read_experiment(written({"design": "factorial", "base": base, "factors": factors}))
     assert planned.experiment.factors == {"compression": ("none", "lossless"), "writing": ("direct", "cached")}
     assert [arm.slow for arm in planned.arms if arm.role == "arm"] == [True, False, True]
     planned = read_experiment(written(fraction(levels("abcdefg"))), check_arms=False)
-    assert len(planned.arms) == 17
-    assert planned.experiment.aliases
+    assert len(planned.arms) == 17 and planned.experiment.aliases
     negative = read_experiment(written(points(factors={"level": [1, -1]})), check_arms=False)
     assert negative.arms[-1].name == "level=-1"
 
@@ -376,6 +365,7 @@ ERRORS += each_of(
     (stack(base={}), ": base lacks the field 'settings'", "add 'settings'"),
     (points(factors={}), ": factors: expected `object` of length >= 1", CORRECT),
 )
+WITHOUT_Y = {**in_order("x", "y", "z"), "design": "combinations", "combinations": [{"changes": ["x", "z"]}]}
 BASELINE = {"name": "one (again)", "settings": {}}
 OPTIMIZER = {"model": "openllama-3b:float16", "with_optimizer": "adamw"}
 ERRORS += each_of(
@@ -397,11 +387,7 @@ ERRORS += each_of(
     (in_order("y", "x", optional=True), "change 'x' comes before 'y', which it needs", "put 'y' before it"),
     (changed(set={"a": 1}, optional=True), "all changes are optional", "leave at least one"),
     (combined("small", "smal"), "combination 1 has no change 'smal'", "did you mean 'small'?"),
-    (
-        {**in_order("x", "y", "z"), "design": "combinations", "combinations": [{"changes": ["x", "z"]}]},
-        "combination 'x + z' has 'x' without 'y', which it needs",
-        "add 'y' to its changes",
-    ),
+    (WITHOUT_Y, "combination 'x + z' has 'x' without 'y', which it needs", "add 'y' to its changes"),
     (combined("small"), "combination 1 does not have two or more different changes", "write, for example"),
     (factor({"one": {"sets": {}}}), "factor 'threads', level 'one' has no field 'sets'", "did you mean 'set'?"),
     (factor({"one": {"set": {}}, "uno": {"set": {}}}), "the point threads=uno has the settings of another one", "give"),
@@ -415,11 +401,7 @@ ERRORS += each_of(
 )
 ERRORS += each_of(
     "factor 'threads' ",
-    (
-        fraction(levels("abcde") | {"threads": [0, 1, 2]}),
-        "has 3 levels; in a fractional design each has two",
-        "keep",
-    ),
+    (fraction(levels("abcde") | {"threads": [0, 1, 2]}), "has 3 levels; in a fractional design each has two", "keep"),
     (factor([1]), "does not have two or more different levels", "write, for example, [1, 128]"),
     (factor([1, "a/b"]), "has the level 'a/b', which is not a valid name", f"{AS_OBJECT}; {NAME_RULE}"),
     (factor(2), "is neither a list of values nor an object of levels", "write, for example, [1, 128]"),
@@ -431,8 +413,7 @@ def test_invalid_file_is_refused(written: Write, content: object, message: str, 
     path = written(content)
     with pytest.raises(UsageError) as caught:
         read_experiment(path)
-    assert caught.value.message == message
-    assert caught.value.path == str(path)
+    assert (caught.value.message, caught.value.path) == (message, str(path))
     assert caught.value.remedy.startswith(remedy_start)
     assert len(str(caught.value).splitlines()) == 2
 
@@ -451,8 +432,7 @@ def test_invalid_json_is_refused(written: Write) -> None:
     ):
         with case(text[:30]), pytest.raises(UsageError) as caught:
             read_experiment(written(text))
-        assert caught.value.message.startswith(message)
-        assert caught.value.remedy
+        assert caught.value.message.startswith(message) and caught.value.remedy
 
 
 def test_workload_checks_the_settings_of_arms(written: Write) -> None:
@@ -466,9 +446,8 @@ def test_workload_checks_the_settings_of_arms(written: Write) -> None:
         read_experiment(path, check_arms=False)
         with case(message), pytest.raises(UsageError) as caught:
             read_experiment(path)
-        assert caught.value.message.startswith(message)
+        assert caught.value.message.startswith(message) and str(caught.value.remedy).startswith(remedy)
         assert caught.value.path == str(path)
-        assert str(caught.value.remedy).startswith(remedy)
 
 
 # Finding an experiment, and changing one
@@ -476,10 +455,8 @@ def test_workload_checks_the_settings_of_arms(written: Write) -> None:
 
 def test_unknown_name_and_missing_path_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, remedy in {
-        "tree-way": "did you mean 'three-way'?",
-        "zzz": f"experiments: {', '.join(shipped())}",
-    }.items():
+    remedies = {"tree-way": "did you mean 'three-way'?", "zzz": f"experiments: {', '.join(shipped())}"}
+    for name, remedy in remedies.items():
         with pytest.raises(UsageError, match=f"the experiment '{name}' does not exist") as caught:
             read_experiment(name)
         assert caught.value.remedy == f"{remedy} (or give the path of a JSON file)"

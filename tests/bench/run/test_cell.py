@@ -76,22 +76,16 @@ def test_cell_over_its_limit_of_time_or_memory_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_missing_package_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # `find_spec` finds nothing of this name in the child, either.
+def test_missing_package_is_not_run_and_process_ended_by_a_signal_has_failed(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    code = "import importlib.util as u\nold = u.find_spec\n"
+    # `find_spec` finds nothing of this name in the child, either.
+    code = "import importlib.util as u, os, sys\nold = u.find_spec\n"
     code += "u.find_spec = lambda name, *a: None if name == 'zipnn' else old(name, *a)\n"
+    kill = "os.kill(os.getpid(), int(os.environ['END']))"
+    code += f"if 'END' in os.environ and 'tensorkeep.bench.run.worker' in sys.orig_argv: {kill}\n"
     (tmp_path / "sitecustomize.py").write_text(code)
     result = run_cell(task(tmp_path, {"tool": "zipnn"}), Limits())
     assert (result.status, result.reason) == ("not-run", "the package 'zipnn' is not installed")
-
-
-@pytest.mark.integration
-def test_process_that_ends_by_a_signal_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    kill = "os.kill(os.getpid(), int(os.environ['END']))"
-    code = f"import os, sys\nif 'tensorkeep.bench.run.worker' in sys.orig_argv: {kill}\n"
-    (tmp_path / "sitecustomize.py").write_text(code)
     for number, status, reason in (
         (signal.SIGABRT, "failed", "its process was ended by SIGABRT"),
         (signal.SIGKILL, "memory", "was killed by the kernel, most likely because memory ran out"),
@@ -117,8 +111,7 @@ def test_status_and_reason_of_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         found = worker.run_task(task(tmp_path), time.perf_counter())
         with case(repr(error)):
             assert found.status == status
-            assert str(found.reason).startswith(reason)
-            assert "\n" not in str(found.reason)
+            assert str(found.reason).startswith(reason) and "\n" not in str(found.reason)
 
 
 @forks

@@ -1,20 +1,17 @@
 """Interleaved rounds: their order, the ratios within a round, and arms that cannot run."""
 
 import math
+from functools import partial
 from unittest import mock
 
 from tensorkeep.bench.experiment.workload import Outcome
 from tensorkeep.bench.results import Cell
-from tensorkeep.bench.run.rounds import Measurement, Rounds, run_rounds
+from tensorkeep.bench.run.rounds import Rounds, run_rounds
 
 
 def rounds_of(samples: dict[tuple[str, str], list[float]]) -> Rounds:
-    cells = [
-        Cell(arm, block, "ok", figures={measure: value})
-        for (arm, measure), values in samples.items()
-        for block, value in enumerate(values)
-    ]
-    return Rounds(0, cells)
+    found = [(arm, block, {measure: each}) for (arm, measure), of in samples.items() for block, each in enumerate(of)]
+    return Rounds(0, [Cell(arm, block, "ok", figures=figures) for arm, block, figures in found])
 
 
 def constant() -> Outcome:
@@ -25,14 +22,11 @@ def test_every_arm_runs_once_in_each_round_in_a_random_order_that_depends_on_the
     calls: list[str] = []
     events: list[tuple[int, str]] = []
 
-    def measurement(arm: str) -> Measurement:
-        def measure() -> Outcome:
-            calls.append(arm)
-            return Outcome(figures={"save": float(len(calls))})
+    def measure(arm: str) -> Outcome:
+        calls.append(arm)
+        return Outcome(figures={"save": float(len(calls))})
 
-        return measure
-
-    arms = {arm: measurement(arm) for arm in "abc"}
+    arms = {arm: partial(measure, arm) for arm in "abc"}
     result = run_rounds(arms, 4, seed=1, progress=lambda done, arm: events.append((done, arm)))
     assert result.count == 4
     blocks = [[cell.arm for cell in result.cells if cell.block == block] for block in range(4)]
@@ -55,8 +49,7 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert rounds.figures("a", "save") == {0: 2.0, 1: 9.0, 2: 20.0}
     # Rounds without one of the two do not count.
     rounds = rounds_of({("a", "cold"): [2.0, 4.0], ("b", "cold"): [1.0]})
-    assert rounds.ratios(("a", "cold"), ("b", "cold")) == [2.0]
-    assert rounds.ratios(("a", "cold"), ("c", "cold")) == []
+    assert [rounds.ratios(("a", "cold"), (arm, "cold")) for arm in ("b", "c")] == [[2.0], []]
     assert rounds.figures("c", "cold") == {}
     rounds = rounds_of({("torch", "load"): [3.0], ("tensorkeep", "into"): [1.0]})
     assert rounds.ratios(("torch", "load"), ("tensorkeep", "into")) == [3.0]
@@ -65,12 +58,9 @@ def test_ratios_are_taken_within_rounds() -> None:
 def test_arm_that_fails_is_left_out_with_its_reason() -> None:
     fails_later = mock.Mock(side_effect=[constant(), Outcome("not-run", "no such dtype")])
     result = run_rounds({"a": constant, "b": fails_later}, 4)
-    assert result.not_run == {"b": "no such dtype"}
-    assert fails_later.call_count == 2
-    assert result.figures("b", "save") == {}
-    assert len(result.figures("a", "save")) == 4
+    assert (result.not_run, fails_later.call_count) == ({"b": "no such dtype"}, 2)
+    assert (result.figures("b", "save"), len(result.figures("a", "save"))) == ({}, 4)
 
 
 def test_no_round_starts_that_would_end_too_late() -> None:
-    assert run_rounds({"a": constant}, 3, seconds=0.0).count == 1
-    assert run_rounds({"a": constant}, 3, seconds=math.inf).count == 3
+    assert [run_rounds({"a": constant}, 3, seconds=seconds).count for seconds in (0.0, math.inf)] == [1, 3]

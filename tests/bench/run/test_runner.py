@@ -40,6 +40,7 @@ def measured(task: Task, limits: Limits | None = None) -> Outcome:
 
 
 def execute(results: Results, folder: Path, measure: Measure = measured, listener: mock.Mock | None = None) -> Results:
+    folder.mkdir(exist_ok=True)
     run = ExperimentRun(results, folder / "results.json", folder, measure)
     run.execute(listener or mock.Mock())
     return run.results
@@ -63,19 +64,16 @@ def test_every_cell_is_run_once_in_blocks_on_the_model_of_its_arm(planned: Resul
 
     results = execute(planned, tmp_path, run, listener)
     assert sorted(task.arm for task in tasks[:4]) == sorted(ARMS)
-    assert sorted(task.arm for task in tasks) == sorted(ARMS * 3)
-    assert len({task.directory for task in tasks}) == 12
+    assert (sorted(task.arm for task in tasks), len({task.directory for task in tasks})) == (sorted(ARMS * 3), 12)
     # A cell of an arm is given the settings of the baseline.
     assert {task.arm: task.baseline for task in tasks} == {**{arm: {"tool": "torch"} for arm in ARMS}, "one": None}
     assert not (tmp_path / NAME).exists()
     found = on_disk(tmp_path)
     assert found == results
-    assert found.complete
-    assert str(found.finished) >= found.started
+    assert found.complete and str(found.finished) >= found.started
     assert found.statistics("two", "save").n == 3
     measures = {measure.name for measure in found.measures}
-    assert measures >= {"save", "load_cold", "load_warm", "stored"}
-    assert "into_warm" not in measures
+    assert measures >= {"save", "load_cold", "load_warm", "stored"} and "into_warm" not in measures
     assert found.environment["storage"]["free_bytes"] > 0
     assert [name for name, *_ in listener.mock_calls] == ["preparing", *["cell_started", "cell_ended"] * 12]
     started = [call.args[1:] for call in listener.cell_started.mock_calls]
@@ -115,11 +113,9 @@ def test_full_disk_ends_the_run_and_is_tried_again(planned: Results, tmp_path: P
         execute(planned, tmp_path, without_two("disk"))
     assert not (tmp_path / NAME).exists()
     found = on_disk(tmp_path)
-    assert not found.complete
-    assert sum(cell.status == "disk" for cell in found.cells) == 1
+    assert not found.complete and sum(cell.status == "disk" for cell in found.cells) == 1
     resumed = execute(found, tmp_path)
-    assert resumed.complete
-    assert {cell.status for cell in resumed.cells} == {"ok"}
+    assert resumed.complete and {cell.status for cell in resumed.cells} == {"ok"}
 
 
 def without_two(status: Status) -> mock.Mock:
@@ -136,8 +132,7 @@ def test_failed_arm_is_not_repeated(status: Status, planned: Results, tmp_path: 
     cells = [cell for cell in results.cells if cell.arm == "two"]
     assert [cell.status for cell in cells] == [status, "not-run", "not-run"]
     assert str(cells[2].reason).startswith("not repeated: in block 1 it ")
-    assert results.complete
-    assert results.statistics("two", "save").verdict == "not run"
+    assert results.complete and results.statistics("two", "save").verdict == "not run"
 
 
 def test_a_second_run_is_refused_and_files_of_a_killed_one_are_removed(planned: Results, tmp_path: Path) -> None:
@@ -202,14 +197,10 @@ def test_an_arm_is_measured_until_its_gain_is_precise(planned: Results, tmp_path
     assert found.complete and found.finished
     # Baseline and control end with the last arm; one that failed keeps no other running.
     for name, measure in {"again": fixed({"two": [2.0], "three": [1.0]}), "failed": without_two("failed")}.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        assert counted_runs(execute(results, folder, measure)) == [3, 3, 3, 3], name
+        assert counted_runs(execute(results, tmp_path / name, measure)) == [3, 3, 3, 3], name
 
 
 def test_no_block_begins_that_would_exceed_the_budget(planned: Results, tmp_path: Path) -> None:
     for budget, blocks in ((1, 1), (79, 1), (80, 2), (130, 3)):
-        folder = tmp_path / str(budget)
-        folder.mkdir()
-        found = execute(sequential(planned, budget=budget), folder, fixed({}))
+        found = execute(sequential(planned, budget=budget), tmp_path / str(budget), fixed({}))
         assert counted_runs(found) == [blocks] * 4

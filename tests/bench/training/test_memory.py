@@ -1,6 +1,7 @@
 """The peak memory of a step: every tensor counts while it exists, and the memory ledger predicts it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,15 +40,11 @@ def test_peak_is_that_of_tensors_that_exist_together() -> None:
 
 
 WIDE = {"model.d_model": 64, "model.n_layers": 4, "model.context_length": 64, "model.dropout": 0.0}
-
-
 ARMS = [{}, {"techniques.activation-checkpointing": "on"}, {"techniques.gradient-accumulation.batches": 3}]
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=["plain", "activation-checkpointing", "gradient-accumulation"])
-def test_a_step_takes_the_memory_that_the_ledger_predicts(
-    arm: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_takes_the_memory_that_the_ledger_predicts(arm: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(RECIPES, "wide", lambda: CONFIG.changed({"data.tokenizer": "char", **WIDE}))
     dataset = Dataset.open(prepared(tmp_path))
     config = arm_config("wide", arm, steps=4).changed({"model.vocab_size": dataset.vocab_size})

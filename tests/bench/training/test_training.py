@@ -78,10 +78,8 @@ def trained(data: Path, folder: Path, protocol: cell.Protocol, arm: dict[str, An
     return cell.run_training(config, data, folder, protocol, LossGate([], 0.0)).figures
 
 
-def test_loss_in_equal_time_uses_the_windows_of_the_final_loss(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a technique changes the size of batches."""
+def test_loss_in_equal_time_has_the_same_windows(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the final loss, also where a technique changes the size of batches."""
     seen = []
     evaluate = validation.evaluate
 
@@ -98,9 +96,7 @@ def test_loss_in_equal_time_uses_the_windows_of_the_final_loss(
     assert figures[cell.LOSS_IN_TIME] != figures[cell.LOSS]
 
 
-def test_peak_of_the_process_includes_evaluations_only_if_asked(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peak_includes_evaluations_only_if_asked(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = {"peak": 0}
     validation_loss = loop.validation_loss
 
@@ -118,9 +114,7 @@ def test_peak_of_the_process_includes_evaluations_only_if_asked(
         assert trained(data, tmp_path / measure, protocol, {"eval.every": 1})[measure] == most, measure
 
 
-def test_first_step_includes_compilation_into_an_empty_cache(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_step_compiles_into_an_empty_cache(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "earlier")
     seen = []
 
@@ -173,23 +167,18 @@ class Absent(Wrong):
         raise self.not_active("nothing was seen", "report it")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error", "message"),
-    [
-        ("wrong", "on", GateError, r"the loss of step 1 is .*at most 1.00% may differ"),
-        ("absent", "on", GateError, "absent was requested and is not active"),
-        ("gradient-accumulation", {"batches": 2}, DoesNotApplyError, "a batch of 3 sequences cannot be split into 2"),
-    ],
-)
-def test_techniques_that_change_losses_or_are_not_active_or_do_not_apply_fail_the_gate(
-    name: str, value: Any, error: type[Exception], message: str, data: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_wrong_inactive_or_inapplicable_techniques_fail_the_gate(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
     known, names = TECHNIQUE_CLASSES.get, TECHNIQUE_CLASSES.names()
     mine = {"wrong": Wrong, "absent": Absent}
     monkeypatch.setattr(TECHNIQUE_CLASSES, "get", lambda name: mine.get(name) or known(name))
     monkeypatch.setattr(TECHNIQUE_CLASSES, "names", lambda: [*names, *mine])
-    with pytest.raises(error, match=message):
-        WORKLOAD.measure(task(data, tmp_path, {f"techniques.{name}": value}))
+    for name, value, error, message in (
+        ("wrong", "on", GateError, r"the loss of step 1 is .*at most 1.00% may differ"),
+        ("absent", "on", GateError, "absent was requested and is not active"),
+        ("gradient-accumulation", {"batches": 2}, DoesNotApplyError, "a batch of 3 sequences cannot be split into 2"),
+    ):
+        with case(name), pytest.raises(error, match=message):
+            WORKLOAD.measure(task(data, tmp_path / name, {f"techniques.{name}": value}))
 
 
 def test_gate_refuses_other_losses() -> None:
@@ -204,17 +193,14 @@ def test_gate_refuses_other_losses() -> None:
 
 
 @forks
-def test_reference_is_the_run_without_systems_techniques(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reference_has_no_systems_techniques(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorkeep.bench.training.reference_losses.subprocess", FORKING)
     arm = {"techniques.mixed-precision.dtype": "bf16", "techniques.fused-optimizer": "on"}
     config = arm_config("tiny", {**arm, "techniques.lr-plateau": "on", "eval.every": 4}, steps=STEPS)
     assert list(without_systems_techniques(config).techniques) == ["lr-plateau"]
     assert loss_tolerance(config) == pytest.approx(0.021)
     plain = arm_config("tiny", {}, steps=STEPS)
-    losses = reference_losses(plain, data, 3, tmp_path)
-    assert len(losses) == 3
+    assert len(reference_losses(plain, data, 3, tmp_path)) == 3
     [kept] = tmp_path.iterdir()
     kept.write_text("[1.0]")
     assert reference_losses(plain, data, 3, tmp_path) == [1.0]
@@ -250,8 +236,7 @@ def test_shipped_experiments_are_valid_and_measure_each_technique_and_combinatio
     for name in shipped("training"):
         found = read_experiment(name).experiment
         with case(name):
-            assert found.workload == "training"
-            assert found.settings["steps"] > found.settings["warmup"] + 2
+            assert found.workload == "training" and found.settings["steps"] > found.settings["warmup"] + 2
     used = {key.split(".")[1] for arm in read_experiment("techniques").arms for key in arm.settings if "tech" in key}
     assert used == set(TECHNIQUE_CLASSES.names())
     arms = {arm.name: arm for arm in read_experiment("combinations").arms}
@@ -261,6 +246,5 @@ def test_shipped_experiments_are_valid_and_measure_each_technique_and_combinatio
 
 def test_losses_of_many_steps_are_thinned() -> None:
     long = cell.thinned([(step, 2.0 if step % 2 else math.nan if step == 4 else 4.0) for step in range(1, 1001)])
-    assert len(long) == 100
-    assert (long[0], long[-1]) == ((10, 2.88889), (1000, 3.0))
+    assert (len(long), long[0], long[-1]) == (100, (10, 2.88889), (1000, 3.0))
     assert cell.thinned([(1, math.inf)]) == cell.thinned([]) == ()

@@ -38,26 +38,18 @@ def timed(seconds: list[float], *, warmup: int, turn: float) -> tuple[StepTimer,
 def test_first_step_warm_up_and_first_step_of_a_turn_are_not_timed() -> None:
     timer, speeds = timed([9.0, 8.0, 1.0, 1.0, 5.0, 2.0, 7.0], warmup=1, turn=2.0)
     assert [step[:2] for step in timer.steps] == [(1.0, 100), (1.0, 100), (2.0, 100)]
-    assert speeds == [None, None, None, 100.0, None, 50.0, None]
-    assert timer.seconds == 24.0
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the process of the baseline: a new interpreter takes seconds to import torch."""
-    monkeypatch.setattr("tensorkeep.bench.training.turns.subprocess", FORKING)
+    assert (speeds, timer.seconds) == ([None, None, None, 100.0, None, 50.0, None], 24.0)
 
 
 @forks
-@pytest.mark.usefixtures("forked")
-def test_a_cell_takes_turns_with_the_baseline_which_must_run(data: Path, tmp_path: Path) -> None:
+def test_a_cell_takes_turns_with_the_baseline(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorkeep.bench.training.turns.subprocess", FORKING)
     one = task(data, tmp_path, {"techniques.activation-checkpointing": "on"}, turn=0.001)
     alone = WORKLOAD.measure(one)
     assert alone.turns == {}
     found = WORKLOAD.measure(msgspec.structs.replace(one, baseline={}, directory=str(tmp_path / "turns")))
     pairs = found.turns[cell.SPEED]
-    assert len(pairs) >= 2
-    assert all(min(pair) > 0 for pair in pairs)
+    assert len(pairs) >= 2 and all(min(pair) > 0 for pair in pairs)
     # The baseline changes neither the losses nor the memory of the cell.
     for name in (cell.LOSS, cell.MEMORY):
         assert found.figures[name] == alone.figures[name], name

@@ -1,5 +1,6 @@
 """Comparing checkpoints."""
 
+import json
 import math
 import os
 from collections import OrderedDict
@@ -202,12 +203,15 @@ def test_plain_values_differ_in_type_and_place(tmp_path: Path) -> None:
         ({1: 2}, {"1": 2}, [("1", 2, None), ("1", None, 2)]),
         ({"a": np.ones(2)}, {"a": torch.ones(2, dtype=torch.float64)}, [("a", "ndarray", "tensor")]),
         ({"a": {"b": 1}}, {"a": 1}, [("a", "dict", 1), ("a.b", 1, None)]),
+        ({"a": 0.5, "b": 2**60}, {"a": NAN, "b": "2"}, [("a", 0.5, NAN), ("b", 2**60, "2")]),
+        ({"a": b"x", "b": {1, 2}}, {"a": torch.float16, "b": 1j}, [("a", b"x", torch.float16), ("b", {1, 2}, 1j)]),
     ]
     for a, b, expected in values:
         with case(expected):
             report = compare(tmp_path, a, b)
             assert not report.equal
             assert repr([(found.name, found.a, found.b) for found in report.values]) == repr(expected)
+            json.dumps(report.as_dict(), allow_nan=False)
 
 
 def test_relative_l2_cosine_and_largest_difference(tmp_path: Path) -> None:

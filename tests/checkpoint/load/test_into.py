@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from torch import nn
 import tensorkeep
 from faults.injection import flip_bit
 from tensorkeep import CheckpointManager, RandomState
+from tensorkeep.checkpoint.load.object_checks import unwrapped
 from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.object_states import CONVERTED, STATES, Anything, Doubled, Swapped, Tied, norm, values, wrapped
 
 
 def saved(state: Any, path: Path) -> Path:
@@ -115,6 +118,14 @@ def test_an_object_takes_tensors_of_any_shape_if_it_has_none_or_checks_them_itse
     for name, size, value in (("empty", 5, 2.0), ("none", 3, 4.0), ("checks", 50, 3.0)):
         assert torch.equal(into[name].shadow["w"], torch.full((size,), value))
     assert into["checks"].seen == ("meta", (50,))
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_an_object_takes_any_state_that_can_be_saved(tmp_path: Path, name: str) -> None:
+    tensorkeep.save([{"it": Anything(STATES[name])}], tmp_path / "c")
+    for given in [Anything(copy.deepcopy(STATES[name]))] + [Anything()] * (name != "objects"):
+        assert tensorkeep.load(tmp_path / "c", into=[{"it": given}])[0]["it"] is given
+        assert same(expand(given), expand(STATES[name]))
 
 
 # Plain values
@@ -438,11 +449,44 @@ def test_a_manager_restores_what_is_given_and_not_strict_warns_of_nothing_if_all
             assert is_filled(model, 1)
 
 
+# What modules convert
+
+
+@pytest.mark.parametrize("key", ["", "model."])
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_module_converts_what_was_saved_as_in_load_state_dict(tmp_path: Path, name: str, key: str) -> None:
+    make, state, in_place = CONVERTED[name]
+    expected, load = make(), nn.Module.load_state_dict
+    own = {unwrapped(each): each for each in expected.state_dict()}
+    renamed = {own.get(unwrapped(each), each): tensor for each, tensor in state.items()}
+    expected.load_state_dict(renamed, strict=not isinstance(expected, Tied))
+    with mock.patch.object(nn.Module, "load_state_dict", autospec=True, side_effect=load) as loads:
+        for path in (tmp_path / "a.safetensors", tmp_path / "native"):
+            tensorkeep.save({key + each: tensor for each, tensor in state.items()}, path)
+            model = make()
+            into = {"model": model} if key else model
+            assert tensorkeep.load(path, into=into) == into
+            found, taken = model.state_dict(), loads.call_args.args[1]
+            assert same(dict(found), dict(expected.state_dict()))
+            filled = {each for each in found if each in taken and taken[each].data_ptr() == found[each].data_ptr()}
+            assert {*in_place} <= filled
+            assert in_place or not filled
+
+
+WITHOUT_MEMORY = [(nn.LazyLinear, "once on data"), (partial(nn.Linear, 2, device="meta"), "assign=True")]
+
+
+@pytest.mark.parametrize(("make", "remedy"), WITHOUT_MEMORY)
+def test_a_module_without_memory_is_answered_with_a_way_that_works(tmp_path: Path, make: Any, remedy: str) -> None:
+    tensorkeep.save(nn.Linear(2, 3), tmp_path / "c")
+    with pytest.raises(tensorkeep.UnsupportedLeafError, match=f"no memory to load into; .*\n.*{remedy}"):
+        tensorkeep.load(tmp_path / "c", into=make(3))
+    model = make(3)
+    model.load_state_dict(tensorkeep.load(tmp_path / "c"), assign=True)
+    assert model.weight.shape == (3, 2)
+
+
 # What is refused
-
-
-def wrapped(model: nn.Module) -> nn.Module:
-    return nn.ModuleDict({"module": model})
 
 
 def case(name: str, state: Any, into: Any, message: str = "", names: Any = None, **options: Any) -> Any:
@@ -494,7 +538,7 @@ REFUSED = [
     case("no bias", ONE, {"model": WITHOUT_BIAS}, names={"extra": ("model.bias",)}),
     case("one tensor", ONE, {"model": {"weight": torch.zeros(4, 4)}}, names={"extra": ("model.bias",)}),
     beside("selected", {"a": Average(3)}, {}, names={"extra": ("a.w",)}, select=["model.*", "a.*"]),
-    case("not strict: nothing", ONE, {"model": wrapped(linear(0))}, "only in the checkpoint: model", strict=False),
+    case("not strict: nothing", ONE, {"model": nn.ModuleList([linear(0)])}, "in the checkpoint: model", strict=False),
     case(
         "not strict: dtype",
         ONE,
@@ -513,8 +557,10 @@ REFUSED = [
     ),
     case("remedy: alone", {**ONE, "step": 7}, linear(0), "the key that it was saved with: into={'model': ...}"),
     case("remedy: by key", linear(1), {"model": linear(0)}, "it was saved alone: give it to `into` without a key"),
-    case("remedy: was wrapped", {"model": wrapped(linear(1))}, {"model": linear(0)}, "one of the models is wrapped"),
-    case("remedy: is wrapped", ONE, {"model": wrapped(linear(0))}, "one of the models is wrapped"),
+    case("remedy: wrapped", ONE, {"model": dict(wrapped(linear(0)).state_dict())}, "one of the models is wrapped"),
+    case("one more", values(norm()), norm(linear(0)), names={"missing": ("2.weight", "2.bias")}),
+    case("in another dtype", {"weight": torch.ones(4, 4)}, Doubled(), "float32 in the state, float64 made from the"),
+    case("cannot answer", {"a.weight": torch.ones(2, 2)}, Swapped(reads=True), "read: load it without `into`,"),
     case("remedy: mistyped", ONE, {"mdoel": linear(0), "step": 1}, "did you mean the key 'model'?"),
     case("remedy: wider", ONE, {"model": linear(0, width=5)}, "load only what fits (strict=False)"),
     case("remedy: half", ONE, {"model": linear(0).half()}, "saved dtype first (module.to(torch.float32))"),

@@ -128,6 +128,20 @@ def test_the_state_of_an_optimizer_of_other_parameters_is_named(tmp_path: Path, 
     assert ("float32 [4] in the state, float32 [5] saved" if used else "[5] saved, for a parameter of [4]") in error
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD with momentum", "Adafactor"])
+def test_parameters_in_another_order_or_with_other_names_do_not_take_the_state_of_others(
+    tmp_path: Path, name: str
+) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    named = [*model.named_parameters()]
+    path = saved({"optimizer": ALL[name](named)}, tmp_path / "saved")
+    error = refusal(path, {"optimizer": ALL[name](named[::-1])})
+    assert "optimizer.param_groups.0.param_names.0: parameter 0 is 'b.weight' in the state, 'a.weight' saved" in error
+    wrapped = [("_orig_mod." + name.replace(".", ".module."), parameter) for name, parameter in named]
+    for same_order in (named, wrapped, [parameter for _, parameter in named]):
+        tensorkeep.load(path, into={"optimizer": ALL[name](same_order)})
+
+
 class Projected(torch.optim.Optimizer):
     """Its state is smaller than its parameters, under the name that others have for one of the same shape."""
 

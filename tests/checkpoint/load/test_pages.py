@@ -44,9 +44,7 @@ def test_the_faster_page_size_is_used(monkeypatch: pytest.MonkeyPatch, small: fl
     assert used.count(faster) >= len(used) - 5
 
 
-def test_a_size_that_becomes_slow_is_left_after_one_piece_and_one_that_becomes_fast_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_size_now_slow_is_left_after_one_piece_and_one_now_fast_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, new = Kernel(monkeypatch, small=4.0, huge=1.0), NewPages()
     kernel.populate(new, 10 * MIB)
     kernel.huge = 20.0

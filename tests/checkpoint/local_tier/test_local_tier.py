@@ -20,10 +20,11 @@ import tensorkeep
 from checkpoint.local_tier.copies import copy
 from faults.injection import flip_bit
 from forked import ended, start
-from store_servers import Fault, FaultAt, Proxy, always, damage, environment_of
+from store_servers import Fault, FaultAt, JumpingClock, Proxy, always, damage, environment_of
 from tensorkeep import CheckpointManager
 from tensorkeep.checkpoint.local_tier import uploader
 from tensorkeep.checkpoint.manager.place import DiskPlace
+from tensorkeep.checkpoint.manager.store_place import StorePlace
 from tensorkeep.formats.probe import names_in
 from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
@@ -328,6 +329,20 @@ def test_a_store_that_fails_is_tried_again(tier: Tier, broken: Proxy) -> None:
     broken.start_again(None)
     manager.close()
     assert tier.both() == ([3], [1, 2, 3])
+
+
+def test_no_save_waits_for_a_store_that_does_not_answer(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    for function in ("numbers", "listing"):
+        real = getattr(StorePlace, function)
+        monkeypatch.setattr(StorePlace, function, lambda place, real=real: answered.wait() and real(place))
+    monkeypatch.setattr(JumpingClock, "patience", lambda clock, seconds: 0)
+    with tier.manager() as manager:
+        with pytest.warns(UserWarning, match="and uploaded later: .*no answer for 1 s"):
+            save_each(manager, 1, 2, upload=False)
+        assert tier.on_disk() == [1, 2]
+        answered.set()
+    assert tier.in_store() == [1, 2]
 
 
 def test_without_the_store_steps_on_the_disk_are_used_and_the_next_manager_uploads_them(

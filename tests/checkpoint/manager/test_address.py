@@ -51,9 +51,7 @@ def test_diff_and_convert_take_addresses_and_verify_of_a_run_verifies_every_step
     assert tensorkeep.verify(f"{run}@latest").ok
 
 
-def test_an_existing_path_is_taken_literally_and_a_checkpoint_with_steps_is_the_checkpoint(
-    tmp_path: Path, run: Path
-) -> None:
+def test_an_existing_path_is_taken_literally_and_a_checkpoint_with_steps_is_itself(tmp_path: Path, run: Path) -> None:
     for name in ("run@latest", "x@200", "one"):
         tensorkeep.save({"w": 7}, tmp_path / name)
         assert tensorkeep.load(tmp_path / name) == {"w": 7}

@@ -23,11 +23,8 @@ def test_the_direction_of_a_metric_by_its_name() -> None:
 
 def test_the_metric_that_is_meant() -> None:
     for usual, names in [
-        ("score", ["score"]),
-        ("loss", ["loss", "accuracy"]),
-        ("val_loss", ["loss", "val_loss"]),
+        *((None, []), ("score", ["score"]), ("loss", ["loss", "accuracy"]), ("val_loss", ["loss", "val_loss"])),
         ("eval/loss", ["train/loss", "eval/loss", "eval/accuracy"]),
-        (None, []),
     ]:
         with case(names):
             assert usual_metric(names) == usual

@@ -5,7 +5,8 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -26,11 +27,9 @@ HUNDREDS = [step(number, float(number)) for number in range(100, 1100, 100)]
 @pytest.mark.parametrize(
     ("rule", "kept"),
     [
-        (KeepAll(), range(100, 1100, 100)),
-        (KeepLast(3), [800, 900, 1000]),
-        (KeepEvery(300), [300, 600, 900]),
+        *((rule, range(100, 1100, 100)) for rule in (KeepAll(), KeepLast(99))),
+        *((KeepLast(3), [800, 900, 1000]), (KeepEvery(300), [300, 600, 900])),
         (KeepLast(1) | KeepEvery(500), [500, 1000]),
-        (KeepLast(99), range(100, 1100, 100)),
     ],
 )
 def test_what_is_kept(rule: Keep, kept: list[int]) -> None:
@@ -89,12 +88,9 @@ def test_the_best_step_of_a_run() -> None:
     names = ("train_loss", "eval/loss", "accuracy")
     steps = [step(n, metrics=dict(zip(names, values, strict=True))) for n, values in enumerate([(1, 2, 3), (2, 1, 4)])]
     steps.append(step(2))
-    assert best_step(steps) == steps[1]
-    assert best_step(steps, "train_loss") == steps[0]
-    assert best_step(steps, "accuracy") == steps[1]
-    assert best_step(steps, "accuracy", "min") == steps[0]
-    assert best_step([step(1)]) is None
-    assert best_step([step(1, metrics={"loss": math.nan})]) is None
+    assert (best_step(steps), best_step(steps, "train_loss")) == (steps[1], steps[0])
+    assert (best_step(steps, "accuracy"), best_step(steps, "accuracy", "min")) == (steps[1], steps[0])
+    assert best_step([step(1)]) is best_step([step(1, metrics={"loss": math.nan})]) is None
     with pytest.raises(UsageError, match="several metrics: accuracy, f1"):
         best_step([step(1, metrics={"f1": 1.0, "accuracy": 1.0})])
     with pytest.raises(UsageError, match="mode is 'least'"):
@@ -139,14 +135,10 @@ RIGHT = [600.0 * number for number in range(1, 9)]
 @pytest.mark.parametrize(
     "saved_at",
     [
-        [*RIGHT[:7], RIGHT[7] + 1e9],
         [*RIGHT[:7], -1e9],
-        [*RIGHT[:3], RIGHT[3] + 1e9, *RIGHT[4:]],
-        [*RIGHT[:3], RIGHT[3] - 1e9, *RIGHT[4:]],
-        [*RIGHT[:4], *(moment + 1e9 for moment in RIGHT[4:])],
+        *([*RIGHT[:at], RIGHT[at] + jump, *RIGHT[at + 1 :]] for at, jump in product((0, 3), (-1e9, 1e9))),
+        *([*RIGHT[:at], *(moment + 1e9 for moment in RIGHT[at:])] for at in (4, 7)),
         [*RIGHT[:4], *(moment - 1e9 for moment in RIGHT[4:])],
-        [RIGHT[0] - 1e9, *RIGHT[1:]],
-        [RIGHT[0] + 1e9, *RIGHT[1:]],
     ],
 )
 def test_run_times_increase_whatever_the_clock_does(saved_at: list[float]) -> None:
@@ -205,17 +197,11 @@ def test_arguments_make_one_rule() -> None:
 
 def test_invalid_rules_are_refused() -> None:
     for make in (
-        lambda: KeepLast(0),
-        lambda: KeepLast(True),
-        lambda: KeepEvery(-1),
-        lambda: KeepBest(0),
-        lambda: KeepBest(1, "loss", "least"),
-        lambda: KeepThinned((("2h", 0), ("1h", 0))),
-        lambda: KeepThinned((("soon", 0),)),
-        lambda: EverySteps(0),
-        lambda: EveryTime("often"),
+        *(partial(KeepLast, 0), partial(KeepLast, True), partial(KeepEvery, -1), partial(KeepBest, 0)),
+        *(partial(KeepBest, 1, "loss", "least"), partial(EverySteps, 0), partial(EveryTime, "often")),
+        *(partial(KeepThinned, (("2h", 0), ("1h", 0))), partial(KeepThinned, (("soon", 0),))),
     ):
-        with case(f"line {make.__code__.co_firstlineno}"), pytest.raises(UsageError):
+        with case(make), pytest.raises(UsageError):
             make()
 
 

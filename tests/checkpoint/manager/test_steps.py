@@ -35,9 +35,7 @@ def test_integers_of_every_library_and_no_other_values_are_numbers(tmp_path: Pat
         assert error.value.path == str(tmp_path)
 
 
-def test_a_folder_that_cannot_be_read_is_an_error_and_a_step_that_is_deleted_meanwhile_is_left_out(
-    step: Path, tmp_path: Path
-) -> None:
+def test_an_unreadable_folder_is_an_error_and_a_step_deleted_meanwhile_is_left_out(step: Path, tmp_path: Path) -> None:
     for number in (errno.EACCES, errno.EIO):
         refused = OSError(number, os.strerror(number))
         with mock.patch.object(os, "scandir", side_effect=refused), pytest.raises(tensorkeep.StoreError) as error:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -16,14 +18,14 @@ from simulated_ranks import save_by_ranks
 from store_servers import Fault, FaultAt, Proxy, damage
 from tensorkeep import CheckpointManager
 from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.manager import garbage, store_place
+from tensorkeep.checkpoint.manager import garbage, store_run
 from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.cli.main import main
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.native.block_write import BlockFilesWrite
 from tensorkeep.formats.native.directory import read_contents
 from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.objects import stores
+from tensorkeep.io.objects import store_directory, stores
 from tensorkeep.io.objects.store_directory import StoreDirectory
 from tensorkeep.paths import StorePath
 from tensorkeep.testing.equality import same
@@ -174,15 +176,16 @@ def test_each_replaced_version_stays_for_the_grace_period(root: StorePath, monke
 
 def test_a_step_saved_again_during_its_deletion_remains(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(root, range(1, 2))
-    real = store_place.put_tombstone
+    real = store_run.put_tombstone
 
-    def put_tombstone(*arguments: Any) -> None:
-        monkeypatch.setattr(store_place, "put_tombstone", real)
-        real(*arguments)
+    def put_tombstone(*arguments: Any) -> Any:
+        monkeypatch.setattr(store_run, "put_tombstone", real)
+        tombstone = real(*arguments)
         with CheckpointManager(root) as manager:
             manager.save(1, state(7), overwrite=True).wait()
+        return tombstone
 
-    monkeypatch.setattr(store_place, "put_tombstone", put_tombstone)
+    monkeypatch.setattr(store_run, "put_tombstone", put_tombstone)
     with pytest.raises(tensorkeep.StoreError, match="was saved again while it was deleted"):
         place_of(root).remove(root / "step-000001")
     assert same(tensorkeep.load(f"{root}@1"), state(7))
@@ -298,6 +301,7 @@ def test_steps_are_listed_by_few_requests_also_while_the_store_fails(root: Store
     assert numbers(root) == [1, 2, 3, 4, 5, 6]
     assert same(tensorkeep.load(root), state(6))
     # A store that does not give manifests is not an empty run.
+    store_directory._first.clear()
     server.start_again(
         Fault("503", lambda number: server.requests[number].startswith("GET") and "list" not in server.requests[number])
     )
@@ -305,6 +309,57 @@ def test_steps_are_listed_by_few_requests_also_while_the_store_fails(root: Store
         manager.latest()
     with pytest.raises(tensorkeep.StoreError):
         tensorkeep.load(f"{root}@latest")
+
+
+@pytest.mark.usefixtures("no_grace")
+def test_objects_of_a_console_and_of_others_do_not_disturb_a_run(root: StorePath, server: Proxy) -> None:
+    """The empty objects of folders, and keys that obstore does not read."""
+
+    def put(key: str) -> None:
+        urlopen(Request(f"{server.target}/{root.bucket[5:]}/{root.key}{quote(key)}", b"", method="PUT")).close()
+
+    for key in ("/", "/step-000001/", "/step-000002/", "-model/"):
+        put(key)
+    assert tensorkeep.save(state(0), f"{root}-model")
+    save_all(root, range(1, 3), incremental=True)
+    put("//x")
+    save_all(root, range(3, 4))
+    with CheckpointManager(root, keep_last=2) as manager:
+        assert [step.number for step in manager.prune()] == [1]
+    assert same(tensorkeep.load(f"{root}@latest"), state(3))
+    assert len(tensorkeep.log(root).steps) == 2
+    put("/step-000003/a\nb")
+    assert same(tensorkeep.load(f"{root}@3"), state(3))
+    message = r"holds the object '[^']*/step-000003/a\\nb', and names with.*\nrename or delete that object"
+    for call in (tensorkeep.log, CheckpointManager(root).latest):
+        with pytest.raises(tensorkeep.UnsupportedError, match=message):
+            call(*[root][: call is tensorkeep.log])
+
+
+@pytest.mark.usefixtures("no_grace")
+def test_a_deletion_of_many_steps_reads_each_manifest_once(root: StorePath, server: Proxy, prune: Prune) -> None:
+    save_all(root, range(1, 13), incremental=True)
+
+    def counted(call: Callable[[], Any]) -> tuple[int, int, int]:
+        """Return how often manifests were read, tombstones written, and all other requests made."""
+        server.start_again(None)
+        call()
+        kinds = [(each.startswith("GET"), "/removed" in each, "/manifest" in each) for each in server.requests]
+        read, written = kinds.count((True, False, True)), kinds.count((False, True, False))
+        return read, written, len(kinds) - read - written
+
+    assert counted(lambda: CheckpointManager(root).latest()) <= (1, 0, 9)
+    read, written, others = counted(lambda: prune("--keep-last", "2", "--dry-run"))
+    assert (read, written) == (12, 0)
+    assert others < 6
+    read, written, others = counted(lambda: prune("--keep-last", "7"))
+    assert (read, written) == (12, 5)
+    assert others < 12
+    read, written, others = counted(lambda: CheckpointManager(root, keep_last=2).prune())
+    assert (read, written) == (7, 5)
+    assert others < 9
+    assert numbers(root) == [11, 12]
+    assert all(same(tensorkeep.load(f"{root}@{step}"), state(step)) for step in (11, 12))
 
 
 def test_a_grace_period_that_is_not_a_duration_is_refused(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,6 +448,11 @@ def test_a_run_behind_a_web_server_is_not_an_empty_one(root: StorePath, bucket: 
         with pytest.raises(tensorkeep.UnsupportedError, match=r"lists no names.*\ngive the number of a step"):
             call()
     assert same(web.restore(7), state(7))
+    assert same(tensorkeep.load(f"{web.root}@7"), state(7))
+    with pytest.raises(tensorkeep.NotFoundError, match="has no step 8\ncheck the URL and the number"):
+        tensorkeep.load(f"{web.root}@8")
+    with pytest.raises(tensorkeep.UnsupportedError, match=r"lists no names.*\ngive the number of a step"):
+        tensorkeep.load(f"{web.root}@latest")
     with pytest.raises(tensorkeep.NotFoundError, match="has no step 8"):
         web.restore(8)
     with pytest.raises(tensorkeep.UnsupportedError, match="is only read from"):

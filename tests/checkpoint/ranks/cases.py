@@ -34,19 +34,10 @@ def together(timeout: float = 100) -> dict[str, Any]:
 
 def full_state() -> dict[str, Any]:
     draw = torch.Generator().manual_seed(7)
-    return {
-        "model": {
-            "even": torch.randn(24, 16, generator=draw).bfloat16(),
-            "uneven": torch.randn(7, 5, generator=draw),
-            "few": torch.randn(1, 6, generator=draw),
-            "empty": torch.zeros(0, 4),
-            "large": torch.arange(3000 * 512.0).reshape(3000, 512).bfloat16(),
-        },
-        "plain": torch.arange(11),
-        "scalar": torch.tensor(2.5),
-        "step": 12,
-        "names": ["a", "b"],
-    }
+    model = {"even": torch.randn(24, 16, generator=draw).bfloat16(), "uneven": torch.randn(7, 5, generator=draw)}
+    model |= {"few": torch.randn(1, 6, generator=draw), "empty": torch.zeros(0, 4)}
+    model["large"] = torch.arange(3000 * 512.0).reshape(3000, 512).bfloat16()
+    return {"model": model, "plain": torch.arange(11), "scalar": torch.tensor(2.5), "step": 12, "names": ["a", "b"]}
 
 
 def divided(state: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -165,9 +156,8 @@ def manage(root: str, incremental: Any) -> list[Any]:
         given = zeros_like(state)
         manager.restore(into=given)
         assert equal(given, state)
-        latest = manager.latest()
-        assert latest is not None
-        return [numbers, latest.metrics["loss"], [report.new_bytes for report in reports], reports[0].base_refused]
+        loss = manager.latest().metrics["loss"]
+        return [numbers, loss, [report.new_bytes for report in reports], reports[0].base_refused]
 
 
 def restore_damaged(root: str) -> float:
@@ -209,11 +199,7 @@ def failing(path: str, where: str, how: str) -> None:
             time.sleep(60)
         raise OSError(28, "No space left on device")
 
-    owner, name = {
-        "begin": (collective.Coordination, "begin"),
-        "write": (collective.CollectiveWrite, "_write_files"),
-        "finish": (collective.Coordination, "finish"),
-    }[where]
+    owner, name = (collective.CollectiveWrite, "_write_files") if where == "write" else (collective.Coordination, where)
     state = divided(full_state(), "rows")
     with pytest.MonkeyPatch.context() as patches:
         if dist.get_rank() == 1:

@@ -61,8 +61,7 @@ def test_a_large_replicated_tensor_is_written_in_runs_by_several_ranks() -> None
     state = outline(("w", (rows,), whole((rows,))), ("small", (3,), whole((3,))))
     shares = shares_of([state] * 4)
     runs = sorted((s.start, s.stop) for own in shares for s in own if s.name == "w")
-    assert runs[0][0] == 0
-    assert runs[-1][1] == rows
+    assert (runs[0][0], runs[-1][1]) == (0, rows)
     assert all(first[1] == second[0] for first, second in pairwise(runs))
     assert len(runs) == 4
     assert min(stop - start for start, stop in runs) * 4 >= SPLIT_BYTES
@@ -116,14 +115,10 @@ def test_states_with_other_keys_are_merged() -> None:
         {"model": {"stage0": torch.zeros(2)}, "step": 7, "names": ["a", "b"], "random": {"0": {"seed": 1}}},
         {"model": {"stage1": torch.ones(3)}, "step": 7, "names": ["a", "b"], "random": {"1": {"seed": 2}}},
     ]
-    assert merge_skeletons([flatten(state).skeleton for state in states]) == {
-        "dict": {
-            "model": {"dict": {"stage0": {"tensor": "model.stage0"}, "stage1": {"tensor": "model.stage1"}}},
-            "step": 7,
-            "names": ["a", "b"],
-            "random": {"dict": {"0": {"dict": {"seed": 1}}, "1": {"dict": {"seed": 2}}}},
-        }
-    }
+    stages = {"dict": {"stage0": {"tensor": "model.stage0"}, "stage1": {"tensor": "model.stage1"}}}
+    merged = {"model": stages, "step": 7, "names": ["a", "b"]}
+    merged["random"] = {"dict": {"0": {"dict": {"seed": 1}}, "1": {"dict": {"seed": 2}}}}
+    assert merge_skeletons([flatten(state).skeleton for state in states]) == {"dict": merged}
 
 
 def test_plain_values_that_differ_are_refused_by_name() -> None:

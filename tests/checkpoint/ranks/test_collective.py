@@ -115,8 +115,7 @@ def test_ranks_may_have_other_keys_and_values_of_their_own(tmp_path: Path) -> No
     assert sorted(state["model"]) == ["block0", "block1", "shared"]
     assert {rank: value["seed"] for rank, value in state["random"].items()} == {"0": 100, "1": 101}
     *found, last = run_ranks(3, cases.per_rank_of_fewer, str(path))
-    assert found == [[[0, 0], 100, ""], [[1, 1], 101, ""]]
-    assert last[:2] == [[9, 9], -1]
+    assert [*found, last[:2]] == [[[0, 0], 100, ""], [[1, 1], 101, ""], [[9, 9], -1]]
     assert "has no value of rank 2 for 'epoch', 'random', which is left as it is" in last[2]
 
 
@@ -167,8 +166,7 @@ def test_a_manager_keeps_and_restores_steps_of_all_ranks(place: Place, increment
     # Rank 0 deletes old steps, and the others may still see them.
     assert found[0][1:] == found[1][1:]
     numbers, loss, new_bytes, _ = found[0]
-    assert numbers == [2, 3]
-    assert loss == pytest.approx(1 / 3)
+    assert (numbers, loss) == ([2, 3], pytest.approx(1 / 3))
     assert tensorkeep.load(f"{root}@3")["model"]["even"].unique().tolist() == [3.0]
     if incremental:
         assert new_bytes[1] < new_bytes[0] / 10

@@ -61,9 +61,7 @@ def test_saves_of_a_group_are_written_in_the_order_in_which_they_begin(tmp_path:
 def boxes_remembered(path: str) -> int:
     """Save; return how many boxes this rank remembers for the next save."""
     cases.save(path, "rows", {})
-    ranks = ranks_of(dist.group.WORLD, 100)
-    assert ranks is not None
-    return len(ranks.remembered["merged"].boxes)
+    return len(ranks_of(dist.group.WORLD, 100).remembered["merged"].boxes)
 
 
 def test_the_boxes_of_other_ranks_are_not_kept_between_saves(tmp_path: Path) -> None:
@@ -104,7 +102,6 @@ def test_ranks_in_different_operations_all_raise_at_once(tmp_path: Path, what: s
 def exchange_long_and_short(length: int) -> list[list[int]]:
     """Exchange values of other lengths; return the lengths that arrive, at all ranks and at the coordinator."""
     ranks = ranks_of(dist.group.WORLD, 100)
-    assert ranks is not None
     own = b"x" * (length if dist.get_rank() == 1 else 3)
     found = [ranks.caller.exchange(own, "testing", to_coordinator=only) for only in (False, True)]
     return [[len(each) for each in received] for received in found]
@@ -123,13 +120,8 @@ def connect_out_of_step(path: str) -> list[str]:
         with pytest.MonkeyPatch.context() as patches:
             patches.setattr(connection, "_GRACE", 0.1)
             try:
-                tensorkeep.save(
-                    {"w": torch.zeros(4)},
-                    path,
-                    overwrite=True,
-                    group=dist.group.WORLD,
-                    timeout=0.5 * 2 ** max(0, attempt - 3),
-                )
+                options = {"group": dist.group.WORLD, "timeout": 0.5 * 2 ** max(0, attempt - 3)}
+                tensorkeep.save({"w": torch.zeros(4)}, path, overwrite=True, **options)
                 errors.append("")
             except tensorkeep.RanksDisagreeError as error:
                 errors.append(error.message)

@@ -134,11 +134,8 @@ def test_what_one_rank_gives_wrongly_is_an_error_on_all_at_once(tmp_path: Path) 
     root = str(tmp_path)
     assert run_ranks(2, metrics_of_rank_0, root) == [2, 2]
     for what, failing, error in (
-        ("step", 1, "UsageError"),
-        ("number", 1, "NotFoundError"),
-        ("load", 1, "UsageError"),
-        ("shape", 0, "StateMismatchError"),
-        ("locked", 0, "BusyError"),
+        *(("step", 1, "UsageError"), ("number", 1, "NotFoundError"), ("load", 1, "UsageError")),
+        *(("shape", 0, "StateMismatchError"), ("locked", 0, "BusyError")),
     ):
         with case(what):
             found = outcomes(2, one_rank_gives, root, what)

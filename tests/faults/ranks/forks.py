@@ -27,21 +27,14 @@ class ForkedRanks(Server):
         super().__init__(_serve)
 
     def run(
-        self,
-        count: int,
-        function: Callable[..., Any],
-        *arguments: Any,
-        hung: int | None = None,
-        resumed: bool = False,
-        seconds: float = 200,
+        self, count: int, function: Callable[..., Any], *arguments: Any, hung: int | None = None, resumed: bool = False
     ) -> list[Outcome]:
         """Call ``function(rank, *arguments)`` on ranks, and return what became of each call.
 
         A rank that will hang is not waited for; it is killed when the others have ended, or then ``resumed``.
         """
-        self.pipe.send((count, function, arguments, hung, resumed, seconds))
-        found: list[Outcome] = self.pipe.recv()
-        return found
+        self.pipe.send((count, function, arguments, hung, resumed))
+        return self.pipe.recv()
 
 
 class _Fork:
@@ -91,15 +84,8 @@ def _serve(calls: Connection) -> None:
     serve(calls, _run)
 
 
-def _run(
-    count: int,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    hung: int | None,
-    resumed: bool,
-    seconds: float,
-) -> list[Outcome]:
-    deadline = time.monotonic() + seconds
+def _run(count: int, function: Any, arguments: tuple[Any, ...], hung: int | None, resumed: bool) -> list[Outcome]:
+    deadline = time.monotonic() + 200
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         forks = [_Fork(rank, count, f"{folder}/store", partial(function, rank, *arguments)) for rank in range(count)]
         if hung is not None:

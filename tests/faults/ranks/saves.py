@@ -93,12 +93,8 @@ def take_part(rank: int, work: str, root: str, number: int, timeout: float, faul
     """Save together with the other ranks, while an operation of one of them is broken."""
     broken = fault is not None and fault.rank == rank
     error: BaseException | None = None
-    with (
-        mock.patch.object(connection, "_GRACE", GRACE_SECONDS),
-        faults.broken(
-            fail_at=fault.index if fault and broken else None, action=ACTIONS[fault.action] if fault else None
-        ) as operations,
-    ):
+    given: Any = {"fail_at": fault.index, "action": ACTIONS[fault.action]} if broken else {}
+    with mock.patch.object(connection, "_GRACE", GRACE_SECONDS), faults.broken(**given) as operations:
         try:
             globals()[work](Path(root), number, group=dist.group.WORLD, timeout=timeout, threads=1)
         except BaseException as raised:

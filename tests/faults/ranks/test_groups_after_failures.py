@@ -29,9 +29,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
         *exhaustive(("slow", ".*rank 1 did not answer within 1.5 s, writing its part", f"{ERROR}(?!.*rank 0 did not)")),
     ],
 )
-def test_the_next_save_connects_again_after_a_rank_was_interrupted_or_slow(
-    tmp_path: Path, forks: ForkedRanks, how: str, first: str, second: str
-) -> None:
+def test_the_next_save_connects_again(tmp_path: Path, forks: ForkedRanks, how: str, first: str, second: str) -> None:
     both = forks.run(2, saves.save_again, str(tmp_path), how)
     for found, expected in zip(both, (ERROR + first, second), strict=True):
         assert found.value, found

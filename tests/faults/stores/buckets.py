@@ -169,6 +169,8 @@ def _broken(bucket: Bucket, call: Call, case: Case, url: str) -> bool:
         # What a manager cannot delete, or skips as damaged, is reported by a warning, which is an error here.
         except (tensorkeep.TensorkeepError, UserWarning) as error:
             raised = error
+    if case.action == "late":
+        bucket.proxy.carry_out_late()
     call.check(url, returned=raised is None)
     hit = case.number < len(requests)
     if raised is not None:
@@ -177,9 +179,11 @@ def _broken(bucket: Bucket, call: Call, case: Case, url: str) -> bool:
         # A commit without an answer may be carried out later, and needs its objects then; so they remain.
         # On a busy machine, another request may have taken longer than the seconds, and the fault hit none.
         removes = not hit or any(word in requests[case.number] for word in ("DELETE", "?delete", "manifest.json"))
+        removes |= case.action == "late"  # an object that arrives after the others were removed
         assert case.often == OUTAGE or removes or not bucket.leftovers()
     # What failed before does not prevent the next attempt.
     call.run(url)
+    bucket.proxy.carry_out_late()
     call.check(url, returned=True)
     return hit
 
@@ -190,5 +194,7 @@ def _check_error(error: Exception, url: str) -> None:
         assert (error.path or "").startswith(url), error
         assert error.remedy, error
     text = "".join(traceback.format_exception(error))
+    while (error := error.__cause__ or error.__context__) is not None:  # type: ignore[assignment]
+        text += str(error)
     for word in (SECRET, ACCESS_KEY, "X-Amz-", "AWS4-HMAC", "Signature"):
         assert word not in text

@@ -172,6 +172,23 @@ def _delete(url: str) -> None:
             manager.delete(2)
 
 
+class LocalRun(NextStep):
+    """A run with a local tier that is resumed and saves its next step."""
+
+    def _save(self, url: str, number: int) -> None:
+        local = self._folder / url.removeprefix("s3://")
+        with CheckpointManager(url, local=local, incremental=True, threads=2) as manager:
+            manager.save(number, self.state_of(number), overwrite=True)
+
+    def prepare(self, url: str) -> None:
+        self._folder = Path(mkdtemp())
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._save(url, 1)
+
+    def run(self, url: str) -> None:
+        self._save(url, 2)
+
+
 class Restore(NextStep):
     """A run of two steps that is resumed; an earlier step is used, with a warning, only if the last seems damaged."""
 
@@ -230,6 +247,7 @@ WRITES: dict[str, Call] = {
 CALLS: dict[str, Call] = {
     **WRITES,
     "upload": Upload(),
+    "local tier": LocalRun(),
     "load": Load(before="old"),
     "verify": Verify(before="old"),
     "restore": Restore(),

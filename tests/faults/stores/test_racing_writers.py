@@ -18,6 +18,7 @@ from faults.stores.buckets import Bucket
 from forked import ended, start
 from store_servers import FaultAt
 from tensorkeep import CheckpointManager
+from tensorkeep.io.objects.store_commit import save_of
 from tiers import exhaustive
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
@@ -116,6 +117,7 @@ def test_one_of_16_wins_and_the_others_name_it_and_replacements_leave_a_whole_ch
         for kind, text in filter(None, found.values()):
             assert kind == "DestinationExistsError"
             assert text.startswith(place)
-        assert not bucket.leftovers()
+        # A manifest whose request was repeated may still appear, and keeps its objects.
+        assert len({*map(save_of, bucket.leftovers())}) <= max(0, lost - 1)
         bucket.clear()
     record_property("cases", rounds)

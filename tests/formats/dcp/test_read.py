@@ -1,6 +1,7 @@
 """Reading checkpoints that DCP wrote, with one rank or many."""
 
 import argparse
+import io
 import threading
 from pathlib import Path
 
@@ -115,9 +116,11 @@ def test_checkpoint_of_two_ranks_is_read(tmp_path: Path) -> None:
 
 
 def test_objects_of_other_classes_are_refused_by_name_or_if_allowed_read_as_dicts(tmp_path: Path) -> None:
-    real_save({"weight": torch.ones(2), "config": threading.Thread}, tmp_path / "c")
+    real_save({"weight": torch.ones(2), "config": threading.Thread, "extra": io.BytesIO(b"x")}, tmp_path / "c")
     with pytest.raises(UnsupportedError, match=r"'config'.*calls threading\.Thread"):
-        FORMAT.open(tmp_path / "c", OpenSettings())
+        tensorkeep.load(tmp_path / "c")
+    assert list(tensorkeep.load(tmp_path / "c", select="*")) == ["weight"]
+    assert tensorkeep.info(tmp_path / "c").placeholders.keys() == {"config", "extra"}
     real_save({"model": {"w": torch.ones(3)}, "args": argparse.Namespace(lr=0.1)}, tmp_path / "ours")
     with pytest.raises(UnsupportedError, match=r"calls argparse\.Namespace: .*\n.*allow=\[\"argparse\.Namespace\"\]"):
         tensorkeep.load(tmp_path / "ours")

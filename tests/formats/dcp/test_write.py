@@ -118,9 +118,7 @@ def test_error_in_any_thread_is_raised_and_nothing_is_left(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("state", [{f"t{n}": torch.ones(9) for n in range(8)}, {f"v{n}": n for n in range(8)}])
-def test_out_of_memory_in_any_thread_is_raised_and_the_old_checkpoint_stays(
-    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_keeps_the_old_checkpoint(state: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensorkeep.save({"old": torch.zeros(2)}, tmp_path / "c", format="dcp")
     real_torch_save, failed = torch.save, threading.Event()
 
@@ -160,9 +158,7 @@ def test_interrupt_ends_the_save_in_the_middle_of_a_tensor(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(("function", "most"), [("open", 0), ("pwrite", 1)])
-def test_no_tensor_is_read_for_a_file_that_cannot_be_written(
-    function: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tensor_is_read_in_vain(function: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[str] = []
     real_check, real_function = writer.fills_its_storage, getattr(os, function)
 

@@ -102,9 +102,7 @@ def test_blocks_of_a_codec_that_is_not_installed_are_not_reused(tmp_path: Path, 
     ],
     ids=["raw", "coded"],
 )
-def test_a_damaged_block_is_not_used_as_a_base(
-    tmp_path: Path, options: dict[str, Any], file: str | Path, reason: str
-) -> None:
+def test_a_damaged_block_is_no_base(tmp_path: Path, options: dict[str, Any], file: str | Path, reason: str) -> None:
     state, file = weights(1), tmp_path / "a" / file
     tensorkeep.save(state, tmp_path / "a", incremental=True, **options)
     flip(file, -1000)
@@ -184,5 +182,4 @@ def test_many_small_tensors_take_no_more_space_than_in_a_full_checkpoint(tmp_pat
 def test_with_differences_auto_means_lossless(tmp_path: Path) -> None:
     report = tensorkeep.save(weights(1), tmp_path / "a", incremental=True, delta=True, compression="auto")
     assert report.compression == "lossless"
-    assert report.auto is not None
     assert "differences" in report.auto["reason"]

@@ -38,8 +38,7 @@ def parse(body: dict[str, Any], path: Path = PATH) -> Any:
 
 
 def shared_file(body: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = next(file for file in body["files"] if file["name"].startswith("../"))
-    return found
+    return next(file for file in body["files"] if file["name"].startswith("../"))
 
 
 def test_a_reference_is_the_path_beside_and_no_other(body: dict[str, Any]) -> None:

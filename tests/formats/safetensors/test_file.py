@@ -9,14 +9,9 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
+import tensorkeep.safetensors
 from formats.safetensors.files import raw, read, save
-from tensorkeep.errors import (
-    CorruptCheckpointError,
-    DestinationExistsError,
-    NotACheckpointError,
-    UnsupportedError,
-    UsageError,
-)
+from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.safetensors import FORMAT
 from tensorkeep.formats.safetensors.writer import SafetensorsOptions
@@ -59,16 +54,30 @@ class TestOfficialLibrary:
             assert reader.metadata == {"run": "7"}
             assert reader.verifiable is None
 
-    def test_four_bit_floats_load_as_pairs_and_other_narrow_floats_as_bytes(self, tmp_path: Path) -> None:
+    def test_four_bit_floats_load_as_pairs_and_other_dtypes_are_placeholders(self, tmp_path: Path) -> None:
         header = {
             "w": {"dtype": "F6_E2M3", "shape": [2, 4], "data_offsets": [0, 6]},
             "odd": {"dtype": "F4", "shape": [2, 3], "data_offsets": [6, 9]},
             "pairs": {"dtype": "F4", "shape": [3, 4], "data_offsets": [9, 15]},
+            "later": {"dtype": "F2", "shape": [3, 4], "data_offsets": [15, 18]},
         }
-        found = read(raw(tmp_path / "x.safetensors", header, bytes(range(15))))
-        assert (found["pairs"].dtype, tuple(found["pairs"].shape)) == (torch.float4_e2m1fn_x2, (3, 2))
-        assert found["w"].dtype == torch.uint8
-        assert [*found["w"], *found["odd"], *found["pairs"].view(torch.uint8).flatten()] == [*range(15)]
+        path = raw(tmp_path / "x.safetensors", header, bytes(range(18)))
+        found = tensorkeep.load(path, select="pairs")["pairs"]
+        assert found.dtype is torch.float4_e2m1fn_x2
+        assert found.view(torch.uint8).tolist() == [[9, 10], [11, 12], [13, 14]]
+        assert tensorkeep.info(path).placeholders["w"].startswith("a tensor of F6_E2M3 and shape [2, 4]")
+        assert not tensorkeep.diff(path, path) and tensorkeep.info(path).placeholders.keys() == {"w", "odd", "later"}
+        for load in (tensorkeep.safetensors.load_file, lambda path: tensorkeep.safetensors.load(path.read_bytes())):
+            with pytest.raises(safetensors.SafetensorError, match=r"'w': cannot be read: a tensor of F6_E2M3"):
+                load(path)
+        with tensorkeep.safetensors.safe_open(path, "pt") as opened:
+            assert opened.keys() == ["later", "odd", "pairs", "w"]
+            pairs = opened.get_slice("pairs")
+            assert (pairs.get_dtype(), pairs.get_shape()) == ("F4", [3, 4])
+            assert [pairs[1:, 2:].view(torch.uint8).tolist(), tuple(pairs[...].shape)] == [[[12], [14]], (3, 2)]
+            for index in ((slice(None), slice(1, 4)), (..., 0), (0, 1)):
+                with case(index), pytest.raises(safetensors.SafetensorError, match="packs 2 numbers"):
+                    pairs[index]
 
     def test_safetensors_reads_every_tensor_of_a_nested_state(self, tmp_path: Path) -> None:
         save(training_state(), tmp_path / "x.safetensors")
@@ -99,20 +108,6 @@ class TestShards:
         save({"w": noise("int8", 3)}, tmp_path / "one")
         assert names_in(tmp_path / "one") == ["model.safetensors"]
         assert difference({"w": noise("int8", 3)}, read(tmp_path / "one")) is None
-
-    def test_hugging_face_cache_of_links_is_read(self, tmp_path: Path) -> None:
-        """The Hugging Face cache: a snapshot of symbolic links to files named by their hashes."""
-        save(plain_state(), tmp_path / "model", options=SafetensorsOptions(shard_bytes=100))
-        (tmp_path / "blobs").mkdir()
-        (tmp_path / "snapshot").mkdir()
-        for number, path in enumerate((tmp_path / "model").iterdir()):
-            blob = tmp_path / "blobs" / f"{number:x}"
-            path.rename(blob)
-            (tmp_path / "snapshot" / path.name).symlink_to(blob)
-        index = tmp_path / "snapshot" / "model.safetensors.index.json"
-        for place in (tmp_path / "snapshot", index):
-            assert FORMAT.recognises(place)
-            assert difference(plain_state(), read(place)) is None
 
     @pytest.fixture
     def shards(self, tmp_path: Path) -> Path:
@@ -172,8 +167,8 @@ class TestShards:
 
 def test_settings_that_a_file_cannot_have_are_refused(tmp_path: Path) -> None:
     for name, settings, error in (
-        *(("x", {"options": SafetensorsOptions(shard_bytes=size)}, UsageError) for size in (0, -1, "many")),
-        ("x.safetensors", {"options": SafetensorsOptions(shard_bytes=100)}, UsageError),
+        *(("x", {"options": SafetensorsOptions(shard_bytes=size)}, tensorkeep.UsageError) for size in (0, -1, "many")),
+        ("x.safetensors", {"options": SafetensorsOptions(shard_bytes=100)}, tensorkeep.UsageError),
         *(
             ("x.safetensors", {"metadata": metadata}, UnsupportedError)
             for metadata in ({"a": 1}, {"a": {"b": "c"}}, {"a": None}, {"tensorkeep": "x"})

@@ -84,6 +84,9 @@ def test_groups_that_zarr_python_wrote_are_read(tmp_path: Path) -> None:
         assert b'"array"' in (path / "zarr.json").read_bytes()
         assert tensorstore.FORMAT.recognises(path)
         assert sorted(tensorkeep.load(path)) == ["bias", "layer.weight"]
+    zarr.open_group(tmp_path / "v2").create_array("names", data=np.array(["a", "bc"]))
+    assert tensorkeep.info(tmp_path / "v2").placeholders["names"].startswith("an array that is not supported")
+    assert sorted(tensorkeep.load(tmp_path / "v2", select="*")) == ["bias", "layer.weight"]
 
 
 def test_consolidated_group_in_a_database_is_not_an_array(tmp_path: Path) -> None:
@@ -106,8 +109,11 @@ def hostile(path: Path, **changes: Any) -> Path:
         "fill_value": 0,
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
     }
+    if changes.get("zarr_format") == 2:
+        metadata = {"shape": [4], "chunks": [4], "dtype": "<f4", "fill_value": 0, "order": "C"}
+        metadata |= {"compressor": None, "filters": None}
     path.mkdir()
-    (path / "zarr.json").write_text(json.dumps(metadata | changes))
+    (path / ("zarr.json" if "codecs" in metadata else ".zarray")).write_text(json.dumps(metadata | changes))
     return path
 
 
@@ -124,6 +130,21 @@ HOSTILE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"shape": [-1]}, CorruptCheckpointError, "shape"),
     ({"data_type": "string"}, UnsupportedError, "string data type"),
     ({"codecs": [{"name": "lz9"}]}, UnsupportedError, "lz9"),
+    ({"chunk_grid": {"name": "rectangular", "configuration": {}}}, UnsupportedError, "rectangular"),
+    ({"storage_transformers": [{"name": "x"}]}, UnsupportedError, "storage transformers"),
+    ({"chunk_key_encoding": {"name": "x"}}, UnsupportedError, "chunk_key_encoding"),
+    ({"new": {"must_understand": True}}, UnsupportedError, "must_understand"),
+    ({"zarr_format": 4}, UnsupportedError, "zarr_format"),
+    *(
+        ({"zarr_format": 2} | changes, UnsupportedError, words)
+        for changes, words in (
+            ({"filters": [{"id": "delta", "dtype": "<f4"}]}, "filters"),
+            ({"dtype": "|O", "filters": [{"id": "vlen-utf8"}], "fill_value": ""}, "dtype"),
+            ({"dtype": "<U5", "fill_value": ""}, "dtype"),
+            ({"dtype": [["a", "<f4"], ["b", "<i4"]], "fill_value": None}, "field"),
+            ({"dtype": "<f4", "compressor": {"id": "lzma"}}, "lzma"),
+        )
+    ),
 ]
 
 

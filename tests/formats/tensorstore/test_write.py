@@ -240,8 +240,7 @@ def test_interrupt_ends_the_save_in_the_middle_of_an_array(tmp_path: Path, monke
     monkeypatch.setattr(array_writer._ArrayWriter, "submit", submit)
     with pytest.raises(KeyboardInterrupt):
         save({"w": noise("float32", 900, 100)}, tmp_path / "c", chunk="10kB", in_flight="one")
-    assert len(submitted) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert (len(submitted), list(tmp_path.iterdir())) == (1, [])
 
 
 def test_zarr_python_reads_our_arrays_bit_for_bit(tmp_path: Path) -> None:

@@ -2,8 +2,12 @@
 
 import argparse
 import collections
+import copy
+import io
+import operator
 import os
 import pathlib
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +98,7 @@ def test_every_call_reads_objects_of_allowed_classes_as_dicts(path: Path, tmp_pa
 
 def test_every_command_takes_the_classes(path: Path, tmp_path: Path) -> None:
     allow = [word for name in ("argparse.Namespace", "numpy", f"{__name__}.Watched") for word in ("--allow", name)]
-    assert main(["info", str(path)]) == 7
+    assert (main(["info", str(path)]), main(["convert", str(path), str(tmp_path / "native")])) == (0, 7)
     for command in (["info"], ["ls"], ["verify"], ["convert", "--to", "native"], ["diff"]):
         second = [str(tmp_path / "native")] if command[0] in ("convert", "diff") else []
         assert main([command[0], str(path), *second, *command[1:], *allow]) == 0
@@ -147,9 +151,7 @@ def test_subclasses_of_dict_and_list_become_containers_of_their_items(tmp_path: 
         tensorkeep.load(tmp_path / "x", allow=Settings)
 
 
-def test_functions_that_run_code_names_of_no_class_and_objects_that_contain_themselves_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_functions_that_run_code_and_names_of_no_class_are_refused(tmp_path: Path) -> None:
     for name, function in (("builtins.eval", eval), ("posix.system", os.system)):
         torch.save({"x": Calls(function, "EXECUTED.append(1)"), "w": torch.ones(1)}, tmp_path / "x")
         with pytest.raises(tensorkeep.UnsupportedError, match=f"calls {name}: .*\ndo not load it elsewhere"):
@@ -159,8 +161,63 @@ def test_functions_that_run_code_names_of_no_class_and_objects_that_contain_them
     for name in ("Namespace", "", "a b.c", "a..b", 5):
         with case(repr(name)), pytest.raises(tensorkeep.UsageError, match="not the full name of a class"):
             allowed_names([name])
-    args = argparse.Namespace()
-    args.self = args
-    torch.save({"args": args, "w": torch.ones(1)}, tmp_path / "x")
-    with pytest.raises(tensorkeep.UnsupportedError, match="contain themselves"):
-        tensorkeep.load(tmp_path / "x", allow="argparse.Namespace")
+
+
+Plain = type("Plain", (torch.Tensor,), {"__module__": __name__})
+Wrapper = type("Wrapper", (torch.Tensor,), {"__module__": __name__, "__torch_dispatch__": classmethod(len)})
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per", "ignore:Sparse CSR", "ignore:TypedStorage")
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_cannot_be_read_is_a_placeholder_that_blocks_nothing_else(tmp_path: Path, zipped: bool) -> None:
+    path, native = tmp_path / "x", tmp_path / "native"
+    cyclic, tagged = argparse.Namespace(lr=0.1), torch.ones(3)
+    cyclic.me, cyclic.pair, tagged.tag = cyclic, (cyclic, 1), 1  # type: ignore[attr-defined]
+    wrapper = torch.Tensor._make_wrapper_subclass(Wrapper, (2,))  # type: ignore[attr-defined]
+    wrapper.codes = torch.ones(2)
+    values = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr(), torch.empty(2, device="meta"), torch.strided]
+    values += [torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), torch.ones(2).untyped_storage()]
+    model = {"w": torch.arange(3.0), "t": tagged, "plain": torch.ones(2).as_subclass(Plain), "wrapper": wrapper}
+    state = {"model": model, "values": [*values, Calls(getattr, Watched, "_step")], "args": cyclic}
+    state |= {"callbacks": {Watched: {"best": torch.zeros(2)}, (1, "a"): 2}, "file": io.BytesIO(b"x")}
+    torch.save(state, path, _use_new_zipfile_serialization=zipped)
+    callbacks = {f"{__name__}.Watched": {"best": torch.zeros(2)}, (1, "a"): 2}
+    unread = {f"values.{number}" for number in range(7)}
+    model, weight = {"w": torch.arange(3.0), "t": torch.ones(3)}, torch.zeros(3)
+    assert tensorkeep.info(path).placeholders.keys() == unread | {"model.plain", "model.wrapper", "args", "file"}
+    tensorkeep.convert(path, native, select="*")
+    readable = {"model": model, "values": [None] * 7, "callbacks": callbacks}
+    assert same(tensorkeep.load(path, select="*"), readable) and same(tensorkeep.load(native), readable)
+    with pytest.warns(UserWarning, match="cannot be read: .*sparse"), pytest.warns(tensorkeep.StateMismatchWarning):
+        tensorkeep.load(path, into={"model": {"w": weight}}, strict=False)
+    assert same(weight, model["w"])
+    with pytest.raises(tensorkeep.UnsupportedError, match=r"its pickle calls .*\nto read all else, select=.*; .*allow"):
+        tensorkeep.load(path)
+    allow = [argparse.Namespace, Plain, Wrapper, Watched, "_io.BytesIO"]
+    with pytest.warns(UserWarning, match="take the place of"), pytest.warns(UserWarning, match="not loaded: tag"):
+        found = tensorkeep.load(path, allow=allow)
+    assert {type(each) for each in found["values"]} == {tensorkeep.Placeholder}
+    assert (found["args"]["lr"], found["args"]["me"].what) == (0.1, "a reference to args, which contains it")
+    assert same([found["model"]["plain"], found["model"]["wrapper"]["codes"]], [torch.ones(2), torch.ones(2)])
+    report = tensorkeep.diff(path, path, allow=allow)
+    assert (report.equal, bool(tensorkeep.diff(path, path, select="*"))) == (False, True)
+    assert {*report.placeholders} == unread | {"args.me", "args.pair.0"}
+    with pytest.raises(tensorkeep.UnsupportedError, match=r"'values\.0': cannot be read: a sparse tensor"):
+        tensorkeep.convert(path, tmp_path / "other", allow=allow)
+    torch.save({"scaler": {"x": torch.eye(2).to_sparse()}, "w": torch.ones(3)}, path)
+    with pytest.raises(tensorkeep.UnsupportedError, match=r"'scaler\.x': cannot be read: a sparse tensor"):
+        tensorkeep.load(path, into={"scaler": torch.amp.GradScaler("cpu"), "w": weight})
+    assert same(weight, model["w"])
+
+
+def test_using_a_placeholder_raises_and_looking_at_it_does_not() -> None:
+    placeholder = tensorkeep.Placeholder("a.b", "a sparse tensor", "save x.to_dense()")
+    for copied in (copy.deepcopy(placeholder), pickle.loads(pickle.dumps(placeholder))):
+        assert str(copied) == repr(placeholder) == "<Placeholder 'a.b': a sparse tensor>"
+    operations: list[Any] = [len, iter, next, bool, int, float, complex, bytes, abs, round, torch.as_tensor, np.asarray]
+    operations += [operator.call, operator.index, operator.neg, lambda x: 1 + x, lambda x: x.shape, lambda x: x.to(1)]
+    names = ("getitem", "contains", "eq", "ne", "lt", "add", "matmul", "iadd", "pow", "and_", "mod", "delitem")
+    operations += [lambda x, name=name: getattr(operator, name)(x, 1) for name in names]
+    for operation in (*operations, lambda x: tensorkeep.save({"a": x}, "nowhere")):
+        with case(operation), pytest.raises(tensorkeep.UnsupportedError, match="a sparse tensor"):
+            operation(placeholder)

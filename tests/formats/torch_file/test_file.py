@@ -1,7 +1,7 @@
 """Files of torch.save: never executed, verified by CRC-32, and loadable by torch."""
 
 import collections
-import datetime
+import dataclasses
 import os
 import pickle
 import struct
@@ -15,13 +15,7 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.errors import (
-    CorruptCheckpointError,
-    NotACheckpointError,
-    TensorkeepError,
-    UnsupportedError,
-    UnsupportedLeafError,
-)
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.torch_file import FORMAT
 from tensorkeep.formats.write import WriteSettings
@@ -55,11 +49,9 @@ def with_pickle(path: Path, pickled: bytes) -> Path:
     return path
 
 
+@dataclasses.dataclass
 class RunsOnLoad:
-    """An object whose pickle calls os.system, as in a malicious file."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
+    command: str
 
     def __reduce__(self) -> Any:
         return os.system, (self.command,)
@@ -97,7 +89,7 @@ def test_states_that_torch_could_not_load_are_refused(tmp_path: Path) -> None:
             ({"value": value}, {}, UnsupportedError, "without running code", None)
             for value in (range(3), frozenset([1]), pair)
         ),
-        *(({"a": {"b": x}}, {}, UnsupportedLeafError, "numpy", "a.b") for x in (np.zeros(3), np.float32(1))),
+        *(({"a": {"b": x}}, {}, tensorkeep.UnsupportedLeafError, "numpy", "a.b") for x in (np.zeros(3), np.float32(1))),
         ({"a": tracked}, {}, UnsupportedError, r"torch.load would fail .*in-place operation", None),
         ({}, {"compression": "lossless"}, UnsupportedError, "compress", None),
         ({}, {"metadata": {"a": 1}}, UnsupportedError, "metadata", None),
@@ -128,6 +120,28 @@ def test_pickle_that_calls_the_shell_is_refused_and_not_executed(tmp_path: Path)
             assert not witness.exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_tensors_of_torchscript_archives_and_of_files_before_torch_1_6_are_read(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)).eval()
+    torch.jit.trace(module, torch.ones(1, 2)).save(tmp_path / "script.pt")  # type: ignore[no-untyped-call]
+    state = {**training_state(), "view": torch.arange(100)[10:20], "none": torch.zeros(0), "p": torch.nn.Parameter()}
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name, expected in (("script.pt", dict(module.state_dict())), ("old.pt", state)):
+        found = tensorkeep.load(tmp_path / name)
+        assert same({key: found[key] for key in expected}, expected), name
+        tensorkeep.convert(tmp_path / name, tmp_path / f"{name}.native")
+        assert same(tensorkeep.load(tmp_path / f"{name}.native"), found)
+    assert "values that are no tensors" in tensorkeep.info(tmp_path / "script.pt").details["torchscript"]
+    tensorkeep.load(tmp_path / "script.pt", into=module)
+    whole = (tmp_path / "old.pt").read_bytes()
+    for length in (3, 30, 100, 500, len(whole) - 1):
+        (tmp_path / "cut.pt").write_bytes(whole[:length])
+        with case(length), pytest.raises(CorruptCheckpointError, match="its pickle is damaged"):
+            tensorkeep.load(tmp_path / "cut.pt")
+    with pytest.raises(UnsupportedError, match="cannot be mapped"):
+        tensorkeep.load(tmp_path / "old.pt", mmap=True)
+
+
 class TestChecksums:
     def flip(self, path: Path, content: bytes) -> None:
         data = bytearray(path.read_bytes())
@@ -148,6 +162,10 @@ class TestChecksums:
                     reader.read("bad", 0, 1, out[:1])
                 assert caught.value.name == "bad"
         assert read(tmp_path / "x.pt", verify=False)["bad"][0] == state["bad"][0] ^ 1
+        torch.save({"w": torch.ones(2), "mask": torch.full((300,), 7.5).to_sparse()}, tmp_path / "y.pt")
+        assert tensorkeep.verify(tmp_path / "y.pt")
+        self.flip(tmp_path / "y.pt", struct.pack("<f", 7.5) * 300)
+        assert "which no tensor of the state uses" in tensorkeep.verify(tmp_path / "y.pt").problems[0].message
 
     def test_checksum_of_the_pickle_is_checked_before_unpickling(self, tmp_path: Path) -> None:
         save({"a_key_of_the_state": 1}, tmp_path / "x.pt")
@@ -175,18 +193,8 @@ Records = list[tuple[str, bytes]]
 
 STORED = zipfile.ZIP_STORED
 RECORDS: dict[str, tuple[Callable[[Records], Records], int, type[TensorkeepError], str | None]] = {
-    "TorchScript": (
-        lambda records: [*records, (f"{records[0][0].split('/')[0]}/constants.pkl", b"")],
-        *(STORED, UnsupportedError, "TorchScript"),
-    ),
-    "a record twice": (
-        lambda records: [*records, *(r for r in records if r[0].endswith("/0"))],
-        *(STORED, CorruptCheckpointError, "twice"),
-    ),
-    "a missing storage": (
-        lambda records: [record for record in records if not record[0].endswith("data/0")],
-        *(STORED, CorruptCheckpointError, None),
-    ),
+    "a record twice": (lambda rs: [*rs, *(r for r in rs if "data/0" in r[0])], STORED, CorruptCheckpointError, "twice"),
+    "a missing storage": (lambda rs: [r for r in rs if "data/0" not in r[0]], STORED, CorruptCheckpointError, None),
     "a storage cut short": (
         lambda records: [(name, data[:-400] if name.endswith("data/0") else data) for name, data in records],
         *(STORED, CorruptCheckpointError, "CRC-32"),
@@ -196,8 +204,8 @@ RECORDS: dict[str, tuple[Callable[[Records], Records], int, type[TensorkeepError
         lambda records: [(name, data[:10] if name.endswith("data/0") else data) for name, data in records],
         *(STORED, CorruptCheckpointError, "its storages claim"),
     ),
-    # A zip bomb is refused before anything is inflated.
-    "compressed": (lambda records: records, zipfile.ZIP_DEFLATED, CorruptCheckpointError, "compressed"),
+    "another compression": (lambda records: records, zipfile.ZIP_BZIP2, UnsupportedError, "by method 12"),
+    "no pickle": (lambda records: records[1:], STORED, NotACheckpointError, r"zip archive without data\.pkl"),
 }
 
 
@@ -210,24 +218,12 @@ class TestDamage:
             with case(label), pytest.raises(error, match=words):
                 read(tmp_path / label)
 
-    def test_values_of_other_classes_and_sparse_tensors_are_refused_by_name(self, tmp_path: Path) -> None:
-        for value, words in ((datetime.timedelta(1), r"datetime\.timedelta"), (torch.eye(3).to_sparse(), "sparse")):
-            torch.save({"a": {"b": value}}, tmp_path / "x.pt")
-            with pytest.raises(UnsupportedError, match=words) as caught:
-                read(tmp_path / "x.pt")
-        assert caught.value.name == "a.b"
-
     def test_what_is_not_a_zip_with_a_pickle_is_refused(self, tmp_path: Path) -> None:
-        for content in (b"", b"PK", b"PK\3\4", b"PK\3\4" + bytes(100), b"hello world" * 10):
+        for content in (b"", b"PK", b"PK\3\4", b"PK\3\4" + bytes(100), b"\x93hello" * 10):
             (tmp_path / "x.pt").write_bytes(content)
             assert not FORMAT.recognises(tmp_path / "x.pt"), content
             with case(content), pytest.raises(CorruptCheckpointError):
                 read(tmp_path / "x.pt")
-        with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
-            file.writestr("readme.txt", "hello")
-        assert not FORMAT.recognises(tmp_path / "x.zip")
-        with pytest.raises(CorruptCheckpointError, match=r"data\.pkl"):
-            read(tmp_path / "x.zip")
         for path in (tmp_path / "missing.pt", tmp_path):
             assert not FORMAT.recognises(path)
             with pytest.raises(NotACheckpointError):
@@ -244,28 +240,27 @@ class TestDamage:
             read(tmp_path / "x.pt")
 
     def test_malformed_pickles_are_refused(self, tmp_path: Path) -> None:
-        long = b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."
+        deep = b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."
         cut = [b"", b".", b"\x80\x02", b"\x80\x02}", b"\x80\x04\x95", b"\x80\x02(.", b"\x80\x02X\xff\xff\xff\x7fa."]
-        for pickled in (*cut, b"\x80\x02K\x01Q.", long):
+        for pickled in (*cut, b"\x80\x02K\x01Q."):
             path = with_pickle(tmp_path / "x.pt", pickled)
             with case(pickled[:20]):
                 with pytest.raises(TensorkeepError) as caught:
                     read(path)
                 assert caught.value.path == str(path)
         assert read(with_pickle(tmp_path / "x.pt", b"N.")) is None
+        with pytest.warns(UserWarning, match="nested deeper than 128"):
+            tensorkeep.load(with_pickle(tmp_path / "x.pt", deep))
 
-    def test_containers_that_expand_exponentially_or_contain_themselves_are_refused(
+    def test_containers_that_expand_exponentially_are_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("tensorkeep.formats.torch_file.reader.SHARED_VALUES", 10_000)
         expanding: Any = ["x"] * 10
         for _ in range(30):
             expanding = [expanding] * 10
-        endless: list[Any] = []
-        endless.append(endless)
-        for state, words in ((expanding, "expands to more than"), (endless, None)):
-            with pytest.raises(UnsupportedError, match=words):
-                read(with_pickle(tmp_path / "x.pt", pickle.dumps(state, protocol=2)))
+        with pytest.raises(UnsupportedError, match="expands to more than"):
+            read(with_pickle(tmp_path / "x.pt", pickle.dumps(expanding, protocol=2)))
 
     def test_randomly_damaged_pickles_raise_only_tensorkeep_errors(self, tmp_path: Path) -> None:
         random = np.random.default_rng(1)

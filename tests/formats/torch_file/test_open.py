@@ -4,7 +4,6 @@ import collections
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 import tensorkeep
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, OutOfMemoryError, StoreError
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.torch_file import FORMAT, unpickle, zip_file
+from tensorkeep.formats.torch_file import FORMAT, reader, zip_file
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 from tensorkeep.testing.format_states import load, noise
@@ -22,15 +21,10 @@ def test_file_replaced_while_it_is_opened_is_read_unchanged(tmp_path: Path, monk
     path, rival = tmp_path / "x.pt", tmp_path / "rival.pt"
     torch.save({"w": torch.zeros(100)}, path)
     torch.save({"w": torch.ones(100)}, rival)
-    original = unpickle.restricted_load
-
-    def replace_first(*arguments: Any) -> Any:
-        rival.replace(path)
-        return original(*arguments)
-
-    monkeypatch.setattr(unpickle, "restricted_load", replace_first)
-    with FORMAT.open(path, OpenSettings()) as reader:
-        assert load(reader)["w"].sum() == 0
+    original = reader.load_untrusted
+    monkeypatch.setattr(reader, "load_untrusted", lambda *each: rival.replace(path) and original(*each))
+    with FORMAT.open(path, OpenSettings()) as opened:
+        assert load(opened)["w"].sum() == 0
     monkeypatch.undo()
     assert tensorkeep.load(path)["w"].sum() == 100
 

@@ -1,7 +1,10 @@
 """Checkpoints are read from object stores as they are from disks, and failures end with a clear error."""
 
+import errno
 import os
+import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler
@@ -14,7 +17,7 @@ import pytest
 import torch
 
 import tensorkeep
-from store_servers import SECRET, Fault, Proxy, always, serving, upload
+from store_servers import ACCESS_KEY, SECRET, Fault, Proxy, always, serving, upload
 from tensorkeep.cli.main import main
 from tensorkeep.io import parallel
 from tensorkeep.io.objects import store_commit, store_directory, stores
@@ -145,6 +148,61 @@ def test_an_answer_that_is_too_short_is_asked_for_again_and_named(bucket: Proxy)
             stores.read(path)
         assert f"(repeated {len(bucket.requests) - 1} times in 25.0s)\n" in str(caught.value)
         assert "max_retries" not in str(caught.value)
+
+
+def test_a_write_that_was_repeated_may_still_be_carried_out(bucket: Proxy) -> None:
+    path = StorePath(f"{BUCKET}/repeated")
+    stores.put(path, b"x")
+    tag = stores.head(path)._replace(tag='"another"')
+    for seen in (None, tag):
+        for action, expected in {"slow": False, "500": None, "reset": None}.items():
+            bucket.start_again(Fault(action, lambda number: number == 0))
+            with case(action):
+                assert stores.put_unless_changed(path, b"y", seen) is expected
+        for action, number in {"403": errno.EACCES, "late": None}.items():
+            bucket.start_again(Fault(action, always))
+            with case(action), pytest.raises(tensorkeep.StoreError, match="AccessDenied") as refused:
+                stores.put_unless_changed(path, b"y", seen)
+            assert refused.value.errno == number
+
+
+PLACE = StorePath(f"{BUCKET}/refused")
+
+REQUESTS: dict[str, Callable[[], object]] = {
+    "list": lambda: stores.objects(PLACE),
+    "list one level": lambda: [*stores.children(PLACE)],
+    "look": lambda: stores.head(PLACE),
+    "read": lambda: stores.read(PLACE),
+    "write": lambda: stores.put(PLACE, b"x"),
+    "write in parts": lambda: stores.put_pieces(PLACE, iter([b"x"]), part_bytes=2**20, at_once=1),
+    "create": lambda: stores.put_unless_changed(PLACE, b"x", None),
+    "delete": lambda: stores.delete([PLACE, PLACE / "x"]),
+}
+
+
+@pytest.mark.parametrize("action", ["400", "403", "echo"])
+def test_what_a_store_refuses_has_a_remedy_and_no_secrets(
+    bucket: Proxy, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """Nor have the errors that it replaces."""
+    monkeypatch.setenv("AWS_SESSION_TOKEN", f"{SECRET}/+session")
+    monkeypatch.setenv("TENSORKEEP_STORE_TIMEOUT", "16")  # a connection of its own
+    for name, request in REQUESTS.items():
+        bucket.start_again(Fault(action, always))
+        with case(name), pytest.raises(tensorkeep.StoreError, match="check the credentials and the region") as caught:
+            request()
+        assert len(bucket.requests) == 1
+        error: BaseException | None = caught.value
+        while error is not None:
+            assert not re.search(f"{SECRET}|{ACCESS_KEY}|AWS4-HMAC|[0-9a-f]{{64}}|%2Bsession", str(error))
+            error = error.__cause__ or error.__context__
+
+
+@pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\x7fb", "\udcff"])
+def test_a_url_that_no_store_knows_is_refused(name: str) -> None:
+    for call in (tensorkeep.load, lambda url: tensorkeep.save(state(1), url), tensorkeep.CheckpointManager):
+        with pytest.raises(tensorkeep.UsageError, match="which no store knows\ncheck the URL"):
+            call(f"{BUCKET}/{name}")
 
 
 def test_an_object_that_is_no_manifest(bucket: Proxy) -> None:

@@ -191,25 +191,23 @@ def test_parts_grow_with_the_object() -> None:
         assert 0 <= uploads.part_bytes(size) * 10_000 - size <= 10_000 * MIB
 
 
-@pytest.mark.parametrize("answer_lost", [False, True])
-def test_only_an_object_with_the_id_of_the_save_is_taken_for_it(
-    pool: BufferPool, monkeypatch: pytest.MonkeyPatch, answer_lost: bool
-) -> None:
+@pytest.mark.parametrize("lost", [False, True], ids=["refused", "answer lost"])
+def test_only_an_object_of_the_save_is_taken_for_it(pool: Any, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     def refused(path: StorePath, pieces: Any, **options: Any) -> None:
         content = b"".join(map(bytes, pieces))
-        if answer_lost:
+        if lost:
             stores.put(path, content)
         raise StoreError("cannot write it", path=path)
 
     monkeypatch.setattr(stores, "put_pieces", refused)
     named = PATH.with_name("model-0123456789abcdef.safetensors")
-    if not answer_lost:
+    if not lost:
         stores.put(PATH, bytes(3 * MIB))  # an older object of the same size
     for path in (PATH, named):
         with case(path):
             upload = Upload(path, pool, Cancellation(), most_bytes=3 * MIB)
             upload.write(0, some_bytes(3 * MIB))
-            if answer_lost and path is named:
+            if lost and path is named:
                 upload.finish(3 * MIB)
                 assert bytes(stores.get(path)) == some_bytes(3 * MIB).tobytes()
             else:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tensorkeep
+from faults.injection import flip_bit
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.write import BLOCK_BYTES
@@ -36,10 +37,8 @@ def test_a_small_checkpoint_is_read_completely_and_of_a_large_one_blocks_that_ar
         assert sample.text.startswith("Every element was read")
         # Each tensor has a block.
         sample = choose_sample(reader, 3 * BLOCK_BYTES + 100)
-        assert sample.every == 4
-        assert [start // BLOCK_BYTES for start, _ in sample.ranges["model.w"]] == [1, 4, 7]
-        assert sample.ranges["model.small"] == [(0, 20)]
-        assert sample.ranges["model.none"] == []
+        assert (sample.every, [start // BLOCK_BYTES for start, _ in sample.ranges["model.w"]]) == (4, [1, 4, 7])
+        assert (sample.ranges["model.small"], sample.ranges["model.none"]) == ([(0, 20)], [])
         assert "1 of every 4 blocks" in sample.text
         assert choose_sample(reader, 1).ranges["model.w"] == [(4 * BLOCK_BYTES, 5 * BLOCK_BYTES)]
 
@@ -53,10 +52,8 @@ def test_statistics_of_a_sample_within_the_budget(large: Path) -> None:
         assert pool.peak_bytes <= MINIMUM_BUDGET
     assert list(found) == list(reader.flat.leaves)
     w = found["model.w"]
-    assert (w.numbers, w.least, w.largest) == (3 * BLOCK_BYTES // 2, 1, 7)
-    assert w.mean == pytest.approx(4)
-    assert found["model.none"].numbers == 0
-    assert reported[-1] == (sample.nbytes, sample.nbytes)
+    assert (w.numbers, w.least, w.largest, w.mean) == (3 * BLOCK_BYTES // 2, 1, 7, pytest.approx(4))
+    assert (found["model.none"].numbers, reported[-1]) == (0, (sample.nbytes, sample.nbytes))
 
 
 def test_contents_of_any_format(tmp_path: Path) -> None:
@@ -67,21 +64,17 @@ def test_contents_of_any_format(tmp_path: Path) -> None:
         tensorkeep.convert(paths[0], path)
     for path in paths:
         found = read_contents(path)
-        assert [entry.name for entry in found.not_finite] == ["model.w"]
-        assert [entry.name for entry in found.zero] == ["model.z"]
+        assert [[entry.name for entry in each] for each in (found.not_finite, found.zero)] == [["model.w"], ["model.z"]]
         assert found.statistics["model.w"].mean == 2
-        document = found.as_dict()
-        assert document["tensors"][0]["statistics"]["nan"] == 1
-        assert np.isfinite(document["tensors"][0]["statistics"]["std"])
+        statistics = found.as_dict()["tensors"][0]["statistics"]
+        assert statistics["nan"] == 1 and np.isfinite(statistics["std"])
 
 
 def test_a_damaged_block_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "damaged"
     tensorkeep.save({"w": torch.ones(100_000)}, path)
     file = next(path.glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, file.stat().st_size // 2)
     with pytest.raises(tensorkeep.CorruptCheckpointError) as caught:
         read_contents(path)
     assert caught.value.name == "w"

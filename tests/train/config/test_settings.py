@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.arguments import given_settings, read_words
 from tensorkeep.train.config.config import Config, differences, flat, setting_names
+from tensorkeep.train.config.ineffective import ineffective_settings
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
 from tensorkeep.train.config.sections import OptimConfig, ScheduleConfig
 from tensorkeep.train.model.gpt import GPT
@@ -25,7 +26,7 @@ from tensorkeep.train.run.speed import Clock, Speedometer, measured_peak
 BASE = get_recipe("shakespeare-char-cpu")
 
 
-def test_recipes_are_complete_and_documented_and_an_unknown_one_suggests_the_nearest() -> None:
+def test_recipes_are_complete_an_unknown_one_suggests_the_nearest_and_one_setting_changes_one_thing() -> None:
     for name in RECIPES:
         config = get_recipe(name)
         assert config.recipe == name
@@ -33,9 +34,6 @@ def test_recipes_are_complete_and_documented_and_an_unknown_one_suggests_the_nea
         assert RECIPES[name].__doc__, name
     with pytest.raises(UsageError, match=r"did you mean 'shakespeare-char-cpu'\?"):
         get_recipe("shakespeare-char-cpuu")
-
-
-def test_one_setting_changes_one_thing() -> None:
     given = {"optim.lr": "3e-4", "loop.steps": "7", "sample.top_k": "5", "checkpoint.incremental": "false"}
     changed = BASE.changed(given)
     assert differences(BASE, changed) == {
@@ -197,6 +195,30 @@ def test_last_step_of_a_decay_to_0_changes_the_weights_and_wsd_is_stable_before_
     config = ScheduleConfig(name="wsd", final=0.0, decay=0.2)
     shares = [learning_rate_factor(config, step, 100) for step in range(1, 102)]
     assert (shares[:81], shares[90]) == (pytest.approx([1.0] * 81), pytest.approx(0.5))
+
+
+def test_settings_without_effect_are_reported_with_the_numbers() -> None:
+    base = get_recipe("shakespeare-char-cpu")
+    assert not any(ineffective_settings(get_recipe(name)) for name in RECIPES)
+    assert not ineffective_settings(base.changed({"sample.every": 9, "sample.prompt": "a", "eval.patience": 6}))
+    for changes, note in (
+        ({"loop.steps": 20}, "has 20 steps: the learning rate ends at 20% of its peak; for a shorter warm-up: --"),
+        ({"loop.steps": 100}, "ends at 100% of its peak, and does not decay"),
+        ({"loop.steps": 150, "schedule.start": 100}, "schedule has 50 steps: the learning rate ends at 50% of its"),
+        ({"eval.patience": 7}, "eval.patience is 7, and eval.every 250 gives 7 evaluations before the last of 2,000"),
+        ({"schedule.name": "plateau", "eval.every": 500}, "schedule.patience is 3, and eval.every 500 gives 3"),
+        ({"schedule.name": "constant", "schedule.final": 0.5}, "schedule.final has no effect: schedule.name is 'con"),
+        ({"schedule.decay": 0.5}, "schedule.decay has no effect: schedule.name is 'cosine', not 'wsd'"),
+        ({"schedule.patience": 1, "schedule.factor": 0.1}, "schedule.patience and schedule.factor have no effect"),
+        ({"eval.tokens": 9, "eval.batches": 2}, "eval.tokens has no effect: eval.batches is 2"),
+        ({"sample.every": 3000}, "sample.every has no effect: the run has 2,000 steps"),
+        ({"sample.top_k": 5}, "sample.top_k has no effect: sample.every is 0"),
+        ({"checkpoint.keep_best": 2, "eval.every": 0}, "checkpoint.keep_best has no effect: eval.every is 0"),
+        ({"optim.muon_lr": 0.1}, "optim.muon_lr has no effect: optim.name is 'adamw', not 'muon'"),
+        ({"model.rope_base": 5.0}, "model.rope_base has no effect: model.positions is 'learned'"),
+    ):
+        (found,) = ineffective_settings(base.changed(changes))
+        assert note in found, found
 
 
 def test_a_plateau_lowers_the_rate_and_can_be_saved() -> None:

@@ -11,6 +11,7 @@ import pytest
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError, UsageError
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.technique_suite import TINY, train_run
+from tensorkeep.train.chat import ChatSession
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.bpe import BpeTokenizer
@@ -18,6 +19,10 @@ from tensorkeep.train.data.tokenizers.char import CharTokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.data.tokenizers.from_huggingface import HuggingFaceTokenizer, read_tokenizer
 from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
+from tensorkeep.train.generate import Sampling, prompt_ids
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.scoring.text import tokens_of
 from tiers import exhaustive
 
 END = "<|endoftext|>"
@@ -99,6 +104,53 @@ def test_a_tokenizer_without_an_end_is_for_streams_and_conversations(tmp_path: P
     with pytest.raises(UsageError, match="has no token that ends one") as raised:
         prepare(tmp_path / "documents.jsonl", tmp_path / "documents", tokenizer=f"from:{tmp_path}")
     assert "state eos_token in its tokenizer_config.json" in str(raised.value.remedy)
+
+
+def test_documents_and_prompts_begin_as_the_tokenizer_begins_each_text(tmp_path: Path, stored: dict[str, Any]) -> None:
+    """LLaMA 3's has a template with a first token, which its models were trained with."""
+    from tokenizers import Tokenizer
+
+    begin = stored["added_tokens"][0]["id"] + 1
+    first, text = (
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+    )
+    template: dict[str, Any] = {"type": "TemplateProcessing", "single": [first, text[0]], "pair": [first, *text]}
+    template["special_tokens"] = {"<s>": {"id": "<s>", "ids": [begin], "tokens": ["<s>"]}}
+    added = [*stored["added_tokens"], {**stored["added_tokens"][0], "id": begin, "content": "<s>", "special": False}]
+    model_folder(tmp_path, stored | {"added_tokens": added, "post_processor": template})
+    (tmp_path / "documents.jsonl").write_text('{"text": "to be"}\n' * 40)
+    (tmp_path / "text.txt").write_text("to be " * 40)
+    talk(tmp_path)
+    model = GPT(ModelConfig(vocab_size=300, context_length=16, n_layers=1, n_heads=1, d_model=2))
+    stated = {"add_bos_token": True, "bos_token": {"content": "<s>"}}
+    for settings, opening in (({}, [begin]), (stated, [begin]), ({"add_bos_token": False}, [])):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, **settings}))
+        tokenizer, name = read(tmp_path), f"from:{tmp_path}"
+        ids, chat = [*opening, *tokenizer.encode("to be").tolist()], ChatTokenizer(tokenizer)
+        turns = [chat.message("user", "or").tolist(), chat.message("assistant", "to be").tolist()]
+        with case(settings):
+            assert tokenizer_from_dict(tokenizer.as_dict()).opening == opening
+            assert Tokenizer.from_str(tokenizer.hugging_face_json()).encode("to be").ids == ids
+            assert (prompt_ids(tokenizer, "to be"), prompt_ids(tokenizer, None)) == (ids, opening or [begin - 1])
+            assert not {*opening} & {*tokenizer.encode("<s>").tolist()} and {begin - 1, *opening} <= chat.reserved
+            for source, tokens in (
+                ("documents.jsonl", [*ids, begin - 1]),
+                ("talk.jsonl", [*opening, *turns[0], *turns[1], chat.end_of_document]),
+                ("text.txt", [*opening, *tokenizer.encode("to be " * 36).tolist()]),
+            ):
+                made = prepare(tmp_path / source, tmp_path / "data", tokenizer=name, overwrite=True)
+                split = Dataset.open(made.path).train.tolist()
+                assert split == tokens * (len(split) // len(tokens)), source
+            measured = tokens_of(tmp_path / "documents.jsonl", tokenizer).tolist()
+            assert measured == [begin - 1] * (not opening) + [*ids, begin - 1] * 40
+            session = ChatSession(model, chat, Sampling(), max_new_tokens=1)
+            _ = list(session.answer("or"))
+            assert session._cache.length == len(opening) + len(turns[0]) + 1
+    (tmp_path / "tokenizer_config.json").unlink()
+    template["single"] = [first, first, text[0]]
+    with pytest.raises(UnsupportedError, match="puts 2 tokens before each text"):
+        read(model_folder(tmp_path, stored | {"added_tokens": added, "post_processor": template}))
 
 
 def test_a_malformed_file_is_named(tmp_path: Path, stored: dict[str, Any]) -> None:

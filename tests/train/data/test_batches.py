@@ -31,8 +31,7 @@ def test_targets_are_the_inputs_shifted_by_one_token_and_iterating_matches_index
     for inputs, targets in drawn:
         assert inputs.shape == targets.shape == (4, 8)
         assert inputs.dtype == targets.dtype == torch.int64
-        assert inputs.is_contiguous()
-        assert targets.is_contiguous()
+        assert inputs.is_contiguous() and targets.is_contiguous()
         assert torch.equal(targets, inputs + 1)  # the text counts
     again = batches(order=order)
     for position in (199, 0, 64, 63, 65, 130):
@@ -56,9 +55,8 @@ def test_resuming_at_any_batch_continues_the_sequence(order: str, position: int,
     state = first.state_dict()
     assert state == {"position": position + 1}
     second.load_state_dict(state)
-    for (inputs, targets), (same_inputs, same_targets) in islice(zip(first, second, strict=True), 3):
-        assert torch.equal(inputs, same_inputs)
-        assert torch.equal(targets, same_targets)
+    for batch, same in islice(zip(first, second, strict=True), 3):
+        assert all(torch.equal(*pair) for pair in zip(batch, same, strict=True))
 
 
 @given(st.integers(9, 400), st.integers(1, 8), st.integers(0, 100), st.integers(1, 12))
@@ -68,8 +66,7 @@ def test_shuffled_epoch_has_every_window_once(tokens: int, context_length: int, 
     for epoch in range(3):
         begins = np.sort(offsets.take(epoch * offsets.count, offsets.count))
         assert (np.diff(begins) == context_length).all()
-        assert begins[0] >= 0
-        assert begins[-1] + context_length <= tokens - 1
+        assert 0 <= begins[0] <= begins[-1] < tokens - context_length
         assert tokens - offsets.count * context_length <= 2 * context_length
         grids.append(begins[0])
     text = np.arange(tokens, dtype=np.uint16)

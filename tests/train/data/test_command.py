@@ -1,6 +1,7 @@
 """``tensorkeep data``: its output for people and programs."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from cyclopts import App, CycloptsError
 from faults.injection import flip_bit
 from tensorkeep.cli import data
 from tensorkeep.cli.output import Output
-from tensorkeep.errors import CorruptCheckpointError, UsageError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UsageError
+from train.tiny_training import follow
 
 TEXT = "Tensorkeep keeps what was trained.\n" * 40
 
@@ -67,6 +69,35 @@ def test_info_shows_a_sample_and_damage_is_found(text: Path, capsys: pytest.Capt
     data.prepare(str(text), out=text.parent / "other")
     data.info(text.parent / "other")
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_remedies_are_followed_and_arguments_without_effect_noted(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, tmp_path = text.parent / "it's [a] folder", text.parent
+    folder.mkdir()
+    (folder / "a.log").write_bytes(b"\xe9" * 100)
+    with pytest.raises(NotACheckpointError, match="holds no text files") as raised:
+        data.prepare(str(folder), out=tmp_path / "none")
+    pattern = shlex.split(str(raised.value.remedy).partition("such as ")[2].partition(";")[0])
+    with pytest.raises(UsageError, match="is not utf-8") as refused:
+        data.prepare(*pattern, out=tmp_path / "none")
+    follow(str(refused.value.remedy), SOURCE=folder / "a.log", NEW=tmp_path / "a")
+    (folder / "d.jsonl").write_text('{"body": "to be"}\n' * 40)
+    with pytest.raises(UsageError, match=r"--field NAME \(tensorkeep train: --data.field NAME\)"):
+        data.prepare(str(folder), out=tmp_path / "none")
+    data.prepare(str(folder), out=tmp_path / "d", field="body")
+    data.prepare(str(text), out=tmp_path / "t", field="body", seed=3)
+    notes = capsys.readouterr().err
+    for note in (
+        "1 of 2 files are left out, by the ends of their names: .log (1)",
+        "field 'body' has no",
+        "seed 3 has no",
+    ):
+        assert note in notes, notes
+    (folder / "d.jsonl").write_bytes(b'{"text": "\xff"}')
+    with pytest.raises(UsageError, match="convert the file to UTF-8, as JSON is"):
+        data.prepare(str(folder / "d.jsonl"), out=tmp_path / "none")
 
 
 def test_the_options_are_those_documented() -> None:

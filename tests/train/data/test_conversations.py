@@ -51,6 +51,16 @@ def talk(*turns: tuple[str, str]) -> str:
     return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
 
 
+def talk_with(question: dict[str, Any], answer: dict[str, Any], **fields: Any) -> str:
+    roles = ({"role": "user", **question}, {"role": "assistant", **answer})
+    return json.dumps({**fields, "messages": [{**each, "content": "x"} for each in roles]})
+
+
+LOSS = ("weight", "train", "trainable", "loss_mask")
+TEXT = ("tools", "tool_calls", "tool_call_id", "name", "reasoning_content", "system")
+HARMLESS = ({"weight": 0, "masked": True, "name": ""}, {"weight": 1.0, "train": True, "tool_calls": [], "mask": None})
+
+
 @pytest.mark.parametrize("make", TEXT_TOKENIZERS.values(), ids=TEXT_TOKENIZERS.keys())
 def test_template_has_one_reserved_token_for_each_mark_and_no_text_produces_one(make: Callable[[], Tokenizer]) -> None:
     text_tokenizer = make()
@@ -107,6 +117,7 @@ def prepared(folder: Path, *lines: str, **options: Any) -> Dataset:
 
 def test_conversations_are_found_and_prepared(tmp_path: Path) -> None:
     lines = [talk(("user", f"say {n}"), ("assistant", f"{n}")) for n in range(30)]
+    lines[0] = "\ufeff" + lines[0]
     expected = {f"<|user|>say {n}<|end|><|assistant|>{n}<|end|>" for n in range(30)}
     for tokenizer in ("char", "byte", "bpe"):
         with case(tokenizer):
@@ -166,6 +177,16 @@ def test_text_with_the_same_tokens_is_not_conversations(tmp_path: Path) -> None:
     assert Dataset.open(prepare(tmp_path / "text.jsonl", tmp_path / "other").path).chat_tokenizer is None
 
 
+def test_fields_that_are_not_used_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = prepared(tmp_path, *[talk_with({}, {})] * 30)
+    same = prepared(tmp_path, *[talk_with(*HARMLESS, tools=None, weight=1)] * 30, overwrite=True)
+    assert same.fingerprint == plain.fingerprint and not capsys.readouterr().err
+    more = [talk_with({"id": 7}, {"id": 8}, **{f"meta-{n}": 1 for n in range(200)})] * 30
+    assert prepared(tmp_path, *more, overwrite=True).fingerprint == plain.fingerprint
+    fields = "'meta-0' (30), 'meta-1' (30), 'meta-2' (30), 'meta-3' (30), 'meta-4' (30), 95 more"
+    assert f"fields of conversations that are not used: {fields}" in capsys.readouterr().err
+
+
 def test_malformed_lines_and_sources_without_conversations_are_refused(tmp_path: Path) -> None:
     good = talk(("user", "x"), ("assistant", "y"))
     for line, message in (
@@ -176,6 +197,11 @@ def test_malformed_lines_and_sources_without_conversations_are_refused(tmp_path:
         (talk(("user", "x")), "line 2 is a conversation without an answer"),
         (talk(("user", "x"), ("assistant", "")), "line 2 is a conversation without an answer"),
         (talk(("user", "a\0b"), ("assistant", "x")), "line 2 has a message with NUL"),
+        *((talk_with({name: q}, {name: a}), f'line 2 has "{name}": ') for name in LOSS for q, a in ((0, 0), (1, 1))),
+        *((talk_with({}, {}, **{name: False}), f'line 2 has "{name}": false') for name in LOSS),
+        (talk_with({}, {"masked": True}), 'line 2 has "masked": true'),
+        *((talk_with({}, {name: ["x"]}), rf'line 2 has "{name}": \["x"\]') for name in TEXT),
+        *((talk_with({}, {}, **{name: "x" * 99}), rf'line 2 has "{name}": "x{{59}}\.\.\.,') for name in TEXT),
     ):
         with case(line):
             with pytest.raises(tensorkeep.UsageError, match=message) as raised:

@@ -65,9 +65,7 @@ def test_tokens_do_not_depend_on_the_number_of_processes(
         assert content(tmp_path / str(count)) == content(tmp_path / "1"), count
 
 
-def test_pieces_come_back_in_order_and_few_jobs_are_in_memory(
-    pairs: BpeTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_come_back_in_order_with_few_jobs_at_once(pairs: BpeTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_JOB", 1)
     drawn: list[Piece] = []
 

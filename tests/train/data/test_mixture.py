@@ -122,15 +122,18 @@ def test_prepared_data_is_taken_with_its_tokenizer(tmp_path: Path) -> None:
         prepare(tmp_path / "b.jsonl", tmp_path / "d", tokenizer=f"from:{tmp_path}/stream")
 
 
-def test_a_mixture_of_mixtures_is_refused_with_the_weights_of_the_sources(tmp_path: Path) -> None:
+def test_a_mixture_of_mixtures_is_refused_with_the_weights_of_the_sources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts(tmp_path)
     a, b = tmp_path / "a.txt", tmp_path / "b.jsonl"
     prepare_mixture(f"{a}:3,{b}:1", tmp_path / "inner")
     with pytest.raises(UsageError, match="inner: is a mixture itself") as caught:
         prepare_mixture(f"{tmp_path}/inner:2,{a}:1", tmp_path / "outer")
-    assert caught.value.remedy == f"mix its sources: {a}:1.5,{b}:0.5"
+    assert caught.value.remedy == f"mix its sources: {a}:2.5,{b}:0.5"
     assert not (tmp_path / "outer").exists()
-    assert Dataset.open(prepare_mixture(f"{a}:1.5,{b}:0.5", tmp_path / "flat").path).mixture
+    assert Dataset.open(prepare_mixture(caught.value.remedy.partition(": ")[2], tmp_path / "outer").path).mixture
+    assert "validation tokens that are left out, to keep the weights: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("order", [pytest.param("random", marks=pytest.mark.exhaustive), "shuffled"])
@@ -160,7 +163,7 @@ def test_names_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert parse_mixture("odd:1") == parse_mixture(tmp_path / "a.txt") == {}
 
 
-def test_malformed_mixtures_are_refused(tmp_path: Path) -> None:
+def test_malformed_mixtures_short_sources_and_techniques_that_sort_documents_are_refused(tmp_path: Path) -> None:
     for spec, message in (
         ("a:0.5,b", "'b' has no weight, in a mixture of several sources"),
         ("a:0.5,b:0", "'b:0' needs a name and a weight above 0"),
@@ -172,9 +175,6 @@ def test_malformed_mixtures_are_refused(tmp_path: Path) -> None:
     ):
         with case(spec), pytest.raises(UsageError, match=message):
             prepare_mixture(spec, tmp_path / "data")
-
-
-def test_short_sources_and_techniques_that_sort_documents_are_refused(tmp_path: Path) -> None:
     texts(tmp_path)
     (tmp_path / "short.txt").write_text("a b c d e " * 3)
     made = prepare_mixture(f"{tmp_path}/a.txt:1,{tmp_path}/short.txt:1", tmp_path / "data", validation=0.5)

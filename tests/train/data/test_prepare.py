@@ -203,9 +203,7 @@ def test_corpus_that_changes_between_the_passes_is_refused(tmp_path: Path, monke
     path, real = tmp_path / "a.txt", Reading.documents
     for change in ("X" * 50, "", TEXT[::-1]):
         later = iter((TEXT, change))
-        monkeypatch.setattr(
-            Reading, "documents", lambda reading, later=later: (write(path, next(later)), real(reading))[1]
-        )
+        monkeypatch.setattr(Reading, "documents", lambda it, later=later: (write(path, next(later)), real(it))[1])
         with case(change[:5]), pytest.raises(StoreError, match="changed while it was read"):
             prepare(write(path, TEXT), tmp_path / "data")
         assert names(tmp_path) == ["a.txt"]
@@ -263,9 +261,7 @@ def test_disk_error_leaves_nothing_and_a_short_write_is_finished(tmp_path: Path,
 
 
 @pytest.mark.parametrize("every", [pytest.param(5, marks=pytest.mark.integration), *exhaustive(1)])
-def test_killed_at_operations_leaves_complete_data_or_none(
-    tmp_path: Path, counted: tuple[Path, int], every: int
-) -> None:
+def test_a_kill_at_operations_leaves_all_data_or_none(tmp_path: Path, counted: tuple[Path, int], every: int) -> None:
     path, count = counted
     met = set()
     for index in reversed(range(count - 1, -1, -every)):  # the last one among them

@@ -126,9 +126,7 @@ def test_damaged_tables_and_datasets_are_refused(tmp_path: Path) -> None:
             read(folder)
 
 
-def test_progress_reaches_the_end_and_without_pyarrow_the_error_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_reaches_the_end_and_missing_pyarrow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = parquet(tmp_path / "a.parquet", text=TEXTS)
     calls: list[tuple[int, int]] = []
     prepare(path, tmp_path / "data", tokenizer="char", progress=lambda done, total: calls.append((done, total)))

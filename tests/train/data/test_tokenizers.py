@@ -141,6 +141,10 @@ def test_byte_pairs_are_learned_and_hugging_face_reads_them(pairs: Tokenizer) ->
     again = learned("bpe", [CORPUS[:1000], CORPUS[1000:]], vocab_size=300, ends=True)
     assert again.digest == pairs.digest
     assert learned("bpe", [CORPUS], vocab_size=290).digest != pairs.digest
+    # Each merge takes time for the whole word that it is in: a long word is learned from in parts.
+    word = learned("bpe", ["ab" * 3000], vocab_size=400)
+    assert max(len(word.token_bytes(id)) for id in range(word.vocab_size)) == 1024
+    assert word.decode(word.encode("ab" * 3000)) == "ab" * 3000
     library, text = pytest.importorskip("tokenizers"), pairs.hugging_face_json()
     assert text is not None
     theirs = library.Tokenizer.from_str(text)
@@ -150,7 +154,7 @@ def test_byte_pairs_are_learned_and_hugging_face_reads_them(pairs: Tokenizer) ->
     assert learned("char", ["a"]).hugging_face_json() is None
 
 
-def test_stored_tokenizer_is_restored(pairs: Tokenizer) -> None:
+def test_stored_tokenizer_is_restored_and_a_malformed_one_refused(pairs: Tokenizer) -> None:
     digests = set()
     char, with_ends = learned("char", [CORPUS]), learned("char", [CORPUS], ends=True)
     for tokenizer in (char, with_ends, ByteTokenizer(documents=False), pairs):
@@ -160,9 +164,6 @@ def test_stored_tokenizer_is_restored(pairs: Tokenizer) -> None:
         assert again.encode("the naïve 🙂").tolist() == tokenizer.encode("the naïve 🙂").tolist()
         digests.add(tokenizer.digest)
     assert len(digests) == 4
-
-
-def test_a_malformed_tokenizer_is_refused(pairs: Tokenizer) -> None:
     stored = pairs.as_dict()
     for malformed, message in (
         ({}, "tokenizer"),

@@ -77,9 +77,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (1, 1000, 70, 0, None),
     ],
 )
-def test_the_largest_divisor_that_fits_is_chosen(
-    sequences: int, base: int, by_row: int, update: int, chosen: int | None
-) -> None:
+def test_the_largest_divisor_that_fits(sequences: int, base: int, by_row: int, update: int, chosen: int | None) -> None:
     assert largest_batch(sequences, MEMORY, lambda rows: Peaks(base + by_row * rows, update)) == chosen
 
 
@@ -101,9 +99,7 @@ def test_a_choice_that_does_not_fit_is_not_returned_and_without_a_trial_more_mem
     assert sizes == [1, 2, 24, 12, 8, *(1, 2, 12), *(1, 2)]
 
 
-def test_the_run_is_that_of_the_chosen_batch_size(
-    tmp_path: Path, data: Path, tried: list[int], trained: Trained
-) -> None:
+def test_the_run_is_that_of_the_chosen_size(tmp_path: Path, data: Path, tried: list[int], trained: Trained) -> None:
     """Of 24 sequences in a step, 8 at once fit into nine tenths of the memory."""
     with open_run(FILLING, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
         assert opened.notes == (

@@ -17,16 +17,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CONFIG = Config(
     recipe="filling", model=ModelConfig(vocab_size=8192, context_length=512, n_layers=8, n_heads=8, d_model=512)
 ).changed(
-    {
-        "loop.batch_size": 4,
-        "loop.accumulate": 32,
-        "loop.steps": 2,
-        "loop.device": "cuda",
-        "loop.fill_memory": True,
-        "eval.every": 0,
-        "checkpoint.every": 0,
-        "techniques.mixed-precision.dtype": "bf16",
-    }
+    {"loop.batch_size": 4, "loop.accumulate": 32, "loop.steps": 2, "loop.device": "cuda", "loop.fill_memory": True}
+    | {"eval.every": 0, "checkpoint.every": 0, "techniques.mixed-precision.dtype": "bf16"}
 )
 
 

@@ -32,11 +32,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dropout": {"dropout": 0.1},
     "rotary": {"positions": "rotary"},
-    "token shift": {"token_shift": True},
-    "shifts": {"token_shift": "blocks"},
+    **{f"token_shift {each}": {"token_shift": each} for each in (True, "blocks")},
     "convolution": {"positions": "rotary", "convolution": 3},
-    "swiglu": {"activation": "swiglu"},
-    "relu2": {"activation": "relu2"},
+    **{each: {"activation": each} for each in ("swiglu", "relu2")},
     "llama": {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "tied": False},
     "biases": {"bias": True, "activation": "geglu"},
     "vocabulary": {"vocab_size": 2000},
@@ -228,7 +226,7 @@ def predicted(changes: dict[str, object], device: str = "cpu") -> Ledger:
     return predict(CONFIG.changed(changes), device=device)
 
 
-def test_techniques_that_spare_memory_or_change_the_model_are_counted_and_unpredicted_ones_listed() -> None:
+def test_memory_that_techniques_spare_is_counted_and_unpredicted_ones_are_listed() -> None:
     whole, halves = predicted({}), predicted({"techniques.gradient-accumulation.batches": 2})
     assert halves.activations * 2 == whole.activations
     assert halves.logits * 2 == whole.logits
@@ -239,9 +237,6 @@ def test_techniques_that_spare_memory_or_change_the_model_are_counted_and_unpred
     assert predicted({"techniques.fused-optimizer": "on"}).unknown == ()
     gated = predicted({"techniques.activation-function.activation": "swiglu"})
     assert gated.activations > whole.activations
-
-
-def test_gpu_keeps_less_of_dropout_and_offloads_as_configured() -> None:
     dropout = {"model.dropout": 0.1}
     assert predicted(dropout, "cuda").activations < 0.6 * predicted(dropout).activations
     away = {**dropout, "techniques.optimizer-offload": "on"}

@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from tensorkeep.errors import UsageError
-from tensorkeep.testing.equality import difference
-from tensorkeep.testing.technique_suite import TINY, last_state, losses, opened, train_run, trained
+from tensorkeep.testing.cases import case
+from tensorkeep.testing.technique_suite import TINY, losses, opened, train_run, trained
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.evaluate import evaluate
@@ -23,6 +23,7 @@ from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.trained import load_trained
 from tiers import exhaustive
+from train.tiny_training import check_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
@@ -37,7 +38,7 @@ def model(**changes: Any) -> GPT:
     return made
 
 
-def test_the_end_of_a_document_begins_the_next_one() -> None:
+def test_the_end_of_a_document_begins_the_next_one_which_rotary_models_see_as_if_it_were_alone() -> None:
     assert document_numbers(TOKENS, END).tolist() == [
         [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3],
         [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2],
@@ -45,9 +46,6 @@ def test_the_end_of_a_document_begins_the_next_one() -> None:
     visible = dense_mask(document_numbers(TOKENS, END), 12)[0, 0]
     seen = [row.nonzero().flatten().tolist() for row in visible[2:9]]
     assert seen == [[0, 1, 2], [3], [3, 4], [3, 4, 5], [3, 4, 5, 6], [7], [8]]
-
-
-def test_rotary_models_see_each_document_as_if_it_were_alone() -> None:
     masked = model(positions="rotary")
     logits = masked(TOKENS)
     for begin, end in itertools.pairwise([0, 3, 7, 8, 12]):
@@ -129,8 +127,7 @@ def test_a_run_is_resumed_exactly(tmp_path: Path, documents: Path, changes: dict
     whole = trained(config, documents)
     train_run(config, tmp_path / "parts", documents, stop_after=3)
     train_run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", documents, resume=True)
-    assert losses(tmp_path / "parts") == losses(whole)
-    assert difference(last_state(tmp_path / "parts"), last_state(whole)) is None
+    check_same(tmp_path / "parts", whole, "train", "evaluate")
     with pytest.raises(UsageError, match=r"data\.mask_documents: True then, False now"):
         train_run(config.changed({"data.mask_documents": False}), tmp_path / "parts", documents, resume=True)
 
@@ -154,23 +151,15 @@ def test_evaluation_is_masked(tmp_path: Path, documents: Path) -> None:
         assert evaluate(run.model, [batch]) != masked
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"techniques.attention-kernel.kernel": "math"}, "attention-kernel is on: masked documents need"),
-        ({"techniques.sparse-attention.block": 8}, "sparse-attention is on: its activity check"),
-        ({"model.token_shift": True}, r"model\.token_shift passes features from a document"),
-        ({"model.convolution": 3}, r"model\.convolution passes features from a document"),
-    ],
-)
-def test_what_would_pass_between_documents_is_refused(
-    tmp_path: Path, documents: Path, changes: dict[str, object], message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        train_run(CONFIG.changed({"model.dropout": 0.0, **changes}), tmp_path / "run", documents)
-
-
-def test_a_stream_has_no_documents_to_mask(tmp_path: Path) -> None:
+def test_what_would_pass_between_documents_and_a_stream_are_refused(tmp_path: Path, documents: Path) -> None:
     (tmp_path / "a.txt").write_text("one stream " * 200)
-    with pytest.raises(UsageError, match="the text is one stream without documents"):
-        train_run(CONFIG, tmp_path / "run", prepare(tmp_path / "a.txt", tmp_path / "data").path)
+    refused: list[tuple[Path, dict[str, object], str]] = [
+        (documents, {"techniques.attention-kernel.kernel": "math"}, "attention-kernel is on: masked documents need"),
+        (documents, {"techniques.sparse-attention.block": 8}, "sparse-attention is on: its activity check"),
+        (documents, {"model.token_shift": True}, r"model\.token_shift passes features from a document"),
+        (documents, {"model.convolution": 3}, r"model\.convolution passes features from a document"),
+        (prepare(tmp_path / "a.txt", tmp_path / "data").path, {}, "the text is one stream without documents"),
+    ]
+    for number, (data, changes, message) in enumerate(refused):
+        with case(message), pytest.raises(UsageError, match=message):
+            train_run(CONFIG.changed({"model.dropout": 0.0, **changes}), tmp_path / str(number), data)

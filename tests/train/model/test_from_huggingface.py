@@ -29,7 +29,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, biases": ("Llama", {**LLAMA, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
     "llama 3": ("Llama", {**LLAMA, "num_key_value_heads": 2, "rope_parameters": LLAMA3}),
     "mistral": ("Mistral", {**LLAMA, "num_key_value_heads": 2, "sliding_window": None, "head_dim": 6}),
-    "qwen 3": ("Qwen3", {**LLAMA, "num_key_value_heads": 2, "head_dim": 6}),
+    "qwen 3": ("Qwen3", {**LLAMA, "num_key_value_heads": 2, "head_dim": 10}),
+    "qwen 3, narrow": ("Qwen3", {**LLAMA, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 4}),
 }
 
 
@@ -76,6 +77,7 @@ def test_shards_are_read_by_their_index(transformers: Any, tmp_path: Path) -> No
     assert whole.record.fingerprint == shards.record.fingerprint
 
 
+ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}
 TINY = ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4, bias=True)
 
 
@@ -87,7 +89,17 @@ def test_names_without_a_prefix_and_stored_masks_are_accepted() -> None:
         shapes |= {f"h.0.{layer}.weight": shape, f"h.0.{layer}.bias": shape[1:]}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    # A tied head may be stored, too, if it is the embedding; and each tensor once.
+    tensors["lm_head.weight"] = tensors["wte.weight"].double()
     weights = weights_of(tensors, TINY)
+    for extra, message in (
+        ({"lm_head.weight": tensors["wte.weight"] + 1}, "tie_word_embeddings true, and lm_head.weight differs"),
+        ({"lm_head.weight": tensors["wte.weight"][:8]}, "tie_word_embeddings true, and lm_head.weight differs"),
+        ({"transformer.wpe.weight": tensors["wpe.weight"] + 1}, "stored twice, with 'transformer.' before"),
+    ):
+        with case(message), pytest.raises(StateMismatchError, match=message) as caught:
+            weights_of(tensors | extra, TINY)
+        assert caught.value.remedy
     assert torch.equal(weights["blocks.0.mlp.up.weight"], tensors["h.0.mlp.c_fc.weight"].T)
     assert set(weights) == {name for name, _ in GPT(TINY, device="meta").named_parameters()}
 
@@ -109,14 +121,15 @@ def test_missing_foreign_and_misshapen_tensors_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "parts", [{}, {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 1}]
+    "parts",
+    [{}, *({**ROTARY, "kv_heads": 1, **more} for more in ({}, {"head_dim": 6}, {"head_dim": 2, "qk_norm": True}))],
 )
 def test_exported_model_comes_back_bit_for_bit(tmp_path: Path, parts: dict[str, Any]) -> None:
     config = ModelConfig(vocab_size=9, context_length=8, n_layers=2, n_heads=2, d_model=8, bias=not parts, **parts)
     model = GPT(config)
     export(model, config, tmp_path / "out")
     initial = read_initial(tmp_path / "out")
-    assert initial.config.mlp_width == config.mlp_width
+    assert (initial.config.mlp_width, initial.config.head_dim) == (config.mlp_width, config.head_dim)
     for name, parameter in model.named_parameters():
         assert torch.equal(initial.tensors[name], parameter), name
 
@@ -134,7 +147,9 @@ ROPES = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding
         ({"model_type": "bert"}, "model_type is 'bert'"),
         ({"model_type": ["gpt2"]}, r"model_type is \['gpt2'\]"),
         (llama(hidden_act="relu"), "hidden_act 'relu', which is not supported"),
-        (llama(head_dim=8), "head_dim 8, which is not supported"),
+        (llama(quantization_config={"bits": 4}), "quantization_config {'bits': 4}, which is not supported"),
+        (llama(rope_scaling={"partial_rotary_factor": 0.5}), "rope_scaling.partial_rotary_factor 0.5"),
+        ({**llama(), "model_type": "mistral", "max_position_embeddings": 4097}, "sliding_window 4096"),
         (llama(attention_bias=True, mlp_bias=False), "mlp_bias False, which is not supported"),
         (llama(sliding_window=4), "sliding_window 4, which is not supported"),
         (llama(rope_scaling={"type": "yarn", "factor": 2.0}), "rope_type 'yarn', which is not supported"),

@@ -47,7 +47,6 @@ GROUPED = [
     {"positions": "rotary", "d_model": 32, "rope_scaling": RopeScaling(**LLAMA3)},
 ]
 
-
 SIZES: dict[str, Any] = {"vocab_size": 11, "context_length": 8, "n_layers": 2, "n_heads": 2, "d_model": 8}
 
 
@@ -300,7 +299,6 @@ def test_autocast_works(parts: dict[str, Any]) -> None:
     assert logits.dtype == torch.bfloat16
     assert {call[name].dtype for call in calls for name in ("query", "key", "value")} == {torch.bfloat16}
     torch.testing.assert_close(logits.float(), model(tokens), rtol=0.1, atol=0.5)
-    assert model.tokens.weight.grad is not None
     assert model.tokens.weight.grad.isfinite().all()
 
 
@@ -333,5 +331,3 @@ def test_evaluating_restores_the_mode_of_each_module() -> None:
         assert not any(module.training for module in model.modules())
         raise KeyboardInterrupt
     assert [module.training for module in model.modules()] == modes
-    assert model.training
-    assert not model.blocks[0].training

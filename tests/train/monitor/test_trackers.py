@@ -127,9 +127,7 @@ def test_wandb_receives_the_figures_of_the_log(tmp_path: Path, data: Path, wandb
     assert (wandb.metrics, wandb.ended) == ([("step", None), ("*", "step")], [0])
 
 
-def test_resumed_run_is_the_same_run_for_wandb_also_one_of_an_earlier_version(
-    tmp_path: Path, data: Path, wandb: FakeWandb
-) -> None:
+def test_resumed_run_is_the_same_for_wandb_also_of_an_old_version(tmp_path: Path, data: Path, wandb: FakeWandb) -> None:
     def begin_and_resume(name: str, change: Callable[[dict[str, Any]], object]) -> tuple[str, str]:
         """Return the identity of a run before and after its record is changed, and its folder renamed."""
         run(CONFIG.changed(WANDB), tmp_path / name, data, stop_at=1)
@@ -176,9 +174,7 @@ def test_mlflow_receives_the_figures_of_the_log(tmp_path: Path, data: Path, mlfl
     assert len(mlflow.runs) == 2
 
 
-def test_mlflow_gets_several_events_in_a_request_and_all_before_a_checkpoint(
-    tmp_path: Path, mlflow: FakeMlflow, trained: Trained
-) -> None:
+def test_mlflow_gets_grouped_events_and_all_before_a_save(tmp_path: Path, mlflow: FakeMlflow, trained: Trained) -> None:
     trained(CONFIG, tmp_path / "run")
     now = [0.0]
     tracker = Mlflow(RunFolder(tmp_path / "run"), "tiny", now=lambda: now[0])
@@ -230,9 +226,7 @@ def test_failed_run_is_reported_as_failed(tmp_path: Path, data: Path, wandb: Fak
     assert [each["status"] for each in mlflow.runs.values()] == ["FAILED"]
 
 
-def test_missing_package_is_refused_before_anything_is_written(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_is_refused_before_writing(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)
         with case(name), pytest.raises(tensorkeep.MissingExtraError, match=f"log.{name} needs {name}") as raised:

@@ -32,7 +32,7 @@ def settings_of(config: Config, *, factor: float = 1.0) -> dict[str, tuple[float
     return found
 
 
-def test_a_group_changes_its_parameters_only_and_the_schedule_multiplies_all_rates() -> None:
+def test_a_group_changes_its_parameters_only_and_the_last_one_that_states_a_setting_decides() -> None:
     plain, changed = settings_of(BASE), settings_of(BASE.changed(GROUPS))
     different = {name: changed[name] for name in plain if changed[name] != plain[name]}
     assert different == {
@@ -41,9 +41,6 @@ def test_a_group_changes_its_parameters_only_and_the_schedule_multiplies_all_rat
     }
     half = settings_of(BASE.changed(GROUPS), factor=0.5)
     assert half == {name: (rate / 2, decay) for name, (rate, decay) in changed.items()}
-
-
-def test_the_last_group_that_states_a_setting_decides() -> None:
     matrices = {"optim.groups.matrices.lr_factor": 2.0, "optim.groups.matrices.weight_decay": 0.0}
     found = settings_of(BASE.changed({**matrices, "optim.groups.blocks.1.*.lr_factor": 4.0}))
     assert found["blocks.0.mlp.up.weight"] == (1.0, 0.0)

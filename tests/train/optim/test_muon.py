@@ -43,7 +43,7 @@ def test_updates_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, changed: di
         assert moved > 0.01
 
 
-def test_states_are_interchangeable_with_those_of_torch() -> None:
+def test_states_are_those_of_torch_and_parameters_and_rows_without_gradients_are_unchanged() -> None:
     first, second = matrices(), matrices()
     mine, theirs = Muon(first, lr=0.02), torch.optim.Muon(second, lr=0.02)
     trained(mine, first, 2)
@@ -53,9 +53,6 @@ def test_states_are_interchangeable_with_those_of_torch() -> None:
         for each, wanted in zip(one.state_dict()["state"].values(), other.state_dict()["state"].values(), strict=True):
             assert torch.equal(each["momentum_buffer"], wanted["momentum_buffer"])
         one.load_state_dict(other.state_dict())
-
-
-def test_parameters_and_rows_without_gradients_are_unchanged() -> None:
     parameters = matrices()
     optimizer = Muon(parameters, lr=0.02)
     optimizer.step()

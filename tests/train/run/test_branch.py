@@ -60,11 +60,9 @@ def test_branch_is_what_a_leg_from_that_step_would_be_and_resumes_exactly_withou
     assert files(origin) == before
     assert difference(last_state(tmp_path / "whole"), last_state(tmp_path / "leg")) is None
     record = RunFolder(tmp_path / "whole").record()
-    assert record.origin is not None
     assert (record.origin.run, record.origin.step) == (str(origin), 8)
     assert record.origin.settings["loop.batch_size"] == (3, 2)
-    assert record.config.schedule.start == 8
-    assert record.legs == []
+    assert (record.config.schedule.start, record.legs) == (8, [])
     # Killed before the first step, then within the branch.
     with open_run(config, RunFolder(tmp_path / "parts"), Dataset.open(data), branch=branch_point(f"{origin}@8")):
         pass
@@ -80,9 +78,8 @@ def test_branch_of_a_leg_has_the_settings_of_its_step(tmp_path: Path, data: Path
     assert [branch_point(f"{origin}@{step}").config.optim.lr for step in (8, 12, 16)] == [1e-3, 1e-3, 0.5]
     assert branch_point(origin).step == branch_point(origin / "checkpoints").step == 20
     best = branch_point(f"{origin}@best")
-    assert best.metrics[METRIC] == min(
-        step.metrics[METRIC] for step in CheckpointManager(origin / "checkpoints").steps()
-    )
+    steps = CheckpointManager(origin / "checkpoints").steps()
+    assert best.metrics[METRIC] == min(step.metrics[METRIC] for step in steps)
 
 
 def test_data_in_the_folder_of_the_origin_is_copied(tmp_path: Path) -> None:
@@ -95,15 +92,11 @@ def test_data_in_the_folder_of_the_origin_is_copied(tmp_path: Path) -> None:
     assert dataset.fingerprint == point.record.data.fingerprint
     # Data elsewhere stays there.
     shutil.move(origin / "data", data)
-    assert (
-        open_branch_data(point.config, RunFolder(tmp_path / "other"), point, (), lambda activity: nullcontext()).path
-        == data
-    )
+    other = RunFolder(tmp_path / "other")
+    assert open_branch_data(point.config, other, point, (), lambda activity: nullcontext()).path == data
 
 
-def test_other_data_with_the_same_tokenizer_begins_from_its_first_batch(
-    tmp_path: Path, data: Path, origin: Path
-) -> None:
+def test_other_data_with_the_same_tokenizer_begins_at_its_first_batch(tmp_path: Path, data: Path, origin: Path) -> None:
     (tmp_path / "other.txt").write_text(TEXT[::-1])
     prepare(tmp_path / "other.txt", tmp_path / "other")
     config = START.changed({"loop.steps": 10, "eval.every": 0})
@@ -121,9 +114,7 @@ def test_other_data_with_the_same_tokenizer_begins_from_its_first_batch(
     assert not (tmp_path / "upper-run").exists()
 
 
-def test_losses_of_other_data_are_not_compared_with_those_of_the_origin(
-    tmp_path: Path, data: Path, trained: Trained
-) -> None:
+def test_losses_of_other_data_are_not_compared_with_the_origins(tmp_path: Path, data: Path, trained: Trained) -> None:
     plateau = {"schedule.name": "plateau", "schedule.patience": 2, "eval.every": 1, "loop.steps": 9}
     trained(START.changed(plateau), tmp_path / "origin")
     (tmp_path / "other.txt").write_text(TEXT[::-1])

@@ -87,15 +87,8 @@ def test_a_run_on_a_gpu_that_slows_down_warns(tmp_path: Path, data: Path, monkey
 
 
 def test_data_sheets_of_cards_by_the_name_that_torch_gives_and_their_mfu() -> None:
-    tera = {
-        "NVIDIA H200": 989,
-        "NVIDIA H100 80GB HBM3": 989,
-        "NVIDIA H100 NVL": 835,
-        "NVIDIA A100-SXM4-80GB": 312,
-        "NVIDIA L40S": 362,
-        "NVIDIA L4": 121,
-        "NVIDIA GeForce RTX 4090": 165.2,
-    }
+    tera = {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 NVL": 835, "NVIDIA GeForce RTX 4090": 165.2}
+    tera |= {"NVIDIA L40S": 362, "NVIDIA L4": 121, "NVIDIA A100-SXM4-80GB": 312}
     assert {name: data_sheet_peak(name) for name in tera} == pytest.approx({n: t * 1e12 for n, t in tera.items()})
     for unknown in ("GeForce RTX 3090 Ti", "GeForce RTX 4090 Laptop GPU", "A100-SXM4-80GB MIG 1g.10gb"):
         assert data_sheet_peak(f"NVIDIA {unknown}") is None

@@ -200,9 +200,7 @@ def test_different_data_is_reported_before_different_settings_and_damaged_data_s
         open_data(folder.record().config, folder, resume=True)
 
 
-def test_resuming_records_changed_settings_and_surroundings(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_settings_and_surroundings_are_noted(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = Dataset.open(data)
     run(CONFIG, tmp_path / "run", dataset, steps=1)
     assert about(tmp_path / "run")["resumed"] == []

@@ -25,9 +25,7 @@ def url(bucket: Proxy, tmp_path: Path) -> str:
     return f"{BUCKET}/{tmp_path.name}"
 
 
-def test_a_run_is_uploaded_and_resumes_without_its_checkpoints(
-    tmp_path: Path, data: Path, trained: Trained, url: str
-) -> None:
+def test_an_uploaded_run_resumes_without_checkpoints(tmp_path: Path, data: Path, trained: Trained, url: str) -> None:
     config = CONFIG.changed({"checkpoint.every": 4, "checkpoint.store": url})
     trained(CONFIG, tmp_path / "whole")
     run(config, tmp_path / "run", data, stop_at=8)

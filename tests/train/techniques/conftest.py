@@ -9,20 +9,6 @@ from tensorkeep.testing.technique_suite import prepared_text
 from train.techniques.several_processes import ProcessPool
 
 
-@pytest.fixture(scope="package", autouse=True)
-def no_git() -> Iterator[None]:
-    """Start runs without asking git for the state of the repository, in processes of its own."""
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("tensorkeep.train.run.folder._git", lambda: None)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def fixed_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the measurement of the peak of each dtype as well."""
-    monkeypatch.setattr("tensorkeep.train.techniques.mixed_precision.measured_peak", lambda device, dtype: 1e9)
-
-
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepare a text, once for all tests."""

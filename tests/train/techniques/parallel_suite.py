@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -23,23 +23,21 @@ from train.techniques.several_processes import (
     group_of_one,
     task,
 )
+from train.tiny_training import check_same
 
 SHORT, SHORT_DROPPING = (config.changed(FOUR_STEPS) for config in (EXACT, TINY))
 HALF = SHORT.loop.steps // 2
 
-Together = tuple[Path, Results]
-"""The folder in which several processes did their tasks, and their results."""
 
-_OTHER_MODEL = {
-    "model.positions": "rotary",
-    "model.token_shift": "blocks",
-    "model.convolution": 3,
-    "model.norm": "rmsnorm",
-    "model.activation": "swiglu",
-    "model.bias": False,
-    "model.tied": False,
-    "ema.decay": 0.9,
-}
+class Together(NamedTuple):
+    """The folder in which several processes did their tasks, and their results."""
+
+    folder: Path
+    results: Results
+
+
+_OTHER_MODEL = {"model.positions": "rotary", "model.token_shift": "blocks", "model.convolution": 3, "ema.decay": 0.9}
+_OTHER_MODEL |= {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.bias": False, "model.tied": False}
 
 
 class ParallelSuite(TechniqueSuite):
@@ -86,7 +84,7 @@ class ParallelSuite(TechniqueSuite):
         results = pool.run(cls._tasks(folder, data))
         killed_copy(folder / "whole", folder / "resumed", step=HALF)
         pool.run({"rest": task("train", cls.with_technique(SHORT_DROPPING), folder / "resumed", data, resume=True)})
-        return folder, results
+        return Together(folder, results)
 
     @classmethod
     def _tasks(cls, folder: Path, data: Path) -> dict[str, Task]:
@@ -108,28 +106,24 @@ class ParallelSuite(TechniqueSuite):
 
     def test_processes_compute_the_same_as_one(self, together: Together, data: Path) -> None:
         """The losses of training and evaluation are those of one process with the same batches."""
-        folder, _ = together
         for number, model in enumerate(self.models):
-            alone, found = losses(trained(SHORT.changed(model), data)), losses(folder / f"model{number}")
+            alone, found = losses(trained(SHORT.changed(model), data)), losses(together.folder / f"model{number}")
             assert [each[:2] for each in found] == [each[:2] for each in alone]
             assert [each[2] for each in found] == pytest.approx([each[2] for each in alone], rel=1e-4)
 
     def test_processes_resume_exactly(self, together: Together) -> None:
         """A run with dropout that was killed and resumed ends bit-identical to one that was not."""
-        folder, _ = together
-        assert losses(folder / "resumed") == losses(folder / "whole")
-        assert difference(last_state(folder / "resumed"), last_state(folder / "whole")) is None
+        check_same(together.folder / "resumed", together.folder / "whole", "train", "evaluate")
 
     def test_one_process_resumes_what_several_saved(self, together: Together, data: Path) -> None:
         """A checkpoint of several processes is one of a single process with the techniques off."""
-        folder, _ = together
-        train_run(SHORT, killed_copy(folder / "model0", folder / "to-one", step=HALF), data, resume=True)
-        assert not self._differences(folder / "to-one", trained(SHORT, data))
+        copy = killed_copy(together.folder / "model0", together.folder / "to-one", step=HALF)
+        train_run(SHORT, copy, data, resume=True)
+        assert not self._differences(copy, trained(SHORT, data))
 
     def test_processes_resume_what_one_saved(self, together: Together, data: Path) -> None:
         """A checkpoint of a single process can be resumed by several."""
-        folder, _ = together
-        assert not self._differences(folder / "from-one", trained(SHORT, data))
+        assert not self._differences(together.folder / "from-one", trained(SHORT, data))
 
     def _differences(self, first: Path, second: Path) -> list[str]:
         """Return the differences between the final states of two runs."""
@@ -149,8 +143,7 @@ class ParallelSuite(TechniqueSuite):
 
     def test_processes_report_the_same(self, together: Together) -> None:
         """Loss, norm and tokens are those of the whole batch in each process, and each has a proof."""
-        _, results = together
-        steps = [process["verified"] for process in results]
+        steps = [process["verified"] for process in together.results]
         assert len(steps) == self.processes
         for each in steps:
             assert each["record"] == steps[0]["record"]
@@ -159,9 +152,8 @@ class ParallelSuite(TechniqueSuite):
 
     def test_processes_divide_an_evaluation(self, together: Together, tmp_path: Path, data: Path) -> None:
         """Those with data of their own evaluate a part of the windows each; all get the loss of one process."""
-        _, results = together
         alone = evaluated(task("evaluate", EXACT, tmp_path / "alone", data))
-        found = [process["evaluated"] for process in results]
+        found = [process["evaluated"] for process in together.results]
         assert [each["loss"] for each in found] == [found[0]["loss"]] * self.processes
         assert found[0]["loss"] == pytest.approx(alone["loss"], rel=1e-5)
         parts = found[0]["parts"]
@@ -170,23 +162,19 @@ class ParallelSuite(TechniqueSuite):
 
     def test_processes_log_the_gradient_norms_of_one(self, together: Together, tmp_path: Path, data: Path) -> None:
         """Each process has the norm of each layer, whatever part of the gradient it holds."""
-        _, results = together
         alone = evaluated(task("evaluate", EXACT, tmp_path / "norms", data))["norms"]
-        for process in results:
+        for process in together.results:
             assert list(process["evaluated"]["norms"]) == list(alone)
             assert process["evaluated"]["norms"] == pytest.approx(alone, rel=1e-3)
 
     def test_processes_generate_the_text_of_one(self, together: Together, tmp_path: Path, data: Path) -> None:
         """Generation gives the same tokens in each process as in a single one."""
-        _, results = together
         alone = generated(task("generate", EXACT.changed(self.models[-1]), tmp_path / "alone", data))
-        for process in results:
-            assert process["generated"] == alone
+        assert [process["generated"] for process in together.results] == [alone] * self.processes
 
     def test_a_broken_run_is_an_error_in_every_process(self, together: Together) -> None:
         """Each process reports that the technique is not active."""
-        _, results = together
-        for process in results:
+        for process in together.results:
             for name, message in self.broken.items():
                 error = process[f"broken: {name}"]
                 assert error.get("kind") == "technique-not-active", name

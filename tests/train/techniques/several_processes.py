@@ -9,7 +9,6 @@ from itertools import accumulate
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import pytest
@@ -24,7 +23,7 @@ import tensorkeep.train.run.setup
 from forked import ended, kill, start
 from tensorkeep.bench.training.memory import live_bytes
 from tensorkeep.errors import TensorkeepError
-from tensorkeep.testing.technique_suite import TINY, SilentListener, opened, train_run
+from tensorkeep.testing.technique_suite import TINY, SilentListener, losses, opened, train_run
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import generate
@@ -52,6 +51,13 @@ _TIMEOUT_SECONDS = 150
 def task(action: str, config: Config, folder: Path, data: Path, **options: Any) -> Task:
     """Return a task; see `ACTIONS`."""
     return {"action": action, "config": config.as_dict(), "folder": str(folder), "data": str(data), **options}
+
+
+def check_trained_as(folder: Path, whole: Path) -> None:
+    """Check that a run, which was stopped and evaluated more often, has the losses of another one."""
+    found, expected = losses(folder), losses(whole)
+    steps, expected_steps = ([loss for _, kind, loss in each if kind == "train"] for each in (found, expected))
+    assert [*steps, found[-1][2]] == pytest.approx([*expected_steps, expected[-1][2]], rel=1e-6)
 
 
 class ProcessPool:
@@ -83,9 +89,7 @@ class ProcessPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for each in self._tasks:
             each.close()
         try:
@@ -141,10 +145,8 @@ def group_of_one() -> Iterator[None]:
 
 def compile_by(patches: pytest.MonkeyPatch, backend: Any) -> None:
     """Let torch compile with a backend, whatever a run asks for."""
-    compile_with = torch.compile
-    patches.setattr(
-        torch, "compile", lambda function, **options: compile_with(function, **options | {"backend": backend})
-    )
+    real = torch.compile
+    patches.setattr(torch, "compile", lambda function, **options: real(function, **options | {"backend": backend}))
 
 
 def _train(given: Task) -> None:
@@ -184,11 +186,10 @@ def _step(given: Task) -> Any:
         with opened(_config(given), Path(given["folder"]), Path(given["data"])) as run:
             if "break" in given:
                 BREAKS[given["break"]](run)
-            records: list[dict[str, float]] = []
             with run.techniques.verified(run):
-                records.append(take_step(run))
+                record = take_step(run)
             proofs = {name: proof.figures for name, proof in run.techniques.proofs.items()}
-            return {"record": records[0], "tokens": run.progress.tokens, "proofs": proofs}
+            return {"record": record, "tokens": run.progress.tokens, "proofs": proofs}
     except TensorkeepError as error:
         return {"kind": error.kind, "message": error.message}
 
@@ -225,14 +226,11 @@ def _memory(given: Task) -> dict[str, int]:
     # It frees the runs of earlier tasks, which are garbage in cycles: if that happened in the profile, at any moment,
     # their bytes would be taken off, because an earlier profile has counted them.
     before = live_bytes()
-    with (
-        profile(profile_memory=True) as profiler,
-        open_run(_config(given), folder, data, resume=given.get("resume", False)) as run,
-    ):
+    resume = given.get("resume", False)
+    with profile(profile_memory=True) as profiler, open_run(_config(given), folder, data, resume=resume) as run:
         weights = list(run.model.parameters())
-        states = [
-            state for each in run.optimizers.values() for found in each.state.values() for state in found.values()
-        ]
+        found = [state for each in run.optimizers.values() for state in each.state.values()]
+        states = [each for state in found for each in state.values()]
         sizes = [4 * weight.numel() for weight in weights]
         own = sum(map(_local_bytes, (*weights, *states)))
         held = live_bytes() - before
@@ -338,27 +336,14 @@ def _exchange_each_gradient(run: OpenRun) -> None:
     run.operations.backward = exchanged
 
 
-BREAKS: dict[str, Callable[[OpenRun], None]] = {
-    "no_sync": _leave_no_sync_on,
-    "gradient": _change_a_gradient,
-    "copy": _train_an_unsharded_copy,
-    "optimizer": _update_other_tensors,
-    "at once": _compute_without_micro_batches,
-    "each batch": _exchange_each_gradient,
-    "all weights": _hold_all_weights,
-}
+BREAKS: dict[str, Callable[[OpenRun], None]] = {"no_sync": _leave_no_sync_on, "gradient": _change_a_gradient}
+BREAKS |= {"copy": _train_an_unsharded_copy, "optimizer": _update_other_tensors, "all weights": _hold_all_weights}
+BREAKS |= {"at once": _compute_without_micro_batches, "each batch": _exchange_each_gradient}
 """Ways to break a run on purpose."""
 
-ACTIONS: dict[str, Callable[[Task], Any]] = {
-    "train": _train,
-    "abandon or train": _abandon_or_train,
-    "step": _step,
-    "collectives": _collectives,
-    "memory": _memory,
-    "generate": generated,
-    "evaluate": evaluated,
-    "stop last": _stop_last,
-}
+ACTIONS: dict[str, Callable[[Task], Any]] = {"train": _train, "abandon or train": _abandon_or_train, "step": _step}
+ACTIONS |= {"collectives": _collectives, "memory": _memory, "stop last": _stop_last}
+ACTIONS |= {"generate": generated, "evaluate": evaluated}
 
 
 def _main(rank: int, size: int, folder: Path, device: str, tasks: Connection) -> None:

@@ -1,7 +1,5 @@
 """Activation checkpointing: bit-identical gradients with less memory."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -13,27 +11,11 @@ from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TechniqueSuite, opened, with_techniques
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.activation_checkpointing import ActivationCheckpointing
+from train.memory.test_ledger import counted_activations
 
 
 def plain_forward(run: Run, block: torch.nn.Module) -> None:
     block.forward = partial(type(block).forward, block)  # type: ignore[method-assign]
-
-
-@contextmanager
-def kept_bytes() -> Iterator[list[int]]:
-    """Record the bytes of each storage that is saved for the backward pass."""
-    sizes: list[int] = []
-    seen: set[int] = set()
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            sizes.append(storage.nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield sizes
 
 
 class TestActivationCheckpointing(TechniqueSuite):
@@ -58,7 +40,8 @@ class TestActivationCheckpointing(TechniqueSuite):
     def test_fewer_bytes_are_saved(self, tmp_path: Path, data: Path, settings: dict[str, object]) -> None:
         kept = {}
         for name, techniques in {"plain": {}, "on": {"activation-checkpointing": settings}}.items():
-            with opened(with_techniques(self.config, techniques), tmp_path / name, data) as run, kept_bytes() as sizes:
+            config = with_techniques(self.config, techniques)
+            with opened(config, tmp_path / name, data) as run, counted_activations(run.model) as sizes:
                 run.operations.loss(*next(run.batches))
             kept[name] = sum(sizes)
         assert kept["on"] < 0.8 * kept["plain"]

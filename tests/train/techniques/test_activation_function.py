@@ -67,19 +67,10 @@ def test_gated_model_is_as_large_as_an_ungated_one(activation: str, d_model: int
     assert gated.flops_per_token() == pytest.approx(plain.flops_per_token(), rel=0.05)
 
 
-def test_default_width_changes_with_the_activation() -> None:
+def test_default_width_changes_with_the_activation_and_any_other_is_kept() -> None:
     assert configured("swiglu", d_model=256, d_ff=1024).model.d_ff is None
     assert configured("swiglu", d_model=256, d_ff=1024).model.mlp_width == 688
-
-
-def test_width_of_equal_size_is_kept() -> None:
     assert configured("geglu", d_model=256, d_ff=672).model.mlp_width == 672
-
-
-def test_any_width_is_accepted_without_a_gate() -> None:
     assert configured("relu2", d_model=256, d_ff=512).model.mlp_width == 512
-
-
-def test_configuring_a_resumed_run_changes_nothing() -> None:
     once = configured("swiglu", d_model=256, d_ff=1024)
     assert ActivationFunction(ActivationSettings()).configure(once) == once

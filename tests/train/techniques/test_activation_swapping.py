@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,15 +98,11 @@ def test_two_graphs_at_once_have_their_own_tensors() -> None:
 def test_parameters_and_small_tensors_are_not_moved() -> None:
     weight = nn.Parameter(torch.ones(64, 64))
     swapper = Swapper(CPU, [weight], least=2048, ahead=1)
-    small = torch.ones(4, 64, requires_grad=True)
-    large = torch.ones(64, 64, requires_grad=True)
+    small, large = (torch.ones(rows, 64, requires_grad=True) for rows in (4, 64))
     assert moved(swapper, lambda: small.matmul(weight.T)) == []
     assert moved(swapper, lambda: large.matmul(weight.T)) == [large.shape]
-
-
-def test_device_name_may_lack_the_index() -> None:
-    """Such as "cuda" for "cuda:0"."""
-    large, named = torch.ones(64, 64, requires_grad=True), torch.device("cpu", 0)
+    # The name of a device may lack the index, such as "cuda" for "cuda:0".
+    named = torch.device("cpu", 0)
     assert large.device != named
     swapper = Swapper(named, [], least=1, ahead=1)
     assert moved(swapper, large.square) == [large.shape]
@@ -137,36 +134,24 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, ...]] = []
 
-    def stream_named(self, name: str) -> Any:
-        recorder = self
+    def named(self, name: str) -> Any:
+        """Return a stream, which waits for others."""
 
-        class Stream:
-            def __repr__(self) -> str:
-                return name
+        def wait(other: Any) -> None:
+            self.calls.append((name, "waits for", other.name))
 
-            def wait_stream(self, other: Any) -> None:
-                recorder.calls.append((name, "waits for", repr(other)))
-
-            def wait_event(self, event: Any) -> None:
-                recorder.calls.append((name, "waits for", repr(event)))
-
-        return Stream()
+        return SimpleNamespace(name=name, wait_stream=wait, wait_event=wait)
 
     def Event(self) -> Any:
-        class Event:
-            def record(self, stream: Any) -> None:
-                self.name = f"what {stream!r} did"
-
-            def __repr__(self) -> str:
-                return self.name
-
-        return Event()
+        event = SimpleNamespace()
+        event.record = lambda stream: setattr(event, "name", f"what {stream.name} did")
+        return event
 
     def current_stream(self, device: torch.device) -> Any:
-        return self.stream_named("computing")
+        return self.named("computing")
 
     def stream(self, stream: Any) -> AbstractContextManager[None]:
-        self.calls.append(("copies in", repr(stream)))
+        self.calls.append(("copies in", stream.name))
         return nullcontext()
 
 
@@ -174,10 +159,9 @@ def test_streams_wait_for_each_other() -> None:
     recorder = Recorder()
     swapper = Swapper(CPU, [], least=1, ahead=0)
     swapper._backend = recorder
-    swapper._out, swapper._back = recorder.stream_named("out"), recorder.stream_named("back")
+    swapper._out, swapper._back = recorder.named("out"), recorder.named("back")
     swapped = swapper._move_out(torch.ones(4))
-    out = [("out", "waits for", "computing"), ("copies in", "out")]
-    assert recorder.calls == out
+    assert recorder.calls == [("out", "waits for", "computing"), ("copies in", "out")]
     recorder.calls.clear()
     swapper._unpack(swapped)
     back = [("copies in", "back"), ("back", "waits for", "what out did"), ("computing", "waits for", "what back did")]

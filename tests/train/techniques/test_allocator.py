@@ -7,23 +7,16 @@ import pytest
 import torch
 
 from tensorkeep.errors import TechniqueNotActiveError
+from tensorkeep.testing.cases import case
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.allocator import Allocator, AllocatorSettings
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
 
-
-class Hopper(Machine):
-    capability = (9, 0)  # type: ignore[assignment]
-
-
-GPU = Hopper(torch.device("cuda", 0))
-RUN = cast(
-    Run,
-    SimpleNamespace(
-        device=torch.device("cuda", 0), checks_later=False, operations=SimpleNamespace(loss=None, plain_loss=None)
-    ),
-)
+DEVICE = torch.device("cuda", 0)
+GPU = type("Hopper", (Machine,), {"capability": (9, 0)})(DEVICE)
+OPERATIONS = SimpleNamespace(loss=None, plain_loss=None)
+RUN = cast(Run, SimpleNamespace(device=DEVICE, checks_later=False, operations=OPERATIONS))
 
 
 @pytest.fixture(autouse=True)
@@ -66,21 +59,17 @@ def test_snapshot_is_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proof.figures["reserved_bytes"] - proof.figures["allocated_bytes"] == 2 * 2**20
 
 
-@pytest.mark.parametrize(
-    ("settings", "found", "message"),
-    [
+def test_snapshot_of_other_settings_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         # The environment was set too late.
         ({}, {"growing": [False], "expandable_segments": False}, "expandable_segments=False instead of True"),
         ({}, {"growing": [True, False, False]}, "2 of 3 segments are not expandable"),
         ({"max_split_size_mb": 64}, {"growing": [True]}, "max_split_size="),
-    ],
-)
-def test_snapshot_of_other_settings_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], found: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
-    technique = Allocator(AllocatorSettings(**settings))
-    assert technique.lacks(GPU) is None
-    snapshot(monkeypatch, **found)
-    with pytest.raises(TechniqueNotActiveError, match=message), Stack([technique]).verified(RUN):
-        pass
+    ]
+    for settings, found, message in cases:
+        technique = Allocator(AllocatorSettings(**settings))
+        assert technique.lacks(GPU) is None
+        snapshot(monkeypatch, **found)
+        with case(message), pytest.raises(TechniqueNotActiveError, match=message), Stack([technique]).verified(RUN):
+            pass

@@ -12,15 +12,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tensorkeep.errors import TechniqueNotActiveError
-from tensorkeep.testing.technique_suite import (
-    TINY,
-    TechniqueSuite,
-    losses,
-    opened,
-    trained,
-    verified_step,
-    with_techniques,
-)
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, trained, verified_step
 from tensorkeep.train.generate import generate
 from tensorkeep.train.model.block import Block
 from tensorkeep.train.run.state import Run
@@ -30,7 +22,8 @@ from tensorkeep.train.techniques.matmul_attention import matmul_attention
 from tensorkeep.train.techniques.requirements import Machine
 
 NO_DROPOUT = TINY.changed({"model.dropout": 0})
-WITH_FA3 = with_techniques(NO_DROPOUT, {"attention-kernel": {"kernel": "fa3"}})
+WITH_FA3 = NO_DROPOUT.changed({"techniques.attention-kernel.kernel": "fa3"})
+MIXED = {"techniques.mixed-precision": {"dtype": "bf16", "attention": "same"}}
 
 
 def last_block(run: Run) -> Block:
@@ -38,10 +31,16 @@ def last_block(run: Run) -> Block:
     return block
 
 
-class TestFlash(TechniqueSuite):
+class Suite(TechniqueSuite):
     technique = AttentionKernel
-    variants = ({"kernel": "flash"},)
     config = NO_DROPOUT
+
+    def break_on_purpose(self, run: Run) -> None:
+        last_block(run).attention.kernel = functional.scaled_dot_product_attention
+
+
+class TestFlash(Suite):
+    variants = ({"kernel": "flash"},)
 
     def break_on_purpose(self, run: Run) -> None:
         # With dropout, torch silently falls back to math on a CPU.
@@ -50,30 +49,25 @@ class TestFlash(TechniqueSuite):
 
     def test_error_has_the_reasons_of_torch(self, tmp_path: Path, data: Path) -> None:
         """torch gives its reasons as warnings."""
-        with opened(with_techniques(self.config, {"attention-kernel": {}}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             last_block(run).attention.dropout_p = 0.1
             with pytest.raises(TechniqueNotActiveError, match="do not support non-zero dropout"):
                 verified_step(run)
 
     def test_generation_with_a_cache_uses_any_kernel(self, tmp_path: Path, data: Path) -> None:
         """A cache needs masks, which flash does not support."""
-        with opened(with_techniques(self.config, {"attention-kernel": {}}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             found = generate(run.model, [1, 2, 3], max_new_tokens=4)
             last_block(run).attention.kernel = functional.scaled_dot_product_attention
             assert torch.equal(found, generate(run.model, [1, 2, 3], max_new_tokens=4))
 
 
-class TestMath(TechniqueSuite):
-    technique = AttentionKernel
+class TestMath(Suite):
     variants = ({"kernel": "math"},)
-    config = NO_DROPOUT
-
-    def break_on_purpose(self, run: Run) -> None:
-        last_block(run).attention.kernel = functional.scaled_dot_product_attention
 
     def test_dropout_draws_the_same_numbers(self, data: Path) -> None:
         """With dropout, torch uses math on a CPU anyway: the losses are bit-identical."""
-        math = with_techniques(TINY, {"attention-kernel": {"kernel": "math"}})
+        math = TINY.changed({"techniques.attention-kernel.kernel": "math"})
         assert losses(trained(math, data)) == losses(trained(TINY, data))
 
 
@@ -81,28 +75,23 @@ class TestMath(TechniqueSuite):
     ("kernel", "beside"),
     [
         # torch computes math in 32 bits, and casts the result.
-        ("math", {"mixed-precision": {"dtype": "bf16", "attention": "same"}}),
-        ("matmul", {"mixed-precision": {"dtype": "bf16", "attention": "same"}}),
+        ("math", MIXED),
+        ("matmul", MIXED),
         # The autograd graph of a checkpointed block has the kernel too.
-        ("math", {"activation-checkpointing": {}}),
+        ("math", {"techniques.activation-checkpointing": "on"}),
     ],
 )
 def test_kernel_is_recognised_beside(tmp_path: Path, data: Path, kernel: str, beside: dict[str, Any]) -> None:
-    config = with_techniques(NO_DROPOUT, {"attention-kernel": {"kernel": kernel}, **beside})
+    config = NO_DROPOUT.changed({"techniques.attention-kernel.kernel": kernel, **beside})
     with opened(config, tmp_path / "run", data) as run:
         figures = verified_step(run)
     assert figures["attention-kernel"]["kernel"] == kernel
-    if "mixed-precision" in beside:
+    if beside == MIXED:
         assert figures["mixed-precision"]["attention"] == "torch.bfloat16"
 
 
-class TestMatmul(TechniqueSuite):
-    technique = AttentionKernel
+class TestMatmul(Suite):
     variants = ({"kernel": "matmul"},)
-    config = NO_DROPOUT
-
-    def break_on_purpose(self, run: Run) -> None:
-        last_block(run).attention.kernel = functional.scaled_dot_product_attention
 
     def test_attention_and_its_gradient_are_those_of_torch(self) -> None:
         heads = [torch.randn(2, 1, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
@@ -122,19 +111,15 @@ class TestMatmul(TechniqueSuite):
         query.requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             found = matmul_attention(8 * query, key, value, is_causal=True)
-        exact = functional.scaled_dot_product_attention(
-            (8 * query).double(), key.double(), value.double(), is_causal=True
-        )
-        rounded = matmul_attention(8 * query, key, value, is_causal=True)
-        assert torch.equal(found, rounded)
+        doubles = [each.double() for each in (8 * query, key, value)]
+        exact = functional.scaled_dot_product_attention(*doubles, is_causal=True)
+        assert torch.equal(found, matmul_attention(8 * query, key, value, is_causal=True))
         # Scores of 16 bits, up to about 30, would be off by up to 0.06, and so would the shares.
         assert (found - exact).abs().max() < 0.015
 
 
-@pytest.mark.parametrize("mixed", [{}, {"mixed-precision": {"dtype": "bf16", "attention": "same"}}])
-def test_flash_computes_in_16_bits_on_cuda(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, mixed: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("mixed", [{}, MIXED])
+def test_flash_on_cuda_has_16_bits(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, mixed: Any) -> None:
     """With the kernel of CPUs, which would also compute in 32 bits."""
     monkeypatch.setattr(attention_kernel, "chosen_device", lambda name: torch.device("cuda"))
     dtypes: list[torch.dtype] = []
@@ -145,7 +130,7 @@ def test_flash_computes_in_16_bits_on_cuda(
         return real(query, *others, **options)
 
     monkeypatch.setattr(attention_kernel, "scaled_dot_product_attention", recording)
-    with opened(with_techniques(NO_DROPOUT, {"attention-kernel": {}, **mixed}), tmp_path / "run", data) as run:
+    with opened(NO_DROPOUT.changed({"techniques.attention-kernel": "on", **mixed}), tmp_path / "run", data) as run:
         figures = verified_step(run)
         assert figures["attention-kernel"]["kernel"] == "flash"
         assert set(dtypes) == {torch.bfloat16}
@@ -164,9 +149,8 @@ def test_kernel_is_read_from_the_autograd_graph() -> None:
 
 def test_mask_of_flex_is_causal() -> None:
     places = torch.arange(4)
-    assert torch.equal(
-        attention_kernel._causal(places[0], places[0], places.unsqueeze(1), places), torch.ones(4, 4).tril().bool()
-    )
+    mask = attention_kernel._causal(places[0], places[0], places.unsqueeze(1), places)
+    assert torch.equal(mask, torch.ones(4, 4).tril().bool())
 
 
 class Gpu(Machine):
@@ -179,20 +163,8 @@ class Gpu(Machine):
         return None if self.packages else super().lacks_package(module, install=install)
 
 
-class WithoutPackages(Gpu):
-    packages = False
-
-
-class Ampere(Gpu):
-    capability = (8, 0)  # type: ignore[assignment]
-
-
-class Turing(Gpu):
-    capability = (7, 5)  # type: ignore[assignment]
-
-
-class Blackwell(Gpu):
-    capability = (10, 0)  # type: ignore[assignment]
+WithoutPackages = type("WithoutPackages", (Gpu,), {"packages": False})
+Turing, Ampere, Blackwell = (type("Other", (Gpu,), {"capability": each}) for each in ((7, 5), (8, 0), (10, 0)))
 
 
 @pytest.fixture
@@ -218,9 +190,9 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         *((machine, {"techniques.mixed-precision": "off"}, "efficient") for machine in (Gpu, Ampere, Turing)),
     ],
 )
-def test_auto_chooses_by_the_gpu_and_the_model(
-    on_cuda: None, monkeypatch: pytest.MonkeyPatch, machine: type[Machine], changes: dict[str, object], chosen: str
-) -> None:
+@pytest.mark.usefixtures("on_cuda")
+def test_auto_chooses(monkeypatch: pytest.MonkeyPatch, machine: Any, changes: dict[str, object], chosen: str) -> None:
+    """By the GPU and the model."""
     monkeypatch.setattr(attention_kernel, "Machine", machine)
     technique = AttentionKernel(AttentionKernelSettings(kernel="auto"))
     mixed = {"techniques.mixed-precision.dtype": "bf16", "techniques.attention-kernel.kernel": "auto"}
@@ -233,7 +205,7 @@ def test_auto_chooses_by_the_gpu_and_the_model(
 
 @pytest.mark.parametrize(("dropout", "chosen"), [(0.0, "flash"), (0.1, "math")])
 def test_auto_on_a_cpu_takes_what_torch_takes(tmp_path: Path, data: Path, dropout: float, chosen: str) -> None:
-    config = with_techniques(TINY.changed({"model.dropout": dropout}), {"attention-kernel": {"kernel": "auto"}})
+    config = TINY.changed({"model.dropout": dropout, "techniques.attention-kernel.kernel": "auto"})
     with opened(config, tmp_path / "run", data) as run:
         assert verified_step(run)["attention-kernel"]["kernel"] == chosen
 
@@ -297,9 +269,7 @@ def test_fa3_that_does_not_compute_is_an_error(tmp_path: Path, data: Path, fa3: 
 
 
 @pytest.mark.usefixtures("fa3")
-def test_inputs_that_fa3_refuses_are_an_error_with_its_reason(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_that_fa3_refuses_are_an_error(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*heads: torch.Tensor, **options: Any) -> torch.Tensor:
         raise RuntimeError("FA3 SDPA forward unsupported: inputs must share device")
 

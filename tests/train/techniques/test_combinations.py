@@ -1,6 +1,5 @@
 """Named combinations, and the arms of the experiments that measure them, on a CPU and on a simulated GPU."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from tensorkeep.bench.experiment.library import read_experiment
 from tensorkeep.bench.training.arms import arm_config, missing_for
 from tensorkeep.testing.technique_suite import TINY, opened, verified_step, with_techniques
-from tensorkeep.train.config.config import Config
 from tensorkeep.train.techniques import attention_kernel, mixed_precision, requirements
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import COMBINATIONS, Stack
@@ -19,10 +17,7 @@ from train.techniques.several_processes import compile_by
 FASTER_IN_16_BITS = {torch.float32: 1e9, torch.bfloat16: 2e9, torch.float16: 2e9}
 
 # Settings with which the techniques need no compiler.
-SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "compile": {"backend": "aot_eager"},
-    "low-bit-optimizer": {"compiled": False},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"compile": {"backend": "aot_eager"}, "low-bit-optimizer": {"compiled": False}}
 # Wide enough to quantise the states, without dropout, which flash attention on CPUs does not support.
 CONFIG = TINY.changed({"model.d_model": 64, "model.dropout": 0.0, "model.n_layers": 1})
 
@@ -46,10 +41,6 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return Machine(torch.device("cuda"))
 
 
-def combined(config: Config, name: str) -> Config:
-    return with_techniques(config, {each: SETTINGS.get(each, {}) for each in COMBINATIONS[name]})
-
-
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_combination_is_accepted(name: str, machine: Machine) -> None:
     techniques = {each: {} for each in COMBINATIONS[name]}
@@ -62,15 +53,14 @@ def test_combination_is_accepted(name: str, machine: Machine) -> None:
 @pytest.mark.xdist_group("compiler")
 @pytest.mark.parametrize("name", COMBINATIONS)
 @pytest.mark.parametrize("on_cuda", [False, True])
-def test_combination_is_built_and_proved(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, name: str, on_cuda: bool
-) -> None:
+def test_all_are_proved(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, name: str, on_cuda: bool) -> None:
     """With ``on_cuda``, the techniques configure themselves for a GPU, and the run computes on the CPU."""
     compile_by(monkeypatch, "eager")
     if on_cuda:
         for module in (attention_kernel, mixed_precision):
             monkeypatch.setattr(module, "chosen_device", lambda name: torch.device("cuda"))
-    with opened(combined(CONFIG, name), tmp_path / "run", data) as run:
+    config = with_techniques(CONFIG, {each: SETTINGS.get(each, {}) for each in COMBINATIONS[name]})
+    with opened(config, tmp_path / "run", data) as run:
         assert set(verified_step(run)) == set(COMBINATIONS[name])
 
 

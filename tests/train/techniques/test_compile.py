@@ -1,6 +1,7 @@
 """Compilation: conformance suite, and the cases in which torch silently falls back to Python."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,11 @@ from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.equality import difference
+from tensorkeep.testing.cases import case
 from tensorkeep.testing.technique_suite import (
     TINY,
     TechniqueSuite,
     killed_copy,
-    last_state,
     losses,
     opened,
     train_run,
@@ -32,10 +32,12 @@ from tensorkeep.train.run.validation import validation_loss
 from tensorkeep.train.techniques.compile import Compile, CompileSettings
 from tensorkeep.train.techniques.requirements import Machine
 from train.techniques.several_processes import compile_by
+from train.tiny_training import check_same
 
 # Tracing takes most of the time of these tests, and grows with the number of blocks.
 ONE_BLOCK = TINY.changed({"model.n_layers": 1})
 TRACED = with_techniques(ONE_BLOCK, {"compile": {"backend": "aot_eager"}})
+TWO_LENGTHS = {"progressive-length": {"pieces": [2, 1], "shares": [0.5, 0.5]}}
 
 # One worker imports the compiler, which takes seconds.
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("compiler")]
@@ -84,25 +86,21 @@ def test_inductor_keeps_the_losses_with_dropout(tmp_path: Path, data: Path) -> N
 @pytest.mark.usefixtures("traced_only")
 def test_each_length_is_compiled_by_itself_as_in_a_resumed_run(tmp_path: Path, data: Path) -> None:
     """Code for any length may round otherwise, and a resumed run does not know that there was another length."""
-    stages = {"pieces": [2, 1], "shares": [0.5, 0.5]}
     steps = {"loop.steps": 2, "eval.every": 0, "checkpoint.every": 1}
-    config = with_techniques(TRACED.changed(steps), {"progressive-length": stages})
+    config = with_techniques(TRACED.changed(steps), TWO_LENGTHS)
     before = graphs()
     train_run(config, tmp_path / "whole", data)
     # The last step is evaluated, which is compiled too.
     assert graphs() == before + 2 + 1
     train_run(config, killed_copy(tmp_path / "whole", tmp_path / "resumed", step=1), data, resume=True)
-    assert difference(last_state(tmp_path / "resumed"), last_state(tmp_path / "whole")) is None
+    check_same(tmp_path / "resumed", tmp_path / "whole", "train")
 
 
 @pytest.mark.usefixtures("traced_only")
 def test_more_lengths_are_compiled_than_torch_allows_by_itself(tmp_path: Path, data: Path) -> None:
     """A loss that torch leaves uncompiled ends the run."""
-    pieces = [2, 1]
-    lengths = TRACED.changed({"loop.steps": len(pieces), "eval.every": 0})
-    stages = {"pieces": pieces, "shares": [1 / len(pieces)] * len(pieces)}
-    config = with_techniques(lengths, {"progressive-length": stages})
-    with dynamo.patch(recompile_limit=len(pieces) - 1):
+    config = with_techniques(TRACED.changed({"loop.steps": 2, "eval.every": 0}), TWO_LENGTHS)
+    with dynamo.patch(recompile_limit=1):
         train_run(config, tmp_path / "run", data)
     assert [step for step, kind, _ in losses(tmp_path / "run") if kind == "train"] == [1, 2]
 
@@ -169,32 +167,24 @@ def test_hooks_of_the_first_step_are_not_compiled(tmp_path: Path, data: Path) ->
         take_step(run)
 
 
-def test_forced_eager_stance_is_an_error(tmp_path: Path, data: Path) -> None:
-    with (
-        opened(TRACED, tmp_path / "run", data) as run,
-        torch.compiler.set_stance("force_eager"),
-        pytest.raises(TechniqueNotActiveError, match="uncompiled"),
-    ):
-        first_step(run)
-
-
 def _broken(graph: Any, examples: Any) -> Any:
     raise RuntimeError("broken compiler")
 
 
-@pytest.mark.parametrize(
-    ("suppressed", "message"), [(True, "uncompiled"), (False, r"could not compile: .*broken compiler")]
-)
-def test_compiler_error_ends_the_run_with_its_reason(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, suppressed: bool, message: str
-) -> None:
-    compile_by(monkeypatch, _broken)
-    with (
-        opened(TRACED, tmp_path / "run", data) as run,
-        dynamo.patch(suppress_errors=suppressed),
-        pytest.raises(TechniqueNotActiveError, match=message),
+def test_what_is_not_compiled_ends_the_run(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because it is not asked of the compiler, or because of its error, which may be suppressed."""
+    for number, (within, message) in enumerate(
+        (
+            (partial(torch.compiler.set_stance, "force_eager"), "uncompiled"),
+            (partial(dynamo.patch, suppress_errors=True), "uncompiled"),
+            (partial(dynamo.patch, suppress_errors=False), r"could not compile: .*broken compiler"),
+        )
     ):
-        first_step(run)
+        if number == 1:
+            compile_by(monkeypatch, _broken)
+        refused = pytest.raises(TechniqueNotActiveError, match=message)
+        with case(number), opened(TRACED, tmp_path / str(number), data) as run, within(), refused:
+            first_step(run)
 
 
 @pytest.mark.usefixtures("traced_only")

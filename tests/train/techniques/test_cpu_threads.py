@@ -29,11 +29,15 @@ class TestCpuThreads(TechniqueSuite):
 
     def test_threads_are_bound_and_released(self, tmp_path: Path, data: Path) -> None:
         """All threads are bound within the run, and none afterwards."""
+
+        def affinities() -> list[set[int]]:
+            return [os.sched_getaffinity(int(each.name)) for each in Path("/proc/self/task").iterdir()]
+
         with _opened(tmp_path, data, threads=1, cores=ONE):
             assert os.sched_getaffinity(0) == {int(ONE)}
             torch.randn(512, 512) @ torch.randn(512, 512)
-            assert all(os.sched_getaffinity(int(each.name)) == {int(ONE)} for each in _tasks())
-        assert all(os.sched_getaffinity(int(each.name)) == ALLOWED for each in _tasks())
+            assert all(each == {int(ONE)} for each in affinities())
+        assert all(each == ALLOWED for each in affinities())
 
     @pytest.mark.skipif(len(ALLOWED) < 2, reason="this process may use one processor only")
     def test_unbound_thread_is_an_error(self, tmp_path: Path, data: Path) -> None:
@@ -75,23 +79,16 @@ def _opened(folder: Path, data: Path, **settings: Any) -> Any:
     return opened(with_techniques(TINY, {"cpu-threads": settings}), folder / "run", data)
 
 
-def _tasks() -> list[Path]:
-    return list(Path("/proc/self/task").iterdir())
-
-
-def test_threads_of_the_loop_are_used() -> None:
+def test_threads_of_the_loop_are_used_and_numbers_checked() -> None:
     technique = CpuThreads(CpuThreadsSettings())
     config = technique.configure(TINY.changed({"loop.threads": 3}))
     assert config.loop.threads == technique.settings.threads == 3
+    for text, threads in (("4", 4), ("auto", "auto")):
+        assert msgspec.convert({"threads": text}, CpuThreadsSettings, strict=False).threads == threads
+    with pytest.raises(UsageError, match="threads is 0"):
+        CpuThreadsSettings(threads=0)
 
 
 @pytest.mark.parametrize("text", ["0", "0-3,8", "1,3,5-6"])
 def test_processors_are_parsed_and_formatted_as_in_linux(text: str) -> None:
     assert _format_cores(_parse_cores(text)) == text
-
-
-def test_numbers_of_threads_are_checked() -> None:
-    assert msgspec.convert({"threads": "4"}, CpuThreadsSettings, strict=False).threads == 4
-    assert msgspec.convert({"threads": "auto"}, CpuThreadsSettings, strict=False).threads == "auto"
-    with pytest.raises(UsageError, match="threads is 0"):
-        CpuThreadsSettings(threads=0)

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.technique_suite import (
-    TINY,
-    TechniqueSuite,
-    losses,
-    opened,
-    trained,
-    verified_step,
-    with_techniques,
-)
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, trained, verified_step
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import cuda_graphs
@@ -54,7 +46,7 @@ class TestCudaGraphs(TechniqueSuite):
 
     def test_another_shape_is_refused(self, tmp_path: Path, data: Path) -> None:
         """In any step, because a graph would compute with the captured shape."""
-        with _opened(tmp_path, data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             take_step(run)
             tokens = torch.zeros(4, 8, dtype=torch.int64)
             with pytest.raises(TechniqueNotActiveError, match=r"has shape \[4, 8\], the graph \[4, 16\]"):
@@ -62,23 +54,19 @@ class TestCudaGraphs(TechniqueSuite):
 
     def test_hooks_run_for_each_batch_of_the_first_step(self, tmp_path: Path, data: Path) -> None:
         """Other techniques can be proved, although graphs call no hooks."""
-        config = with_techniques(TINY, {"cuda-graphs": {}, "mixed-precision": {"dtype": "bf16"}})
+        config = self.config_with({}).changed({"techniques.mixed-precision.dtype": "bf16"})
         with opened(config, tmp_path / "run", data) as run:
             verified_step(run)
             layers = sum(isinstance(each, nn.Linear) for each in run.model.blocks.modules())
             assert run.techniques.proofs["mixed-precision"].figures["results"] >= 2 * layers
 
 
-def _opened(folder: Path, data: Path) -> Any:
-    return opened(with_techniques(TINY, {"cuda-graphs": {}}), folder / "run", data)
-
-
 def test_nested_graphs_are_refused() -> None:
     technique = CudaGraphs(NO_SETTINGS)
     with pytest.raises(UsageError, match="reduce-overhead"):
-        technique.configure(with_techniques(TINY, {"compile": {"mode": "reduce-overhead"}}))
-    for settings in ({}, {"mode": "max-autotune"}):
-        others = with_techniques(TINY, {"compile": settings})
+        technique.configure(TINY.changed({"techniques.compile.mode": "reduce-overhead"}))
+    for changes in ({"techniques.compile": "on"}, {"techniques.compile.mode": "max-autotune"}):
+        others = TINY.changed(changes)
         assert technique.configure(others) == others
 
 
@@ -98,7 +86,7 @@ class _Graphs:
 
 
 @pytest.mark.usefixtures("simulated_capture")
-def test_gradients_accumulate_until_they_are_dropped() -> None:
+def test_gradients_of_used_weights_accumulate_until_dropped_and_replaced_ones_are_refused() -> None:
     it = _Graphs()
     assert it.used.grad is None
     assert it.gradient(torch.tensor([1.0, 2.0, 3.0]), slope=0.5).tolist() == [0.5, 1.0, 1.5]
@@ -106,18 +94,7 @@ def test_gradients_accumulate_until_they_are_dropped() -> None:
     it.used.grad = None
     assert it.gradient(torch.tensor([1.0, 2.0, 3.0]), slope=1.0).tolist() == [1.0, 2.0, 3.0]
     assert it.graphs.replays == {"forward": 3, "backward": 3}
-
-
-@pytest.mark.usefixtures("simulated_capture")
-def test_unused_weight_has_no_gradient() -> None:
-    it = _Graphs()
-    it.gradient(torch.ones(3), slope=1.0)
     assert it.unused.grad is None
-
-
-@pytest.mark.usefixtures("simulated_capture")
-def test_replaced_gradient_is_refused() -> None:
-    it = _Graphs()
     it.used.grad = torch.zeros(3)
     with pytest.raises(UsageError, match="not the tensor that the graph adds to"):
         it.gradient(torch.ones(3), slope=1.0)

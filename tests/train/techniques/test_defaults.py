@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tensorkeep.errors import UnsupportedError, UsageError
-from tensorkeep.testing.technique_suite import TINY, difference, last_state, losses, opened, train_run, with_techniques
+from tensorkeep.testing.cases import case
+from tensorkeep.testing.technique_suite import TINY, opened, train_run, with_techniques
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.run.folder import RunFolder
@@ -15,6 +16,7 @@ from tensorkeep.train.techniques import mixed_precision
 from tensorkeep.train.techniques.defaults import turn_on_defaults
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
+from train.tiny_training import check_same
 
 ON_CPU = Machine(torch.device("cpu"))
 
@@ -46,14 +48,11 @@ def test_a_requested_technique_that_cannot_run_stays_an_error(tmp_path: Path, da
         pass
 
 
-def test_a_default_gives_way_to_a_requested_technique() -> None:
+def test_a_default_gives_way_to_a_requested_technique_and_to_masked_documents() -> None:
     asked = with_techniques(TINY, {"tensor-parallel": {}})
     config, off = turn_on_defaults(defaulting("fused-cross-entropy", config=asked), ON_CPU)
     assert list(config.techniques) == ["tensor-parallel"]
     assert "cannot be combined" in off[0]
-
-
-def test_a_default_gives_way_to_masked_documents() -> None:
     defaults = {"default_techniques": {"attention-kernel": {"kernel": "math"}}}
     config, off = turn_on_defaults(TINY.changed({**defaults, "data.mask_documents": True}), ON_CPU)
     assert not config.techniques
@@ -72,9 +71,9 @@ def test_a_precision_that_is_not_faster_is_off(monkeypatch: pytest.MonkeyPatch) 
     ("settings", "techniques", "defaults"),
     [
         ({"techniques.compile": "off"}, {}, {}),
+        ({"default_techniques": "none"}, {}, {}),
         ({"techniques.compile": "on"}, {"compile": {"dynamic": True}}, {}),
         ({"techniques.compile.fullgraph": True}, {"compile": {"dynamic": True, "fullgraph": True}}, {}),
-        ({"default_techniques": "none"}, {}, {}),
         ({"optim.lr": 0.1}, {}, {"compile": {"dynamic": True}}),
     ],
 )
@@ -83,27 +82,23 @@ def test_settings_take_a_default_over(settings: dict[str, Any], techniques: Any,
     assert (config.techniques, config.default_techniques) == (techniques, defaults)
 
 
-@pytest.mark.parametrize("name", ["default_techniques.compile", "default_techniques"])
-def test_a_single_default_is_set_as_a_technique(name: str) -> None:
-    with pytest.raises(UsageError, match=r"give .*techniques"):
-        defaulting("compile").changed({name: "on"})
+def test_a_single_default_is_set_as_a_technique() -> None:
+    for name in ("default_techniques.compile", "default_techniques"):
+        with case(name), pytest.raises(UsageError, match=r"give .*techniques"):
+            defaulting("compile").changed({name: "on"})
 
 
-def test_a_run_records_what_was_on_and_resumes_with_it(tmp_path: Path, data: Path) -> None:
+def test_a_run_notes_what_is_off_records_what_was_on_and_resumes_with_it(tmp_path: Path, data: Path) -> None:
     config = defaulting("fused-optimizer", "cuda-graphs")
+    with opened(config, tmp_path / "run", data) as run:
+        assert run.notes == ("off on cpu: cuda-graphs needs a CUDA device; the run is on cpu",)
+        assert [each.name for each in run.techniques.techniques] == ["fused-optimizer"]
     train_run(config, tmp_path / "whole", data)
     train_run(config, tmp_path / "resumed", data, stop_after=3)
     record = RunFolder(tmp_path / "resumed").record().config
     assert list(record.techniques) == ["fused-optimizer"] and not record.default_techniques
     train_run(record, tmp_path / "resumed", data, resume=True)
-    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
-    assert difference(last_state(tmp_path / "resumed"), last_state(tmp_path / "whole")) is None
-
-
-def test_an_open_run_notes_what_is_off(tmp_path: Path, data: Path) -> None:
-    with opened(defaulting("cuda-graphs", "fused-optimizer"), tmp_path / "run", data) as run:
-        assert run.notes == ("off on cpu: cuda-graphs needs a CUDA device; the run is on cpu",)
-        assert [each.name for each in run.techniques.techniques] == ["fused-optimizer"]
+    check_same(tmp_path / "resumed", tmp_path / "whole", "train", "evaluate")
 
 
 @pytest.mark.parametrize("recipe", ["gpt2-124m", "shakespeare-char-gpu", "chatgot-85m"])

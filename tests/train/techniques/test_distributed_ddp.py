@@ -28,22 +28,20 @@ class TestDdp(ParallelSuite):
         BREAKS["no_sync"](run)
 
     def test_gradients_are_exchanged_once_in_a_step(self, together: Together, tmp_path: Path, data: Path) -> None:
-        _, (_, second) = together
+        _, second = together.results
         with opened(EXACT, tmp_path / "alone", data) as run:
             parameters = sum(each.numel() for each in run.model.parameters())
         assert second["three batches"]["proofs"]["ddp"]["numbers"] == parameters
 
     def test_rows_are_split_again_by_gradient_accumulation(self, together: Together) -> None:
-        _, (first, _) = together
-        split, whole = first["micro-batches"], first["verified"]
+        split, whole = (together.results[0][name] for name in ("micro-batches", "verified"))
         assert "proofs" in split, split
         assert split["proofs"]["gradient-accumulation"]["sequences"] == 1
-        assert split["record"]["loss"] == pytest.approx(whole["record"]["loss"], rel=1e-5)
-        assert split["record"]["gradient_norm"] == pytest.approx(whole["record"]["gradient_norm"], rel=1e-4)
+        for name, within in (("loss", 1e-5), ("gradient_norm", 1e-4)):
+            assert split["record"][name] == pytest.approx(whole["record"][name], rel=within), name
 
     def test_odd_batch_size_is_refused(self, together: Together) -> None:
-        _, results = together
-        for process in results:
+        for process in together.results:
             error = process["odd batches"]
             assert error["kind"] == UsageError.kind
             assert "3 sequences cannot be split equally among 2 processes" in error["message"]

@@ -31,15 +31,13 @@ class TestFsdp(ShardedSuite):
         }
 
     def test_each_process_has_half_of_the_bytes(self, together: Together) -> None:
-        _, results = together
-        for process in results:
+        for process in together.results:
             figures = process["verified"]["proofs"]["fsdp"]
             assert figures["local_bytes"] == pytest.approx(figures["whole_bytes"] / 2, rel=0.01)
 
     def test_gradients_are_exchanged_once_in_a_step(self, together: Together) -> None:
         """The two blocks and the root have a reduce-scatter each, whatever the number of micro-batches."""
-        _, results = together
-        for process in results:
+        for process in together.results:
             for name, batches, exchanges in (("verified", 2, 1), ("early", 2, 2), ("three batches", 3, 1)):
                 figures = process[name]["proofs"]["fsdp"]
                 assert (figures["batches"], figures["exchanges"]) == (batches, exchanges)
@@ -48,6 +46,5 @@ class TestFsdp(ShardedSuite):
             assert process["early"]["record"]["loss"] == pytest.approx(process["verified"]["record"]["loss"], rel=1e-7)
 
     def test_it_works_with_checkpointing_and_mixed_precision(self, together: Together) -> None:
-        _, results = together
-        for process in results:
+        for process in together.results:
             assert set(process["less memory"]["proofs"]) == {"fsdp", "activation-checkpointing", "mixed-precision"}

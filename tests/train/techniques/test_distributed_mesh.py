@@ -5,20 +5,18 @@ from typing import ClassVar
 
 import pytest
 
-from tensorkeep.testing.technique_suite import TINY, losses, opened, train_run, trained
+from tensorkeep.testing.technique_suite import TINY, opened, train_run, trained
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.techniques.parallel.fsdp import Fsdp, Hsdp
 from train.techniques.parallel_suite import ShardedSuite, Together
-from train.techniques.several_processes import EXACT, ProcessPool, task
+from train.techniques.several_processes import EXACT, ProcessPool, check_trained_as, task
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("processes")]
 
 TENSOR = {"techniques.tensor-parallel": "on"}
 
 
-def test_four_processes_in_two_dimensions_compute_the_same_step_as_one(
-    four_processes: ProcessPool, tmp_path: Path, data: Path
-) -> None:
+def test_two_dimensions_make_the_step_of_one_process(four_processes: ProcessPool, tmp_path: Path, data: Path) -> None:
     with opened(EXACT, tmp_path / "alone", data) as run:
         alone = take_step(run)
     meshes = {"hsdp": {"techniques.hsdp": "on"}, "fsdp": {"techniques.fsdp": "on", **TENSOR}}
@@ -45,38 +43,30 @@ def test_run_resumes_with_other_meshes_and_numbers_of_processes(
     for pool, changes in meshes:
         pool.run({"step": task("train", base.changed(changes), run, data, resume=True, stop_after=1)})
     train_run(base, run, data, resume=True)
-    expected, found = losses(trained(base, data)), losses(run)
-    assert [each[2] for each in found if each[1] == "train"] == pytest.approx(
-        [each[2] for each in expected if each[1] == "train"], rel=1e-6
-    )
-    assert found[-1][2] == pytest.approx(expected[-1][2], rel=1e-6)
-
-
-class FourSuite(ShardedSuite):
-    processes = 4
+    check_trained_as(run, trained(base, data))
 
 
 @pytest.mark.exhaustive
-class TestHsdp(FourSuite):
+class TestHsdp(ShardedSuite):
     technique = Hsdp
+    processes = 4
 
     def test_each_process_has_half_of_the_bytes(self, together: Together) -> None:
-        _, results = together
-        for process in results:
+        for process in together.results:
             figures = process["verified"]["proofs"]["hsdp"]
             assert (figures["replicate_size"], figures["shard_size"]) == (2, 2)
             assert figures["local_bytes"] == pytest.approx(figures["whole_bytes"] / 2, rel=0.01)
 
 
 @pytest.mark.exhaustive
-class TestFsdpBesideTensorParallel(FourSuite):
+class TestFsdpBesideTensorParallel(ShardedSuite):
     technique = Fsdp
+    processes = 4
     config = TINY.changed(TENSOR)
     others: ClassVar = TENSOR
 
     def test_each_process_has_a_quarter_of_the_sharded_bytes(self, together: Together) -> None:
-        _, results = together
-        for process in results:
+        for process in together.results:
             figures = process["verified"]["proofs"]["fsdp"]
             assert (figures["shard_size"], figures["tensor_size"]) == (2, 2)
             assert figures["whole_bytes"] / 4 < figures["local_bytes"] < figures["whole_bytes"] / 3

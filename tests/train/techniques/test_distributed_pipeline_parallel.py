@@ -27,20 +27,14 @@ class TestPipelineParallel(ParallelSuite):
         BREAKS["at once"](run)
 
     def test_each_process_has_its_blocks_and_the_ends_their_layers(self, together: Together) -> None:
-        _, results = together
-        figures = [process["gpipe"]["proofs"]["pipeline-parallel"] for process in results]
+        figures = [process["gpipe"]["proofs"]["pipeline-parallel"] for process in together.results]
         assert [each["blocks"] for each in figures] == [1, 1]
         # Twelve of a block; both also have the tied weight, the first one the positions, the last one a norm.
         assert [each["weights"] for each in figures] == [12 + 2, 12 + 3]
 
-    def test_bfloat16_is_proved_and_float16_is_refused(self, together: Together) -> None:
-        _, results = together
-        for process in results:
+    def test_bfloat16_is_proved_and_what_cannot_be_scaled_or_split_is_refused(self, together: Together) -> None:
+        for process in together.results:
             assert set(process["bf16"]["proofs"]) == {"pipeline-parallel", "mixed-precision"}
             assert "before its loss could be scaled" in process["fp16"]["message"]
-
-    def test_too_few_blocks_and_unequal_micro_batches_are_refused(self, together: Together) -> None:
-        _, results = together
-        for process in results:
             assert "1 blocks are too few for 2 processes" in process["few blocks"]["message"]
             assert "8 sequences of a step cannot be split into 3" in process["unequal parts"]["message"]

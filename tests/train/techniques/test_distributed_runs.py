@@ -1,18 +1,16 @@
 """Legs, branches, answers of conversations and masked documents, trained by two processes and by one."""
 
-import json
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, last_state, losses
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.data.prepare import prepare
 from tiers import exhaustive
 from train.techniques.several_processes import ACTIONS, EXACT, FOUR_STEPS, ProcessPool, Task, task
+from train.tiny_training import check_same, conversations
 
 LEG = {"loop.steps": 6, "loop.batch_size": 8, "optim.lr": 3e-3, "schedule.name": "constant"}
 TECHNIQUES: Mapping[str, Mapping[str, object]] = {
@@ -28,10 +26,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepare conversations whose answers have many lengths, so that ranks have unequally many targets."""
     folder = tmp_path_factory.mktemp("answers")
-    talks = [[("user", f"q{n}"), ("assistant", "a" * (1 + n * n % 11))] for n in range(80)]
-    found = [{"messages": [{"role": role, "content": text} for role, text in each]} for each in talks]
-    (folder / "talk.jsonl").write_text("".join(json.dumps(each) + "\n" for each in found))
-    return prepare(folder / "talk.jsonl", folder / "prepared", tokenizer="byte").path
+    return conversations(folder, ([("user", f"q{n}"), ("assistant", "a" * (1 + n * n % 11))] for n in range(80)))
 
 
 Make = Callable[[Config, Path, Path], dict[str, Task]]
@@ -67,13 +62,10 @@ def as_a_branch(config: Config, folder: Path, data: Path) -> dict[str, Task]:
 INTERRUPTED = ("half again", "killed at once", "killed", "rest")
 """The tasks that train in the folder ``killed``."""
 
-CASES: dict[str, tuple[str, Make, dict[str, object]]] = {
+MASKED = {"data.mask_documents": True, "model.context_length": 48, "data.order": "random"}
+CASES: dict[str, tuple[str, Make, Mapping[str, object]]] = {
     "a leg on answers": ("answers", as_a_leg, {}),
-    "a branch with masked documents": (
-        "documents",
-        as_a_branch,
-        {"data.mask_documents": True, "model.context_length": 48, "data.order": "random"},
-    ),
+    "a branch with masked documents": ("documents", as_a_branch, MASKED),
 }
 FIRST = ("ddp, micro-batches", "a leg on answers")
 
@@ -102,5 +94,4 @@ def test_two_processes_compute_the_same_as_one_and_resume_exactly_after_a_kill(
     assert last_state(two)["progress"]["tokens"] == last_state(one)["progress"]["tokens"]
 
     whole, killed = tmp_path / "dropout" / "whole", tmp_path / "dropout" / "killed"
-    assert losses(killed) == losses(whole)
-    assert difference(last_state(killed), last_state(whole)) is None
+    check_same(killed, whole, "train", "evaluate")

@@ -9,15 +9,8 @@ from train.techniques.parallel_suite import ShardedSuite, Together
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
-GROUPED = {
-    "model.positions": "rotary",
-    "model.n_heads": 4,
-    "model.kv_heads": 2,
-    "model.qk_norm": True,
-    "model.norm": "rmsnorm",
-    "model.activation": "swiglu",
-    "ema.decay": 0.9,
-}
+GROUPED = {"model.positions": "rotary", "model.n_heads": 4, "model.kv_heads": 2, "model.qk_norm": True}
+GROUPED |= {"model.norm": "rmsnorm", "model.activation": "swiglu", "ema.decay": 0.9}
 
 
 @pytest.mark.exhaustive
@@ -26,8 +19,7 @@ class TestTensorParallel(ShardedSuite):
     models = (*ShardedSuite.models, GROUPED)
 
     def test_each_process_computes_its_heads(self, together: Together) -> None:
-        _, results = together
-        for process in results:
+        for process in together.results:
             assert process["verified"]["proofs"]["tensor-parallel"]["heads"] == 1
 
 

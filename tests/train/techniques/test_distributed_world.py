@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from tensorkeep.errors import UnsupportedError, UsageError
-from tensorkeep.testing.equality import difference
-from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run, trained
+from tensorkeep.testing.technique_suite import TINY, losses, train_run, trained
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import leg_settings
 from tensorkeep.train.run.setup import check_settings, joined
-from train.techniques.several_processes import EXACT, FOUR_STEPS, ProcessPool, Results, task
+from train.techniques.several_processes import EXACT, FOUR_STEPS, ProcessPool, Results, check_trained_as, task
+from train.tiny_training import TEXT, check_same
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
-TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 DDP = TINY.changed({"techniques.ddp": "on", **FOUR_STEPS})
 
 CHANGING = [
@@ -70,19 +69,14 @@ def test_all_processes_end_when_one_is_killed(killed: ProcessPool) -> None:
 
 @pytest.mark.usefixtures("two")
 def test_run_resumes_exactly_after_a_process_was_killed(folder: Path) -> None:
-    assert losses(folder / "killed") == losses(folder / "whole")
-    assert difference(last_state(folder / "killed"), last_state(folder / "whole")) is None
+    check_same(folder / "killed", folder / "whole", "train", "evaluate")
 
 
 @pytest.mark.usefixtures("two")
 def test_run_resumes_with_another_technique_after_each_step(folder: Path, data: Path) -> None:
     alone = EXACT.changed({"ema.decay": 0.9, "loop.steps": 5})
     train_run(alone, folder / "changing", data, resume=True)
-    expected, found = losses(trained(alone, data)), losses(folder / "changing")
-    assert [each[2] for each in found if each[1] == "train"] == pytest.approx(
-        [each[2] for each in expected if each[1] == "train"], rel=1e-6
-    )
-    assert found[-1][2] == pytest.approx(expected[-1][2], rel=1e-6)
+    check_trained_as(folder / "changing", trained(alone, data))
 
 
 def test_all_processes_stop_after_the_step_in_which_one_is_asked_to(two: Results) -> None:
@@ -104,13 +98,10 @@ def test_missing_torchrun_is_an_error_with_the_command(tmp_path: Path) -> None:
         check_settings(DDP, RunFolder(tmp_path))
 
 
-def test_several_processes_without_a_technique_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_of_torchrun_trains_alone_and_several_need_a_technique(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun(monkeypatch, size=2)
     with pytest.raises(UsageError, match="started 2 processes, and no technique"), joined(TINY):
         pytest.fail("joined")
-
-
-def test_one_process_of_torchrun_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun(monkeypatch, size=1)
     with joined(TINY) as world:
         assert (world.rank, world.size) == (0, 1)

@@ -1,5 +1,6 @@
 """Fused cross-entropy: loss and gradients of the plain loss, without the logits of a batch."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, trained, with_techniques
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, trained
 from tensorkeep.train.model.gpt import IGNORED, token_loss
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import fused_cross_entropy
@@ -47,7 +48,7 @@ def with_gradients(compute: Any, features: Tensor, weight: Tensor, targets: Tens
 
 def test_a_frozen_head_gets_no_gradient() -> None:
     features, weight, targets = drawn()
-    expected = with_gradients(lambda *all_: linear_cross_entropy(*all_, at_once=20), features, weight, targets)
+    expected = with_gradients(partial(linear_cross_entropy, at_once=20), features, weight, targets)
     features.requires_grad_()
     with Largest() as largest:
         linear_cross_entropy(features, weight, targets, at_once=20).backward()
@@ -84,7 +85,7 @@ class TestFusedCrossEntropy(TechniqueSuite):
     def test_loss_and_gradients_equal_the_plain_loss(self, at_once: int) -> None:
         given = drawn()
         expected = with_gradients(plain, *given)
-        found = with_gradients(lambda *each: linear_cross_entropy(*each, at_once=at_once), *given)
+        found = with_gradients(partial(linear_cross_entropy, at_once=at_once), *given)
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
 
@@ -106,20 +107,17 @@ class TestFusedCrossEntropy(TechniqueSuite):
         tokens = VOCABULARY - 60
         targets = targets.clamp(max=tokens - 1)
         loss, by_features, by_weight = with_gradients(plain, features, weight[:tokens], targets)
-        found = with_gradients(
-            lambda *each: linear_cross_entropy(*each, at_once=at_once, padding=60), features, weight, targets
-        )
+        padded = partial(linear_cross_entropy, at_once=at_once, padding=60)
+        found = with_gradients(padded, features, weight, targets)
         torch.testing.assert_close(found[0], loss)
-        torch.testing.assert_close(found[1], by_features, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(found[2][:tokens], by_weight, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close((found[1], found[2][:tokens]), (by_features, by_weight), rtol=1e-5, atol=1e-7)
         assert not found[2][tokens:].any()
 
     def test_factor_on_the_loss_scales_the_gradients(self) -> None:
         given = drawn()
         once = with_gradients(lambda *each: linear_cross_entropy(*each, at_once=20), *given)
         thrice = with_gradients(lambda *each: 3 * linear_cross_entropy(*each, at_once=20), *given)
-        torch.testing.assert_close(thrice[1], 3 * once[1])
-        torch.testing.assert_close(thrice[2], 3 * once[2])
+        torch.testing.assert_close(thrice[1:], tuple(3 * each for each in once[1:]))
 
     def test_logits_of_all_tokens_are_never_in_memory(self) -> None:
         given, full = drawn(), 4 * TOKENS * VOCABULARY
@@ -128,11 +126,13 @@ class TestFusedCrossEntropy(TechniqueSuite):
                 with_gradients(compute, *given)
             assert largest.nbytes >= full if most is None else largest.nbytes < most
 
-    def test_large_logits_do_not_overflow(self) -> None:
+    def test_large_logits_do_not_overflow_and_the_loss_without_targets_is_nan(self) -> None:
         given = drawn(scale=100.0)
-        loss, *gradients = with_gradients(lambda *each: linear_cross_entropy(*each, at_once=16), *given)
+        loss, *gradients = with_gradients(partial(linear_cross_entropy, at_once=16), *given)
         torch.testing.assert_close(loss, plain(*given))
         assert all(bool(each.isfinite().all()) for each in gradients)
+        features, weight, targets = given
+        assert linear_cross_entropy(features, weight, torch.full_like(targets, IGNORED), at_once=16).isnan()
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_sums_are_float32_under_autocast(self, dtype: torch.dtype) -> None:
@@ -150,22 +150,12 @@ class TestFusedCrossEntropy(TechniqueSuite):
         for one, other in zip(exact, gradients, strict=True):
             assert float((other - one).norm() / one.norm()) < 0.03
 
-    def test_loss_without_targets_is_nan(self) -> None:
-        features, weight, targets = drawn()
-        assert linear_cross_entropy(features, weight, torch.full_like(targets, IGNORED), at_once=16).isnan()
-
-    @pytest.mark.parametrize(
-        ("changes", "others", "within"),
-        [({"model.tied": False}, {}, 1e-3), ({}, {"mixed-precision": {"dtype": "bf16"}}, 0.03)],
-        ids=["untied head", "mixed precision"],
-    )
-    def test_losses_are_those_of_the_plain_run(
-        self, data: Path, changes: dict[str, object], others: dict[str, Any], within: float
-    ) -> None:
-        config = TINY.changed(changes)
-        on = with_techniques(config, {"fused-cross-entropy": {}, **others})
-        plain, found = ([loss for _, _, loss in losses(trained(each, data))] for each in (config, on))
-        assert found == pytest.approx(plain, rel=within)
+    def test_losses_are_those_of_the_plain_run(self, data: Path) -> None:
+        untied, in_16_bits = TINY.changed({"model.tied": False}), {"techniques.mixed-precision.dtype": "bf16"}
+        for config, others, within in ((untied, {}, 1e-3), (TINY, in_16_bits, 0.03)):
+            on = config.changed({"techniques.fused-cross-entropy": "on", **others})
+            plain, found = ([loss for _, _, loss in losses(trained(each, data))] for each in (config, on))
+            assert found == pytest.approx(plain, rel=within), others
 
     def test_evaluation_uses_the_plain_loss(self, tmp_path: Path, data: Path) -> None:
         with opened(self.config_with({}), tmp_path / "run", data) as run:

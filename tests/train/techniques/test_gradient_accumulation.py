@@ -10,16 +10,7 @@ from torch import Tensor
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.technique_suite import (
-    TINY,
-    TechniqueSuite,
-    last_state,
-    losses,
-    opened,
-    train_run,
-    verified_step,
-    with_techniques,
-)
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, last_state, losses, opened, trained, verified_step
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.model.gpt import IGNORED
@@ -30,7 +21,7 @@ WITHOUT_DROPOUT = TINY.changed({"model.dropout": 0.0})
 
 
 def with_micro_batches(config: Config, parts: int) -> Config:
-    return with_techniques(config, {"gradient-accumulation": {"batches": parts}})
+    return config.changed({"techniques.gradient-accumulation.batches": parts})
 
 
 def gradients(config: Config, folder: Path, data: Path, arrange: Callable[[Run], object]) -> list[Tensor]:
@@ -68,15 +59,15 @@ class TestGradientAccumulation(TechniqueSuite):
             with pytest.raises(TechniqueNotActiveError, match="of up to 4 sequences"):
                 verified_step(run)
 
-    @pytest.mark.parametrize("parts", [2, 4])
-    def test_gradient_equals_that_of_the_whole_batch_without_dropout(
-        self, tmp_path: Path, data: Path, parts: int
-    ) -> None:
-        nothing: Callable[[Run], object] = lambda run: None  # noqa: E731
-        whole = gradients(WITHOUT_DROPOUT, tmp_path / "whole", data, nothing)
-        divided = gradients(with_micro_batches(WITHOUT_DROPOUT, parts), tmp_path / "parts", data, nothing)
-        for one, other in zip(whole, divided, strict=True):
-            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-7)
+    def test_gradient_equals_that_of_the_whole_batch_without_dropout(self, tmp_path: Path, data: Path) -> None:
+        self.check_gradients(WITHOUT_DROPOUT, tmp_path, data, lambda run: None)
+
+    def check_gradients(self, config: Config, folder: Path, data: Path, arrange: Callable[[Run], object]) -> None:
+        whole = gradients(config, folder / "whole", data, arrange)
+        for parts in (2, 4):
+            divided = gradients(with_micro_batches(config, parts), folder / f"{parts}", data, arrange)
+            for one, other in zip(whole, divided, strict=True):
+                torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-7)
 
     def test_micro_batches_are_weighted_by_their_targets(self, tmp_path: Path, data: Path) -> None:
         """The mean is over the targets of the whole step; the mean of one micro-batch may be NaN."""
@@ -87,28 +78,20 @@ class TestGradientAccumulation(TechniqueSuite):
 
             def hide(position: int) -> Any:
                 inputs, targets = at(position)
-                targets[0, 3:] = IGNORED
-                targets[1] = IGNORED
-                targets[-1, :9] = IGNORED
+                targets[0, 3:] = targets[1] = targets[-1, :9] = IGNORED
                 return inputs, targets
 
             source.at = hide
 
-        one_batch = WITHOUT_DROPOUT.changed({"loop.accumulate": 1})
-        whole = gradients(one_batch, tmp_path / "whole", data, mask)
-        for parts in (2, 4):
-            divided = gradients(with_micro_batches(one_batch, parts), tmp_path / f"{parts}", data, mask)
-            for one, other in zip(whole, divided, strict=True):
-                torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-7)
+        self.check_gradients(WITHOUT_DROPOUT.changed({"loop.accumulate": 1}), tmp_path, data, mask)
 
-    def test_it_is_bit_identical_to_the_accumulation_of_the_loop(self, tmp_path: Path, data: Path) -> None:
+    def test_it_is_bit_identical_to_the_accumulation_of_the_loop(self, data: Path) -> None:
         """Dropout draws the same numbers for the same micro-batches."""
-        train_run(with_micro_batches(TINY, 2), tmp_path / "parts", data)
-        train_run(TINY.changed({"loop.batch_size": 2, "loop.accumulate": 4}), tmp_path / "loop", data)
-        assert losses(tmp_path / "parts") == losses(tmp_path / "loop")
-        divided, smaller = last_state(tmp_path / "parts"), last_state(tmp_path / "loop")
-        assert difference(divided["model"], smaller["model"]) is None
-        assert difference(divided["optimizers"], smaller["optimizers"]) is None
+        divided = trained(with_micro_batches(TINY, 2), data)
+        smaller = trained(TINY.changed({"loop.batch_size": 2, "loop.accumulate": 4}), data)
+        assert losses(divided) == losses(smaller)
+        for part in ("model", "optimizers"):
+            assert difference(last_state(divided)[part], last_state(smaller)[part]) is None, part
 
     def test_position_is_saved_in_whole_batches(self, tmp_path: Path, data: Path) -> None:
         with opened(with_micro_batches(TINY, 4), tmp_path / "run", data) as run:
@@ -119,8 +102,6 @@ class TestGradientAccumulation(TechniqueSuite):
             assert torch.equal(next(run.batches)[0], expected[0])
 
     def test_batch_size_that_cannot_be_split_equally_is_refused(self, tmp_path: Path, data: Path) -> None:
-        with (
-            pytest.raises(UsageError, match="a batch of 4 sequences cannot be split into 3 equal micro-batches"),
-            opened(with_micro_batches(TINY, 3), tmp_path / "run", data),
-        ):
+        refused = pytest.raises(UsageError, match="a batch of 4 sequences cannot be split into 3 equal micro-batches")
+        with refused, opened(with_micro_batches(TINY, 3), tmp_path / "run", data):
             pass

@@ -9,11 +9,9 @@ import torch
 
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import TechniqueSuite, opened, whole_run
-from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import take_step
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import OpenRun, open_run
+from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.length_curriculum import LengthCurriculum
 
@@ -35,8 +33,7 @@ class TestLengthCurriculum(TechniqueSuite):
         (folder / "texts").mkdir()
         for number in range(50):
             (folder / "texts" / f"{number:02d}.txt").write_text(chr(ord("A") + number) + " " * (3 + 4 * number))
-        prepare(folder / "texts", folder / "prepared", tokenizer="char")
-        return folder / "prepared"
+        return prepare(folder / "texts", folder / "prepared", tokenizer="char").path
 
     def break_on_purpose(self, run: Run) -> None:
         """Use the batches that the run was built with."""
@@ -51,14 +48,11 @@ class TestLengthCurriculum(TechniqueSuite):
             means = [stage.tokens / stage.documents for stage in stages]
             assert means == sorted(means)
             assert stages[-1].tokens == whole
-
-    def test_stage_has_exactly_the_shortest_documents(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.config_with({}), tmp_path / "run", data) as run:
+            # A stage has exactly the shortest documents.
             end = run.dataset.tokenizer.end_of_document
             documents = np.split(run.dataset.train, np.flatnonzero(run.dataset.train == end) + 1)[:-1]
-            shortest = sorted(documents, key=len)
-            stage = stages_of(run)[0]
-            text = np.concatenate(shortest[: stage.documents])
+            stage = stages[0]
+            text = np.concatenate(sorted(documents, key=len)[: stage.documents])
             assert stage.tokens == len(text)
             windows = {tuple(text[begin : begin + 16]) for begin in range(len(text) - 16)}
             drawn = [row for place in range(40) for row in stage.batches.at(place)[0].tolist()]
@@ -86,22 +80,12 @@ class TestLengthCurriculum(TechniqueSuite):
         assert figures["stage"] == 1
         assert figures["mean_length"] < figures["mean_length_of_all"]
 
-    def test_first_stage_shorter_than_a_window_is_refused(self, tmp_path: Path, data: Path) -> None:
-        with (
-            pytest.raises(UsageError, match="shortest documents have"),
-            open_run(
-                self.config_with({"stages": 100}).changed({"model.context_length": 64}),
-                RunFolder(tmp_path / "run"),
-                Dataset.open(data),
-            ),
-        ):
+    def test_first_stage_below_a_window_and_text_of_one_document_are_refused(self, tmp_path: Path, data: Path) -> None:
+        config = self.config_with({"stages": 100}).changed({"model.context_length": 64})
+        with pytest.raises(UsageError, match="shortest documents have"), opened(config, tmp_path / "run", data):
             pass
-
-    def test_text_of_one_document_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "text.txt").write_text("one text " * 200)
-        prepare(tmp_path / "text.txt", tmp_path / "prepared", tokenizer="char")
-        with (
-            pytest.raises(UsageError, match="the text is one document"),
-            open_run(self.config_with({}), RunFolder(tmp_path / "run"), Dataset.open(tmp_path / "prepared")),
-        ):
+        one = prepare(tmp_path / "text.txt", tmp_path / "prepared", tokenizer="char").path
+        refused = pytest.raises(UsageError, match="the text is one document")
+        with refused, opened(self.config_with({}), tmp_path / "other", one):
             pass

@@ -36,19 +36,16 @@ class TestLossCurriculum(TechniqueSuite):
         assert ranks[-1] == [4, 5, 6, 7]
         assert [each[0] for each in ranks] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4]
 
-    def test_position_counts_all_candidates(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.config_with({}), tmp_path / "run", data) as run:
-            take_step(run)
-            assert run.batches.position == 4
-            assert run.batches.state_dict() == {"position": 4}
-
-    def test_selection_draws_no_random_numbers(self, tmp_path: Path, data: Path) -> None:
+    def test_selection_draws_no_random_numbers_and_counts_all_candidates(self, tmp_path: Path, data: Path) -> None:
         with opened(self.config_with({}), tmp_path / "run", data) as run:
             before = torch.get_rng_state()
             next(run.batches)
             assert torch.equal(torch.get_rng_state(), before)
             assert all(each.training for each in run.model.modules())
             assert all(each.grad is None for each in run.model.parameters())
+            next(run.batches)
+            assert run.batches.position == 4
+            assert run.batches.state_dict() == {"position": 4}
 
     def test_proof_compares_the_losses(self, tmp_path: Path, data: Path) -> None:
         with opened(self.config_with({"candidates": 4}), tmp_path / "run", data) as run:

@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from tensorkeep.errors import UsageError
-from tensorkeep.testing.technique_suite import (
-    TINY,
-    TechniqueSuite,
-    last_state,
-    opened,
-    train_run,
-    verified_step,
-    with_techniques,
-)
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, last_state, opened, train_run, verified_step
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.optim.optimizers import build_optimizers
 from tensorkeep.train.run.state import Run
@@ -40,32 +32,27 @@ class TestLowBitOptimizer(TechniqueSuite):
         train_run(self.config_with(given), tmp_path / "run", data, stop_after=1)
         state = last_state(tmp_path / "run")
         sizes = [each.numel() for each in state["model"].values()]
-        quantised = [
-            each for each in state["optimizers"]["adamw"]["state"].values() if isinstance(each["exp_avg"], dict)
-        ]
+        states = state["optimizers"]["adamw"]["state"].values()
+        quantised = [each for each in states if isinstance(each["exp_avg"], dict)]
         assert len(quantised) == sum(size >= 4096 for size in sizes) == 4, LARGE
         for each in quantised:
             for key in ("exp_avg", "exp_avg_sq"):
                 codes = each[key]["codes"]
                 assert type(codes) is torch.Tensor
-                assert codes.dtype == DTYPES[bits]
-                assert codes.nbytes == (2048 if bits == 4 else 4096)
+                assert (codes.dtype, codes.nbytes) == (DTYPES[bits], 2048 if bits == 4 else 4096)
                 assert bool(each[key]["scale"].any())
 
-    def test_proof_has_the_quantised_fraction(self, tmp_path: Path, data: Path) -> None:
+    def test_proof_has_the_quantised_fraction_and_rates_stay_numbers(self, tmp_path: Path, data: Path) -> None:
         with opened(self.config_with({"compiled": False}), tmp_path / "run", data) as run:
             figures = verified_step(run)["low-bit-optimizer"]
             weights = sum(each.numel() for each in run.model.parameters())
+            rate = take_step(run)["learning_rate"]
+            assert [group["lr"] for group in run.optimizers["adamw"].param_groups] == [rate, rate]
         assert figures["plain_bytes"] == 8 * weights
         # One byte for each element and a float32 for each 256, and a table of 256 float32 in each tensor.
         quantised = 4 * 2 * (4096 + 4096 // 256 * 4 + 1024)
         assert figures["state_bytes"] == 8 * (weights - 4 * 4096) + quantised
         assert figures["share"] == quantised / figures["state_bytes"]
-
-    def test_learning_rates_stay_numbers(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.config_with({"compiled": False}), tmp_path / "run", data) as run:
-            rate = take_step(run)["learning_rate"]
-            assert [group["lr"] for group in run.optimizers["adamw"].param_groups] == [rate, rate]
 
     def test_states_of_torch_adamw_are_quantised_on_load(self, tmp_path: Path, data: Path) -> None:
         with opened(TINY, tmp_path / "plain", data) as run:
@@ -89,8 +76,7 @@ class TestLowBitOptimizer(TechniqueSuite):
     def test_compiled_update_equals_the_plain_one(self, tmp_path: Path, data: Path) -> None:
         weights = []
         for compiled in (True, False):
-            config = with_techniques(TINY, {"low-bit-optimizer": {"compiled": compiled}})
-            with opened(config, tmp_path / str(compiled), data) as run:
+            with opened(self.config_with({"compiled": compiled}), tmp_path / str(compiled), data) as run:
                 for _ in range(2):
                     take_step(run)
                 weights.append([each.detach().clone() for each in run.model.parameters()])

@@ -1,19 +1,20 @@
 """Mixed precision: 16-bit matmuls, 32-bit weights and losses; in float16, a scaler that is saved."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tensorkeep.errors import DivergedError, TechniqueNotActiveError, UnsupportedError
 from tensorkeep.testing.technique_suite import STEPS, TechniqueSuite, last_state, opened, trained, verified_step
-from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.mixed_precision import MixedPrecision
 from tiers import exhaustive
+
+MEASURED_PEAK = "tensorkeep.train.techniques.mixed_precision.measured_peak"
 
 
 class TestMixedPrecision(TechniqueSuite):
@@ -27,14 +28,12 @@ class TestMixedPrecision(TechniqueSuite):
         with opened(self.config_with({"dtype": "bf16"}), tmp_path / "run", data) as run:
             run.operations.backward(run.operations.loss(*next(run.batches)))
             for parameter in run.model.parameters():
-                assert parameter.dtype == torch.float32
                 assert parameter.grad is not None
-                assert parameter.grad.dtype == torch.float32
+                assert parameter.dtype == parameter.grad.dtype == torch.float32
 
     @pytest.mark.parametrize(("length", "chosen"), [(255, "float32"), (256, "same")])
     def test_attention_of_short_contexts_is_float32_on_a_cpu(self, length: int, chosen: str) -> None:
-        config = self.config_with({"dtype": "bf16"})
-        config = config.changed({"model.context_length": length})
+        config = self.config_with({"dtype": "bf16"}).changed({"model.context_length": length})
         technique = MixedPrecision(MixedPrecision.Settings(dtype="bf16"))
         assert technique.configure(config).techniques["mixed-precision"]["attention"] == chosen
 
@@ -54,8 +53,7 @@ class TestMixedPrecision(TechniqueSuite):
             take_step(run)
             hook.remove()
             assert technique.state_dict()["scaler"]["scale"] == scale / 2
-            assert technique.state_dict()["skipped"] == 1
-            assert run.progress.skipped == 0
+            assert (technique.state_dict()["skipped"], run.progress.skipped) == (1, 0)
             for name, each in run.model.state_dict().items():
                 assert torch.equal(each, before[name])
 
@@ -92,29 +90,18 @@ class TestMixedPrecision(TechniqueSuite):
         saved = last_state(trained(self.config_with({"dtype": "fp16"}), data))["techniques"]["mixed-precision"]
         assert saved["scaler"]["_growth_tracker"] == STEPS
 
-    def test_faster_precision_is_chosen_and_stored_with_the_run(
+    def test_faster_precision_is_chosen_and_stored_with_the_run_and_none_is_refused(
         self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         peaks = {torch.float32: 1e9, torch.bfloat16: 1e9, torch.float16: 2e9}
-        monkeypatch.setattr(
-            "tensorkeep.train.techniques.mixed_precision.measured_peak",
-            lambda device, dtype=torch.float32: peaks[dtype],
-        )
-        config = self.config_with({})
-        folder = RunFolder(tmp_path / "run")
-        with open_run(config, folder, Dataset.open(data)) as run:
+        monkeypatch.setattr(MEASURED_PEAK, lambda device, dtype=torch.float32: peaks[dtype])
+        config, folder = self.config_with({}), tmp_path / "run"
+        with opened(config, folder, data) as run:
             assert run.config.techniques == {"mixed-precision": {"dtype": "fp16", "attention": "float32"}}
             assert run.speed.peak == 2e9
-        assert folder.record().config.techniques == run.config.techniques
-
-    def test_it_is_refused_if_no_precision_is_faster(
-        self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(
-            "tensorkeep.train.techniques.mixed_precision.measured_peak", lambda device, dtype=torch.float32: 1e9
-        )
-        config = self.config_with({})
-        with pytest.raises(UnsupportedError, match="would not be faster here"), opened(config, tmp_path / "run", data):
+        assert RunFolder(folder).record().config.techniques == run.config.techniques
+        peaks[torch.float16] = 1e9
+        with pytest.raises(UnsupportedError, match="would not be faster here"), opened(config, tmp_path / "no", data):
             pass
 
     @pytest.mark.parametrize(
@@ -131,15 +118,13 @@ class TestMixedPrecision(TechniqueSuite):
             ({"bf16": [1.0, 1.0, 1.6], "fp16": [1.0]}, "bf16"),
         ],
     )
-    def test_noise_does_not_decide_for_float16(
-        self, monkeypatch: pytest.MonkeyPatch, rates: dict[str, list[float]], chosen: str
-    ) -> None:
+    def test_noise_does_not_choose(self, monkeypatch: pytest.MonkeyPatch, rates: dict[str, Any], chosen: str) -> None:
         left = {torch.float32: [1.0], torch.bfloat16: rates["bf16"], torch.float16: rates["fp16"]}
 
         def measured(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
             values = left[dtype]
             return values.pop(0) if len(values) > 1 else values[0]
 
-        monkeypatch.setattr("tensorkeep.train.techniques.mixed_precision.measured_peak", measured)
+        monkeypatch.setattr(MEASURED_PEAK, measured)
         configured = MixedPrecision(MixedPrecision.Settings()).configure(self.config)
         assert configured.techniques["mixed-precision"]["dtype"] == chosen

@@ -25,14 +25,8 @@ from train.techniques.several_processes import ACTIONS, ProcessPool, task
 # Wide enough for low-bit optimizers to quantise; no dropout, which flash attention on CPUs does not support.
 # Four processes have two sequences each, which can be split once more.
 CONFIG = TINY.changed(
-    {
-        "model.d_model": 64,
-        "model.dropout": 0.0,
-        "loop.steps": 3,
-        "loop.batch_size": 8,
-        "checkpoint.every": 1,
-        "checkpoint.keep_last": 3,
-    }
+    {"model.d_model": 64, "model.dropout": 0.0, "loop.steps": 3, "loop.batch_size": 8}
+    | {"checkpoint.every": 1, "checkpoint.keep_last": 3}
 )
 ONE_BLOCK = CONFIG.changed({"model.n_layers": 1, "loop.steps": 2})
 

@@ -14,9 +14,7 @@ from tensorkeep.train.techniques.progressive_length import ProgressiveLength, Pr
 def watched(run: Run) -> list[tuple[int, torch.Tensor]]:
     """Record the step and the tokens of each call of the model."""
     seen: list[tuple[int, torch.Tensor]] = []
-    run.model.tokens.register_forward_pre_hook(
-        lambda module, inputs: seen.append((run.progress.step, inputs[0].clone()))
-    )
+    run.model.tokens.register_forward_pre_hook(lambda module, given: seen.append((run.progress.step, given[0].clone())))
     return seen
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TINY, opened, train_run, verified_step, with_techniques
+from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import train
 from tensorkeep.train.run.folder import RunFolder
@@ -18,14 +19,14 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import stack
 from tensorkeep.train.techniques.optimizer_offload import OptimizerOffload
 
-PROVED_BY_UPDATES: dict[str, dict[str, Any]] = {
-    "fused-optimizer": {},
-    "low-bit-optimizer": {"compiled": False},
-    "optimizer-offload": {},
-}
+PROVED_BY_UPDATES = ("fused-optimizer", "low-bit-optimizer", "optimizer-offload")
 # Wide enough to quantise the states.
 WIDE = TINY.changed({"model.d_model": 64, "eval.every": 0})
-IN_FLOAT16 = {"mixed-precision": {"dtype": "fp16"}}
+
+
+def config_with(name: str, config: Config = TINY) -> Config:
+    """Return a configuration with a technique on that is proved by updates, without a compiler."""
+    return with_techniques(config, {name: {"compiled": False} if name == "low-bit-optimizer" else {}})
 
 
 @pytest.fixture(autouse=True)
@@ -56,18 +57,15 @@ def overflowing_until(run: Run, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", PROVED_BY_UPDATES)
-def test_proof_waits_for_the_first_update(tmp_path: Path, data: Path, name: str) -> None:
-    with opened(with_techniques(TINY, {name: PROVED_BY_UPDATES[name], **IN_FLOAT16}), tmp_path / "run", data) as run:
+def test_proof_or_error_waits_for_the_first_update(tmp_path: Path, data: Path, name: str) -> None:
+    config = config_with(name).changed({"techniques.mixed-precision.dtype": "fp16"})
+    with opened(config, tmp_path / "run", data) as run:
         overflowing_until(run, 3)
         listener, updates = ProofListener(), run.operations.update
         train(run, listener, stop=lambda: run.progress.step == 3)
         assert listener.proofs == {"mixed-precision": 1, name: 3}
         assert run.operations.update is updates
-
-
-@pytest.mark.parametrize("name", PROVED_BY_UPDATES)
-def test_error_comes_with_the_first_update(tmp_path: Path, data: Path, name: str) -> None:
-    with opened(with_techniques(TINY, {name: PROVED_BY_UPDATES[name], **IN_FLOAT16}), tmp_path / "run", data) as run:
+    with opened(config, tmp_path / "broken", data) as run:
         overflowing_until(run, 3)
         run.operations.update = lambda: None
         with pytest.raises(TechniqueNotActiveError, match=name):
@@ -91,17 +89,14 @@ def other_update(run: Run, weights: list[Tensor], factor: float) -> None:
 @pytest.mark.parametrize(
     ("name", "factor"),
     [
-        ("fused-optimizer", 0.0),
-        ("fused-optimizer", float("nan")),
-        ("low-bit-optimizer", 0.5),
-        ("low-bit-optimizer", 1.1),
-        ("optimizer-offload", 0.0),
-        ("optimizer-offload", 1.1),
+        *(("fused-optimizer", factor) for factor in (0.0, float("nan"))),
+        *(("low-bit-optimizer", factor) for factor in (0.5, 1.1)),
+        *(("optimizer-offload", factor) for factor in (0.0, 1.1)),
     ],
 )
 def test_optimizer_that_makes_another_update_is_an_error(tmp_path: Path, data: Path, name: str, factor: float) -> None:
     """It does everything else: it calls its kernels, and has its states."""
-    with opened(with_techniques(WIDE, {name: PROVED_BY_UPDATES[name]}), tmp_path / "run", data) as run:
+    with opened(config_with(name, WIDE), tmp_path / "run", data) as run:
         other_update(run, list(run.model.parameters()), factor)
         match = f"{name} .*the updates of .* weights are not those of AdamW"
         with pytest.raises(TechniqueNotActiveError, match=match):
@@ -111,7 +106,7 @@ def test_optimizer_that_makes_another_update_is_an_error(tmp_path: Path, data: P
 
 @pytest.mark.parametrize("name", PROVED_BY_UPDATES)
 def test_optimizer_that_leaves_out_one_weight_is_an_error(tmp_path: Path, data: Path, name: str) -> None:
-    with opened(with_techniques(WIDE, {name: PROVED_BY_UPDATES[name]}), tmp_path / "run", data) as run:
+    with opened(config_with(name, WIDE), tmp_path / "run", data) as run:
         other_update(run, [run.model.attentions[1].qkv.weight], 0.0)
         with pytest.raises(TechniqueNotActiveError, match=r"of 1 of .*blocks\.1\.attention\.qkv\.weight is 100% off"):
             train(run, ProofListener())
@@ -120,7 +115,7 @@ def test_optimizer_that_leaves_out_one_weight_is_an_error(tmp_path: Path, data: 
 @pytest.mark.parametrize("name", PROVED_BY_UPDATES)
 def test_update_of_a_resumed_run_is_proved(tmp_path: Path, data: Path, name: str) -> None:
     """With moments and a step count, which the formula needs."""
-    config = with_techniques(WIDE, {name: PROVED_BY_UPDATES[name]})
+    config = config_with(name, WIDE)
     train_run(config, tmp_path / "run", data, stop_after=2)
     with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data), resume=True) as run:
         listener = ProofListener()
@@ -129,11 +124,9 @@ def test_update_of_a_resumed_run_is_proved(tmp_path: Path, data: Path, name: str
 
 
 @pytest.mark.parametrize("name", PROVED_BY_UPDATES)
-def test_technique_without_a_proof_ends_the_run(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_missing_proof_ends_the_run(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(stack, "_MOST_OBSERVED", 4)
-    with opened(with_techniques(TINY, {name: PROVED_BY_UPDATES[name]}), tmp_path / "run", data) as run:
+    with opened(config_with(name), tmp_path / "run", data) as run:
         run.operations.accepts = lambda loss, norm: False
         with pytest.raises(TechniqueNotActiveError, match=f"{name} .*4 steps did not show it"):
             train(run, ProofListener())
@@ -145,7 +138,12 @@ def test_proved_techniques_are_not_verified_again(tmp_path: Path, data: Path) ->
     with opened(config, tmp_path / "run", data) as run:
         watched: list[str] = []
         for each in run.techniques.techniques:
-            each.verify = noted(watched, each.name, each.verify)  # type: ignore[method-assign]
+
+            def noting(run: Run, name: str = each.name, verify: Callable[[Run], Any] = each.verify) -> Any:
+                watched.append(name)
+                return verify(run)
+
+            each.verify = noting  # type: ignore[method-assign]
         for _ in range(3):
             verified_step(run)
         assert watched == ["mixed-precision", "fused-optimizer"]
@@ -159,11 +157,3 @@ def test_warm_up_is_timed_as_the_first_step(tmp_path: Path, data: Path) -> None:
         train(run, ProofListener(), stop=lambda: True)
         assert run.clock.seconds["first step"] == 100
         assert "train" not in run.clock.seconds
-
-
-def noted(watched: list[str], name: str, verify: Callable[[Run], Any]) -> Callable[[Run], Any]:
-    def noting(run: Run) -> Any:
-        watched.append(name)
-        return verify(run)
-
-    return noting

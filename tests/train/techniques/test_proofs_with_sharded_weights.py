@@ -37,9 +37,6 @@ def test_kernel_of_sharded_heads_is_recognised(tmp_path: Path, data: Path) -> No
 
 
 def test_activation_of_a_sharded_hidden_layer_is_compared(tmp_path: Path, data: Path) -> None:
-    with opened(
-        with_techniques(TINY, {"tensor-parallel": {}, "activation-function": {"activation": "swiglu"}}),
-        tmp_path / "run",
-        data,
-    ) as run:
+    config = with_techniques(TINY, {"tensor-parallel": {}, "activation-function": {"activation": "swiglu"}})
+    with opened(config, tmp_path / "run", data) as run:
         assert verified_step(run)["activation-function"]["activation"] == "swiglu"

@@ -13,6 +13,8 @@ from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
 
 ON_CPU = Machine(torch.device("cpu"))
+COMPILED = {"techniques.compile": "on", "model.dropout": 0}
+WIDE_SWIGLU = {"model.d_model": 256, "model.d_ff": 1024, "model.activation": "swiglu"}
 
 
 @pytest.mark.parametrize(
@@ -26,15 +28,13 @@ ON_CPU = Machine(torch.device("cpu"))
         ("attention-kernel", {"kernel": "fast"}, "kernel is 'fast'"),
         ("compile", {"mode": "max-autotune", "backend": "aot_eager"}, "inductor"),
         ("cpu-threads", {"threads": 0}, "threads is 0"),
-        *(("cpu-threads", {"cores": text}, "cores is") for text in ("a", "3-1", "1-2-3", "0,", "-1", "0-99999999")),
-        ("cpu-threads", {"cores": ""}, "cores is"),
+        *(("cpu-threads", {"cores": text}, "cores is") for text in ("", "a", "3-1", "1-2-3", "0,", "-1", "0-99999999")),
         ("gradient-accumulation", {"batches": 1}, "batches is 1"),
         ("loss-curriculum", {"candidates": 1}, "candidates"),
         ("loss-curriculum", {"begin": -0.1}, "begin"),
         ("loss-curriculum", {"end": 1.1}, "end"),
         ("lr-plateau", {"patience": 0}, "patience"),
-        ("lr-plateau", {"factor": 1.0}, "factor"),
-        ("lr-plateau", {"factor": 0.0}, "factor"),
+        *(("lr-plateau", {"factor": factor}, "factor") for factor in (0.0, 1.0)),
         ("lr-range-test", {"lowest": 0.1, "highest": 0.1}, r"highest is 0\.1"),
         ("pipeline-parallel", {"parts": 0}, "parts"),
         ("progressive-length", {"pieces": [4, 2], "shares": [0.5, 0.5]}, r"pieces is \[4, 2\]"),
@@ -60,9 +60,7 @@ def test_settings_have_bounds(name: str, settings: dict[str, Any], message: str)
     [
         ("activation-function", "pipeline-parallel", "each process has only some"),
         ("ddp", "fsdp", "both need all ranks"),
-        ("length-curriculum", "ddp", ""),
-        ("length-curriculum", "fsdp", ""),
-        ("length-curriculum", "pipeline-parallel", ""),
+        *(("length-curriculum", other, "") for other in ("ddp", "fsdp", "pipeline-parallel")),
         ("lr-plateau", "lr-range-test", "each sets the schedule"),
     ],
 )
@@ -77,20 +75,9 @@ def test_techniques_conflict(first: str, second: str, reason: str) -> None:
     [
         ("attention-kernel", {"kernel": "flash"}, {}, "no dropout on a CPU"),
         ("attention-kernel", {"kernel": "fa3"}, {}, "the attention kernel 'fa3' has no dropout, and this model has"),
-        ("attention-kernel", {"kernel": "flex"}, {}, "no dropout"),
-        ("attention-kernel", {"kernel": "matmul"}, {}, "no dropout"),
-        (
-            "attention-kernel",
-            {"kernel": "matmul"},
-            {"techniques.compile": "on", "model.dropout": 0},
-            "cannot be seen in compiled code",
-        ),
-        (
-            "activation-function",
-            {"activation": "swiglu"},
-            {"model.d_model": 256, "model.d_ff": 1024, "model.activation": "swiglu"},
-            r"(?s)\+50% parameters.*width of 688",
-        ),
+        *(("attention-kernel", {"kernel": kernel}, {}, "no dropout") for kernel in ("flex", "matmul")),
+        ("attention-kernel", {"kernel": "matmul"}, COMPILED, "cannot be seen in compiled code"),
+        ("activation-function", {"activation": "swiglu"}, WIDE_SWIGLU, r"(?s)\+50% parameters.*width of 688"),
         ("fused-optimizer", {}, {"optim.implementation": "foreach"}, r"optim\.implementation is 'foreach'"),
         ("lora", {}, {"optim.name": "muon", "techniques.lora": "on"}, "'muon', which is for full matrices"),
         ("lr-plateau", {}, {"eval.every": 0}, r"eval\.every is 0"),
@@ -103,9 +90,7 @@ def test_techniques_conflict(first: str, second: str, reason: str) -> None:
         ("tensor-parallel", {}, {"optim.name": "muon"}, "orthogonalises full matrices, and tensor-parallel shards"),
     ],
 )
-def test_configuration_is_refused(
-    name: str, settings: dict[str, Any], changes: dict[str, object], message: str
-) -> None:
+def test_configuration_is_refused(name: str, settings: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Stack.of({name: settings}).configure(TINY.changed(changes))
 
@@ -124,12 +109,9 @@ def test_16_bit_kernels_are_refused_with_attention_in_32_bits(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("activation-swapping", {}),
-        ("allocator", {}),
+        *((name, {}) for name in ("activation-swapping", "allocator", "cuda-graphs", "optimizer-offload")),
         *(("attention-kernel", {"kernel": kernel}) for kernel in ("efficient", "cudnn", "fa3", "flex")),
         ("compile", {"mode": "reduce-overhead"}),
-        ("cuda-graphs", {}),
-        ("optimizer-offload", {}),
         ("quantised-forward", {"mode": "float8"}),
         ("triton-kernel", {}),
     ],

@@ -64,17 +64,13 @@ def test_number_of_pairs_is_as_computed(length: int, block: int, keep: int) -> N
     assert (visible.sum((-1, -2)) == pairs_kept(length, block, keep)).all()
 
 
-def test_later_positions_are_hidden_and_the_own_block_is_visible() -> None:
+def test_later_positions_are_hidden_and_change_no_choice_and_the_own_and_the_best_blocks_are_visible() -> None:
     query, key, _ = heads(21)
     visible = TopBlocks(4, 2).visible(query, key)
     place = torch.arange(21)
     own = (place[:, None] // 4 == place // 4) & (place <= place[:, None])
     assert not visible[..., place > place[:, None]].any()
     assert visible[..., own].all()
-
-
-def test_later_positions_do_not_change_the_choice() -> None:
-    query, key, _ = heads(21)
     other_query, other_key, _ = heads(21, seed=1)
     kernel = TopBlocks(4, 3)
     before = kernel.visible(query, key)
@@ -83,9 +79,6 @@ def test_later_positions_do_not_change_the_choice() -> None:
             torch.cat((old[:, :, :cut], new[:, :, cut:]), 2) for old, new in ((query, other_query), (key, other_key))
         ]
         assert torch.equal(kernel.visible(*mixed)[:, :, :cut], before[:, :, :cut])
-
-
-def test_best_matching_blocks_are_visible() -> None:
     # Keys of block n point along axis n; queries of the last block match blocks 2 and 0, in this order.
     key = torch.eye(8)[torch.arange(20) // 4].expand(1, 1, 20, 8)
     query = torch.tensor([1.0, 0, 2, 0, 9, 0, 0, 0]).expand(1, 1, 20, 8)

@@ -33,41 +33,29 @@ def fake(name: str, **declared: Any) -> Technique:
     return kind(kind.Settings())
 
 
-def test_unknown_name_suggests_the_nearest() -> None:
+def test_unknown_names_settings_and_conflicts_are_errors_with_the_reason() -> None:
     with pytest.raises(UnsupportedError, match="did you mean 'mixed-precision'"):
         Stack.of({"mixed-precison": {}})
-
-
-def test_unknown_setting_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="dytpe") as caught:
         Stack.of({"mixed-precision": {"dytpe": "bf16"}})
     assert "dtype" in str(caught.value.remedy)
-
-
-def test_conflict_names_both_and_the_reason() -> None:
     first = fake("compile", conflicts={"tf32": "they fight"})
     with pytest.raises(UsageError, match="compile and tf32 cannot be combined: they fight"):
         Stack([fake("tf32"), first])
 
 
-def test_after_is_respected() -> None:
+def test_order_is_by_after_then_by_what_changes_and_by_name_and_never_circular() -> None:
     techniques = [fake("mixed-precision", after=("tf32",)), fake("tf32", after=("compile",)), fake("compile")]
     assert [each.name for each in Stack(techniques).techniques] == ["compile", "tf32", "mixed-precision"]
-
-
-def test_order_is_by_what_changes_and_then_by_name() -> None:
     named = [("a", "compilation"), ("b", "data"), ("c", "processes"), ("d", "model"), ("z", "process"), ("e", "model")]
     for techniques in (named, named[::-1]):
         stack = Stack([fake(name, changes=changes) for name, changes in techniques])
         assert [each.name for each in stack.techniques] == ["z", "d", "e", "c", "b", "a"]
-
-
-def test_circular_order_is_refused() -> None:
     with pytest.raises(UsageError, match="compile, tf32 must each come after another"):
         Stack([fake("tf32", after=("compile",)), fake("compile", after=("tf32",))])
 
 
-def test_missing_requirements_are_errors() -> None:
+def test_all_missing_requirements_are_errors_with_what_turns_them_off() -> None:
     machine = Machine(torch.device("cpu"))
     cuda = fake("tf32", lacks=lambda self, machine: machine.lacks_cuda())
     with pytest.raises(UnsupportedError, match="tf32 needs a CUDA device; the run is on cpu"):
@@ -75,29 +63,19 @@ def test_missing_requirements_are_errors() -> None:
     package = fake("tf32", lacks=lambda self, machine: machine.lacks_package("no_such_module", install="nothing"))
     with pytest.raises(MissingExtraError, match="pip install nothing"):
         Stack([package]).check(machine)
-
-
-def test_all_missing_requirements_are_named_with_what_turns_them_off() -> None:
-    machine = Machine(torch.device("cpu"))
-    cuda = [fake(name, lacks=lambda self, machine: machine.lacks_cuda()) for name in ("tf32", "cuda-graphs")]
-    with pytest.raises(
-        UnsupportedError, match=r"cuda-graphs needs a CUDA device.*; tf32 needs a CUDA device"
-    ) as raised:
-        Stack([*cuda, fake("compile")]).check(machine)
+    lacking = [fake(name, lacks=lambda self, machine: machine.lacks_cuda()) for name in ("tf32", "cuda-graphs")]
+    with pytest.raises(UnsupportedError, match=r"cuda-graphs needs a CUDA device.*; tf32 needs a CUDA") as raised:
+        Stack([*lacking, fake("compile")]).check(machine)
     options = "--techniques.cuda-graphs off --techniques.tf32 off"
-    assert (
-        raised.value.remedy == f"leave cuda-graphs and tf32 out ({options}), or use a machine that has what is missing"
-    )
+    remedy = f"leave cuda-graphs and tf32 out ({options}), or use a machine that has what is missing"
+    assert raised.value.remedy == remedy
 
 
-def test_combinations_have_known_members() -> None:
+def test_combinations_have_known_members_and_techniques_are_switched_by_name() -> None:
     assert expanded(["C", "low-bit-optimizer", "tf32"]) == ["activation-checkpointing", "low-bit-optimizer", "tf32"]
     for names in COMBINATIONS.values():
         assert set(names) <= set(TECHNIQUE_CLASSES.names())
         Stack.of({name: {} for name in names})
-
-
-def test_technique_is_switched_and_changed_by_name() -> None:
     config = get_recipe(next(iter(RECIPES)))
     on = config.changed({"techniques.compile": "on", "techniques.tf32.some": 1})
     assert on.techniques == {"compile": {}, "tf32": {"some": 1}}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorkeep.errors import TechniqueNotActiveError
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step, with_techniques
+from tensorkeep.testing.technique_suite import TechniqueSuite, opened, verified_step
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import tf32
 from tensorkeep.train.techniques.requirements import Machine
@@ -36,11 +36,9 @@ class TestTf32(TechniqueSuite):
         # Set, and overwritten before the first step.
         torch.set_float32_matmul_precision("highest")
 
-    def test_device_that_ignores_the_setting_is_an_error(
-        self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It accepts the setting, and multiplies as before."""
-        with opened(with_techniques(TINY, {"tf32": {}}), tmp_path / "run", data) as run:
+    def test_ignored_setting_is_an_error(self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The device accepts the setting, and multiplies as before."""
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             monkeypatch.setattr(tf32, "_matmul", torch.mm)
             assert tf32._precision(run.device) == "tf32"
             if tf32._matmul_error(run.device) > tf32._ROUNDED:
@@ -50,14 +48,14 @@ class TestTf32(TechniqueSuite):
 
     def test_any_block_of_the_model_is_enough(self, tmp_path: Path, data: Path) -> None:
         """A process of a pipeline may have only the last ones."""
-        with opened(with_techniques(TINY, {"tf32": {}}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             run.model.blocks[0].forward = lambda x, *others: x  # type: ignore[method-assign]
             assert verified_step(run)["tf32"]["precision"] == "tf32"
 
     def test_precision_is_restored(self, tmp_path: Path, data: Path) -> None:
         """For all backends, also if it was not set."""
         before = [tf32._precision(torch.device(each)) for each in ("cpu", "cuda")]
-        with opened(with_techniques(TINY, {"tf32": {}}), tmp_path / "run", data):
+        with opened(self.config_with({}), tmp_path / "run", data):
             assert tf32._precision(torch.device("cuda")) == "tf32"
             assert torch.get_float32_matmul_precision() == "high"
         assert [tf32._precision(torch.device(each)) for each in ("cpu", "cuda")] == before
@@ -65,12 +63,12 @@ class TestTf32(TechniqueSuite):
 
 
 def test_errors_differ_by_precision() -> None:
-    exact = tf32._matmul_error(torch.device("cpu"))
+    errors = []
     with tf32._restored_precision():
-        torch.set_float32_matmul_precision("high")
-        short = tf32._matmul_error(torch.device("cpu"))
-        torch.set_float32_matmul_precision("medium")
-        shorter = tf32._matmul_error(torch.device("cpu"))
+        for precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            errors.append(tf32._matmul_error(torch.device("cpu")))
+    exact, short, shorter = errors
     assert exact < 1e-6 < tf32._ROUNDED < 1e-4 < short < 1e-3 < shorter < 1e-2
 
 
@@ -80,12 +78,7 @@ def test_device_that_does_not_round_is_reported(monkeypatch: pytest.MonkeyPatch)
     assert "they are exact to" in str(Tf32(Tf32Settings()).lacks(CPU))
 
 
-class Turing(Machine):
-    capability = (7, 5)  # type: ignore[assignment]
-
-
-class Ampere(Machine):
-    capability = (8, 0)  # type: ignore[assignment]
+Turing, Ampere = (type("Gpu", (Machine,), {"capability": each}) for each in ((7, 5), (8, 0)))
 
 
 def test_gpu_before_ampere_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Triton kernels in Triton's interpreter: values and gradients of torch's activations."""
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,9 +52,8 @@ class TestTritonKernel(TechniqueSuite):
     def test_other_activations_are_proved(self, tmp_path: Path, data: Path, activation: str) -> None:
         config = with_techniques(TINY.changed({"model.activation": activation}), {"triton-kernel": {}})
         with opened(config, tmp_path / "run", data) as run:
-            verified_step(run)
             # Two blocks, two batches, forward and backward.
-            assert run.techniques.proofs["triton-kernel"].figures == {"launches": 8}
+            assert verified_step(run)["triton-kernel"] == {"launches": 8}
 
     def test_recomputed_blocks_launch_more(self, tmp_path: Path, data: Path) -> None:
         config = with_techniques(self.config, {"triton-kernel": {}, "activation-checkpointing": {}})
@@ -63,24 +64,23 @@ class TestTritonKernel(TechniqueSuite):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", PLAIN)
 def test_values_and_gradients_equal_torch(interpreted: None, kind: str, dtype: torch.dtype) -> None:
-    from tensorkeep.train.techniques.triton_activations import activation
-
     launched: Counter[str] = Counter()
     # More than one block of the kernel, the last one incomplete; not contiguous.
     given = [4 * torch.randn(2, 3, 300, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
     gate, up, gradient = (each.to(dtype).transpose(0, 1) for each in given)
     exact = compute(PLAIN[kind], gate.double(), up.double(), gradient.double())
-    found = compute(
-        lambda *both: activation(
-            kind, both[0], None if kind == "relu2" else both[1], lambda way: launched.update([way])
-        ),
-        *(gate, up, gradient),
-    )
+    found = compute(partial(kernel, kind, note=lambda way: launched.update([way])), gate, up, gradient)
     assert launched == {"forward": 1, "backward": 1}
     most = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     for one, other in zip(exact, found, strict=True):
         assert other.dtype == dtype
         torch.testing.assert_close(other.double(), one, rtol=most, atol=most)
+
+
+def kernel(kind: str, gate: Tensor, up: Tensor, note: Callable[[str], object]) -> Tensor:
+    from tensorkeep.train.techniques.triton_activations import activation
+
+    return activation(kind, gate, None if kind == "relu2" else up, note)
 
 
 def compute(function: Any, gate: Tensor, up: Tensor, gradient: Tensor) -> list[Tensor]:
@@ -99,9 +99,8 @@ def test_activation_that_is_one_kernel_in_torch_is_refused(activation: str) -> N
 
 def test_step_without_launches_is_an_error() -> None:
     operations = SimpleNamespace(loss=None, plain_loss=None)
-    run: Any = SimpleNamespace(
-        config=TINY, model=SimpleNamespace(blocks=[object(), object()]), operations=operations, checks_later=False
-    )
+    model = SimpleNamespace(blocks=[object(), object()])
+    run: Any = SimpleNamespace(config=TINY, model=model, operations=operations, checks_later=False)
     missed = "forward of block 0, the backward of block 0, the forward of block 1, the backward of block 1"
     with pytest.raises(TechniqueNotActiveError, match=missed), Stack([TritonKernel(NoSettings())]).verified(run):
         pass

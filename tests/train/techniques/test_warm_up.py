@@ -117,15 +117,12 @@ def test_observed_step_computes_the_same_bits(tmp_path: Path, data: Path) -> Non
     assert difference(*states) is None
 
 
-def test_rows_with_targets_are_chosen_first() -> None:
+def test_rows_with_targets_are_chosen_first_and_a_long_row_is_one() -> None:
     targets = torch.full((5, 512), IGNORED)
     targets[2, 7] = targets[4, 0] = 1
     inputs = torch.arange(5).unsqueeze(1).expand(5, 512)
     chosen, kept = warm_up.few_rows(inputs, targets)
     assert chosen[:, 0].tolist() == [2, 4]
     assert bool((kept != IGNORED).any(1).all())
-
-
-def test_a_long_row_is_one_row() -> None:
     long: Tensor = torch.zeros(3, 4096, dtype=torch.int64)
     assert warm_up.few_rows(long, long)[0].shape == (1, 4096)

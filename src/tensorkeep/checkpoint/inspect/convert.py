@@ -1,31 +1,29 @@
 """`tensorkeep.convert`: write a checkpoint again, in another format, without loading all of it."""
 
-import os
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.ranges import reading_threads
+from tensorkeep.checkpoint.load.rebuild import refuse_placeholders
 from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
-from tensorkeep.checkpoint.save.begin import begin_save, check_request, format_by_suffix
-from tensorkeep.checkpoint.save.job import SaveReport
+from tensorkeep.checkpoint.save.begin import DEFAULT_FORMAT, begin_save, check_request, format_by_suffix
+from tensorkeep.checkpoint.save.job import SaveReport, run_now
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
-from tensorkeep.paths import StorePath, as_path, checked_path
+from tensorkeep.paths import StorePath, absolute, as_path, checked_path
 from tensorkeep.state import names
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat, prune
-
-_OTHERS = {".bin": "torch", ".ckpt": "torch", ".zarr": "tensorstore"}
-"""Formats by the suffixes that other tools use; `save` writes what its caller calls ``.ckpt`` as a native one."""
 
 
 def convert(
@@ -60,8 +58,9 @@ def convert(
         The path of the new checkpoint, or its URL in an object store; missing parent folders are created.
     to : str, optional
         The format to write: ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"``, ``"tensorstore"``, ``"t5x"``, or a
-        plug-in's. By default the suffix of ``dst`` decides: ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` and ``.ckpt``
-        for torch; ``.zarr`` for tensorstore; all else is native.
+        plug-in's. By default the suffix of ``dst`` decides, as in `tensorkeep.save`: ``.safetensors``; ``.pt``,
+        ``.pth`` and ``.bin`` for torch; ``.zarr`` for tensorstore; all else is native. Another format than that of its
+        suffix is refused.
     select : str or list of str, optional
         Globs on the names of tensors; only these are converted.
     drop_metadata : bool
@@ -85,9 +84,11 @@ def convert(
     CorruptCheckpointError
         If the source is damaged. Nothing becomes visible at ``dst``.
     UnsupportedError
-        If the format ``to`` cannot store this state, its dtypes or its metadata.
+        If the format ``to`` cannot store this state, its dtypes or its metadata; or the source has a `Placeholder`,
+        which ``select="*"`` leaves out.
     UsageError
-        If an argument is wrong, a pattern matches nothing, or ``dst`` is inside of ``src``.
+        If an argument is wrong, a pattern matches nothing, ``dst`` is inside of ``src``, or its suffix means another
+        format than ``to``.
     DestinationExistsError, BusyError, StoreError
         If something is at ``dst`` and ``overwrite`` is not set, another process writes there, or the disk failed.
 
@@ -101,7 +102,8 @@ def convert(
     >>> folder.cleanup()
     """
     src, dst = checkpoint_path(src), checked_path(dst, stores=True)
-    to = to or format_for(dst)
+    _check_outside(src, dst)
+    to = format_for(dst, to)
     request = check_request(dst, compression, to, overwrite, None, None, threads, memory_budget, settings, options)
     with (
         drawn(progress, "converting") as callback,
@@ -110,7 +112,6 @@ def convert(
             src, OpenSettings(verify=verify, pool=memory.single_pool(), allow=allowed_names(allow)), format
         ) as reader,
     ):
-        _check_outside(src, dst)
         write = replace(
             request.write,
             progress=callback,
@@ -118,12 +119,24 @@ def convert(
             threads=reading_threads(request.write.threads, memory.single_pool(), reader),
             step=reader.step,
         )
-        return begin_save(_selected(reader, select), replace(request, write=write), memory).run()
+        selected = _selected(reader, select)
+        return run_now(partial(begin_save, selected, replace(request, write=write), memory), alone=True).result()
 
 
-def format_for(dst: PathLike) -> str:
-    """Return the format that a converted checkpoint of this name has: that of `tensorkeep.save`, or of other tools."""
-    return _OTHERS.get(Path(dst).suffix.lower()) or format_by_suffix(dst)
+def format_for(dst: PathLike, to: str | None = None) -> str:
+    """Return the format of a converted checkpoint of this name: ``to``, or else the one that its suffix means.
+
+    Raises UsageError if the suffix means another format than ``to``: readers would take one for the other.
+    """
+    by_suffix = format_by_suffix(dst)
+    if to is not None and by_suffix not in (to, DEFAULT_FORMAT):
+        suffix = Path(dst).suffix
+        raise UsageError(
+            f"the suffix {suffix} is that of the format {by_suffix}, not of {to}",
+            path=dst,
+            remedy=f"leave the suffix out, or write {by_suffix} (to={by_suffix!r}, --to {by_suffix})",
+        )
+    return to or by_suffix
 
 
 def _check_outside(src: PathLike, dst: PathLike) -> None:
@@ -137,12 +150,13 @@ def _check_outside(src: PathLike, dst: PathLike) -> None:
 
 def _resolved(path: PathLike) -> Path:
     place = as_path(path)
-    return place if isinstance(place, StorePath) else Path(os.path.realpath(place))
+    return place if isinstance(place, StorePath) else absolute(place, follow_links=True)
 
 
 def _selected(reader: Reader, select: str | Iterable[str] | None) -> Flat[Source]:
     flat = reader.flat
     if select is None:
+        refuse_placeholders(reader, flat.skeleton)
         return flat
     chosen = set(names.select(reader.entries, select))
     orphans = [n for n in chosen if n in flat.aliases and flat.aliases[n].of not in chosen]

@@ -1,6 +1,5 @@
 """`tensorkeep.diff`: compare two checkpoints of any formats, tensor by tensor."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -18,7 +17,10 @@ from tensorkeep.formats.base import Entry, OpenSettings, Reader
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.state import names
-from tensorkeep.state.tree import PlainValue, plain_values
+from tensorkeep.state.tree import PlainValue, plain_values, unflatten
+
+_SAFE_INTEGER = 2**53
+"""Programs in other languages read larger numbers in JSON as floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +34,19 @@ class Mismatch:
     @property
     def texts(self) -> tuple[str, str]:
         """Both values as texts, ``absent`` for one that a checkpoint does not have."""
-        return _text(self.a), _text(self.b)
+        texts = _text(self.a), _text(self.b)
+        # The text "1" and the number 1.
+        return texts if texts[0] != texts[1] else (repr(self.a), repr(self.b))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the mismatch as plain values; a value that JSON does not have is a text."""
+        return {"name": self.name, "a": _json(self.a), "b": _json(self.b)}
 
 
 def _text(value: Any) -> str:
     if value is None:
         return "absent"
-    if isinstance(value, dict) and len(value) == 1:
-        # A value that JSON does not have is stored under its type: {"float": "0.1"}.
-        (value,) = value.values()
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else repr(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +67,15 @@ class DiffReport:
         Tensors with other values, the largest relative L2 difference first and integers last, and how many are the
         same, within the tolerance.
     values : list of Mismatch
-        Plain values that differ in type or in a bit; None if a checkpoint does not have it, and ``"None"`` for a None
-        that was saved. For containers or tensors of different kinds (a list and a tuple, a tensor and an array), their
-        kinds. An OrderedDict counts as a dict, a parameter as a tensor.
+        Plain values that differ in type or in a bit, as they are in the state (an enum by its name); None if a
+        checkpoint does not have it, and ``"None"`` for a None that was saved. For containers or tensors of different
+        kinds (a list and a tuple, a tensor and an array), their kinds. An OrderedDict counts as a dict, a parameter as
+        a tensor.
     converted : list of TensorDiff
         The values of the tensors in ``retyped``, compared as numbers.
+    placeholders : list of str
+        Values that cannot be read from one of the checkpoints, or both (see `Placeholder`). They are not compared, and
+        so count as a difference; with ``select`` they are left out.
 
     Examples
     --------
@@ -91,6 +100,7 @@ class DiffReport:
     identical: int
     values: list[Mismatch]
     converted: list[TensorDiff] = field(default_factory=list)
+    placeholders: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.equal
@@ -99,6 +109,7 @@ class DiffReport:
         """Return the report as plain values, as ``--json`` prints it, with the layers of `by_layer`."""
         return {
             **asdict(self),
+            "values": [found.as_dict() for found in self.values],
             "changed": [found.as_dict() for found in self.changed],
             "converted": [found.as_dict() for found in self.converted],
             "total": self.total.as_dict(),
@@ -218,13 +229,15 @@ def diff(
         found = [each for each in compared if each.name not in other_types]
         converted = sorted((each for each in compared if each.name in other_types), key=_most_changed_first)
         changed = sorted((each for each in found if each.different), key=_most_changed_first)
-        values = _values(left, right) if select is None else []
+        values, placeholders = _values(left, right) if select is None else ([], [])
         added = [name for name in right.entries if name in chosen and name not in left.entries]
         removed = [name for name in left.entries if name in chosen and name not in right.entries]
-        equal = not (added or removed or reshaped or retyped or changed or values)
+        equal = not (added or removed or reshaped or retyped or changed or values or placeholders)
         identical = len(found) - len(changed)
         a, b = os.fspath(a), os.fspath(b)
-        return DiffReport(a, b, equal, added, removed, reshaped, retyped, changed, identical, values, converted)
+        return DiffReport(
+            *(a, b, equal, added, removed, reshaped, retyped, changed, identical, values, converted, placeholders)
+        )
 
 
 def _most_changed_first(found: TensorDiff) -> tuple[bool, float, float, str]:
@@ -248,21 +261,36 @@ def _mismatches(
     return [each for each in found if each.a != each.b], [each.name for each in found if each.a == each.b]
 
 
-def _values(left: Reader, right: Reader) -> list[Mismatch]:
+def _values(left: Reader, right: Reader) -> tuple[list[Mismatch], list[str]]:
+    """Return the plain values that differ, and the names of those that cannot be read."""
     first, second = plain_values(left.flat.skeleton), plain_values(right.flat.skeleton)
-    found = []
+    found, unread = [], []
     for path in dict.fromkeys([*first, *second]):
         a, b = first.get(path), second.get(path)
-        if a and b:
+        if "placeholder" in (a and a.kind, b and b.kind):
+            unread.append((a or b).name)  # type: ignore[union-attr]  # one of them exists
+        elif a and b:
             if not a.equals(b):
-                found.append(Mismatch(a.name, _node(a), _node(b)))
+                found.append(Mismatch(a.name, _value(a), _value(b)))
         elif a and a.is_content:
-            found.append(Mismatch(a.name, _node(a), None))
+            found.append(Mismatch(a.name, _value(a), None))
         elif b and b.is_content:
-            found.append(Mismatch(b.name, None, _node(b)))
-    return found
+            found.append(Mismatch(b.name, None, _value(b)))
+    return found, unread
 
 
-def _node(found: PlainValue) -> Any:
-    """Return the node of a value; a None that was saved as a text, because None stands for no value."""
-    return "None" if found.node is None else found.node
+def _value(found: PlainValue) -> Any:
+    """Return a value as the state has it; a None that was saved as a text, because None stands for no value."""
+    if found.node is None:
+        return "None"
+    if found.kind != "plain" or not isinstance(found.node, dict):
+        return found.node
+    if "enum" in found.node:
+        name, member = found.node["enum"]
+        return f"{name.replace(':', '.')}.{member}"
+    return unflatten(found.node, {})
+
+
+def _json(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and math.isfinite(value) and abs(value) < _SAFE_INTEGER
+    return value if value is None or isinstance(value, str | list) or is_number else repr(value)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from tensorkeep.codecs import coder
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import Entry, OpenSettings, Reader
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
+from tensorkeep.state.tree import placeholders
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class InfoReport:
         the ``layouts`` of sharded tensors.
     coder : str or None
         What decodes it on this machine, such as ``"compiled (avx2)"``; None if no tensor is stored as byte planes.
+    placeholders : dict of str to str
+        What each value is that cannot be read, by name; see `Placeholder`.
 
     Examples
     --------
@@ -66,6 +69,7 @@ class InfoReport:
     metadata: dict[str, Any]
     details: dict[str, Any]
     coder: str | None = None
+    placeholders: dict[str, str] = field(default_factory=dict)
 
     def largest(self, count: int) -> list[Entry]:
         """Return the largest tensors, largest first."""
@@ -134,6 +138,7 @@ def report_of(path: PathLike, reader: Reader) -> InfoReport:
         metadata=reader.metadata,
         details=reader.details,
         coder=coder.describe() if any("planes" in entry.codec.split("+") for entry in entries) else None,
+        placeholders={found.name: found.what for found in placeholders(reader.flat.skeleton)},
     )
 
 

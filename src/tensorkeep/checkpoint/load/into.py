@@ -10,9 +10,9 @@ from tensorkeep.checkpoint.arguments import check_device, thread_count
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.mapped import map_tensors
 from tensorkeep.checkpoint.load.match import StateMatch
-from tensorkeep.checkpoint.load.object_checks import REFUSALS, is_module
+from tensorkeep.checkpoint.load.object_checks import REFUSALS, in_own_names, is_module
 from tensorkeep.checkpoint.load.ranges import read_all
-from tensorkeep.checkpoint.load.rebuild import rebuild
+from tensorkeep.checkpoint.load.rebuild import rebuild, refuse_placeholders, warn_of_attributes, warn_of_placeholders
 from tensorkeep.checkpoint.load.sharded import check_same_checkpoint
 from tensorkeep.checkpoint.load.targets import LoadPlan
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
@@ -86,6 +86,11 @@ def _load_new(reader: Reader, request: LoadRequest, threads: int, pool: BufferPo
     select = request.select
     chosen = list(reader.leaf_specs) if select is None else names.select(reader.leaf_specs, select)
     skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
+    if reader.refusal is not None:
+        refuse_placeholders(reader, skeleton)
+    warn_of_placeholders(reader, skeleton)
+    if select is None:
+        warn_of_attributes(reader)
     dtype = None if request.dtype is None else float_dtype(request.dtype)
     if request.mmap:
         values = map_tensors(reader, chosen)
@@ -96,7 +101,7 @@ def _load_new(reader: Reader, request: LoadRequest, threads: int, pool: BufferPo
         plan = LoadPlan(reader, chosen, {}, request.device, dtype)
         plan.read(threads, pool, progress)
         values = plan.values()
-    return rebuild(reader, skeleton, values, as_given=False)
+    return rebuild(reader, skeleton, values, as_given=())
 
 
 def _check_request(request: LoadRequest) -> None:
@@ -131,13 +136,21 @@ class _IntoState:
         ranks = request.ranks
         self._rank = str(ranks.rank) if ranks else ""
         state, self._per_rank = for_rank(request.into, ranks.rank if ranks else None)
-        self._state = wrap_objects(state)
         # Nothing is touched unless the states of all ranks fit.
         with together(ranks, "comparing its state with the checkpoint"):
             self._match = StateMatch(
-                reader, self._state, request.select, strict=request.strict, ranks=ranks, per_rank=self._per_rank.keys()
+                reader,
+                wrap_objects(state),
+                request.select,
+                strict=request.strict,
+                ranks=ranks,
+                per_rank=self._per_rank.keys(),
             )
             targets = self._match.targets()
+        self._state = self._match.state
+        # What is not selected may be a placeholder.
+        whole = self._match.skeleton
+        self._skeleton = whole if request.select is None else prune(whole, reader.entries)
         self._first = self._match.loaded_first()
         self._done = set(self._match.unselected)  # objects that are loaded already, or not at all
         self._tensors_read = False
@@ -157,18 +170,21 @@ class _IntoState:
 
     def load(self, threads: int, pool: BufferPool, progress: Progress | None) -> Any:
         """Load; return the state."""
-        skeleton, total = self._reader.flat.skeleton, self._first_plan.nbytes + self._plan.nbytes
+        skeleton, total = self._skeleton, self._first_plan.nbytes + self._plan.nbytes
         self._first_plan.read(threads, pool, _offset_progress(progress, 0, total))
-        values = self._values(self._first_plan)
+        values = self._first_plan.values()
         saved = {**self._match.saved_tensors, **values}
-        self._load_first(rebuild(self._reader, skeleton, saved, as_given=True))
+        as_given = saved.keys() - (values.keys() & self._match.new)
+        self._load_first(rebuild(self._reader, skeleton, saved, as_given=as_given))
         self._tensors_read = True
         self._plan.read(threads, pool, _offset_progress(progress, self._first_plan.nbytes, total))
-        values |= self._values(self._plan)
+        values |= self._plan.values()
         if values.keys() != self._reader.entries.keys():
-            skeleton = prune(skeleton, values.keys())
-        loaded = load_objects(self._state, rebuild(self._reader, skeleton, values, as_given=True), self._load)
+            skeleton = prune(skeleton, values.keys(), placeholders=True)
+        saved = rebuild(self._reader, skeleton, values, as_given=values.keys() - self._match.new)
+        loaded = load_objects(self._state, saved, self._load)
         self._match.warn_of_skipped()
+        warn_of_placeholders(self._reader, skeleton)
         return with_values_at(loaded, self._values_of_this_rank(loaded))
 
     def _values_of_this_rank(self, loaded: Any) -> dict[names.Path, PerRank]:
@@ -176,11 +192,6 @@ class _IntoState:
         places = {path: (*path, self._rank) for path in self._per_rank}
         found = {path: PerRank(value_at(loaded, place)) for path, place in places.items() if has_value(loaded, place)}
         return {**self._per_rank, **found}
-
-    def _values(self, plan: LoadPlan) -> dict[str, Any]:
-        """Return what was read, with numpy scalars as such."""
-        kinds = {name: self._reader.leaf_specs[name].kind for name in self._match.new}
-        return {name: value[()] if kinds.get(name) == "npscalar" else value for name, value in plan.values().items()}
 
     def _load_first(self, loaded: Any) -> None:
         """Load the objects that come first; if one refuses, load their previous states into all of them."""
@@ -201,7 +212,7 @@ class _IntoState:
         """Load the state of one object, unless that was done."""
         if is_below(path, self._done):
             return
-        value = stateful.value
+        value, state = stateful.value, in_own_names(stateful, state)
         try:
             if self._match.partial and is_module(value):
                 value.load_state_dict(state, strict=False)

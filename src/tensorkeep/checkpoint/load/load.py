@@ -42,8 +42,9 @@ def load(
 ) -> Any:
     """Load a checkpoint of any format.
 
-    Never executes code from a file: pickles are read by torch's restricted unpickler (``weights_only=True``) or decoded
-    without execution.
+    Never executes code from a file: pickles are decoded without execution. A value that cannot be read is a
+    `Placeholder`, which the call warns of; with ``select`` it is left out. Objects of classes that ``allow`` lacks are
+    an error instead, unless ``select`` or ``into`` leaves them out.
 
     Parameters
     ----------
@@ -55,7 +56,11 @@ def load(
         (modules, optimizers, schedulers, `tensorkeep.RandomState`), also one object alone. Filling is the fastest way,
         because no new memory is touched. Names, shapes, dtypes and shared memory are compared first, and nothing is
         touched unless all of them fit: an object with a ``check_state_dict()`` is asked then. A new optimizer takes the
-        state that was saved.
+        state that was saved; parameters with names (``param_names``) must have the saved ones.
+
+        A module may convert what was saved, as in its ``load_state_dict()``: a copy of it without memory is asked
+        before anything is read. What it takes as it is, is filled in place. A tied weight may be saved under one of its
+        names, and the names of either side may have the prefixes ``module.`` and ``_orig_mod.`` of wrappers.
 
         A dict may lack entries of the checkpoint's top level, which are then not loaded: ``into={"model": model}``
         leaves a saved optimizer alone. Within each entry, and in a dict of tensors, nothing may be missing or extra.

@@ -3,12 +3,28 @@
 import difflib
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from tensorkeep.checkpoint.load.keys import KeyComparison
-from tensorkeep.checkpoint.load.object_checks import SavedTensor, has_check, is_module, refusals
-from tensorkeep.checkpoint.load.rebuild import rebuild
+from tensorkeep.checkpoint.load.keys import (
+    KeyComparison,
+    named_as_saved,
+    nested_like,
+    select_tensors,
+)
+from tensorkeep.checkpoint.load.object_checks import (
+    MatchedObject,
+    ModuleAnswer,
+    SavedTensor,
+    ask_module,
+    check_fillable,
+    converts_states,
+    has_check,
+    is_extra_state,
+    is_module,
+    refusals,
+    unwrapped,
+)
+from tensorkeep.checkpoint.load.rebuild import rebuild, refuse_placeholders_of
 from tensorkeep.checkpoint.load.sharded import loaded_by_others, optimizer_state_like_parameters
 from tensorkeep.checkpoint.load.targets import (
     Differences,
@@ -19,25 +35,13 @@ from tensorkeep.checkpoint.load.targets import (
     sharing_conflict_of,
 )
 from tensorkeep.checkpoint.ranks.group import Ranks
-from tensorkeep.checkpoint.stateful import StatefulObject, has_value, is_below, items, paths_to, unwrap_states
-from tensorkeep.errors import StateMismatchError, StateMismatchWarning, UsageError, stack_level_of_caller
+from tensorkeep.checkpoint.stateful import has_value, is_below, paths_to, unwrap_states
+from tensorkeep.errors import StateMismatchError, StateMismatchWarning, stack_level_of_caller
 from tensorkeep.formats.base import Reader
-from tensorkeep.state import names
-from tensorkeep.state.names import Path, display
+from tensorkeep.state.names import Key, Path, display
+from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.state.skeleton_writer import StateLeaf
 from tensorkeep.state.tree import state_leaves
-
-_EXTRA_STATE = "_extra_state"
-
-
-@dataclass(slots=True)
-class _MatchedObject:
-    """An object, its saved state, and the names of its selected tensors and of those that it has already."""
-
-    stateful: StatefulObject
-    saved: Any
-    wanted: set[str] = field(default_factory=set)
-    given: set[str] = field(default_factory=set)
 
 
 class StateMatch:
@@ -69,23 +73,29 @@ class StateMatch:
         self._strict = strict
         self._ranks = ranks
         self.partial = select is not None
-        state_dicts = unwrap_states(state)
-        self._given = state_leaves(state_dicts, sharded=ranks is not None)
-        self._given_paths = {name: given.path for name, given in self._given.items()}
+        check_fillable(unwrap_states(state), reader.path)
+        given = state_leaves(unwrap_states(state), sharded=ranks is not None)
         self.saved_tensors = {
             name: SavedTensor(name, reader.leaf_specs[name].kind, entry) for name, entry in reader.entries.items()
         }
-        self._saved = saved = rebuild(reader, reader.flat.skeleton, self.saved_tensors, as_given=True)
+        self.skeleton = nested_like(reader.flat.skeleton, state)
+        self._saved = saved = rebuild(reader, self.skeleton, self.saved_tensors, as_given=self.saved_tensors)
+        self.state = named_as_saved(state, saved, given)
+        if self.state is not state:
+            state, given = self.state, state_leaves(unwrap_states(self.state), sharded=ranks is not None)
+        self._given = given
+        self._given_paths = {name: leaf.path for name, leaf in given.items()}
         paths = {tensor.name: path for path, tensor in paths_to(saved, SavedTensor)}
         self._saved_paths = {name: paths.get(name, ()) for name in reader.entries}
         self._keys = KeyComparison(state, saved)
         self._keys.ignore_nesting(self._given_paths, self._saved_paths)
-        self.objects = {path: _MatchedObject(*found) for path, found in self._keys.objects.items()}
+        self.objects = {path: MatchedObject(*found) for path, found in self._keys.objects.items()}
         self._different: dict[str, str] = {}
         self._replaced: set[str] = set()  # given tensors that are not filled
+        self._unasked: set[Path] = set()  # modules that may convert states, and cannot answer without the data
         self.new: set[str] = set()
         self.skipped = Differences()
-        self.chosen, self.unselected = _select_tensors(select, self._saved_paths, self._keys.objects)
+        self.chosen, self.unselected = select_tensors(select, self._saved_paths, self._keys.objects)
         if select is None:
             self.chosen = [name for name in self.chosen if not is_below(self._saved_paths[name], self._keys.left_out)]
         self._assign_to_objects()
@@ -140,7 +150,7 @@ class StateMatch:
         found = optimizer_state_like_parameters(objects, self._reader.entries, paths)
         return {name: Target(leaf, tensor, fills=True) for name, (leaf, tensor) in found.items()}
 
-    def _owner(self, path: Path) -> _MatchedObject | None:
+    def _owner(self, path: Path) -> MatchedObject | None:
         """Return the innermost object that some keys lead into."""
         places = (path[:length] for length in range(len(path), -1, -1))
         return next((self.objects[place] for place in places if place in self.objects), None)
@@ -154,11 +164,14 @@ class StateMatch:
             if is_below(path, self.unselected):
                 continue
             value = found.stateful.value
+            if not self.partial:
+                refuse_placeholders_of(self._reader, path, found.saved)
             self._different |= {display((*path, *keys)): what for keys, what in refusals(value, found.saved)}
             if is_module(value):
-                wanted = {name for name in found.wanted if _is_extra_state(self._saved_paths[name], path)}
-                given = {name for name in found.given if _is_extra_state(self._given_paths[name], path)}
+                wanted = {name for name in found.wanted if is_extra_state(self._saved_paths[name], path)}
+                given = {name for name in found.given if is_extra_state(self._given_paths[name], path)}
                 self._choose_memory(wanted, given)
+                self._ask(path, found)
                 continue
             for name in () if has_check(value) else sorted(found.wanted & found.given):
                 leaf = self._given[name].leaf
@@ -169,14 +182,55 @@ class StateMatch:
 
     def _choose_memory(self, wanted: set[str], given: set[str]) -> None:
         """Fill the tensors of an object in place if all of them can be, else load all of them into new memory."""
-
-        def can_fill(name: str) -> bool:
-            leaf = self._given[name].leaf
-            return leaf.writable and difference_of(leaf, self._reader, name) is None
-
-        if wanted != given or not all(map(can_fill, wanted)):
+        if wanted != given or not all(map(self._can_fill, wanted)):
             self.new |= wanted
             self._replaced |= given
+
+    def _can_fill(self, name: str) -> bool:
+        leaf = self._given[name].leaf
+        return leaf.writable and difference_of(leaf, self._reader, name) is None
+
+    def _ask(self, path: Path, found: MatchedObject) -> None:
+        """Fill in place what a module takes as it is, and load into new memory what it makes other tensors from.
+
+        Only a module that needs another state, or that may convert any state, is asked.
+        """
+        wanted = {name: self._saved_paths[name][len(path)] for name in found.wanted if self._saved_paths[name] != path}
+        given = {name: self._given_paths[name][len(path)] for name in found.given}
+        compared, own = wanted.keys() - self.new, given.keys() - self._replaced
+        fits = compared <= own and (self.partial or own <= compared) and all(map(self._can_fill, compared))
+        is_sharded = any(isinstance(self._given[name].leaf, ShardedLeaf) for name in given)
+        if is_sharded or not isinstance(found.saved, dict) or (fits and not converts_states(found.stateful.value)):
+            return
+        others = {keys[len(path)] for keys in self._saved_paths.values() if is_below(keys[:-1], {path})}
+        others -= {*wanted.values()}
+        misfits = {wanted[name] for name in compared & own if not self._has_saved_shape(name)}
+        answer = ask_module(found.stateful, found.saved, others, misfits)
+        if answer is None and fits:
+            self.new |= wanted.keys()  # it may convert them
+            self._replaced |= given.keys()
+        elif answer is None:
+            self._unasked.add(path)
+        else:
+            self._heed(path, wanted, given, answer)
+
+    def _has_saved_shape(self, name: str) -> bool:
+        return self._given[name].leaf.shape == self._reader.entries[name].shape
+
+    def _heed(self, path: Path, wanted: Mapping[str, Key], given: Mapping[str, Key], answer: ModuleAnswer) -> None:
+        """Load the tensors of a module, with their keys in its state, as it has answered."""
+        missing, extra = answer.missing, answer.unexpected
+        bases = {name: self._reader.entries[name].alias_of or name for name in wanted}
+        new = {name for name, key in wanted.items() if key not in answer.unchanged | extra}
+        # Tensors that share memory are loaded in one way.
+        shared = {bases[name] for name in new}
+        new |= {name for name, key in wanted.items() if bases[name] in shared and key not in extra}
+        kept = missing | {wanted[name] for name in wanted.keys() - new}
+        self.new |= new
+        self._replaced |= {name for name, key in given.items() if key not in kept}
+        self._keys.missing = [keys for keys in self._keys.missing if keys[:-1] != path or keys[-1] in missing]
+        self._keys.extra = [keys for keys in self._keys.extra if keys[:-1] != path or keys[-1] in extra]
+        self._different |= {display((*path, key)): what for key, what in answer.different.items()}
 
     def targets(self) -> dict[str, Target]:
         """Return what is filled in place; StateMismatchError names up to five misfits of each kind."""
@@ -192,17 +246,23 @@ class StateMatch:
         """Return the error about what does not fit, with the remedy of a mistake that is often made."""
         saved, given = self._reader.entries.keys(), self._given.keys()
         tops = dict.fromkeys(name.partition(".")[0] for name in saved)
-        unknown = [path[0] for path in self._keys.missing if len(path) == 1 and isinstance(path[0], str)]
+        unknown = [path[0] for path in self._keys.missing if len(path) == 1 and () not in self.objects]
+        unknown = [key for key in unknown if isinstance(key, str)]
         remedy = None
         if given and (around := [top for top in tops if all(f"{top}.{name}" in saved for name in given)]):
             remedy = f"give it under the key that it was saved with: into={{{around[0]!r}: ...}}"
         elif given and all(name.partition(".")[2] in saved for name in given):
             remedy = "it was saved alone: give it to `into` without a key"
-        elif found.missing and {*map(_unwrapped, found.missing)} == {*map(_unwrapped, found.extra)}:
+        elif found.missing and {*map(unwrapped, found.missing)} == {*map(unwrapped, found.extra)}:
             remedy = "only one of the models is wrapped, as by DataParallel or torch.compile: give the module inside"
+        elif self._unasked:
+            remedy = (
+                "the module may convert what was saved, but not before it is read: load it without `into`, and give "
+            )
+            remedy += "it to load_state_dict()"
         elif () in self._keys.different and tops:
             remedy = f"give a dict with keys that were saved, such as into={{{next(iter(tops))!r}: ...}}"
-        elif unknown and (near := difflib.get_close_matches(unknown[0], tops, n=1)):
+        elif unknown and (near := difflib.get_close_matches(str(unknown[0]), map(str, tops), n=1)):
             remedy = f"did you mean the key {near[0]!r}?"
         elif unknown:
             remedy = f"the keys that were saved are {', '.join(map(repr, tops))}: give those that you want to load"
@@ -234,9 +294,9 @@ class StateMatch:
     def _skip_misfits(self) -> None:
         """Leave out the tensors that do not fit by name and shape, other than those of objects but modules."""
         self.skipped = self._differences()
-        entries, filled, kept = self._reader.entries, self._filled(), self._kept()
-        fitting = {name for name in kept if name in filled and filled[name].leaf.shape == entries[name].shape}
-        if (kept or filled) and not fitting:
+        filled, kept = self._filled(), self._kept()
+        fitting = {name for name in kept if name in filled and self._has_saved_shape(name)}
+        if (kept or filled) and not (fitting or self.new):
             raise self._error(self.skipped)
         misfits = {*kept} - fitting
         self.chosen = [name for name in self.chosen if name not in misfits]
@@ -256,7 +316,7 @@ class StateMatch:
     def _is_wanted(self, path: Path) -> bool:
         return not self.partial or any(is_below(self._saved_paths[name], {path}) for name in self.chosen)
 
-    def _owner_of_conflict(self) -> _MatchedObject | None:
+    def _owner_of_conflict(self) -> MatchedObject | None:
         """Return an object whose tensors share memory in the state only, and that can be given new memory."""
         conflict = sharing_conflict_of(self._filled(), self._reader, self._kept())
         for name in conflict or ():
@@ -287,58 +347,3 @@ class StateMatch:
             if names <= self.new and not shared and not any(is_module(each.stateful.value) for each in inside):
                 found[path] = names
         return found
-
-
-def _unwrapped(name: str) -> str:
-    """Return a name without the keys under which DataParallel and torch.compile hold a module."""
-    return ".".join(key for key in name.split(".") if key not in ("module", "_orig_mod"))
-
-
-def _is_extra_state(keys: Path, path: Path) -> bool:
-    """Return whether keys lead to the result of a module's ``get_extra_state``, which may have any shape."""
-    key = keys[len(path)] if len(keys) > len(path) else None
-    return isinstance(key, str) and (key == _EXTRA_STATE or key.endswith(f".{_EXTRA_STATE}"))
-
-
-def _select_tensors(
-    patterns: str | Iterable[str] | None,
-    tensors: Mapping[str, Path],
-    objects: Mapping[Path, tuple[StatefulObject, Any]],
-) -> tuple[list[str], set[Path]]:
-    """Return the names of the selected tensors, and the objects of which nothing is selected.
-
-    Objects without tensors are selected by their keys or those of the values in their states.
-    Raises UsageError if a pattern matches nothing, or some but not all tensors of an object other than a module.
-    """
-    if patterns is None:
-        return list(tensors), set()
-    own_names = {path: _names(path, saved, tensors) for path, (_, saved) in objects.items()}
-    candidates = dict.fromkeys([*tensors, *(name for found in own_names.values() for name in found)])
-    selected = set(names.select(candidates, patterns))
-    unselected: set[Path] = set()
-    complete: set[Path] = set()
-    for path, (stateful, _) in objects.items():
-        if is_below(path, complete | unselected):
-            continue
-        if not own_names[path] & selected:
-            unselected.add(path)
-        elif not is_module(stateful.value):
-            complete.add(path)
-            if not own_names[path] & tensors.keys() <= selected:
-                raise UsageError(
-                    f"only some tensors of the {type(stateful.value).__name__} at {display(path)!r} are selected",
-                    remedy="select all or none of them",
-                )
-    return [name for name in tensors if name in selected], unselected
-
-
-def _names(path: Path, saved: Any, tensors: Mapping[str, Path]) -> set[str]:
-    """Return the names of an object's tensors; if it has none, its own name and those of the values in its state."""
-    found = {name for name, keys in tensors.items() if keys[: len(path)] == path}
-    return found or {display(path), *_value_names(saved, path)}
-
-
-def _value_names(state: Any, path: Path) -> Iterable[str]:
-    for key, item in items(state) or []:
-        yield display((*path, key))
-        yield from _value_names(item, (*path, key))

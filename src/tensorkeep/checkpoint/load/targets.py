@@ -28,7 +28,10 @@ _REMEDY = (
     "leave entries that do not fit out of `into`, load only what fits (strict=False), or select the tensors to load "
     '(select=["model.*"])'
 )
-_CAST_REMEDY = "convert the state to the saved dtype first (module.to({})), or load without `into` and convert then"
+_CAST_REMEDY = (
+    "convert the state to the saved dtype first (module.to({})), or load without `into` and convert then, as "
+    "load_state_dict() does"
+)
 
 
 class Target(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
-from tensorkeep.checkpoint.finding import find_format
+from tensorkeep.checkpoint.finding import find_format, open_as
 from tensorkeep.checkpoint.load.ranges import read_all
 from tensorkeep.checkpoint.manager.address import checkpoint_path, steps_of_run
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
@@ -132,7 +132,7 @@ def _verify_one(
     chosen = FORMATS.get(format) if format else find_format(path)
     with ExitStack() as stack:
         try:
-            reader = stack.enter_context(chosen.open(path, OpenSettings(verify=True, pool=pool, allow=allow)))
+            reader = stack.enter_context(open_as(chosen, path, OpenSettings(verify=True, pool=pool, allow=allow)))
         except CorruptCheckpointError as error:
             return VerifyReport(os.fspath(path), chosen.name, False, None, 0, 0, [_problem(error)])
         return verify_open(reader, pool, threads=threads, progress=progress)

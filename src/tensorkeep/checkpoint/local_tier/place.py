@@ -35,12 +35,16 @@ from tensorkeep.errors import (
     stack_level_of_caller,
 )
 from tensorkeep.formats.native.directory import Summary
+from tensorkeep.io.parallel import answer_within
 from tensorkeep.paths import StorePath, as_path, checked_path
 from tensorkeep.units import parse_bytes
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_PATIENCE_SECONDS = 1.0
+"""For so long the first save waits for the store; see `TieredPlace.claim`."""
 
 
 def local_tier(
@@ -186,8 +190,9 @@ class TieredPlace(StepPlace):
         if self._claimed:
             return
         try:
-            self._known = set(self._store.numbers())
-        except StoreError as error:
+            # A save depends on the disk alone, and does not wait for as long as requests are repeated.
+            self._known = {*answer_within(_PATIENCE_SECONDS, self._store.numbers)}
+        except (StoreError, TimeoutError) as error:
             message = f"steps are saved to {self.root}, and uploaded later: {in_short(error)}"
             logger.info("%s", message)
             warnings.warn(message, stacklevel=stack_level_of_caller())

@@ -23,6 +23,7 @@ from tensorkeep.errors import (
     PathLike,
     StoreError,
     TensorkeepError,
+    UnsupportedError,
     UsageError,
     stack_level_of_caller,
 )
@@ -79,11 +80,11 @@ def find_checkpoint(path: PathLike) -> Address:
     if wanted is None:
         root = find_run(place)
         return Address(place) if root is None else _latest(root)
+    if wanted.isdecimal():
+        return _numbered(as_path(place), int(wanted))
     root = run_root(place)
     if wanted == "latest":
         return _latest(root)
-    if wanted.isdecimal():
-        return Address(place_of(root).existing(int(wanted)), int(wanted))
     best, colon, metric = wanted.partition(":")
     if best != "best" or (colon and not metric):
         raise UsageError(f"{wanted!r} is not a step", path=path, remedy=_FORMS)
@@ -129,13 +130,41 @@ def run_root(path: PathLike) -> Path:
     root = _root_of(as_path(place))
     if root is not None:
         return root
-    if not exists(as_path(place)):
+    folder = as_path(place)
+    if isinstance(folder, StorePath) and not folder.has_listing:
+        raise UnsupportedError(
+            "a web server lists no names, so the steps of a run are not found",
+            path=place,
+            remedy="give the number of a step: RUN@1200",
+        )
+    if not exists(folder):
         raise NotFoundError("does not exist", path=place, remedy="check the path")
     raise NotACheckpointError("contains no steps", path=place, remedy="give the folder that contains step-000100")
 
 
 def _root_of(folder: Path) -> Path | None:
-    return next((place for place in (folder, folder / CHECKPOINTS) if step_numbers(names_in(place))), None)
+    return next((place for place in (folder, folder / CHECKPOINTS) if _has_steps(place)), None)
+
+
+def _has_steps(folder: Path) -> bool:
+    try:
+        return bool(step_numbers(names_in(folder)))
+    except UnsupportedError:
+        # An object of another name that cannot be listed. A listing of the steps passes over some of those.
+        return bool(place_of(folder).numbers())
+
+
+def _numbered(folder: Path, number: int) -> Address:
+    # Without a listing, which a web server does not give.
+    for steps in map(place_of, (folder, folder / CHECKPOINTS)):
+        path = steps.path_of(number)
+        if steps.exists(path):
+            return Address(path, number)
+    if isinstance(folder, StorePath) and not folder.has_listing:
+        raise NotFoundError(
+            f"has no step {number}", path=folder, remedy="check the URL and the number: a web server lists no steps"
+        )
+    return Address(place_of(run_root(folder)).existing(number), number)
 
 
 def _latest(root: Path) -> Address:

@@ -1,21 +1,26 @@
 """What a manager does with the place of its steps: complete ones are found, others deleted, for all ranks."""
 
 import logging
-import os
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from tensorkeep.checkpoint.forking import reset_in_child
+from tensorkeep.checkpoint.manager.metrics import checked_metrics
 from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, unwanted
-from tensorkeep.checkpoint.manager.steps import Step, StepPlace, checked_metrics, is_damaged, manifest_digest
+from tensorkeep.checkpoint.manager.steps import Step, StepPlace, is_damaged, manifest_digest
 from tensorkeep.checkpoint.ranks.group import Ranks, reported_to_others, together
-from tensorkeep.errors import DestinationExistsError, PathLike, TensorkeepError
+from tensorkeep.errors import DestinationExistsError, PathLike, TensorkeepError, UnsupportedError
 from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.clock import clock
-from tensorkeep.paths import StorePath, as_path, checked_path
+from tensorkeep.io.threads import shielded
+from tensorkeep.paths import StorePath, absolute, as_path, checked_path
+from tensorkeep.structs import prepared
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +36,7 @@ class StepFolder:
         make_place: Callable[[Path], StepPlace] = place_of,
     ) -> None:
         given = checked_path(root, stores=True)
-        self.root = given if isinstance(given, StorePath) else Path(os.path.abspath(given))
+        self.root = given if isinstance(given, StorePath) else absolute(given)
         self._make_place = make_place
         self._ranks = ranks
         self._changes = ranks is None or ranks.is_coordinator
@@ -54,30 +59,37 @@ class StepFolder:
         """Let others write."""
         self.place.release()
 
-    def newest_first(self, *, stacklevel: int) -> list[Step]:
+    def newest_first(self, *, stacklevel: int) -> Iterable[Step]:
         """Return the complete steps, the last one first; warn of later ones that are not complete.
 
-        All ranks return those that the coordinator has found.
+        A step is looked at when it is asked for. All ranks return those that the coordinator has found.
         """
         if self._ranks is None:
-            return self._newest_first(stacklevel=stacklevel + 1)
+            return self._newest_first(stacklevel=stacklevel)  # by the caller's frame
         with reported_to_others(self._ranks, "listing the steps"):
             own: list[Step] = []
             if self._changes:
                 # The ranks may be starting again after they were killed when all but the last rename was done.
                 self.place.finish_saves()
-                own = self._newest_first(stacklevel=stacklevel + 1)
+                own = [*self._newest_first(stacklevel=stacklevel + 1)]
         received = [(s.number, s.path, s.saved_at, dict(s.metrics), s.nbytes, s.own_bytes) for s in own]
         return [Step(*each) for each in self._ranks.caller.exchange(received, "listing the steps")[0]]
 
-    def _newest_first(self, *, stacklevel: int) -> list[Step]:
-        found = self.place.listing()
-        last = found.steps[-1].number if found.steps else -1
-        for number, error in found.broken.items():
-            if number > last:
-                logger.info("step %d of %s is skipped: %s", number, self.root, error)
-                warnings.warn(f"step {number} is skipped: {error}", stacklevel=stacklevel + 1)
-        return found.steps[::-1]
+    def _newest_first(self, *, stacklevel: int) -> Iterator[Step]:
+        broken: list[tuple[int, TensorkeepError]] = []
+        steps = self.place.newest_first()
+        last: Step | None = None
+        while last is None and (found := next(steps, None)) is not None:
+            if isinstance(found[1], Step):
+                last = found[1]
+            else:
+                broken.append((found[0], found[1]))
+        for number, error in reversed(broken):
+            logger.info("step %d of %s is skipped: %s", number, self.root, error)
+            warnings.warn(f"step {number} is skipped: {error}", stacklevel=stacklevel + 1)
+        if last is not None:
+            yield last
+            yield from (step for _, step in steps if isinstance(step, Step))
 
     def check_free(self, step: int, *, overwrite: bool, damaged: Mapping[Path, str | None], stacklevel: int) -> bool:
         """Check that a step can be saved, and return whether to replace what is there; warn if there are later steps.
@@ -87,16 +99,7 @@ class StepFolder:
         """
         if not self._changes:
             return overwrite
-        path, numbers = self.path_of(step), self.place.numbers()
-        replaces = overwrite
-        if step in numbers and not overwrite:
-            known = damaged.get(path)
-            replaces = is_damaged(path) or (known is not None and known == manifest_digest(path))
-            if not replaces:
-                raise DestinationExistsError(
-                    "this step was saved already", path=path, remedy="give overwrite=True, or delete it first"
-                )
-        later = [number for number in numbers if number > step]
+        replaces, later = shielded(partial(self._look_at, step, overwrite=overwrite, damaged=damaged))
         if later:
             warnings.warn(
                 f"step {step} is saved although there are later ones, up to step {later[-1]}, from which latest() and "
@@ -106,9 +109,31 @@ class StepFolder:
         self.place.expect(step, overwrite=overwrite)
         return replaces
 
+    def _look_at(self, step: int, *, overwrite: bool, damaged: Mapping[Path, str | None]) -> tuple[bool, list[int]]:
+        """Return whether to replace a step, and the numbers of later ones; see `check_free`."""
+        path, numbers = self.path_of(step), self.place.numbers()
+        replaces = overwrite
+        if step in numbers and not overwrite:
+            known = damaged.get(path)
+            replaces = is_damaged(path) or (known is not None and known == manifest_digest(path))
+            if not replaces:
+                raise DestinationExistsError(
+                    "this step was saved already", path=path, remedy="give overwrite=True, or delete it first"
+                )
+        return replaces, [number for number in numbers if number > step]
+
     def record(self, step: int, metrics: Mapping[str, float] | None, keep: Keep) -> StepRecord:
         """Return what is stored with a step; its metrics are those of the coordinator, which alone checks them."""
         record = StepRecord(step, clock().time(), checked_metrics(metrics if self._changes else None))
+        try:
+            # As a reader will.
+            msgspec.json.decode(msgspec.json.encode(record), type=prepared(StepRecord))
+        except (msgspec.ValidationError, OverflowError) as error:
+            raise UnsupportedError(
+                f"step {step}, saved {record.saved_at:.0f} seconds after 1970, cannot be stored ({error})",
+                path=self.root,
+                remedy="look at the number of the step and at the clock of this machine",
+            ) from error
         if self._changes:
             keep.check(record.metrics)
         return record
@@ -117,14 +142,15 @@ class StepFolder:
         """Return the path of a step; with ``exists``, NotFoundError if it does not exist."""
         return (self.place.existing if exists else self.place.path_of)(step.number if isinstance(step, Step) else step)
 
-    def delete(self, *steps: int | Step) -> None:
-        """Delete steps; NotFoundError if one does not exist."""
+    def delete(self, *steps: int | Step, seen: StepPlace | None = None) -> None:
+        """Delete steps; NotFoundError if one does not exist. ``seen`` is the snapshot of the place that chose them."""
         with together(self._ranks, "deleting a step"), self._mutex:
             self.claim()
             if self._changes:
-                for step in steps:
-                    self.place.remove(self.path_of(step, exists=True))
+                failures = (seen or self.place).remove_all([self.path_of(step, exists=not seen) for step in steps])
                 self._sweep()
+                for error in failures.values():
+                    raise error
 
     def delete_unwanted(self, rule: Keep, protect: Collection[int] = ()) -> list[Step]:
         """Delete the steps that a rule does not keep, except for some; return them.
@@ -135,12 +161,11 @@ class StepFolder:
         if not self._changes:
             return deleted
         with self._mutex:
-            for step in unwanted(rule, self.place.listing().steps, protect):
-                try:
-                    self.place.remove(as_path(step.path))
-                    deleted.append(step)
-                except TensorkeepError as error:
-                    self._not_deleted = error
+            place = self.place.snapshot()
+            steps = unwanted(rule, place.listing().steps, protect)
+            failures = place.remove_all([as_path(step.path) for step in steps])
+            self._not_deleted = next(iter(failures.values()), self._not_deleted)
+            deleted = [step for step in steps if as_path(step.path) not in failures]
             self._sweep()
         return deleted
 

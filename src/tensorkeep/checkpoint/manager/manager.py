@@ -143,7 +143,7 @@ class CheckpointManager(StepQueries):
         self._asynchronous = asynchronous
         copies = copies_of(when_busy, ranks=group is not None)
         self._budget = checked_budget(memory_budget, copies=copies, delta=delta, background=asynchronous)
-        self._queue = SaveQueue(when_busy, self._budget)
+        self._queue = SaveQueue(when_busy, self._budget, alone=group is None)
         self._request = partial(
             check_request,
             format="native",

@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from tensorkeep.checkpoint.manager.steps import Step
 from tensorkeep.errors import UsageError, did_you_mean
@@ -100,3 +101,21 @@ def _words(name: str) -> set[str]:
     camel = [word for part in parts for word in re.split(r"(?<=[a-z0-9])(?=[A-Z])", part)]
     words = {word.lower() for word in (*parts, *camel)}
     return words | {word.rstrip("0123456789") for word in words}
+
+
+def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """Return metrics as a `StepRecord` stores them: numbers, and the texts "nan", "inf" and "-inf".
+
+    Raises UsageError if one is not a number, or its name is not text.
+    """
+    found: dict[str, Any] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = float(value)
+            str(name).encode()
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(
+                f"the metric {name!r:.80} is {value!r:.80}", remedy="give a number, under a name that is text"
+            ) from error
+        found[str(name)] = number if math.isfinite(number) else str(number)
+    return found

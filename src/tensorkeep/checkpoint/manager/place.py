@@ -15,6 +15,7 @@ from tensorkeep.io.commit import remove_checkpoint
 from tensorkeep.io.files import store_errors
 from tensorkeep.io.lock import FolderLock
 from tensorkeep.io.temporaries import remove_abandoned
+from tensorkeep.io.threads import shielded
 from tensorkeep.paths import StorePath, as_path
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,9 @@ class DiskPlace(StepPlace):
             return []
 
     def claim(self) -> None:
+        shielded(self._claim)
+
+    def _claim(self) -> None:
         if self._lock is None or not self._lock.is_valid():
             self._lock = FolderLock(self.root)
             finish_saves(self.root)

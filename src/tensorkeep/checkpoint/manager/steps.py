@@ -1,14 +1,13 @@
 """The steps of a training run: checkpoints ``step-000100``, ``step-000200``, ... in one place."""
 
-import math
 import operator
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, SupportsIndex, TypeVar
+from typing import Literal, SupportsIndex, TypeVar
 
 from tensorkeep.errors import (
     CorruptCheckpointError,
@@ -169,6 +168,18 @@ class StepPlace(ABC):
     def remove(self, path: Path) -> None:
         """Delete a step, complete or damaged; raise as `check_removable`. Nothing happens if it is gone already."""
 
+    def snapshot(self) -> "StepPlace":
+        """Return a place that looks at the steps once, for a deletion that is planned and then done."""
+        return self
+
+    def not_removable(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
+        """Return the paths that `check_removable` refuses, with its errors."""
+        return _failures(self.check_removable, paths, (UsageError, NotACheckpointError))
+
+    def remove_all(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
+        """Delete steps, and return those that could not be deleted, with the errors of `remove`."""
+        return _failures(self.remove, paths, TensorkeepError)
+
     @abstractmethod
     def freed_bytes(self, paths: Iterable[Path]) -> int:
         """Return the bytes that deleting all of these steps would free, once the grace period is over."""
@@ -225,6 +236,12 @@ class StepPlace(ABC):
         path = self.path_of(number)
         return step_of(path, number, summarise(path))
 
+    def newest_first(self) -> Iterator[tuple[int, Step | TensorkeepError]]:
+        """Yield the number of each step, the last one first, with the step or what is wrong with it."""
+        found = self.listing()
+        steps: dict[int, Step | TensorkeepError] = {step.number: step for step in found.steps}
+        yield from sorted((steps | {**found.broken}).items(), key=lambda each: -each[0])
+
     def listing(self) -> StepListing:
         """Look at every step; no tensor is read."""
         steps: list[Step] = []
@@ -235,6 +252,21 @@ class StepPlace(ABC):
             else:
                 steps.append(step_of(self.path_of(number), number, found))
         return StepListing(steps, MappingProxyType(broken))
+
+
+def _failures(
+    call: Callable[[Path], None],
+    paths: Iterable[Path],
+    kinds: type[TensorkeepError] | tuple[type[TensorkeepError], ...],
+) -> dict[Path, TensorkeepError]:
+    """Call a function with each path; return the paths for which it failed, with the errors."""
+    failures: dict[Path, TensorkeepError] = {}
+    for path in paths:
+        try:
+            call(path)
+        except kinds as error:
+            failures[path] = error
+    return failures
 
 
 def step_number(number: SupportsIndex, root: PathLike | None = None) -> int:
@@ -271,15 +303,18 @@ def step_of(path: Path, number: int, summary: Summary) -> Step:
     return Step(number, os.fspath(path), saved_at, metrics, summary.nbytes, summary.own_bytes)
 
 
-def check_is_step(path: Path) -> None:
-    """Raise NotACheckpointError if a path is not a native checkpoint, UsageError if other files are beside its own."""
-    if not is_native(path):
+def check_is_step(path: Path, foreign: Sequence[str] | None = None) -> None:
+    """Raise NotACheckpointError if a path is not a native checkpoint, UsageError if other files are beside its own.
+
+    ``foreign`` are those files, if they are known, and the path is a native checkpoint.
+    """
+    if foreign is None and not is_native(path):
         raise NotACheckpointError(
             "is not a checkpoint of Tensorkeep, or has lost its manifest, so it is not deleted",
             path=path,
             remedy="if it is not needed, remove it yourself",
         )
-    foreign = foreign_names(path)
+    foreign = foreign_names(path) if foreign is None else foreign
     if foreign:
         raise UsageError(
             f"holds {foreign[0]!r}, which does not belong to the step, so it is not deleted",
@@ -306,21 +341,3 @@ def manifest_digest(path: Path) -> str | None:
             return digest(file.read(0, file.size), wide=True)
     except TensorkeepError:
         return None
-
-
-def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
-    """Return metrics as a `StepRecord` stores them: numbers, and the texts "nan", "inf" and "-inf".
-
-    Raises UsageError if one is not a number, or its name is not text.
-    """
-    found: dict[str, Any] = {}
-    for name, value in (metrics or {}).items():
-        try:
-            number = float(value)
-            str(name).encode()
-        except (TypeError, ValueError, OverflowError) as error:
-            raise UsageError(
-                f"the metric {name!r:.80} is {value!r:.80}", remedy="give a number, under a name that is text"
-            ) from error
-        found[str(name)] = number if math.isfinite(number) else str(number)
-    return found

@@ -24,6 +24,7 @@ from tensorkeep.checkpoint.ranks.outline import (
 )
 from tensorkeep.checkpoint.ranks.samples import sample_digests, warn_of_differing
 from tensorkeep.errors import RanksDisagreeError
+from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native.directory import commit_to
 from tensorkeep.formats.native.manifest import FILE_NAME
 from tensorkeep.formats.native.pieces.records import FragmentReport, Root
@@ -34,7 +35,7 @@ from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.objects.store_commit import StoreCommit
 from tensorkeep.io.parallel import Cancelled
-from tensorkeep.paths import StorePath, as_path
+from tensorkeep.paths import StorePath, absolute, as_path
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.sharded import Piece
 from tensorkeep.state.tree import Flat
@@ -143,14 +144,15 @@ class Coordination:
         """Make the staging folder and write the plan of the save into it; in a store, only look for what is there."""
         destination = self._destination
         if not isinstance(destination, StorePath):
-            finish_saves(destination.absolute().parent)
+            finish_saves(absolute(destination).parent)
         commit = self._commit = commit_to(destination, overwrite=self._settings.overwrite).__enter__()
         # The restart of an elastic run, which must not meet what an earlier one has left.
         save = f"{commit.save_id or secrets.token_hex(8)}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         shared = self._shared
         self._plan = plan_root(shared.flat, self._settings, save=save, ranks=self.size, layouts=shared.layouts)
         if isinstance(commit, StoreCommit):
-            check_plan(self._plan, destination)
+            with as_a_reader():
+                check_plan(self._plan, destination)
         else:
             write_plan(commit, self._plan)
         return str(commit.path), save

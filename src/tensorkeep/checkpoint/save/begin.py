@@ -24,6 +24,7 @@ from tensorkeep.formats.base import FORMATS
 from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.probe import first_bytes
 from tensorkeep.formats.sealed import MANIFEST_NAME
+from tensorkeep.formats.structure import check_saveable
 from tensorkeep.formats.write import StagedWrite, StepRecord, WriteSettings
 from tensorkeep.io.parallel import Progress
 from tensorkeep.paths import StorePath, as_path, check_url, checked_path
@@ -32,7 +33,14 @@ from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.tree import Flat, flatten
 from tensorkeep.units import parse_bytes
 
-_BY_SUFFIX = {".safetensors": "safetensors", ".tensorkeep": "safetensors", ".pt": "torch", ".pth": "torch"}
+DEFAULT_FORMAT = "native"
+
+_BY_SUFFIX = {
+    **dict.fromkeys((".safetensors", ".tensorkeep"), "safetensors"),
+    **dict.fromkeys((".pt", ".pth", ".bin"), "torch"),
+    ".zarr": "tensorstore",
+}
+"""Formats by the suffixes that mean one to every tool. ``.ckpt`` does not: it is any trainer's checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,7 @@ def check_store(path: PathLike, format: str) -> None:
 
 def format_by_suffix(path: PathLike) -> str:
     """Return the format in which a checkpoint of this name is saved."""
-    return _BY_SUFFIX.get(Path(path).suffix.lower(), "native")
+    return _BY_SUFFIX.get(Path(path).suffix.lower(), DEFAULT_FORMAT)
 
 
 def flat_state(state: object, ranks: Ranks | None = None) -> Flat[Leaf]:
@@ -174,6 +182,7 @@ def _begin(
         shared = agree(ranks, flat, _arguments_of_all(request))  # type: ignore[arg-type]  # of a state in memory
         flat = as_flat(shared.pieces)
     whole: Flat[Source] = flat if shared is None else shared.flat
+    check_saveable(whole)
     if (ranks is None or ranks.is_coordinator) and not settings.overwrite and _is_taken(path):
         raise DestinationExistsError(
             "exists already", path=path, remedy="choose another path, or replace it (overwrite=True)"

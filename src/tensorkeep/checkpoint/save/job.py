@@ -14,6 +14,7 @@ from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.errors import BusyError, UsageError
 from tensorkeep.formats.write import StagedWrite, WriteResult
 from tensorkeep.io.parallel import Cancelled, default_threads
+from tensorkeep.io.threads import Signal, shielded
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,8 @@ class SaveJob:
     state_fits_in_buffers: bool
     on_durable: Callable[[], None] | None
     process: int = field(default_factory=os.getpid)
-    copied: threading.Event = field(default_factory=threading.Event)
-    finished: threading.Event = field(default_factory=threading.Event)
+    copied: Signal = field(default_factory=Signal)
+    finished: Signal = field(default_factory=Signal)
     thread: threading.Thread | None = None
     stall_seconds: float | None = None
     report: SaveReport | None = None
@@ -153,12 +154,16 @@ class SaveJob:
 
     def cancel(self) -> None:
         """Stop the thread that writes, and wait for it; its error is dropped, because the caller has another one."""
-        staged = self.staged
-        if staged is not None:
-            staged.cancel()
+        self.stop()
         self.copied.set()
         self.finished.wait()
         _unreported.discard(self)
+
+    def stop(self) -> None:
+        """Make the writing stop as soon as it can."""
+        staged = self.staged
+        if staged is not None:
+            staged.cancel()
 
     def hurry(self) -> None:
         """Let the thread that writes use all processors, as the caller waits for it now."""
@@ -177,6 +182,30 @@ class SaveJob:
             raise self.error
         assert self.report is not None
         return self.report
+
+
+def run_now(prepare: Callable[[], SaveJob], *, alone: bool) -> SaveJob:
+    """Make a save and write it; return it when the checkpoint is durable.
+
+    If the process saves ``alone``, no handler of a signal can raise in it. Otherwise an interrupt must end the waiting
+    for other ranks.
+    """
+    jobs: list[SaveJob] = []
+
+    def work() -> SaveJob:
+        jobs.append(job := prepare())
+        try:
+            job.report = job.run()
+        finally:
+            job.staged = job.on_durable = None
+            job.finished.set()
+        return job
+
+    def stop() -> None:
+        for job in jobs:
+            job.stop()
+
+    return shielded(work, stop) if alone else work()
 
 
 _unreported: set[SaveJob] = set()

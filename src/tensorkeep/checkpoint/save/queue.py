@@ -6,16 +6,16 @@ meanwhile, and ends.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Literal
 
 from tensorkeep.checkpoint.forking import reset_in_child
-from tensorkeep.checkpoint.save.job import SaveJob
+from tensorkeep.checkpoint.save.job import SaveJob, run_now
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.errors import UsageError
-from tensorkeep.io.clock import clock
-from tensorkeep.io.parallel import THREAD_START_SECONDS
+from tensorkeep.io.threads import shielded, start_thread
 
 WhenBusy = Literal["wait", "replace"]
 
@@ -29,10 +29,13 @@ class SaveQueue:
     Saves are added by one thread at a time: see `one_at_a_time`. With ``"wait"`` a save waits until the one before is
     over. With ``"replace"`` it is copied and queued, in place of the one that is queued already; if memory cannot hold
     a second copy, it waits. Each copy then has half of the budget. Without ``keep_buffers`` they are freed after each
-    save.
+    save. Without ``alone`` other ranks save with this process; see `run_now`.
     """
 
-    def __init__(self, when_busy: WhenBusy, budget: int | None, *, keep_buffers: bool = True) -> None:
+    def __init__(
+        self, when_busy: WhenBusy, budget: int | None, *, keep_buffers: bool = True, alone: bool = True
+    ) -> None:
+        self._alone = alone
         self._budget = None if budget is None else budget // copies_of(when_busy)
         self._copies = copies_of(when_busy)
         self._keep_buffers = keep_buffers
@@ -45,28 +48,29 @@ class SaveQueue:
         self._running: SaveJob | None = None
         self._queued: SaveJob | None = None
         self._ended: list[SaveJob] = []
-        # Ctrl-C cannot come between taking a plain lock and entering its block; a condition is entered by Python code.
+        # No handler of a signal can raise between taking a plain lock and entering its block. A condition, and a
+        # function with @contextmanager, are entered by Python code.
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
         self._adding = threading.Lock()
         self._adder = 0  # the thread that has `_adding`, if it is locked
 
     # Called in the thread that saves
 
-    @contextmanager
-    def one_at_a_time(self) -> Iterator[None]:
-        """Let other threads that save wait; UsageError if this thread is saving already."""
+    def one_at_a_time(self) -> AbstractContextManager[object]:
+        """Return a context in which other threads that save wait; UsageError if this thread is saving already.
+
+        `wait_for_place` is called in it.
+        """
         if self._adding.locked() and self._adder == threading.get_ident():
             raise UsageError(
                 "save() was called while this thread is in save(), probably by a signal handler",
                 remedy="let the handler note the signal, and save after the step: see OnSignal",
             )
-        with self._adding:
-            self._adder = threading.get_ident()
-            yield
+        return self._adding
 
     def wait_for_place(self) -> None:
         """Wait until a save can be added, if it has to wait."""
+        self._adder = threading.get_ident()
         if len(self._memories) == 1:
             self.drain()
 
@@ -74,7 +78,8 @@ class SaveQueue:
         """Start a save, or queue it; when this returns, its state may change."""
         running = self._running
         # A queued save has the other memory. It is replaced only after the new one is known to be valid.
-        job = prepare(next(each for each in self._memories if not running or each is not running.memory))
+        memory = next(each for each in self._memories if not running or each is not running.memory)
+        job = shielded(partial(prepare, memory)) if self._alone else prepare(memory)
         if running is not None and job.state_fits_in_buffers:
             self._enqueue(job)
         else:
@@ -85,10 +90,7 @@ class SaveQueue:
     def run(self, prepare: Prepare) -> SaveJob:
         """Run a save in this thread."""
         self.drain()
-        job = prepare(self._memories[0])
-        job.write()
-        job.finished.set()
-        return job
+        return run_now(partial(prepare, self._memories[0]), alone=self._alone)
 
     def _enqueue(self, job: SaveJob) -> None:
         try:
@@ -122,7 +124,7 @@ class SaveQueue:
                 job.copy()
             # Not a daemon: an interpreter that exits waits for it.
             job.thread = threading.Thread(target=self._write_jobs, args=(job,), name="tensorkeep-save")
-            job.thread.start()
+            shielded(partial(start_thread, job.thread))
             job.copy()
         except BaseException as error:
             self._stop(job, error)
@@ -130,13 +132,12 @@ class SaveQueue:
 
     def _stop(self, job: SaveJob, error: BaseException) -> None:
         """End a save whose copying or starting has failed or was interrupted."""
-        if not job.finished.is_set() and (job.thread is None or not _starts(job.thread)):
+        if not job.finished.is_set() and (job.thread is None or job.thread.ident is None):
             job.abandon(error)
         job.cancel()
         with self._lock:
             if self._running is job:
                 self._running = None
-            self._changed.notify_all()
 
     # Called in the thread that writes
 
@@ -159,17 +160,20 @@ class SaveQueue:
                 job.abandon(job.error)
                 job = None
             self._running = job
-            self._changed.notify_all()
             return job
 
     # Waiting
 
     def drain(self) -> None:
         """Wait until nothing is running or queued, whether it succeeds or fails."""
+        while (job := self._running) is not None:
+            job.hurry()
+            job.finished.wait()
+            with self._lock:
+                # The thread that writes has the next one by now, unless this one was abandoned.
+                if self._running is job:
+                    self._running = None
         with self._lock:
-            while self._running is not None:
-                self._running.hurry()
-                self._changed.wait()
             ended = list(self._ended)
         for job in ended:
             job.finished.wait()
@@ -201,11 +205,3 @@ def copies_of(when_busy: str, *, ranks: bool = False) -> int:
         remedy = 'with group=, give "wait"' if ranks else 'give "wait" or "replace"'
         raise UsageError(f"when_busy is {when_busy!r}", remedy=remedy)
     return copies[when_busy]
-
-
-def _starts(thread: threading.Thread) -> bool:
-    """Return whether a thread runs, or has run, whose start was interrupted."""
-    end = clock().monotonic() + THREAD_START_SECONDS
-    while thread.ident is None and clock().monotonic() < end:
-        clock().sleep(0.01)
-    return thread.ident is not None

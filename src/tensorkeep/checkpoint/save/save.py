@@ -1,6 +1,7 @@
 """`tensorkeep.save` and `tensorkeep.save_async`."""
 
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tensorkeep.checkpoint.arguments import MemorySize
@@ -8,7 +9,7 @@ from tensorkeep.checkpoint.progress import ProgressOption, callback_only, drawn
 from tensorkeep.checkpoint.ranks.collective import PREPARING
 from tensorkeep.checkpoint.ranks.group import ranks_of, reported_to_others
 from tensorkeep.checkpoint.save.begin import begin_save, check_request, flat_state
-from tensorkeep.checkpoint.save.job import PendingSave, SaveReport
+from tensorkeep.checkpoint.save.job import PendingSave, SaveReport, run_now
 from tensorkeep.checkpoint.save.memory import SaveMemory, checked_budget
 from tensorkeep.checkpoint.save.queue import SaveQueue
 from tensorkeep.checkpoint.settings import SettingsSource
@@ -52,7 +53,8 @@ def save(
     format : str, optional
         ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"`` (torch's distributed checkpoints), ``"tensorstore"``
         (Zarr arrays), ``"t5x"``, or a plug-in's. By default the path's suffix decides: ``.safetensors`` and
-        ``.tensorkeep`` are single safetensors files, ``.pt`` and ``.pth`` torch files, all else is native.
+        ``.tensorkeep`` are single safetensors files, ``.pt``, ``.pth`` and ``.bin`` torch files, ``.zarr`` is
+        tensorstore, all else is native.
     overwrite : bool
         Replace an existing checkpoint of the same format. It stays intact until the new one is durable.
     metadata : dict, optional
@@ -126,7 +128,7 @@ def save(
             )
             memory = stack.enter_context(closing(SaveMemory(request.memory_budget)))
             flat = flat_state(state, ranks)
-        return begin_save(flat, request, memory, ranks=ranks).run()
+        return run_now(partial(begin_save, flat, request, memory, ranks=ranks), alone=ranks is None).result()
 
 
 def save_async(
@@ -197,7 +199,7 @@ def save_async(
             path, compression, format, overwrite, metadata, callback, threads, None, settings, options, copy=True
         )
         flat = flat_state(state, ranks)
-    queue = SaveQueue("wait", budget, keep_buffers=False)
+    queue = SaveQueue("wait", budget, keep_buffers=False, alone=ranks is None)
     try:
         return PendingSave(queue.add(lambda memory: begin_save(flat, request, memory, copy=True, ranks=ranks)))
     except BaseException:

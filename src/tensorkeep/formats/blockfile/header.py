@@ -16,17 +16,16 @@ from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.io.buffers import round_up
 from tensorkeep.io.source_file import SourceFile
-from tensorkeep.state.dtypes import BY_SAFETENSORS
+from tensorkeep.state.dtypes import BY_SAFETENSORS, DType
+from tensorkeep.state.leaf import MOST_DIMENSIONS
 from tensorkeep.structs import prepared
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
 
-MAX_DIMENSIONS = 64
-
 _LENGTH_BYTES = 8
-SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits per element of dtypes smaller than a byte. Their tensors are read as bytes."""
+_SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits per element of dtypes smaller than a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,19 @@ class TensorRecord:
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    @property
+    def dtype(self) -> DType | None:
+        """The dtype; None if it is not known, or packs numbers in a way that neither torch nor numpy has."""
+        found = BY_SAFETENSORS.get(self.tag)
+        packed = found is not None and found.packs > 1
+        return None if packed and (not self.shape or self.shape[-1] % found.packs) else found  # type: ignore[union-attr]
+
+    @property
+    def element_shape(self) -> tuple[int, ...]:
+        """The shape that counts elements of the dtype, which is known."""
+        assert self.dtype is not None
+        return (*self.shape[:-1], self.shape[-1] // self.dtype.packs) if self.shape else self.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +148,14 @@ def _record(name: str, value: object) -> TensorRecord:
     with decoding(name=name, what="bad header entry"):
         raw = msgspec.convert(value, prepared(_RawRecord))
     start, stop = raw.data_offsets
-    # Array libraries have fewer dimensions, and the product of millions of lengths takes hours.
-    if len(raw.shape) > MAX_DIMENSIONS:
-        raise CorruptCheckpointError(f"has {len(raw.shape)} dimensions", name=name)
+    if len(raw.shape) > MOST_DIMENSIONS:
+        raise UnsupportedError(f"has {len(raw.shape)} dimensions; {MOST_DIMENSIONS} are read at most", name=name)
     if any(length < 0 for length in raw.shape):
         raise CorruptCheckpointError(f"negative length in shape {raw.shape}", name=name)
-    if raw.dtype not in BY_SAFETENSORS and raw.dtype not in SUB_BYTE:
-        raise UnsupportedError(f"has dtype {raw.dtype}, which this release does not know", name=name)
-    bits = SUB_BYTE.get(raw.dtype) or 8 * BY_SAFETENSORS[raw.dtype].itemsize
-    needed, rest = divmod(prod(raw.shape) * bits, 8)
+    dtype = BY_SAFETENSORS.get(raw.dtype)
+    bits = _SUB_BYTE.get(raw.dtype) or (8 * dtype.itemsize if dtype else None)
+    # The size of elements of a later dtype is unknown.
+    needed, rest = divmod(prod(raw.shape) * bits, 8) if bits is not None else (stop - start, 0)
     if rest or not 0 <= start <= stop or stop - start != needed:
         raise CorruptCheckpointError(
             f"dtype {raw.dtype} and shape {list(raw.shape)} do not fit the byte range {start:,} to {stop:,}", name=name

@@ -22,7 +22,7 @@ import msgspec
 
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats.blockfile.header import MAX_DIMENSIONS, Header, TensorRecord
+from tensorkeep.formats.blockfile.header import Header, TensorRecord
 from tensorkeep.formats.blockfile.plan import (
     MAX_BLOCK_BYTES,
     Block,
@@ -36,6 +36,7 @@ from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.state.leaf import MOST_DIMENSIONS
 from tensorkeep.structs import prepared
 
 METADATA_KEY = "tensorkeep"
@@ -105,9 +106,11 @@ def describe(
         changed = [position for position, key in enumerate(stored) if key in differences]
         complete = len(stored) == len(keys)
         stop = start + sum(block.length for block in found)
-        tag = leaf.source.dtype.safetensors
+        dtype, shape = leaf.source.dtype, leaf.source.shape
+        # A dimension to count the numbers in is missing for a single element that packs several.
+        tag = dtype.safetensors if shape or dtype.packs == 1 else None
         if tag is not None and complete and not changed and _is_plain(leaf, found, start):
-            records.append(TensorRecord(leaf.key, tag, leaf.source.shape, start, stop))
+            records.append(TensorRecord(leaf.key, tag, dtype.numbers_shape(shape), start, stop))
         else:
             records.append(TensorRecord(leaf.key, "U8", (stop - start,), start, stop))
             lengths = [(block.codec, block.length) for block in found]
@@ -183,7 +186,7 @@ def _check(name: str, note: Note, block_bytes: int, header: Header) -> None:
     if (
         not 1 <= block_bytes <= MAX_BLOCK_BYTES
         or block_bytes % 16
-        or len(note.shape) > MAX_DIMENSIONS
+        or len(note.shape) > MOST_DIMENSIONS
         or any(length < 0 for length in note.shape)
     ):
         raise CorruptCheckpointError("its note has impossible sizes", name=name)

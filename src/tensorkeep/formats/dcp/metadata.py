@@ -15,16 +15,16 @@ import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.boxes import Box, box_of, box_shape
-from tensorkeep.formats.dcp.inert_pickle import Call, Global, decode
 from tensorkeep.formats.decoding import decoding
+from tensorkeep.formats.pickles.inert_pickle import Call, Global, decode
 from tensorkeep.state.dtypes import BY_NAME, DType
+from tensorkeep.state.leaf import MOST_DIMENSIONS
 
 FILE_NAME = ".metadata"
 
 MARK = "tensorkeep"
 """Written to ``storage_meta.modules`` by Tensorkeep: a checkpoint with this mark must have a sidecar."""
 
-_MAX_DIMENSIONS = 64
 _MAX_FIELDS = 64
 _MAX = 2**63
 _MAX_CHUNKS = 8192
@@ -171,7 +171,7 @@ def _size(value: Any) -> tuple[int, ...]:
     """Return a ``torch.Size``, or a plain tuple or list, of valid lengths."""
     if _is(value, "Size") and len(value.args) == 1:
         value = value.args[0]
-    if type(value) not in (tuple, list) or len(value) > _MAX_DIMENSIONS:
+    if type(value) not in (tuple, list) or len(value) > MOST_DIMENSIONS:
         raise ValueError("a shape is not a tuple of lengths")
     if any(type(length) is not int or not 0 <= length < _MAX for length in value):
         raise ValueError("a shape has an impossible length")

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.dcp.metadata import Contents
 from tensorkeep.formats.dcp.pieces import load_value
 from tensorkeep.formats.decoding import decoding
@@ -21,11 +21,13 @@ _MAX_GAPS = 10_000
 class NestedState(NamedTuple):
     """A rebuilt state. Its tensors are stand-ins without elements, but for those pickled among plain values.
 
-    ``keys`` has the name of the tensor in the metadata for the name of each stand-in.
+    ``keys`` has the name of the tensor in the metadata for the name of each stand-in. ``refusal`` is that of a
+    `Reader`.
     """
 
     flat: Flat[Leaf]
     keys: dict[str, str]
+    refusal: UnsupportedError | None
 
 
 def rebuild(
@@ -36,24 +38,30 @@ def rebuild(
     Objects of the classes in ``allow`` become dicts.
 
     Raises CorruptCheckpointError if a value is damaged, or the state is nested too deeply; UnsupportedError if a value
-    needs a class that torch's restricted unpickler refuses, or repeats its containers too often.
+    names what runs programs or code, or repeats its containers too often.
     """
     stand_ins = {name: allocate("tensor", tensor.dtype, (0,)) for name, tensor in contents.tensors.items()}
     values: dict[str, Any] = dict(stand_ins)
     limit = SHARED_VALUES
+    refusal: UnsupportedError | None = None
     for file, places in _places(contents).items():
         files[file].prefetch(places)
     for name, location in contents.values.items():
-        values[name], pickle_bytes = load_value(name, location, files[location.file], allow)
+        found, pickle_bytes = load_value(name, location, files[location.file], allow)
+        values[name] = found.state
+        if refusal is None and found.refusal is not None:
+            refusal = found.refusal
+            refusal.name = name
         limit += 4 * pickle_bytes
         with decoding(path, name):
             limit -= count_values(values[name], limit)
     state = _nest(contents, values, path)
     with decoding(path):
-        flat = flatten(state)
+        flat = flatten(state, placeholders=True)
     names = {id(tensor): name for name, tensor in stand_ins.items()}
-    keys = {name: names[id(given.value)] for name, given in state_leaves(state).items() if id(given.value) in names}
-    return NestedState(flat, keys)
+    given = state_leaves(state, placeholders=True)
+    keys = {name: names[id(leaf.value)] for name, leaf in given.items() if id(leaf.value) in names}
+    return NestedState(flat, keys, refusal)
 
 
 def _places(contents: Contents) -> dict[str, list[tuple[int, int]]]:

@@ -5,7 +5,6 @@ numpy array over the mapped memory, in the layout that was saved. Torch writes t
 check it; here it is checked before the first byte is returned.
 """
 
-import io
 import threading
 import zlib
 from collections.abc import Collection
@@ -19,11 +18,12 @@ import numpy.typing as npt
 
 from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.boxes import box_shape
-from tensorkeep.formats.dcp.inert_pickle import Call, Global, PersistentId, decode
 from tensorkeep.formats.dcp.metadata import Chunk, Location, TensorEntry
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.mapped_file import MappedFile
-from tensorkeep.formats.torch_file.unpickle import load_untrusted
+from tensorkeep.formats.pickles.inert_pickle import Call, Global, PersistentId, decode
+from tensorkeep.formats.pickles.tensors import STORAGES
+from tensorkeep.formats.torch_file.unpickle import Unpickled, load_untrusted, storage_of
 from tensorkeep.formats.torch_file.zip_file import PICKLE, TorchZip
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME
@@ -81,17 +81,16 @@ class PieceZip:
                 )
 
 
-def load_value(name: str, location: Location, file: MappedFile, allow: Collection[str]) -> tuple[Any, int]:
-    """Return a plain value, decoded by torch's restricted unpickler, and the length of its pickle.
+def load_value(name: str, location: Location, file: MappedFile, allow: Collection[str]) -> tuple[Unpickled, int]:
+    """Return a plain value, and the length of its pickle.
 
-    Raises CorruptCheckpointError if it is damaged; UnsupportedError if it needs classes that the restricted unpickler
-    refuses.
+    Raises CorruptCheckpointError if it is damaged; UnsupportedError if it names what runs programs or code.
     """
     piece = PieceZip(file, location)
     with decoding(file.path, name):
         piece.check()
         with file.needed_by(piece.content):
-            content = io.BytesIO(piece.content.tobytes())
+            content = storage_of(piece.content)
         value = load_untrusted(content, piece.archive, file.path, allow)
     return value, piece.archive.pickle_bytes
 
@@ -175,25 +174,11 @@ class TensorPiece:
         return storage
 
 
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}
 _UNTYPED = "UntypedStorage"
 _REBUILD, _REBUILD_WITH_DTYPE, _REBUILD_PARAMETER = "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"
 _ALLOWED = (
     {("torch._utils", name) for name in (_REBUILD, _REBUILD_WITH_DTYPE, _REBUILD_PARAMETER)}
-    | {("torch", name) for name in (*_STORAGES, _UNTYPED)}
+    | {("torch", name) for name in (*STORAGES, _UNTYPED)}
     | {("torch.storage", _UNTYPED), ("collections", "OrderedDict")}
     | {("torch", name) for name, dtype in BY_NAME.items() if dtype.has_torch}
 )
@@ -222,7 +207,7 @@ def _decode_tensor(value: Any) -> _PickledTensor:
     if len(args) < count or (len(args) > count and args[count]):
         raise ValueError("it is not a plain tensor")
     kind, key, numel = _decode_storage(args[0])
-    dtype = _STORAGES.get(kind) if count == 6 else args[6].name if type(args[6]) is Global else None
+    dtype = STORAGES.get(kind) if count == 6 else args[6].name if type(args[6]) is Global else None
     if dtype is None or dtype not in BY_NAME:
         raise ValueError(f"its storage is a {kind}")
     nbytes = numel * (1 if kind == _UNTYPED else BY_NAME[dtype].itemsize)

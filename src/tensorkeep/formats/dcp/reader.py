@@ -14,6 +14,7 @@ from tensorkeep.formats.dcp.metadata import FILE_NAME, Contents, parse
 from tensorkeep.formats.dcp.nesting import NestedState, rebuild
 from tensorkeep.formats.dcp.pieces import PieceZip, TensorPiece
 from tensorkeep.formats.mapped_file import FetchedParts, MappedFile, map_file
+from tensorkeep.formats.model_folder import notes_on_folder, unused_files
 from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.io.directory import Directory
@@ -60,7 +61,9 @@ class DcpReader(Reader):
             flat = self._flat_of_sidecar(notes, directory.path)
             self._set_state(flat, directory.path / sidecar.FILE_NAME, notes.leaf_specs)
         else:
-            flat = self._flat_of_nested(rebuild(contents, self._files, self.path, self._allow))
+            nested = rebuild(contents, self._files, self.path, self._allow)
+            self.refusal = nested.refusal
+            flat = self._flat_of_nested(nested)
             self._set_state(flat, directory.path / FILE_NAME)
         self.metadata = notes.metadata if notes is not None else {}
         first = next(contents.locations(), None)
@@ -72,6 +75,10 @@ class DcpReader(Reader):
             "values": len(contents.values),
             "files": {name: file.size for name, file in self._files.items()},
         }
+        unused = unused_files(directory.path, {*self._files, FILE_NAME, sidecar.FILE_NAME})
+        if unused:
+            self.details["unused_files"] = unused
+        self.notes = [*notes_on_folder(directory.path, unused)]
         directory.close()
 
     def _flat_of_sidecar(self, notes: Sidecar, path: Path) -> Flat[StoredLeaf]:
@@ -174,7 +181,7 @@ def _lacks_checksum(piece: TensorPiece) -> bool:
 
 def _metadata_bytes(directory: Directory) -> bytes:
     try:
-        file = directory.open(FILE_NAME, follow_links=False)
+        file = directory.open(FILE_NAME)
     except NotACheckpointError as error:
         raise NotACheckpointError(
             "is not a distributed checkpoint: it holds no .metadata",
@@ -222,7 +229,7 @@ def _map(directory: Directory, name: str, file: str, parts: FetchedParts) -> Map
             name=name,
         )
     try:
-        with directory.open(file, follow_links=False) as opened:
+        with directory.open(file) as opened:
             return map_file(opened, parts)
     except NotACheckpointError as error:
         raise CorruptCheckpointError(

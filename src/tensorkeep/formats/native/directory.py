@@ -3,10 +3,11 @@
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, UnsupportedError
+from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, TensorkeepError, UnsupportedError
 from tensorkeep.formats import sealed
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.native import manifest as manifests
@@ -44,14 +45,20 @@ def foreign_names(path: Path) -> list[str]:
     Raises NotACheckpointError, StoreError if the manifest is missing or cannot be read.
     """
     names = names_in(path)
-    if isinstance(path, StorePath):
-        names = [name for name in names if name != TOMBSTONE_NAME and save_of(name) is None]
-    try:
+    contents: Contents | None = None
+    with suppress(CorruptCheckpointError, UnsupportedError):
         contents = read_directory(path, _contents)
-    except (CorruptCheckpointError, UnsupportedError):
-        # A damaged manifest lists nothing that can be relied on.
-        return [name for name in names if not is_ours(name)]
-    return [name for name in names if name not in contents.sizes]
+    return foreign_among(names, contents, in_store=isinstance(path, StorePath))
+
+
+def foreign_among(names: Iterable[str], contents: "Contents | None", *, in_store: bool) -> list[str]:
+    """Return those of the names in a directory that `foreign_names` returns; ``contents`` is what its manifest lists.
+
+    None stands for a damaged manifest, which lists nothing that can be relied on.
+    """
+    if in_store:
+        names = [name for name in names if name != TOMBSTONE_NAME and save_of(name) is None]
+    return sorted(name for name in names if not (is_ours(name) if contents is None else name in contents.sizes))
 
 
 def listed_names(path: Path) -> list[str]:
@@ -107,7 +114,9 @@ def is_replaceable(path: Path) -> bool:
 def commit_to(destination: Path, *, overwrite: bool) -> Commit | StoreCommit:
     """Return the commit of a native checkpoint, to a disk or to a store; see `Commit`."""
     if isinstance(destination, StorePath):
-        return StoreCommit(destination, overwrite=overwrite, replaceable=is_replaceable, listed=listed_names)
+        return StoreCommit(
+            destination, overwrite=overwrite, replaceable=is_replaceable, listed=listed_names, is_ours=is_ours
+        )
     return Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable)
 
 
@@ -160,6 +169,8 @@ def summarise_contents(directory: Directory, contents: Contents) -> Summary:
             status = directory.status(name)
         except FileNotFoundError as error:
             raise missing_file(path) from error
+        except TensorkeepError:
+            raise  # also an OSError
         except OSError as error:
             raise store_error(error, path, "look at the file") from error
         if size not in (None, status.st_size):

@@ -16,9 +16,9 @@ from tensorkeep.formats.blockfile.plan import coded_name
 from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.records import FILE_NAME_PATTERN, FileRecord
 from tensorkeep.formats.sealed import MANIFEST_NAME
-from tensorkeep.io.files import store_errors
+from tensorkeep.io.files import close, store_errors
 from tensorkeep.io.objects.store_directory import StoreDirectory
-from tensorkeep.paths import StorePath
+from tensorkeep.paths import StorePath, absolute
 
 _PREFIX = "from-"
 _LONGEST_ORIGIN = 100
@@ -164,7 +164,7 @@ class Links(SharedFiles):
 
 def _origin(path: Path) -> str:
     """Return a checkpoint's name in the characters that file names may have; never empty."""
-    return re.sub(r"[^A-Za-z0-9_-]", "_", os.path.basename(os.path.abspath(path)))[:_LONGEST_ORIGIN] or "root"
+    return re.sub(r"[^A-Za-z0-9_-]", "_", absolute(path).name)[:_LONGEST_ORIGIN] or "root"
 
 
 def _remove(link: Path) -> None:
@@ -179,7 +179,7 @@ def _make_durable(link: Path, size: int) -> None:
             os.fsync(fd)
             found = os.fstat(fd).st_size
         finally:
-            os.close(fd)
+            close(fd)
     if found != size:
         raise CorruptCheckpointError(
             f"the file of an earlier checkpoint was changed while it was linked: it has {found:,} bytes, not {size:,}",

@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from tensorkeep.formats.blockfile.header import MAX_DIMENSIONS
 from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockRecord
 from tensorkeep.formats.sealed import MANIFEST_NAME
 from tensorkeep.formats.structure import AliasRecord, PartKey
 from tensorkeep.formats.write import StepRecord
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.state.leaf import MOST_DIMENSIONS
 
 VERSION = 1
 
@@ -78,7 +78,7 @@ class PlaceRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return [self.file, *(base.file for base in self.bases)]
 
 
-Shape = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
+Shape = Annotated[tuple[Count, ...], Meta(max_length=MOST_DIMENSIONS)]
 
 
 class StoredRecord:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tensorkeep.formats import sealed
 from tensorkeep.formats.blockfile.data_file import DataFile, index_content
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, INDEX_SUFFIX, SUFFIX, plan_files
+from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.block_write import BlockFilesWrite, features_of, stored_blocks
 from tensorkeep.formats.native.directory import commit_to, publish
@@ -39,8 +40,8 @@ class NativeWrite(BlockFilesWrite):
             if not written.reused and settings.compression == "none":
                 records += _write_indexes(commit.path, written.files, commit.save_id)
             content = sealed.seal(self._manifest(written.files, records + written.linked, written.numbers))
-            # A checkpoint that no reader would accept must not be reported as saved.
-            manifests.parse(content, self._destination / manifests.FILE_NAME)
+            with as_a_reader():
+                manifests.parse(content, self._destination / manifests.FILE_NAME)
             self._cancellation.check()
             publish(commit, content)
         return replace(written, records=records).result(settings, len(content))

@@ -2,7 +2,7 @@
 
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,14 +10,23 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.blockfile import header
-from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, SUB_BYTE, Header, TensorRecord
+from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, Header, TensorRecord
 from tensorkeep.formats.blockfile.notes import METADATA_KEY, Notes, parse
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, FRAMEWORK_KEY, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out, read_ahead
-from tensorkeep.formats.probe import file_mode, first_bytes, names_in
+from tensorkeep.formats.model_folder import (
+    Index,
+    is_part,
+    notes_on_folder,
+    open_shard,
+    read_index,
+    standard_weights,
+    unused_files,
+)
+from tensorkeep.formats.probe import check_is_no_other, file_mode, first_bytes, names_in
 from tensorkeep.formats.sealed import MANIFEST_NAME
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import BLOCK_BYTES
@@ -27,8 +36,13 @@ from tensorkeep.io.objects.store_commit import save_of
 from tensorkeep.io.places import read_directory
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.paths import StorePath
-from tensorkeep.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
+from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.names import DEFAULT_PART, assign_names
+
+_SHARDING = "DCP_SHARDING_INFO"
+_OF_WRITER = (_SHARDING, "DCP_VERSION")
+"""What the writer of ``torch.distributed.checkpoint`` notes about a file, not about the checkpoint."""
+_FULL_TENSORS = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 def locate(path: Path) -> Path | None:
@@ -56,8 +70,11 @@ def _locate_in(directory: Path) -> Path | None:
     if isinstance(directory, StorePath):
         # Without a manifest, the objects of a native save are those of one that did not end.
         names = [name for name in names if save_of(name) is None]
+    standard = standard_weights(directory, names)
+    if standard is not None:
+        return directory / standard if standard.endswith((SUFFIX, INDEX_SUFFIX)) else None
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    found = indexes or [name for name in names if name.endswith((SUFFIX, CODED_SUFFIX))]
+    found = indexes or [name for name in names if name.endswith((SUFFIX, CODED_SUFFIX)) and not is_part(name)]
     return directory / found[0] if len(found) == 1 else None
 
 
@@ -69,7 +86,10 @@ class _DataFile:
 
 
 class SafetensorsReader(Reader):
-    """An open safetensors file, or set of files with an index; the format has no checksums."""
+    """An open safetensors file, or set of files with an index; the format has no checksums.
+
+    ``written_by`` is metadata of the files that describes them alone, and that a conversion does not copy.
+    """
 
     format = "safetensors"
 
@@ -77,14 +97,20 @@ class SafetensorsReader(Reader):
         self.path = path
         self._blocks = BlockReader(settings.pool, verify=settings.verify)
         self._page_cache = settings.page_cache
-        data = read_directory(path if stat.S_ISDIR(file_mode(path)) else path.parent, self._open)
+        self._is_folder = stat.S_ISDIR(file_mode(path))
+        data = read_directory(path if self._is_folder else path.parent, self._open)
         self.metadata = {}
         for found in reversed(data):
             self.metadata |= found.header.metadata
         self.metadata.pop(METADATA_KEY, None)
         # The library that wrote the file, by convention; not the user's metadata.
         framework = self.metadata.pop(FRAMEWORK_KEY, None)
+        self.written_by = {key: self.metadata.pop(key) for key in _OF_WRITER if key in self.metadata}
         self.details = {"files": {file.path.name: file.size for file in self._files}, "framework": framework}
+        if self._unused:
+            self.details["unused_files"] = self._unused
+        if self._is_folder:
+            self.notes = [*self.notes, *notes_on_folder(path, self._unused)]
 
     def _open(self, directory: Directory) -> list[_DataFile]:
         self._directory = directory
@@ -97,46 +123,74 @@ class SafetensorsReader(Reader):
             )
         # All files are opened at once, so that a checkpoint that is replaced meanwhile is read as it was.
         with ExitStack() as opened:
-            index = _read_index(directory, place) if place.name.endswith(INDEX_SUFFIX) else None
+            index = read_index(directory, place) if place.name.endswith(INDEX_SUFFIX) else None
             if index is None:
                 self._files = [opened.enter_context(directory.open(place.name, page_cache=self._page_cache))]
             else:
-                wanted = {file: key for key, file in index.items()}
+                wanted = index.keys_by_file()
                 self._files = [
-                    opened.enter_context(self._open_shard(file, key, len(wanted))) for file, key in wanted.items()
+                    opened.enter_context(open_shard(directory, file, key, len(wanted), page_cache=self._page_cache))
+                    for file, key in wanted.items()
                 ]
-            headers = [(file, header.read(file)) for file in self._files]
+            headers = [(file, _header(file)) for file in self._files]
             data = [_DataFile(file, header, parse(header, file.path)) for file, header in headers]
+            for found in data:
+                _check_is_whole(found, listed=index is not None)
             if index is not None:
-                _check_index(index, data)
+                index.check((found.file.path, found.header.records) for found in data)
             self._tensors = self._state(data, place, index)
+            self._unused = self._unused_files(place) if self._is_folder else []
+            # A coded tensor has other bytes in the file than in the state.
+            if index is not None and not any(found.notes.tensors for found in data):
+                self.notes = [*index.notes(sum(leaf.nbytes for leaf in self.flat.leaves.values()))]
             self._close_files = opened.pop_all().close
         return data
 
-    def _open_shard(self, name: str, key: str, count: int) -> SourceFile:
-        try:
-            return self._directory.open_one_of(count, name, page_cache=self._page_cache)
-        except NotACheckpointError as error:
-            raise CorruptCheckpointError(
-                "the index lists this file, but it is missing",
-                path=self._directory.path / name,
-                name=key,
-                remedy="fetch the missing file, or take another copy",
-            ) from error
+    def _unused_files(self, place: Path) -> list[str]:
+        """Return the names of the folder that are not read.
 
-    def _state(self, data: list[_DataFile], place: Path, index: Mapping[str, str] | None) -> dict[str, StoredTensor]:
+        Raises NotACheckpointError if tensors are beside an index of a name that other tools do not look for: which of
+        the two is the checkpoint is then unknown.
+        """
+        unused = [
+            name
+            for name in unused_files(self.path, {file.path.name for file in self._files} | {place.name})
+            if save_of(name) is None
+        ]
+        rivals = [name for name in unused if name.endswith(SUFFIX)]
+        if rivals and place.name.endswith(INDEX_SUFFIX) and standard_weights(self.path, [place.name]) is None:
+            raise NotACheckpointError(
+                f"holds two checkpoints: that of {place.name}, and {rivals[0]}, which it does not list",
+                path=self.path,
+                remedy=f"give the path of one: {place}",
+            )
+        return unused
+
+    def _state(self, data: list[_DataFile], place: Path, index: Index | None) -> dict[str, StoredTensor]:
         homes = {key: found for found in data for key in found.header.records}
+        records = {key: found.header.records[key] for key, found in homes.items()}
         structures = [found for found in data if found.notes.structure is not None]
         if len(structures) > 1:
             raise CorruptCheckpointError("a second file has the structure of the state", path=structures[1].file.path)
         structure = structures[0].notes.structure if structures else None
         if structure is None:
-            keys = list(index or homes)
+            keys = list(homes if index is None else index.files)
             names = dict(zip(assign_names([(key,) for key in keys]) if keys else [], keys, strict=True))
-            skeleton: Any = {"dict": {key: {"tensor": name} for name, key in names.items()}}
+            unread = {name: record for name, key in names.items() if (record := records[key]).dtype is None}
+            skeleton: Any = {
+                "dict": {
+                    key: {"placeholder": _placeholder(name, unread[name])} if name in unread else {"tensor": name}
+                    for name, key in names.items()
+                }
+            }
+            names = {name: key for name, key in names.items() if name not in unread}
             structure = Structure(skeleton, {}, {name: (DEFAULT_PART, name) for name in names})
         else:
             names = {key: key for key in homes}
+            for key, record in records.items():
+                if record.dtype is None:
+                    text = f"has dtype {record.tag}, which this release does not know"
+                    raise UnsupportedError(text, path=homes[key].file.path, name=key)
         files = {id(found): number for number, found in enumerate(data)}
         self._places = {
             name: (files[id(homes[key])], homes[key].header.records[key].start, homes[key].header.records[key].stop)
@@ -169,37 +223,41 @@ class SafetensorsReader(Reader):
         self._directory.close()
 
 
-def _read_index(directory: Directory, path: Path) -> dict[str, str]:
-    """Return the name of the file of each tensor, all in the index's directory."""
-    with directory.open(path.name) as file:
-        if file.size > MAX_HEADER_BYTES:
-            raise CorruptCheckpointError(f"is too large for an index: {file.size:,} bytes", path=path)
-        content = file.read(0, file.size)
+def _check_is_whole(data: _DataFile, *, listed: bool) -> None:
+    """Refuse the shards of ranks that torch.distributed.checkpoint writes as safetensors.
+
+    Their metadata has the offsets of each tensor's part, and the full shapes nowhere: a part at offset 0 looks like a
+    full tensor. So it must be a file of the writer's other mode, with full tensors, by its name or its index.
+    """
+    text = data.header.metadata.get(_SHARDING)
+    if text is None:
+        return
     try:
-        weight_map = header.decode_object(content).get("weight_map")
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"the index is not valid JSON ({error})", path=path) from error
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptCheckpointError("the index has no weight_map", path=path)
-    for name, file_name in weight_map.items():
-        # One plain name beside the index: no separator, no parent, no drive.
-        if not isinstance(file_name, str) or not re.fullmatch(r"(?!\.\.?$)[^/\\\0:]{1,255}", file_name):
-            raise CorruptCheckpointError(
-                f"the index names the file {file_name!r}, which is not beside it", path=path, name=name
-            )
-    return weight_map
+        entries = header.decode_object(text.encode()).items()
+        moved = {name: entry["saved_offsets"] for name, entry in entries if any(entry["saved_offsets"])}
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise UnsupportedError(f"its metadata {_SHARDING} cannot be read ({error})", path=data.file.path) from error
+    if not moved and (listed or _FULL_TENSORS.fullmatch(data.file.path.name)):
+        return
+    name, offsets = next(iter(moved.items()), (None, None))
+    part = "may hold parts of tensors" if offsets is None else f"holds the part of the tensor at {offsets}"
+    raise UnsupportedError(
+        f"{part}: it is one rank's file of a sharded save by torch.distributed.checkpoint",
+        path=data.file.path,
+        name=name,
+        remedy="load the folder with torch.distributed.checkpoint.load(state, storage_reader="
+        "HuggingFaceStorageReader(FOLDER)), and save the state again",
+    )
 
 
-def _check_index(index: Mapping[str, str], data: list[_DataFile]) -> None:
-    paths = {found.file.path.name: found.file.path for found in data}
-    found_in = [(key, found.file.path) for found in data for key in found.header.records]
-    for key, path in found_in:
-        if (listed := index.get(key)) != path.name:
-            where = "does not list" if listed is None else f"lists in {listed}"
-            raise CorruptCheckpointError(f"holds a tensor that the index {where}", path=path, name=key)
-    for key in index.keys() - dict(found_in):
-        text = "the index lists it in this file, but it is not there"
-        raise CorruptCheckpointError(text, path=paths[index[key]], name=key)
+def _header(file: SourceFile) -> Header:
+    """Return the header of a file; raises as `header.read`, or NotACheckpointError if the file is of another kind."""
+    try:
+        return header.read(file)
+    except CorruptCheckpointError as error:
+        if not begins_like_safetensors(file.path):
+            check_is_no_other(file.path, error)
+        raise
 
 
 def _stored(name: str, key: str, home: _DataFile) -> StoredTensor:
@@ -214,17 +272,15 @@ def _stored(name: str, key: str, home: _DataFile) -> StoredTensor:
         if note.raw is not None:
             starts = list(accumulate(note.raw[:-1], initial=0))
         return StoredTensor(name, dtype, note.shape, nbytes, home.file, starts, blocks)
-    dtype, shape = _true_type(record)
+    assert record.dtype is not None
     nbytes = record.stop - record.start
     lengths = [min(BLOCK_BYTES, nbytes - at) for at in range(0, nbytes, BLOCK_BYTES)]
     blocks = lay_out(home.file, offset, [("raw", length) for length in lengths])
-    return StoredTensor(name, dtype, shape, nbytes, home.file, range(0, nbytes, BLOCK_BYTES), blocks)
+    starts = range(0, nbytes, BLOCK_BYTES)
+    return StoredTensor(name, record.dtype, record.element_shape, nbytes, home.file, starts, blocks)
 
 
-def _true_type(record: TensorRecord) -> tuple[DType, tuple[int, ...]]:
-    """Return dtype and shape; elements smaller than a byte become torch's packed dtype, or else plain bytes."""
-    if record.tag not in SUB_BYTE:
-        return BY_SAFETENSORS[record.tag], record.shape
-    if record.tag == "F4" and record.shape and record.shape[-1] % 2 == 0:
-        return BY_NAME["float4_e2m1fn_x2"], (*record.shape[:-1], record.shape[-1] // 2)
-    return BY_NAME["uint8"], (record.stop - record.start,)
+def _placeholder(name: str, record: TensorRecord) -> list[str]:
+    """Return the texts of the placeholder of a tensor whose dtype cannot be read."""
+    what = f"a tensor of {record.tag} and shape {list(record.shape)}: neither torch nor numpy has this dtype and shape"
+    return [name, what, 'leave out what cannot be read with select="*", or read it with the tool that wrote it']

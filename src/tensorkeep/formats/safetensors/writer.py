@@ -20,11 +20,13 @@ from tensorkeep.formats.blockfile.plan import (
     plan_files,
 )
 from tensorkeep.formats.blockfile.raw_file import RawDataFile
+from tensorkeep.formats.model_folder import read_index
 from tensorkeep.formats.probe import file_mode
 from tensorkeep.formats.safetensors.reader import begins_like_safetensors, locate
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
+from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import write_small
 from tensorkeep.io.objects.uploads import ObjectCommit
 from tensorkeep.io.parallel import Cancellation, Meter, Pace
@@ -53,7 +55,7 @@ def check_compression(destination: Path, settings: WriteSettings) -> None:
     """Refuse compressed tensors in files that other tools take for weights, unless they are forced."""
     if settings.compression == "none" or settings.options_as(SafetensorsOptions).force:
         return
-    if destination.suffix != CODED_SUFFIX:
+    if destination.suffix.lower() != CODED_SUFFIX:
         raise UsageError(
             "compressed tensors in a safetensors file are uint8 bytes to other tools, not weights",
             path=destination,
@@ -67,7 +69,7 @@ def check_store(destination: Path, settings: WriteSettings) -> None:
     if not isinstance(destination, StorePath):
         return
     remedy = "save in the native format (leave out the suffix and `format`), or to a disk, and upload it"
-    if destination.suffix not in (SUFFIX, CODED_SUFFIX):
+    if not _is_one_file(destination):
         raise UnsupportedError(
             "several safetensors files do not become visible at once in an object store",
             path=destination,
@@ -83,7 +85,7 @@ def check_store(destination: Path, settings: WriteSettings) -> None:
 
 def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
     """Write a state as safetensors; see `tensorkeep.formats.base.Format.write`."""
-    single = destination.suffix in (SUFFIX, CODED_SUFFIX)
+    single = _is_one_file(destination)
     options = settings.options_as(SafetensorsOptions)
     if single and options.shard_bytes is not None:
         raise UsageError(
@@ -127,6 +129,10 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
     )
 
 
+def _is_one_file(destination: Path) -> bool:
+    return destination.suffix.lower() in (SUFFIX, CODED_SUFFIX)
+
+
 def _commit_to(destination: Path, *, single: bool, overwrite: bool) -> Commit | ObjectCommit:
     if isinstance(destination, StorePath):
         return ObjectCommit(destination, overwrite=overwrite, replaceable=_is_replaceable_file)
@@ -139,12 +145,15 @@ def _is_replaceable_file(path: Path) -> bool:
 
 
 def _is_replaceable_directory(path: Path) -> bool:
-    # A model's directory often holds its tokenizer and configuration as well, which must not be removed.
-    return (
-        locate(path) is not None
-        and path.is_dir()
-        and all(entry.name.endswith((SUFFIX, INDEX_SUFFIX)) for entry in path.iterdir())
-    )
+    # A model's directory often holds its tokenizer, its configuration or other weights, which must not be removed.
+    place = locate(path)
+    if place is None or not path.is_dir():
+        return False
+    names = {entry.name for entry in path.iterdir()}
+    if not place.name.endswith(INDEX_SUFFIX):
+        return names == {place.name}
+    with Directory(path) as directory:
+        return names <= {place.name, *read_index(directory, place).files.values()}
 
 
 def _checked_metadata(metadata: dict[str, Any], destination: Path) -> dict[str, str]:

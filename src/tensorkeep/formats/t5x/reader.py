@@ -103,8 +103,8 @@ class Contents:
 def read_contents(directory: Directory) -> Contents:
     """Parse the msgpack file and the sidecar, after checking the files of the arrays.
 
-    Raises the errors of `read_tree` and `sidecar.read`; CorruptCheckpointError if the two contradict each other, or an
-    array holds a link.
+    Raises the errors of `read_tree` and `sidecar.read`; CorruptCheckpointError if the two contradict each other;
+    UnsupportedError if an array holds a link to a folder.
     """
     has_sidecar = sidecar.FILE_NAME in names_in(directory.path)
     notes = sidecar.read(directory, "t5x", Sidecar) if has_sidecar else None

@@ -71,7 +71,7 @@ def read_tree(directory: Directory) -> dict[str, Any]:
     """
     path = directory.path / FILE_NAME
     try:
-        file = directory.open(FILE_NAME, follow_links=False)
+        file = directory.open(FILE_NAME)
     except NotACheckpointError as error:
         raise NotACheckpointError(
             "is not a T5X checkpoint: it holds no file 'checkpoint'", path=directory.path

@@ -117,21 +117,23 @@ class ArraysReader(Reader):
         known: Mapping[str, KnownArray],
         *,
         fill_missing: bool,
+        unread: dict[str, UnsupportedError] | None = None,
     ) -> dict[str, StoredLeaf]:
         """Open arrays and return their tensors.
 
         A missing chunk is an error, or with ``fill_missing`` read as the fill value, which is how zarr stores chunks of
-        zeros. Raises the errors of `check_array`, and those of TensorStore if an array cannot be opened.
+        zeros. The errors of arrays that are not supported, such as those of strings, are put into ``unread`` if it is
+        given. Raises the errors of `check_array`, and those of TensorStore if an array cannot be opened.
         """
         self._open_directory = open_directory
         self._directory = directory
         in_store = directory.in_store
-        self._arrays = _open_all(directory, known, context(in_store=in_store), fill_missing=fill_missing)
+        self._arrays = _open_all(directory, known, context(in_store=in_store), unread, fill_missing=fill_missing)
         large = {name: known[name] for name, array in self._arrays.items() if array.row_bytes > self._max_row}
         if large:
             cache = min(max(self._arrays[name].cache_bytes for name in large), memory_limit() // 4)
             cached = context(cache_bytes=cache, in_store=in_store)
-            self._arrays |= _open_all(directory, large, cached, fill_missing=fill_missing)
+            self._arrays |= _open_all(directory, large, cached, None, fill_missing=fill_missing)
         checksums = {checksum_of(array.metadata) for array in self._arrays.values()}
         self.verifiable = checksums.pop() if len(checksums) == 1 else None
         return {
@@ -173,15 +175,26 @@ class ArraysReader(Reader):
 
 
 def _open_all(
-    directory: ArrayDirectory, known: Mapping[str, KnownArray], context: Any, *, fill_missing: bool
+    directory: ArrayDirectory,
+    known: Mapping[str, KnownArray],
+    context: Any,
+    unread: dict[str, UnsupportedError] | None,
+    *,
+    fill_missing: bool,
 ) -> dict[str, OpenArray]:
+    """Open all arrays; the errors of those that are not supported are put into ``unread``, or raised without it."""
     futures, arrays = {}, {}
     for name, array in known.items():
         with directory.reading(name):
             futures[name] = start_open(directory, array, context, fill_missing=fill_missing)
     for name, future in futures.items():
-        with directory.reading(name):
-            arrays[name] = check_array(name, known[name], directory.wait(future), directory)
+        try:
+            with directory.reading(name):
+                arrays[name] = check_array(name, known[name], directory.wait(future), directory)
+        except UnsupportedError as error:
+            if unread is None:
+                raise
+            unread[name] = error
     return arrays
 
 

@@ -4,6 +4,7 @@ Directories of arrays that belong to another format (Orbax, T5X) are left to tha
 """
 
 import json
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tensorkeep.formats.tensorstore.listing import (
     scan_folder,
 )
 from tensorkeep.formats.tensorstore.specs import MARK, METADATA_FILE
+from tensorkeep.paths import StorePath
 
 _OTHER_FORMATS = frozenset(("_METADATA", "_CHECKPOINT_METADATA", "checkpoint"))
 """Files of Orbax's items and steps, and of T5X."""
@@ -51,6 +53,22 @@ def is_database(path: Path) -> bool:
     return first_bytes(path / _MANIFEST, 4) == _MANIFEST_START
 
 
+def check_is_no_part(path: Path) -> None:
+    """Raise UnsupportedError if a directory's name is that of one process's part, or of an unfinished save, of Orbax.
+
+    The part is a database, too, and its arrays look full: what other processes wrote is read as the fill value.
+    """
+    if re.fullmatch(r"ocdbt\.process_\d+", path.name):
+        whole = path.absolute().parent if not isinstance(path, StorePath) else path.parent
+        raise UnsupportedError(
+            "is one process's part of a database", path=path, remedy=f"give the path of the whole: {whole}"
+        )
+    if ".orbax-checkpoint-tmp" in path.name:
+        raise UnsupportedError(
+            "is a save of Orbax that was not finished", path=path, remedy="take another step, or save it again"
+        )
+
+
 def has_mark(directory: ArrayDirectory) -> bool:
     """Return whether the attributes of the group mention a sidecar of Tensorkeep."""
     names, mark = (".zattrs", _ZARR3), MARK.encode()
@@ -65,10 +83,11 @@ def has_mark(directory: ArrayDirectory) -> bool:
 def find_arrays(directory: ArrayDirectory) -> list[KnownArray]:
     """Return all arrays; the key of the directory itself is empty.
 
-    Raises NotACheckpointError if no array is found; CorruptCheckpointError if an array is, or holds, a link;
-    UnsupportedError if there are more than 200,000 arrays, they are nested more than 64 deep, or have too much
-    metadata; StoreError if a folder cannot be listed.
+    Raises NotACheckpointError if no array is found; UnsupportedError if there are more than 200,000 arrays, they are
+    nested more than 64 deep, have too much metadata, are one process's part, or hold a link to a folder; StoreError
+    if a folder cannot be listed.
     """
+    check_is_no_part(directory.path)
     if directory.kvstore == "file" and not directory.in_store:
         arrays = list(_find_in_folders(directory))
     else:

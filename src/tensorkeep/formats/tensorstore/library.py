@@ -26,6 +26,12 @@ KvStore = Literal["file", "ocdbt"]
 _NOISE = re.compile(r"\s*\[(?:source locations|\w+)='(?:[^'\\]|\\.)*'\]")
 _FROM_TENSORSTORE = re.compile(r"[A-Z_]+: |Error parsing ")
 _STATUS = re.compile(r"^(?:[A-Z_]+): ")
+_UNSUPPORTED = re.compile(
+    r"is not registered|not one of the supported|filters are not supported|Unsupported zarr dtype|Unsupported metadata"
+    r'|Must specify a "field"|No storage transformers|member "name": Expected .*, but received: "'
+    r'|member "zarr_format": Expected integer in .*, but received: \d'
+)
+"""Sound metadata that TensorStore does not read, in its words."""
 _FILE = re.compile(r'local file "([^"]*)"')
 _REFUSALS = (
     *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNAUTHENTICATED", "DEADLINE_EXCEEDED"),
@@ -133,8 +139,11 @@ class ArrayDirectory:
         if text.startswith(_REFUSALS) or (number and not text.startswith("NOT_FOUND")):
             remedy = _STORE_REMEDY if self.in_store else None
             return StoreError(f"cannot read it: {message}", path=path, name=name, remedy=remedy)
-        if text.startswith("UNIMPLEMENTED") or "is not registered" in text or "not one of the supported" in text:
-            remedy = "a later TensorStore may: pip install --upgrade tensorstore"
+        if text.startswith("UNIMPLEMENTED") or _UNSUPPORTED.search(text):
+            remedy = (
+                "a later TensorStore may: pip install --upgrade tensorstore; "
+                "or write the arrays again without what the message names"
+            )
             return UnsupportedError(f"TensorStore cannot read it: {message}", path=path, name=name, remedy=remedy)
         remedy = "the stored bytes have changed since the save: take another checkpoint or copy"
         return CorruptCheckpointError(f"TensorStore cannot read it: {message}", path=path, name=name, remedy=remedy)

@@ -1,9 +1,12 @@
-"""Listing the files of a checkpoint; links and unreadable folders are refused."""
+"""Listing the files of a checkpoint; links to folders and unreadable folders are refused.
+
+Links to files are followed: the Hugging Face cache consists of them.
+"""
 
 import os
 from pathlib import Path
 
-from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
+from tensorkeep.errors import UnsupportedError
 from tensorkeep.formats.tensorstore.library import ArrayDirectory
 from tensorkeep.formats.tensorstore.specs import METADATA_FILE
 from tensorkeep.io.files import store_errors, sync_directory
@@ -26,8 +29,8 @@ def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str]]:
     Each folder has a slash at its end; parents come first, at the front the directory itself (empty). ``shown`` is the
     directory's path in errors.
 
-    Raises CorruptCheckpointError if there is a link, a pipe or a device; UnsupportedError if an array's metadata file
-    has more than 16 MiB; StoreError if the operating system refuses access.
+    Raises UnsupportedError if there is a link to a folder or to nothing, a pipe or a device, or if an array's metadata
+    file has more than 16 MiB; StoreError if the operating system refuses access.
     """
     files: dict[str, int] = {}
     folders = [""]
@@ -37,16 +40,16 @@ def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str]]:
             # Chunks of 64 elements make tens of thousands of files: their paths are made for errors only.
             if entry.is_dir(follow_symlinks=False):
                 folders.append(f"{inside}{entry.name}/")
-            elif entry.is_file(follow_symlinks=False):
+            elif entry.is_file():
                 with store_errors(path, f"read the size of {entry.name}"):
-                    size = entry.stat(follow_symlinks=False).st_size
+                    size = entry.stat().st_size
                 if entry.name in _METADATA_FILES:
                     check_metadata_size(size, path / entry.name)
                 files[inside + entry.name] = size
             elif entry.is_symlink():
                 raise link_error(path / entry.name)
             else:
-                raise CorruptCheckpointError("is neither a file nor a folder", path=path / entry.name)
+                raise UnsupportedError("is neither a file nor a folder", path=path / entry.name, remedy="remove it")
     return files, folders
 
 
@@ -81,6 +84,10 @@ def check_metadata_size(size: int, shown: Path) -> None:
         raise UnsupportedError(f"has {size:,} bytes of metadata, {limit}", path=shown)
 
 
-def link_error(shown: Path) -> CorruptCheckpointError:
-    """Return the error for a symbolic link."""
-    return CorruptCheckpointError("is a symbolic link, which is not followed", path=shown)
+def link_error(shown: Path) -> UnsupportedError:
+    """Return the error for a symbolic link to a folder, or to nothing."""
+    return UnsupportedError(
+        "is a symbolic link to no file, which is not followed",
+        path=shown,
+        remedy="copy the checkpoint with what its links point to: cp -rL FOLDER COPY",
+    )

@@ -1,10 +1,12 @@
 """Reader of directories of TensorStore arrays, written by Tensorkeep or not; untrusted."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats import sealed, sidecar
+from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.tensorstore.arrays import ArraysReader, KnownArray
 from tensorkeep.formats.tensorstore.discovery import find_arrays, has_mark, is_database
@@ -14,6 +16,8 @@ from tensorkeep.formats.tensorstore.specs import MAX_DIMENSIONS, METADATA_FILE, 
 from tensorkeep.io.directory import Directory
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.tree import Flat
+
+_OMIT = 'leave out what cannot be read with select="*", or read it with zarr'
 
 
 class TensorStoreSidecar(Sidecar, frozen=True, kw_only=True):
@@ -46,9 +50,18 @@ class TensorStoreReader(ArraysReader):
             self.details = {name: getattr(notes, name) for name in names}
             return
         arrays, known = read_foreign(directory)
-        leaves = self._open_arrays(directory, arrays, known, fill_missing=True)
+        if "_METADATA" in names_in(directory.stable_path):
+            self.notes = ["Orbax wrote it: its texts, empty containers and nesting are not read, only its arrays"]
+        unread: dict[str, UnsupportedError] = {}
+        leaves = self._open_arrays(directory, arrays, known, fill_missing=True, unread=unread)
+        if unread and not leaves:
+            raise next(iter(unread.values()))
         kinds = {name: "tensor" if leaf.dtype.has_torch else "ndarray" for name, leaf in leaves.items()}
-        skeleton = {"dict": {name: {kind: name} for name, kind in kinds.items()}}
+        nodes: dict[str, Any] = {name: {kind: name} for name, kind in kinds.items()}
+        for name, error in unread.items():
+            reason = re.sub(r".*(opening|reading|parsing) [^:]*: ", "", error.message)
+            nodes[name] = {"placeholder": [name, f"an array that is not supported ({reason[:100]})", _OMIT]}
+        skeleton = {"dict": {name: nodes[name] for name in known}}
         self._set_state(Flat(skeleton, leaves, {}, {name: (DEFAULT_PART, name) for name in leaves}), self.path)
         self.metadata = {}
         self.details = {"kvstore": arrays.kvstore, "missing_chunks": "are read as the fill value"}
@@ -57,8 +70,8 @@ class TensorStoreReader(ArraysReader):
 def read_own(directory: Directory) -> tuple[TensorStoreSidecar, ArrayDirectory, dict[str, KnownArray]]:
     """Return the sidecar of a directory, and its arrays, after checking both and the files of the arrays.
 
-    Raises the errors of `sidecar.read`; CorruptCheckpointError if an array's metadata is missing or changed, or its
-    files contain a link.
+    Raises the errors of `sidecar.read`; CorruptCheckpointError if an array's metadata is missing or changed;
+    UnsupportedError if its files contain a link to a folder.
     """
     notes = sidecar.read(directory, "tensorstore", TensorStoreSidecar)
     arrays = ArrayDirectory.of(directory, notes.kvstore)

@@ -1,8 +1,12 @@
-"""Files of ``torch.save``: read by torch's restricted unpickler, pickled by torch."""
+"""Files of ``torch.save``: read without executing their pickles, and pickled by torch.
+
+A folder with ``pytorch_model.bin``, or with an index of several such files, is read as well.
+"""
 
 from pathlib import Path
 
 from tensorkeep.formats.base import Format, OpenSettings, Reader
+from tensorkeep.formats.torch_file.folder import TorchFolderReader, locate
 from tensorkeep.formats.torch_file.reader import TorchReader
 from tensorkeep.formats.torch_file.writer import write
 from tensorkeep.formats.torch_file.zip_file import is_old_pickle, is_torch_zip
@@ -14,6 +18,7 @@ from tensorkeep.state.tree import Flat
 class TorchFormat(Format):
     """The files of ``torch.save``, without options, compression and metadata; see `tensorkeep.formats.base.Format`.
 
+    It also reads files of torch before version 1.6, and the tensors of TorchScript archives, as a flat dict by name.
     It writes what ``torch.load(weights_only=True)`` reads: tensors, parameters, dicts, lists, tuples, sets and plain
     scalars, but not numpy arrays, named tuples, dataclasses, enums, ranges or frozensets. Writing from another
     checkpoint holds the whole state in memory, because ``torch.save`` does.
@@ -22,13 +27,18 @@ class TorchFormat(Format):
     name = "torch"
 
     def recognises(self, path: Path) -> bool:
-        return is_torch_zip(path) or is_old_pickle(path)
+        return locate(path) is not None or _is_file(path)
 
     def open(self, path: Path, settings: OpenSettings) -> Reader:
-        return TorchReader(path, settings)
+        place = locate(path)
+        return TorchReader(path, settings) if place is None else TorchFolderReader(path, place, settings)
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
-        return write(flat, destination, settings, replaceable=self.recognises)
+        return write(flat, destination, settings, replaceable=_is_file)
+
+
+def _is_file(path: Path) -> bool:
+    return is_torch_zip(path) or is_old_pickle(path)
 
 
 FORMAT = TorchFormat()

@@ -1,22 +1,26 @@
-"""Reading the files of ``torch.save`` through torch's restricted unpickler.
+"""Reading the files of ``torch.save`` without executing their pickles.
 
-Nothing is ever unpickled without ``weights_only=True``. Tensors are mapped, and read when they are asked for. Torch
-writes a CRC-32 of every storage and never checks it; here it is checked before the first byte of a storage is returned.
-Of an object in a store, the pickle and the zip directory are fetched at once, a storage when it is first read.
+Tensors are mapped, and read when they are asked for. Torch writes a CRC-32 of every storage and never checks it; here
+it is checked before the first byte of a storage is returned. Of an object in a store, the pickle and the zip directory
+are fetched at once, a storage when it is first read. Files of torch before version 1.6 have no checksums, and no
+alignment: their tensors cannot be used where they are mapped.
 """
 
+import os
 import stat
 import threading
 import zlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError
-from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError
+from tensorkeep.formats.base import OpenSettings, Problem, Reader, StoredLeaf
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.mapped_file import FetchedFile, FetchedParts
 from tensorkeep.formats.probe import file_mode
+from tensorkeep.formats.torch_file.old_file import OldFile
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values, load_untrusted
 from tensorkeep.formats.torch_file.zip_file import TorchZip, begins_like_old_pickle
 from tensorkeep.io.files import Bytes
@@ -30,12 +34,14 @@ class TorchReader(Reader):
     """An open ``torch.save`` file.
 
     Reading a tensor first checks the CRC-32 of its storage, once. The file is opened once, so that a checkpoint which
-    is replaced meanwhile is read to the end as it was.
+    is replaced meanwhile is read to the end as it was. What is fetched of an object is counted in ``parts``, if given.
     """
 
     format = "torch"
 
-    def __init__(self, path: Path, settings: OpenSettings) -> None:
+    def __init__(self, path: Path, settings: OpenSettings, parts: FetchedParts | None = None) -> None:
+        import torch
+
         self.path = path
         self.metadata = {}
         mode = file_mode(path)
@@ -45,31 +51,37 @@ class TorchReader(Reader):
         with ExitStack() as stack:
             source = stack.enter_context(open_file(path))
             if isinstance(source, StoreFile):
-                self._fetched = stack.enter_context(FetchedFile(source, FetchedParts(settings.pool.budget)))
+                self._fetched = stack.enter_context(FetchedFile(source, parts or FetchedParts(settings.pool.budget)))
                 place = self._fetched.fd_path
                 file = cast(BinaryIO, stack.enter_context(self._fetched.stream()))
             else:
                 # By its descriptor: its path may be that of another file by now.
                 place = source.fd_path
                 file = stack.enter_context(open(place, "rb"))
-            if begins_like_old_pickle(file.read(2)):
-                raise UnsupportedError(
-                    "is a bare Python pickle, as torch.save wrote before version 1.6; loading it could run any code",
-                    path=path,
-                    remedy="if you trust it, load it and save it again with torch 1.6 or later",
-                )
-            archive = TorchZip(file, source.size, path)
+            self._is_old = begins_like_old_pickle(file.read(2))
+            size = source.size
+            archive: OldFile | TorchZip
+            if self._is_old:
+                archive = OldFile(file, size, path)
+            else:
+                archive = TorchZip(file, size, path)
+                if archive.is_compressed:
+                    file = stack.enter_context(archive.unpacked(file))
+                    self._fetched, place, size = None, f"/proc/self/fd/{file.fileno()}", file.seek(0, os.SEEK_END)
+                    archive = TorchZip(file, size, path)
             if self._fetched is not None:
-                # Torch reads the local header of each record, to find its data.
+                # The data of a record begins behind its local header.
                 self._fetched.prefetch(archive.local_headers())
-            state = load_untrusted(place, archive, path, settings.allow)
+            whole = torch.UntypedStorage.from_file(place, False, size)
+            found = load_untrusted(whole, archive, path, settings.allow)
             address = None if self._fetched is None else self._fetched.mapped_at()
+        self.refusal = found.refusal
         with decoding(path):
-            count_values(state, SHARED_VALUES + 4 * archive.pickle_bytes)
-            flat = flatten(state)
+            count_values(found.state, SHARED_VALUES + 4 * archive.pickle_bytes)
+            flat = flatten(found.state, placeholders=True)
         self._leaves = dict(flat.leaves)
         self._checks = settings.verify and archive.checksummed
-        self._storages = _storages(self._leaves, archive, source.size, path)
+        self._storages = _storages(self._leaves, archive, size, path)
         if self._fetched is not None:
             for storage in set(self._storages.values()):
                 storage.fetch_from(self._fetched, address)
@@ -79,11 +91,23 @@ class TorchReader(Reader):
         }
         self._set_state(Flat(flat.skeleton, leaves, flat.aliases, flat.parts), path)
         self.verifiable = "CRC-32 of every record" if archive.checksummed else None
+        if archive.is_script:
+            self.verifiable = "CRC-32 of every tensor"
+        unwritten = "not known before torch 1.6" if self._is_old else "not written (set_crc32_options(False))"
+        self._unread: list[str] = []
+        if isinstance(archive, TorchZip) and archive.checksummed:
+            self._unread = [key for key in archive.storage_keys() if key not in found.storages]
+        self._archive = archive
+        self._whole: Any = whole
         self.details = {
-            "crc32": "written" if archive.checksummed else "not written (set_crc32_options(False))",
+            "crc32": "written" if archive.checksummed else unwritten,
             "pickle_bytes": archive.pickle_bytes,
             "files": {path.name: source.size},
         }
+        if archive.is_script:
+            self.details["torchscript"] = f"code, and {found.others} values that are no tensors, are not read"
+        if found.attributes:
+            self.details["attributes_left_out"] = found.attributes
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         leaf = self._leaves[name]
@@ -99,8 +123,24 @@ class TorchReader(Reader):
     def mapped(self, name: str) -> Bytes | None:
         if self._fetched is not None:
             self._fetched.source.map_private()  # raises
-        # The restricted unpickler maps the file privately.
-        return self._leaves[name].host_bytes()
+        # The file is mapped privately.
+        return None if self._is_old else self._leaves[name].host_bytes()
+
+    def audit(self) -> Iterator[Problem]:
+        """Check the storages that no tensor of the state uses: those of placeholders."""
+        import torch
+
+        if not self._unread:
+            return
+        assert isinstance(self._archive, TorchZip)
+        content = torch.empty(0, dtype=torch.uint8).set_(self._whole).numpy()
+        for key in self._unread:
+            start, info = self._archive.storage_at(key, content), self._archive.records[f"data/{key}"]
+            stop = start + info.file_size
+            with nullcontext() if self._fetched is None else self._fetched.needed(start, stop):
+                is_sound = stop <= len(content) and zlib.crc32(content[start:stop]) == info.CRC
+            if not is_sound:
+                yield Problem(f"the CRC-32 of the storage {key}, which no tensor of the state uses, is wrong")
 
     def bytes_to_check(self, name: str) -> int:
         # An expanded tensor may be larger than any file, and every read checks the full storage.
@@ -118,9 +158,11 @@ class TorchReader(Reader):
         self._leaves = {}
         self._storages = {}
         self._fetched = None
+        self._unread = []
+        self._whole = None
 
 
-def _storages(leaves: dict[str, Leaf], archive: TorchZip, size: int, path: Path) -> "dict[str, _Storage]":
+def _storages(leaves: dict[str, Leaf], archive: TorchZip | OldFile, size: int, path: Path) -> "dict[str, _Storage]":
     """Return the storage of each tensor, by its name; arrays of numpy have none, they are in the pickle."""
     found: dict[tuple[int, int], _Storage] = {}
     storages = {}
@@ -141,7 +183,7 @@ def _storages(leaves: dict[str, Leaf], archive: TorchZip, size: int, path: Path)
 class _Storage:
     """The storage of a leaf: checked once, by the first thread that reads from it."""
 
-    def __init__(self, leaf: Leaf, archive: TorchZip, path: Path) -> None:
+    def __init__(self, leaf: Leaf, archive: TorchZip | OldFile, path: Path) -> None:
         self.name = leaf.name
         self.nbytes = int(leaf.array.untyped_storage().nbytes()) if leaf.nbytes else 0
         self._leaf = leaf

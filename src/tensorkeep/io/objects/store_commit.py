@@ -11,9 +11,10 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -77,24 +78,17 @@ def is_tombstone(name: str) -> bool:
     return _TOMBSTONE.fullmatch(name) is not None
 
 
-def put_tombstone(path: StorePath, manifest: bytes) -> None:
-    """Keep the manifest of a checkpoint that is about to be removed from a prefix, beside those of earlier ones.
+def put_tombstone(path: StorePath, manifest: bytes) -> StorePath:
+    """Keep the manifest of a checkpoint that is about to be removed from a prefix; return the path of the tombstone.
 
     A tombstone never replaces that of another manifest, whose objects may still be read. So if there is a
     ``removed.json``, the name gets the digest of the manifest.
     """
-    if not stores.put_unless_changed(path / TOMBSTONE_NAME, manifest, None):
-        stores.put(path / _tombstone_name(manifest), manifest)
-
-
-def _has_tombstone(path: StorePath, manifest: bytes, names: Collection[str]) -> bool:
-    """Return whether `put_tombstone` has kept a manifest; ``names`` are those at the path."""
-    is_first = TOMBSTONE_NAME in names and stores.read(path / TOMBSTONE_NAME)[0] == manifest
-    return is_first or _tombstone_name(manifest) in names
-
-
-def _tombstone_name(manifest: bytes) -> str:
-    return object_name(TOMBSTONE_NAME, hashlib.sha256(manifest).hexdigest()[:16])
+    tombstone = path / TOMBSTONE_NAME
+    if not stores.put_unless_changed(tombstone, manifest, None):
+        tombstone = path / object_name(TOMBSTONE_NAME, hashlib.sha256(manifest).hexdigest()[:16])
+        stores.put(tombstone, manifest)
+    return tombstone
 
 
 class StoreCommit:
@@ -102,8 +96,9 @@ class StoreCommit:
 
     ``path`` is the prefix of its objects, whose names `object_name` makes with ``save_id``. ``replaceable`` returns
     whether an existing checkpoint may be replaced, as for `tensorkeep.io.commit.Commit`. ``listed`` returns the names
-    of the objects that the manifest at a path lists; those of a checkpoint that was replaced are removed. Other steps
-    may share those of a step: its old manifest becomes the tombstone, and `prune` removes what no step names.
+    of the objects that the manifest at a path lists; those of a checkpoint that was replaced are removed, and those of
+    saves that failed a day ago, if ``is_ours`` accepts their names. Other steps may share the objects of a step: its
+    old manifest becomes the tombstone, and `prune` removes what no step names.
 
     Raises DestinationExistsError if something is there and may not be replaced; StoreError if the store refuses or
     does not answer in time.
@@ -122,6 +117,7 @@ class StoreCommit:
         overwrite: bool,
         replaceable: Callable[[Path], bool],
         listed: Callable[[Path], Iterable[str]] = lambda path: (),
+        is_ours: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self.destination = self.path = destination
         self.overwrite = overwrite
@@ -129,13 +125,13 @@ class StoreCommit:
         self._manifest = destination / MANIFEST_NAME
         self._replaceable = replaceable
         self._listed = listed
+        self._is_ours = is_ours
         self._seen: stores.ObjectStatus | None = None
         self._old: bytes | None = None
         self._replaced: set[str] = set()
-        self._content: bytes | None = None
         self._begun = clock().time()
         self._process = os.getpid()
-        self._is_visible: bool | None = False  # None: unknown
+        self._may_appear = False  # whether the store has carried out a request for the manifest, or may still do so
 
     def __enter__(self) -> Self:
         end = clock().monotonic() + stores.give_up_seconds()
@@ -190,7 +186,6 @@ class StoreCommit:
         not carry out conditional requests; StoreError if the store refuses or does not answer in time. The error then
         says whether the checkpoint may still become visible.
         """
-        self._content = content
         self._check_server(content)
         if clock().time() - self._begun > LEFTOVER_AGE.total_seconds():
             self._check_objects(content)
@@ -204,7 +199,6 @@ class StoreCommit:
             elif found[0] == content:
                 break  # ours: the answer to an earlier attempt was lost
             elif self._seen is None or found[1].tag != self._seen.tag:
-                self._is_visible = False
                 raise DestinationExistsError(
                     f"another save was first: {_described(*found)}",
                     path=self.destination,
@@ -217,8 +211,9 @@ class StoreCommit:
                     remedy="save again, or to another path",
                 )
             clock().sleep(_AGAIN_SECONDS)
-        self._is_visible = True
-        self._remove([name for name in sorted(self._replaced) if not _names(content, name)])
+        self._may_appear = True
+        if self._old is not None and not self.destination.is_step:
+            self._remove(partial(self._needless, content))
 
     def _check_server(self, content: bytes) -> None:
         """Check that the server refuses to create an object that exists: some replace it, and saves that race are lost.
@@ -253,17 +248,17 @@ class StoreCommit:
 
     def _put(self, content: bytes) -> bool:
         """Send the manifest; return whether the store has accepted it."""
-        self._is_visible = None
+        before, self._may_appear = self._may_appear, True
         try:
-            return stores.put_unless_changed(self._manifest, content, self._seen)
+            written = stores.put_unless_changed(self._manifest, content, self._seen)
         except StoreError as error:
-            # Also after a refusal: an earlier request may have been carried out and its answer lost.
             with suppress(StoreError):
                 found = self._read_back()
                 if found is not None and found[0] == content:
                     return True
-                self._is_visible = False if error.errno == errno.EACCES else None
-            if error.errno == errno.EACCES:
+            # Reading back proves nothing: a request whose answer was lost may still be on its way.
+            if error.errno == errno.EACCES and not before:
+                self._may_appear = False
                 raise
             raise StoreError(
                 f"cannot make the checkpoint visible: {error.message}; "
@@ -271,6 +266,9 @@ class StoreCommit:
                 path=self.destination,
                 remedy=error.remedy,
             ) from error
+        if written is False:
+            self._may_appear = before
+        return bool(written)
 
     def _read_back(self) -> tuple[bytes, stores.ObjectStatus] | None:
         try:
@@ -278,25 +276,26 @@ class StoreCommit:
         except NotFoundError:
             return None
 
-    def _remove(self, names: list[str]) -> None:
-        """Remove objects that nothing needs; if that fails, `prune` will."""
+    def _needless(self, content: bytes) -> list[str]:
+        """Return the objects that only the old manifest lists, and those of saves that failed a day ago."""
+        written = {name: each.modified for name, each in stores.children(self.destination) if each and save_of(name)}
+        # The clock of the store: the objects of this save are the newest.
+        old = {name for name, when in written.items() if when <= max(written.values()) - LEFTOVER_AGE}
+        failed = {name for name in old if save_of(name) != self.save_id and self._is_ours(name)}
+        return [name for name in sorted(self._replaced | failed) if not _names(content, name)]
+
+    def _remove(self, needless: Callable[[], Iterable[str]]) -> None:
+        """Remove objects that nothing needs; if that fails, `prune` or the next replacement will."""
         try:
-            stores.delete([self.destination / name for name in names if "/" not in name])
+            stores.delete([self.destination / name for name in needless() if "/" not in name])
         except TensorkeepError as error:
             logger.warning("%s: objects that nothing needs remain: %s", self.destination, error.message)
 
     def __exit__(self, *error: object) -> None:
         # A manifest that becomes visible later needs its objects. A forked child has no part in the save.
-        if self._is_visible is not False or os.getpid() != self._process:
-            return
-        try:
-            names = [name for name, _ in stores.children(self.destination)]
-            if self._content is not None and _has_tombstone(self.destination, self._content, names):
-                return  # our manifest was visible before it was replaced, and its answer lost: it may be read still
-        except TensorkeepError as failure:
-            logger.warning("%s: the objects of save %s remain: %s", self.destination, self.save_id, failure.message)
-            return
-        self._remove([name for name in names if save_of(name) == self.save_id])
+        if not self._may_appear and os.getpid() == self._process:
+            children = partial(stores.children, self.destination)
+            self._remove(lambda: [name for name, _ in children() if save_of(name) == self.save_id])
 
 
 def check_replaceable(path: StorePath, replaceable: Callable[[Path], bool], *, overwrite: bool) -> None:

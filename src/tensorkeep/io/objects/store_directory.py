@@ -53,11 +53,12 @@ class StoreFile(SourceFile):
     """An object that many threads read at once, one request for each range; see `SourceFile`.
 
     It is read as it was when it was opened, or was ``found`` before: if it is replaced meanwhile, reading raises
-    StoreError.
+    StoreError. With ``content``, all that it has, no request is made.
     """
 
-    def __init__(self, path: StorePath, found: stores.ObjectStatus | None = None) -> None:
+    def __init__(self, path: StorePath, found: stores.ObjectStatus | None = None, content: bytes | None = None) -> None:
         self.path = path
+        self._content = content
         self._url = path
         found = found or stores.head(path)
         self.size = found.size
@@ -104,6 +105,8 @@ class StoreFile(SourceFile):
         return np.frombuffer(found, np.uint8)
 
     def _get(self, start: int, stop: int) -> memoryview:
+        if self._content is not None:
+            return memoryview(self._content)[start:stop]
         tag, known = _first.get(self._url, ("", b""))
         if tag and tag == self._tag and stop <= len(known):
             return memoryview(known)[start:stop]
@@ -130,6 +133,7 @@ class StoreDirectory(Directory):
         self._url = path
         self._known = known
         self._seen: dict[str, stores.ObjectStatus] = {}
+        self._contents: dict[str, bytes] = {}
 
     @property
     def fd_path(self) -> str:
@@ -144,7 +148,13 @@ class StoreDirectory(Directory):
         # The same object for as long as this directory is open: if it was replaced, reading it is an error.
         found = self._seen.get(name) or self._look_at(name)
         self._seen.setdefault(name, found)
-        return StoreFile(self.path_of(name), found)
+        return StoreFile(self.path_of(name), found, self._contents.get(name))
+
+    def read_once(self, name: str) -> bytes:
+        """Return the content of a file, which no other method reads again."""
+        file = self.open(name)
+        self._contents[name] = file.read(0, file.size)
+        return self._contents[name]
 
     def open_one_of(self, count: int, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
         return self.open(name)

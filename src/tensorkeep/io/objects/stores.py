@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tensorkeep.errors import UnsupportedError, UsageError, import_extra
 from tensorkeep.io.clock import clock
-from tensorkeep.io.objects.store_errors import DETAILS, TRIED, replaced, store_request, unusable
+from tensorkeep.io.objects.store_errors import (
+    DETAILS,
+    REPEATED,
+    TRIED,
+    raise_alone,
+    replaced,
+    store_request,
+    unusable,
+    was_repeated,
+)
 from tensorkeep.paths import StorePath, check_url, endpoint
 
 if TYPE_CHECKING:
@@ -128,10 +137,11 @@ def put(path: StorePath, content: bytes) -> None:
         obstore.put(store, path.key, content, use_multipart=False)
 
 
-def put_unless_changed(path: StorePath, content: bytes, seen: ObjectStatus | None) -> bool:
+def put_unless_changed(path: StorePath, content: bytes, seen: ObjectStatus | None) -> bool | None:
     """Write an object by one request, if the store still has the object that was seen, or none; return whether it did.
 
-    False may also mean that it was written, and that the store's answer was lost.
+    None means that this is not known: the request was repeated, and the store may have carried out an earlier one, or
+    may still do so. The errno of a StoreError is EACCES if the store has refused the only request.
     """
     store = _store_of(path)
     import obstore
@@ -144,8 +154,8 @@ def put_unless_changed(path: StorePath, content: bytes, seen: ObjectStatus | Non
     with store_request(path, "write it"):
         try:
             _repeated(lambda: obstore.put(store, path.key, content, mode=mode))
-        except (AlreadyExistsError, PreconditionError):
-            return False
+        except (AlreadyExistsError, PreconditionError) as error:
+            return None if was_repeated(error) else False
     return True
 
 
@@ -199,16 +209,22 @@ def children(path: StorePath) -> Iterator[tuple[str, ObjectStatus | None]]:
     for prefix in found["common_prefixes"]:
         yield prefix.rstrip("/").rpartition("/")[2], None
     for each in found["objects"]:
-        yield each["path"].rpartition("/")[2], _status(each)
+        # The empty object that a console makes for a folder has the name of the folder.
+        if each["path"] != path.key:
+            yield each["path"].rpartition("/")[2], _status(each)
 
 
-def objects(path: StorePath) -> list[ObjectStatus]:
-    """Return the status of every object below a prefix, at any depth; one request for each thousand."""
+def objects(path: StorePath, *, after: str | None = None) -> list[ObjectStatus]:
+    """Return the status of every object below a prefix, at any depth; one request for each thousand.
+
+    With ``after``, only those whose keys are greater. Raises UnsupportedError if the key of one is not supported.
+    """
     store = _store_of(path)
     import obstore
 
     with store_request(path, "list it"):
-        return [_status(each) for each in _repeated(lambda: obstore.list(store, path.key or None).collect())]
+        found = _repeated(lambda: obstore.list(store, path.key or None, offset=after).collect())
+        return [_status(each) for each in found]
 
 
 def _repeated(request: Callable[[], T]) -> T:
@@ -224,6 +240,8 @@ def _repeated(request: Callable[[], T]) -> T:
         except Exception as error:
             text = str(error).partition(DETAILS)[0]
             if not any(broken in text for broken in _BROKEN_ANSWERS):
+                if retries:
+                    error.add_note(REPEATED)
                 raise
         tried = TRIED.search(text)
         retries += int(tried[2]) if tried else 0
@@ -268,7 +286,7 @@ def _connect(bucket: str, endpoint: str, seconds: float, first_pause: float, lon
         try:
             store: ObjectStore = from_url(bucket, client_options=client, retry_config=retry)
         except Exception as error:
-            raise unusable(bucket, str(error)) from None
+            raise_alone(unusable(bucket, str(error)))
     return store
 
 

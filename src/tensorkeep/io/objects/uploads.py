@@ -21,6 +21,7 @@ from tensorkeep.io.files import Bytes
 from tensorkeep.io.objects import stores
 from tensorkeep.io.objects.store_commit import check_replaceable, save_of
 from tensorkeep.io.parallel import POLL_SECONDS, Cancellation, Cancelled
+from tensorkeep.io.threads import start_thread
 from tensorkeep.paths import StorePath
 
 _PART_BYTES = 8 * 1024**2
@@ -129,7 +130,7 @@ class Upload:
         if start and self._thread is None:
             thread = threading.Thread(target=self._upload, args=(self._part_bytes,), daemon=True)
             thread.name = "tensorkeep-upload"
-            thread.start()
+            start_thread(thread)
             self._thread = thread
 
     def _was_sent(self, memory: Buffer, count: int) -> None:

@@ -248,7 +248,7 @@ class LoopConfig(Section, frozen=True):
         Whether a new run on a GPU chooses ``batch_size`` itself, as large as memory allows, and ``accumulate`` with
         it, so that a step has the same sequences. A resumed run keeps the choice.
     seed : int
-        Of the initial weights, the order of the data, and dropout.
+        Of the initial weights, the order of the data, and the global generators of torch (dropout), numpy and Python.
     device, threads : str, int, optional
         ``"auto"`` is the GPU if there is one, else the CPU; the CPU threads of torch, by default its own choice.
     on_divergence : str

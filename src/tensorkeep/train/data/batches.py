@@ -47,6 +47,10 @@ class BatchSource(Protocol):
     def context_length(self) -> int:
         """Tokens in a window of the next batch."""
 
+    @property
+    def note(self) -> str | None:
+        """What of the data is not used, for the user, if anything is left out."""
+
     def __next__(self) -> Batch: ...
 
     def draw_part(self, part: int, parts: int) -> None:
@@ -66,6 +70,7 @@ class NumberedBatches(ABC):
     """
 
     _offsets: "Drawn"
+    note: str | None = None
 
     def __init__(self, *, context_length: int, batch_size: int, seed: int) -> None:
         for name, count in (("context length", context_length), ("batch size", batch_size)):

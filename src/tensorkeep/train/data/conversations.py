@@ -10,11 +10,12 @@ The template is ``<|system|>Be brief.<|end|><|user|>Hello!<|end|><|assistant|>Hi
 name in ``<|...|>`` is one token of `ChatTokenizer`, and nothing is added to the text.
 """
 
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -24,12 +25,14 @@ from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.structs import prepared
 from tensorkeep.train.data.corpus import Source, TextFile
 from tensorkeep.train.data.dataset import CONVERSATIONS, SPLITS, Layout
-from tensorkeep.train.data.documents import LONGEST_RECORD, Reading, SplitRule
+from tensorkeep.train.data.documents import LONGEST_RECORD, UTF8_MARK, Reading, SplitRule
 from tensorkeep.train.data.encoding import Piece, default_processes, encoded
 from tensorkeep.train.data.token_files import layout_of, origin_of, splits_of, token_files
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.data.tokenizers.known import Learn
+
+logger = logging.getLogger(__name__)
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -45,6 +48,46 @@ class Conversation(msgspec.Struct, frozen=True):
     messages: list[Message]
 
 
+# fmt: off
+_WEIGHTS = frozenset(("weight", "loss_weight", "loss_scale", "loss", "loss_mask", "train", "trainable", "train_detail"))
+"""Fields of other trainers that state what is trained."""
+_MASKS = frozenset(("mask", "masked"))
+"""Fields that state what is not trained."""
+_REFUSED = frozenset((
+    "tools", "functions", "tool_calls", "tool_call_id", "function_call", "name", "reasoning_content", "reasoning",
+    "reasoning_details", "thinking", "thoughts", "refusal", "prefix", "images", "image", "videos", "audio", "audios",
+    "documents", "system", "system_prompt", "chat_template", "chat_template_kwargs",
+))
+"""Fields with text, or a meaning, that the template has no place for."""
+# fmt: on
+
+_MOST_UNUSED = 100
+"""Names of fields that are counted; a hostile file has any number."""
+_MOST_NAMED = 5
+_MOST_SHOWN = 60
+"""Characters of a value in an error."""
+
+
+def _unused_fields(fields: dict[str, Any], trained: bool) -> Iterator[str]:
+    """Yield the names of the fields of a message or a conversation that are not used.
+
+    Raises ValueError for a field with a meaning that training would ignore.
+    """
+    for name, value in fields.items():
+        ignored = name in _REFUSED and bool(value)
+        ignored |= name in _WEIGHTS and value not in (None, trained)
+        ignored |= name in _MASKS and value not in (None, not trained)
+        if ignored:
+            raise ValueError(f'"{name}": {_shortened(value)}')
+        if value and name not in ("messages", "role", "content", *_WEIGHTS, *_MASKS):
+            yield name
+
+
+def _shortened(value: object) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
 def has_conversations(source: Source) -> bool:
     """Return whether the first line of a source of lines of JSON has messages."""
     file = source.files[0]
@@ -53,14 +96,21 @@ def has_conversations(source: Source) -> bool:
     with source.opened(file) as stream:
         try:
             lines = iter(lambda: stream.readline(LONGEST_RECORD + 1), b"")
-            first = msgspec.json.decode(next(filter(bytes.strip, lines), b""))
+            first = msgspec.json.decode(next(filter(bytes.strip, lines), b"").removeprefix(UTF8_MARK))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False  # reading it reports the error
     return isinstance(first, dict) and "messages" in first and source.field not in first
 
 
 class ConversationReading(Reading):
-    """One pass over the conversations of a source; see `Reading`."""
+    """One pass over the conversations of a source; see `Reading`.
+
+    ``unused`` counts the fields that are not used, by name.
+    """
+
+    def __init__(self, source: Source, meter: Meter) -> None:
+        super().__init__(source, meter)
+        self.unused: Counter[str] = Counter()
 
     def conversations(self) -> Iterator[tuple[str, Conversation]]:
         """Yield the name and the messages of each conversation.
@@ -78,11 +128,24 @@ class ConversationReading(Reading):
             'each line must be {"messages": [{"role": "user", "content": "..."}, ...]}, role user, system or assistant'
         )
         try:
-            found = msgspec.json.decode(line, type=prepared(Conversation))
+            given = msgspec.json.decode(line)
+            found = msgspec.convert(given, prepared(Conversation))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(
                 f"line {number:,} is not a conversation ({error})", path=file.path, remedy=remedy
             ) from error
+        try:
+            unused = list(_unused_fields(given, True))
+            for message in given["messages"]:
+                unused += _unused_fields(message, message["role"] == "assistant")
+        except ValueError as error:
+            raise UsageError(
+                f"line {number:,} has {error}, which is not supported: all answers are trained, nothing else is, and "
+                "a message is its role and its content",
+                path=file.path,
+                remedy="remove the field if that is right; else leave the conversation out, or cut it before there",
+            ) from error
+        self.unused.update(name for name in unused if name in self.unused or len(self.unused) < _MOST_UNUSED)
         if not any(message.role == "assistant" and message.content for message in found.messages):
             raise UsageError(
                 f"line {number:,} is a conversation without an answer of the assistant",
@@ -115,13 +178,15 @@ def write_conversations(
     processes = processes or default_processes(tokenizer, source.nbytes)
     marks = {role: np.array([token], tokenizer.dtype) for role, token in tokenizer.begin.items()}
     end, end_of_document = (np.array([each], tokenizer.dtype) for each in (tokenizer.end, tokenizer.end_of_document))
+    begin, begins = np.array(tokenizer.opening, tokenizer.dtype), True
     # Of the messages that are being encoded, which come back in order.
     roles: deque[str] = deque()
     pieces = encoded(tokenizer, _pieces(second, rule, roles), processes)
     with token_files(folder, tokenizer) as files, closing(pieces):
         for piece, tokens in pieces:
-            for each in (marks[roles.popleft()], tokens, end):
+            for each in (*([begin] if begins else []), marks[roles.popleft()], tokens, end):
                 files[piece.split].add(each)
+            begins = piece.ends_document
             if piece.ends_document:
                 files[piece.split].add(end_of_document)
                 counts[piece.split] += 1
@@ -130,6 +195,7 @@ def write_conversations(
                 "changed while it was read", path=source.spec, remedy="prepare it when it is not written to"
             )
         _check_counts(source, counts)
+        _report_unused(source, second.unused)
         splits = splits_of(files, counts)
     return layout_of(origin_of(second, splits, CONVERSATIONS), tokenizer, splits, rule), tokenizer
 
@@ -141,6 +207,13 @@ def _pieces(reading: ConversationReading, rule: SplitRule, roles: deque[str]) ->
         for number, message in enumerate(found.messages, 1):
             roles.append(message.role)
             yield Piece(split, message.content, number == len(found.messages))
+
+
+def _report_unused(source: Source, unused: Counter[str]) -> None:
+    if unused:
+        named = [f"{name!r} ({count:,})" for name, count in unused.most_common(_MOST_NAMED)]
+        named += [f"{len(unused) - _MOST_NAMED} more"] if len(unused) > _MOST_NAMED else []
+        logger.warning("%s: fields of conversations that are not used: %s", source.spec, ", ".join(named))
 
 
 def _check_counts(source: Source, counts: dict[str, int]) -> None:

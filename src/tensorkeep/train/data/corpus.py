@@ -1,11 +1,14 @@
 """The files of a corpus: a file, folder, glob, saved dataset, standard input or standard library."""
 
 import codecs
+import glob
 import os
+import shlex
 import stat
 import sys
 import sysconfig
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -94,6 +97,13 @@ class Source:
     def nbytes(self) -> int:
         """The size of all files, when they were found."""
         return sum(file.nbytes for file in self.files)
+
+    def left_out(self) -> Counter[str]:
+        """Count the files of a folder that are not read, by the ends of their names; hidden ones do not count."""
+        if self.kind != "folder":
+            return Counter()
+        found = (path.suffix.lower() for path in _walk(Path(self.spec), lambda name: True))
+        return Counter(suffix for suffix in found if suffix not in SUFFIXES)
 
     @contextmanager
     def opened(self, file: TextFile) -> Iterator[IO[bytes]]:
@@ -211,6 +221,11 @@ def _text_file(path: Path, name: str) -> TextFile:
     return TextFile(name, path, status.st_size)
 
 
+def pattern_of(folder: Path, name: str) -> str:
+    """Return the pattern of the files of a name below a folder, quoted for a shell."""
+    return shlex.quote(f"{glob.escape(str(folder))}/**/{name}")
+
+
 def _in_folder(folder: Path) -> list[TextFile]:
     """Return the text files below a folder, by name. Names that begin with a dot are skipped."""
     splits = sorted(each.parent.name for each in folder.glob(f"*/{_DATASET}"))
@@ -218,14 +233,14 @@ def _in_folder(folder: Path) -> list[TextFile]:
         raise UsageError(
             f"holds several datasets: {', '.join(splits)}",
             path=folder,
-            remedy=f"give one of them: {folder / splits[0]}",
+            remedy=f"give one of them: {shlex.quote(str(folder / splits[0]))}",
         )
     found = _sorted(folder, (path for path in _walk(folder, lambda name: True) if path.suffix.lower() in SUFFIXES))
     if not found:
         raise NotACheckpointError(
             "holds no text files",
             path=folder,
-            remedy=f"name them by a pattern such as '{folder}/**/*.log'; in a folder, only files that end in "
+            remedy=f"name them by a pattern such as {pattern_of(folder, '*.log')}; in a folder, only files that end in "
             f"{', '.join(sorted(SUFFIXES)[:4])}, ... are read",
         )
     return found

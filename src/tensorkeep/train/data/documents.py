@@ -18,6 +18,11 @@ from tensorkeep.train.data.corpus import Source, TextFile
 from tensorkeep.train.data.dataset import TRAIN, VALIDATION
 from tensorkeep.train.data.tables import Table
 
+UTF8_MARK = codecs.BOM_UTF8
+
+_FIELD_OPTION = "--field NAME (tensorkeep train: --data.field NAME) states the field"
+"""Part of a remedy."""
+
 PIECE = 1 << 16
 """Bytes or characters that are handled at once."""
 
@@ -105,7 +110,10 @@ class Reading:
                 )
             if (place := line.find(b"\0")) >= 0:
                 raise _binary(f"byte {begin + place:,}", file)
-            yield self._record_document(self._record_text(line, begin, number, file), f"line {number:,}", number, file)
+            # Some programs mark UTF-8 at the start of a file; the mark is not part of the JSON.
+            mark = len(UTF8_MARK) if number == 1 and line.startswith(UTF8_MARK) else 0
+            text = self._record_text(line[mark:], begin + mark, number, file)
+            yield self._record_document(text, f"line {number:,}", number, file)
             begin += len(line)
 
     def _rows(self, file: TextFile) -> Iterator[Document]:
@@ -137,7 +145,7 @@ class Reading:
         try:
             record: Any = self._decoder.decode(decoded)
         except (msgspec.DecodeError, RecursionError) as error:
-            remedy = f'each line must be an object such as {{"{self.source.field}": "..."}}; --field names the field'
+            remedy = f'each line must be an object such as {{"{self.source.field}": "..."}}; {_FIELD_OPTION}'
             raise UsageError(f"line {number:,} is not a document ({error})", path=file.path, remedy=remedy) from error
         return str(record.text)
 
@@ -221,10 +229,13 @@ def _undecodable(error: UnicodeError, end: int, file: TextFile, encoding: str) -
     if isinstance(error, UnicodeDecodeError):
         # The decoder may have kept bytes of the piece before; its object ends with the last byte that it received.
         reason, place = error.reason, end - len(error.object) + error.start
-    remedy = "give the encoding of the text (--encoding latin-1), or leave the file out"
+    command = "tensorkeep data prepare SOURCE --encoding latin-1 --out NEW"
+    remedy = f"prepare it with the encoding of the text, such as {command}; or leave the file out"
+    if file.records:
+        remedy = "convert the file to UTF-8, as JSON is, or leave it out"
     return UsageError(f"byte {place:,} is not {encoding} ({reason})", path=file.path, remedy=remedy)
 
 
 def _binary(where: str, file: TextFile) -> UsageError:
-    remedy = "leave the file out, or give its encoding"
+    remedy = "leave the document out" if file.records else "leave the file out, or prepare it with its encoding"
     return UsageError(f"{where} is NUL, so this is not text", path=file.path, remedy=remedy)

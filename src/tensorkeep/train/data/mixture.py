@@ -5,8 +5,10 @@ length: a source that is small for its weight is repeated, and one that is large
 holds the sources in the same proportions, as much as there is, so that its loss is that of the training text.
 """
 
+import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ from tensorkeep.train.data.documents import Reading, SplitRule
 from tensorkeep.train.data.prepare import Prepared, is_prepared, is_replaceable, learner_of, prepare
 from tensorkeep.train.data.token_files import layout_of, recorded_path, splits_of, token_files
 from tensorkeep.train.data.tokenizers.base import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _COPIED_AT_ONCE = 1 << 22
 """Tokens."""
@@ -139,8 +143,7 @@ def prepare_mixture(
             progress=progress,
             **options,
         )
-    for name, weight in weights.items():
-        _refuse_mixture(name, weight)
+    _refuse_mixtures(weights)
     destination = Path(checked_path(out))
     with Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable) as commit:
         shared = _shared_tokenizer(list(weights), tokenizer, vocab_size, options)
@@ -165,12 +168,20 @@ def prepare_mixture(
         return Prepared(commit.destination, layout.description(shared))
 
 
-def _refuse_mixture(name: str, weight: float) -> None:
-    """Refuse prepared data that is a mixture; the remedy has its sources, with the weights that they would have."""
-    if is_prepared(name) and (parts := Dataset.open(name).description.get("mixture")):
-        sources = ",".join(f"{part['source']}:{weight * part['weight']:g}" for part in parts)
+def _refuse_mixtures(weights: dict[str, float]) -> None:
+    """Refuse prepared data that is a mixture; the remedy is the mixture of all sources, with their weights."""
+    sources: Counter[str] = Counter()
+    mixtures = []
+    for name, weight in weights.items():
+        parts = Dataset.open(name).description.get("mixture") if is_prepared(name) else None
+        mixtures += [name] if parts else []
+        for part in parts or [{"source": name, "weight": 1.0}]:
+            sources[part["source"]] += weight * part["weight"]
+    if mixtures:
         raise UsageError(
-            "is a mixture itself, which cannot be a source of another", path=name, remedy=f"mix its sources: {sources}"
+            "is a mixture itself, which cannot be a source of another",
+            path=mixtures[0],
+            remedy=f"mix its sources: {','.join(f'{name}:{weight:g}' for name, weight in sources.items())}",
         )
 
 
@@ -210,6 +221,13 @@ def _mix(parts: list[Dataset], weights: list[float], names: list[str], source: s
     # As many validation tokens as every source has for its weight.
     most = min(len(part.validation) / weight for part, weight in zip(parts, weights, strict=True))
     kept = [max(1, int(most * weight)) for weight in weights]
+    left_out = [
+        f"{len(part.validation) - count:,} of {len(part.validation):,} of {name}"
+        for name, part, count in zip(names, parts, kept, strict=True)
+        if count < len(part.validation)
+    ]
+    if left_out:
+        logger.warning("validation tokens that are left out, to keep the weights: %s", ", ".join(left_out))
     with token_files(folder, tokenizer) as files:
         for part, validation in zip(parts, kept, strict=True):
             for split, tokens in ((TRAIN, part.train), (VALIDATION, part.validation[:validation])):

@@ -4,6 +4,8 @@ One pass checks that all of it is text, encodes it and writes the tokens. If the
 text is one stream, which is cut at a number of characters, a pass before that learns and counts.
 """
 
+import codecs
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,12 +19,16 @@ from tensorkeep.io.files import write_small
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.paths import checked_path
 from tensorkeep.train.data.conversations import has_conversations, write_conversations
-from tensorkeep.train.data.corpus import DEFAULT_FIELD, Source, open_source
-from tensorkeep.train.data.dataset import FILE, SPLITS, VALIDATION, Dataset, Layout, Split, file_name
+from tensorkeep.train.data.corpus import DEFAULT_FIELD, Source, open_source, pattern_of
+from tensorkeep.train.data.dataset import CONVERSATIONS, FILE, SPLITS, VALIDATION, Dataset, Layout, Split, file_name
 from tensorkeep.train.data.documents import Reading, SplitRule
 from tensorkeep.train.data.token_files import layout_of, origin_of, write_tokens
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.known import Learn, adopted, learner, tokenizer_at
+
+logger = logging.getLogger(__name__)
+
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +141,28 @@ def prepare(
             error.path = error.path or corpus.spec
             raise
         write_small(commit.path / FILE, sealed.seal(layout))
+        for note in _notes(corpus, layout, seed):
+            logger.warning("%s: %s", corpus.spec, note)
         commit.publish()
         return Prepared(commit.destination, layout.description(learned))
+
+
+def _notes(corpus: Source, layout: Layout, seed: int) -> Iterator[str]:
+    """Yield what was left out, and the arguments that had no effect."""
+    if left_out := corpus.left_out():
+        named = ", ".join(f"{suffix or 'none'} ({count:,})" for suffix, count in left_out.most_common(_MOST_NAMED))
+        yield (
+            f"{left_out.total():,} of {left_out.total() + len(corpus.files):,} files are left out, by the ends of "
+            f"their names: {named}{', ...' if len(left_out) > _MOST_NAMED else ''}; a pattern such as "
+            f"{pattern_of(Path(corpus.spec), '*')} reads files of any name"
+        )
+    records = {file.records for file in corpus.files}
+    if corpus.field != DEFAULT_FIELD and (records == {None} or layout.source.kind == CONVERSATIONS):
+        yield f"the field {corpus.field!r} has no effect: lines and rows with fields are in .jsonl files and tables"
+    if codecs.lookup(corpus.encoding).name != "utf-8" and records <= {"parquet", "arrow"}:
+        yield f"the encoding {corpus.encoding!r} has no effect: tables are in UTF-8"
+    if seed and not corpus.has_documents:
+        yield f"the seed {seed} has no effect: the text is one stream, whose end is for validation"
 
 
 def _write_text(

@@ -12,6 +12,8 @@ _ROWS_AT_ONCE = 256
 _READ_AT_ONCE = 1 << 20
 """Bytes of a column of a parquet file; the library would read all of a row group."""
 
+_OPTION = "--field NAME (tensorkeep train: --data.field NAME)"
+
 
 class Table:
     """The column of a file that holds texts; see `Table.open`.
@@ -85,13 +87,13 @@ def _check_column(file: TextFile, column: str, schema: Any, types: Any) -> None:
             f"has {len(places) or 'no'} column{'s' * (len(places) > 1)} {column!r}; its columns are "
             f"{', '.join(map(repr, schema.names))}",
             path=file.path,
-            remedy="name the column of the text: --field NAME",
+            remedy=f"name the column of the text: {_OPTION}",
         )
     kind = schema.field(places[0]).type
     values = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(values) or types.is_large_string(values) or types.is_string_view(values)):
         raise UsageError(
-            f"the column {column!r} holds {kind}, not text", path=file.path, remedy="name another column: --field NAME"
+            f"the column {column!r} holds {kind}, not text", path=file.path, remedy=f"name another column: {_OPTION}"
         )
 
 

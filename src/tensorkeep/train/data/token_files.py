@@ -47,10 +47,14 @@ def write_tokens(
     has_documents = reading.source.has_documents
     documents = dict.fromkeys(SPLITS, 0)
     end = np.array([tokenizer.end_of_document if has_documents else 0], tokenizer.dtype)
+    begin, begins = np.array(tokenizer.opening, tokenizer.dtype), True
     pieces = encoded(tokenizer, _pieces(reading, tokenizer, rule, characters), processes)
     with token_files(folder, tokenizer) as files, closing(pieces):
         for piece, tokens in pieces:
+            if begins:
+                files[piece.split].add(begin)
             files[piece.split].add(tokens)
+            begins = piece.ends_document
             if piece.ends_document:
                 files[piece.split].add(end)
                 documents[piece.split] += 1

@@ -104,31 +104,33 @@ class Activations:
     def _attention(self) -> int:
         """Return the bytes that attention keeps, with its output, the input of the output projection."""
         model, tokens = self.model, self.tokens
-        output = self.width * tokens * model.d_model
+        heads = model.attention_width
+        output = self.width * tokens * heads
         # The convolution makes a copy of queries, keys and values.
-        output += self.width * tokens * 3 * model.d_model if model.convolution > 1 else 0
+        output += self.width * tokens * 3 * heads if model.convolution > 1 else 0
         if self._keeps_scores:
             # In float32: scaled queries and keys, values, softmax, the mask of dropout and its result.
             scores = (3 if model.dropout else 1) * model.context_length * model.n_heads
-            return output + FLOAT * tokens * (3 * model.d_model + scores)
+            return output + FLOAT * tokens * (3 * heads + scores)
         if self._kernel == "matmul":
             # Queries, keys and values of every head, and those before their norms.
-            before = model.d_model + 2 * model.n_kv_heads * model.head_size if model.qk_norm else 0
-            return output + self.width * tokens * (before + 3 * model.d_model + model.context_length * model.n_heads)
+            before = heads + 2 * model.n_kv_heads * model.head_size if model.qk_norm else 0
+            return output + self.width * tokens * (before + 3 * heads + model.context_length * model.n_heads)
         return output + tokens * (self._projected() + FLOAT * model.n_heads)
 
     def _projected(self) -> int:
         """Return the bytes of queries, keys and values of one token, with what their norms keep."""
         model, half = self.model, self.width < FLOAT
+        heads = model.attention_width
         key_width = model.n_kv_heads * model.head_size
-        both = model.d_model + key_width
+        both = heads + key_width
         # Rotation and norms make copies of queries and keys. Values are a part of a projection, which is kept whole.
         copied = model.positions == "rotary" or model.qk_norm
-        kept = 3 * model.d_model
+        kept = 3 * heads
         if model.grouped:
             # A norm in 32 bits keeps its input, and the second projection another 16-bit copy of its own.
-            kept = 2 * key_width + (model.d_model if half or model.qk_norm or not copied else 0)
-            kept += model.d_model if half and not copied else 0
+            kept = 2 * key_width + (heads if half or model.qk_norm or not copied else 0)
+            kept += heads if half and not copied else 0
         found = self.width * (kept + (both if copied else 0))
         if model.qk_norm:
             # A copy in 32 bits, the normalised heads (see `_norm`), and the factor of each head.
@@ -146,6 +148,7 @@ class Activations:
         kept = FLOAT * self.tokens * model.d_model
         if self.techniques["activation-checkpointing"].get("keep") != "matmuls":
             return kept
-        projected = model.d_model + 2 * model.n_kv_heads * model.head_size
-        matmuls = projected + (1 + 1 + 1) * model.d_model + (2 if model.gated else 1) * model.mlp_width
+        projected = model.attention_width + 2 * model.n_kv_heads * model.head_size
+        # The output of attention, and those of the two projections to the residual stream.
+        matmuls = projected + model.attention_width + 2 * model.d_model + (2 if model.gated else 1) * model.mlp_width
         return kept + self.tokens * (self.width * matmuls + FLOAT * model.n_heads)

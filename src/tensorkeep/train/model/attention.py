@@ -64,14 +64,15 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.dropout_p = config.dropout
         if config.grouped:
-            self.q = build_linear(config, "attention", config.d_model, config.d_model)
+            self.q = build_linear(config, "attention", config.d_model, config.attention_width)
             self.kv = build_linear(config, "attention", config.d_model, 2 * config.n_kv_heads * config.head_size)
         else:
-            self.qkv = build_linear(config, "attention", config.d_model, 3 * config.d_model)
-        self.convolution = CausalConvolution(3 * config.d_model, config.convolution) if config.convolution > 1 else None
+            self.qkv = build_linear(config, "attention", config.d_model, 3 * config.attention_width)
+        channels, taps = 3 * config.attention_width, config.convolution
+        self.convolution = CausalConvolution(channels, taps) if taps > 1 else None
         self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
-        self.out = build_linear(config, "attention", config.d_model, config.d_model)
+        self.out = build_linear(config, "attention", config.attention_width, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.kernel: Kernel = functional.scaled_dot_product_attention
 

@@ -84,7 +84,10 @@ class ModelConfig(Section, frozen=True):
     context_length : int
         The largest number of tokens that the model attends to.
     n_layers, n_heads, d_model : int
-        Blocks, attention heads in each, and the width of the residual stream, a multiple of the heads.
+        Blocks, attention heads in each, and the width of the residual stream: without ``head_dim`` a multiple of the
+        heads.
+    head_dim : int, optional
+        The width of one attention head, as in Qwen 3. By default ``d_model / n_heads``.
     kv_heads : int, optional
         Heads of keys and values, a divisor of the heads: each serves a group of consecutive query heads (Ainslie et
         al., arXiv 2305.13245). By default as many as ``n_heads``.
@@ -130,7 +133,8 @@ class ModelConfig(Section, frozen=True):
     Raises
     ------
     UsageError
-        If a value is out of bounds, ``d_model`` is not a multiple of ``n_heads``, or that not one of ``kv_heads``.
+        If a value is out of bounds, ``d_model`` is not a multiple of ``n_heads`` and no ``head_dim`` is given, or
+        ``n_heads`` is not a multiple of ``kv_heads``.
 
     Examples
     --------
@@ -144,6 +148,7 @@ class ModelConfig(Section, frozen=True):
     n_layers: Count
     n_heads: Count
     d_model: Count
+    head_dim: Count | None = None
     kv_heads: Count | None = None
     qk_norm: bool = False
     d_ff: Count | None = None
@@ -170,11 +175,14 @@ class ModelConfig(Section, frozen=True):
                 f"vocab_padding={self.vocab_padding} leaves no token of vocab_size={self.vocab_size}",
                 remedy="leave vocab_padding out: it is set when a run is opened",
             )
-        if self.d_model % self.n_heads:
+        if self.head_dim is None and self.d_model % self.n_heads:
             raise UsageError(
                 f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}",
-                remedy=f"give a d_model that is a multiple of {self.n_heads}, or another n_heads",
+                remedy=f"give a d_model that is a multiple of {self.n_heads}, another n_heads, or a head_dim",
             )
+        if self.attention_width == self.d_model:
+            # One way to state each model: configurations are compared.
+            msgspec.structs.force_setattr(self, "head_dim", None)
         if self.n_heads % self.n_kv_heads:
             raise UsageError(
                 f"n_heads={self.n_heads} is not a multiple of kv_heads={self.kv_heads}",
@@ -193,7 +201,7 @@ class ModelConfig(Section, frozen=True):
             )
         if self.positions == "rotary" and self.head_size % 2:
             raise UsageError(
-                f"rotary positions need an even head size, and d_model / n_heads is {self.head_size}",
+                f"rotary positions need an even head size, and it is {self.head_size}",
                 remedy='choose other sizes, or positions="learned"',
             )
 
@@ -218,8 +226,13 @@ class ModelConfig(Section, frozen=True):
 
     @property
     def head_size(self) -> int:
-        """The width of one attention head."""
-        return self.d_model // self.n_heads
+        """The width of one attention head: ``head_dim``, or its default."""
+        return self.d_model // self.n_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """The width of all heads together, which the output projection takes."""
+        return self.n_heads * self.head_size
 
     @property
     def n_kv_heads(self) -> int:
@@ -249,44 +262,46 @@ class ModelConfig(Section, frozen=True):
         ``embeddings=False`` excludes the token and position embeddings, as scaling laws do (Kaplan et al., arXiv
         2001.08361). An untied head is always included; a tied head is the token embedding.
         """
-        d, key_width = self.d_model, self.n_kv_heads * self.head_size
+        d, heads, key_width = self.d_model, self.attention_width, self.n_kv_heads * self.head_size
         norms = (2 * self.n_layers + 1) * d * (2 if self.bias and self.norm == "layernorm" else 1)
         norms += 2 * self.n_layers * self.head_size if self.qk_norm else 0
-        widths = 3 * d + 2 * key_width + self.mlp_width * (2 if self.gated else 1)
+        widths = 2 * d + heads + 2 * key_width + self.mlp_width * (2 if self.gated else 1)
         biases = self.n_layers * widths if self.bias else 0
         head = 0 if self.tied else self.vocab_size * d
         positions = self.context_length * d if self.positions == "learned" else 0
         tables = self.vocab_size * d + positions if embeddings else 0
         shifts = d * (1 + 2 * self.n_layers * (self.token_shift == "blocks")) if self.token_shift else 0
-        taps = self.n_layers * 3 * d * (self.convolution - 1)
+        taps = self.n_layers * 3 * heads * (self.convolution - 1)
         weights = self.n_layers * (self._block_matmul_weights() + self._adapter_weights())
         return weights + norms + biases + shifts + taps + head + tables
 
     def _adapter_weights(self) -> int:
         """Return the number of weights of the adapters of one block."""
-        d, key_width, width = self.d_model, self.n_kv_heads * self.head_size, self.mlp_width
-        attention = (d + d) + (d + d) + (d + 2 * key_width) if self.grouped else (d + 3 * d) + (d + d)
+        d, heads, width = self.d_model, self.attention_width, self.mlp_width
+        keys_and_values = 2 * self.n_kv_heads * self.head_size
+        projected = (d + heads) + (d + keys_and_values) if self.grouped else d + 3 * heads
+        attention = projected + (heads + d)
         found = attention if self.lora.adapts("attention") else 0
         found += (d + width) * (3 if self.gated else 2) if self.lora.adapts("mlp") else 0
         return self.lora.rank * found
 
     def _block_matmul_weights(self) -> int:
         """Return the number of weights of one block that take part in matmuls."""
-        attention = 2 * self.d_model * (self.d_model + self.n_kv_heads * self.head_size)
+        attention = 2 * self.d_model * (self.attention_width + self.n_kv_heads * self.head_size)
         return attention + (3 if self.gated else 2) * self.d_model * self.mlp_width
 
     def flops_per_token(self, context_length: int | None = None) -> int:
         """Return the floating-point operations of training on one token, forward and backward.
 
         Only matmuls count: 6 operations for each weight of a matmul (the head included, embedding look-ups not), and
-        12 n_layers d_model T for attention over T tokens, by default the context of the model. By convention attention
-        counts in full, although half of it is masked (Chowdhery et al., arXiv 2204.02311, appendix B). Recomputation by
-        activation checkpointing does not count. Weights that are not trained, beside adapters, have no gradient: they
-        take 4 operations.
+        12 n_layers attention_width T for attention over T tokens, by default the context of the model. By convention
+        attention counts in full, although half of it is masked (Chowdhery et al., arXiv 2204.02311, appendix B).
+        Recomputation by activation checkpointing does not count. Weights that are not trained, beside adapters, have no
+        gradient: they take 4 operations.
         """
         length = self.context_length if context_length is None else context_length
         if length < 1:
             raise UsageError(f"context_length is {length}", remedy="give 1 or more")
         weights = self.n_layers * self._block_matmul_weights() + self.vocab_size * self.d_model
         trained = 6 * self.n_layers * self._adapter_weights()
-        return (4 if self.lora.rank else 6) * weights + trained + 12 * self.n_layers * self.d_model * length
+        return (4 if self.lora.rank else 6) * weights + trained + 12 * self.n_layers * self.attention_width * length

@@ -57,9 +57,11 @@ class _Llama(msgspec.Struct, frozen=True):
     num_attention_heads: _Size
     hidden_size: _Size
     intermediate_size: _Size
+    head_dim: _Size | None = None
     num_key_value_heads: _Size | None = None
     attention_bias: bool = False
     use_sliding_window: bool = True
+    sliding_window: _Size | None = None
     rope_theta: Positive = 10000.0
     rope_parameters: dict[str, Any] | None = None  # of transformers 5
     rope_scaling: dict[str, Any] | None = None  # of earlier versions
@@ -100,6 +102,7 @@ def model_config(document: Document) -> ModelConfig:
         raise UnsupportedError(
             f"model_type is {kind!r}", remedy=f"the types that can be trained are {', '.join(_CONFIGS)}"
         )
+    _refuse(document, {"quantization_config": (None,)})
     try:
         return read_settings(read(document), ModelConfig)
     except UsageError as error:
@@ -131,6 +134,9 @@ def weights_of(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
     prefix = "transformer." if learned else "model."
     # Files of the model without its head have no prefix.
     found = {name if name == "lm_head.weight" else name.removeprefix(prefix): each for name, each in tensors.items()}
+    if len(found) < len(tensors):
+        twice = f"tensors are stored twice, with {prefix!r} before their names and without it"
+        raise StateMismatchError(twice, remedy="remove one of each from the safetensors files")
     buffers = _GPT2_BUFFERS if learned else _LLAMA_BUFFERS
     found = {name: each for name, each in found.items() if not name.endswith(buffers)}
     read: dict[str, Tensor] = {}
@@ -151,6 +157,14 @@ def weights_of(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
     # A tied head may be stored, too.
     extra = found.keys() - used - ({"lm_head.weight"} if config.tied else set())
     _check(config, read, tuple(missing), tuple(sorted(extra)), tuple(unequal))
+    head = found.get("lm_head.weight") if config.tied else None
+    if head is not None and not torch.equal(head.float(), read["tokens.weight"]):
+        # Some versions of transformers take the embedding, others take the head.
+        raise StateMismatchError(
+            "config.json has tie_word_embeddings true, and lm_head.weight differs from the embedding of the tokens",
+            remedy='write "tie_word_embeddings": false into config.json to use that head, or remove lm_head.weight',
+            different=("lm_head.weight",),
+        )
     return read
 
 
@@ -212,12 +226,12 @@ def _llama_names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], bo
     yield "norm.weight", ("norm.weight",), False
 
 
-def _refuse(document: Document, allowed: Mapping[str, tuple[object, ...]]) -> None:
-    """Raise UnsupportedError if a setting has a value that is not among the first ones; an absent one is the first."""
+def _refuse(document: Document, allowed: Mapping[str, tuple[object, ...]], prefix: str = "") -> None:
+    """Raise UnsupportedError if a setting has a value that is not among these; an absent one is the first."""
     for name, values in allowed.items():
         if document.get(name, values[0]) not in values:
             raise UnsupportedError(
-                f"config.json has {name} {document[name]!r}, which is not supported",
+                f"config.json has {prefix}{name} {document[name]!r}, which is not supported",
                 remedy=f"give a model with {' or '.join(map(repr, values))}",
             )
 
@@ -254,18 +268,21 @@ def _gpt2(document: Document) -> dict[str, Any]:
 
 def _llama(document: Document) -> dict[str, Any]:
     found = _settings(document, _Llama)
-    heads, width = found.num_attention_heads, found.hidden_size
+    heads, window = found.num_attention_heads, found.sliding_window
+    # A window as long as the context hides nothing.
+    whole = not found.use_sliding_window or window is None or window >= found.max_position_embeddings
     _refuse(
         document,
         {
             "hidden_act": ("silu",),
             "mlp_bias": (found.attention_bias,),
-            "head_dim": (width // heads, None),
-            "sliding_window": (None if found.use_sliding_window else document.get("sliding_window"),),
+            "partial_rotary_factor": (None, 1),
+            "sliding_window": (window if whole else None,),
             "layer_types": (None, ["full_attention"] * found.num_hidden_layers),
         },
     )
-    _check_multiple(document, "hidden_size", "num_attention_heads")
+    if found.head_dim is None:
+        _check_multiple(document, "hidden_size", "num_attention_heads")
     key_heads = found.num_key_value_heads or heads
     if key_heads != heads:
         _check_multiple(document, "num_attention_heads", "num_key_value_heads")
@@ -274,7 +291,8 @@ def _llama(document: Document) -> dict[str, Any]:
         "context_length": found.max_position_embeddings,
         "n_layers": found.num_hidden_layers,
         "n_heads": heads,
-        "d_model": width,
+        "d_model": found.hidden_size,
+        "head_dim": found.head_dim,
         "kv_heads": None if key_heads == heads else key_heads,
         "d_ff": found.intermediate_size,
         "positions": "rotary",
@@ -299,6 +317,7 @@ def _rope(model: _Llama) -> dict[str, Any]:
     """Return the settings of rotary positions: transformers 5 states them together, earlier versions in two entries."""
     name = "rope_parameters" if model.rope_parameters else "rope_scaling"
     rope = model.rope_parameters or model.rope_scaling or {}
+    _refuse(rope, {"partial_rotary_factor": (None, 1)}, f"{name}.")
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedError(
             f"config.json has {name} of several kinds of layers, which are not supported",
@@ -325,6 +344,7 @@ def _rope(model: _Llama) -> dict[str, Any]:
 _CONFIGS: dict[str, Callable[[Document], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "llama": _llama,
-    "mistral": _llama,
-    "qwen3": lambda document: {**_llama(document), "qk_norm": True},
+    # With the values of transformers for settings that are absent.
+    "mistral": lambda document: _llama({"sliding_window": 4096, "num_key_value_heads": 8, **document}),
+    "qwen3": lambda document: {**_llama({"head_dim": 128, **document}), "qk_norm": True},
 }

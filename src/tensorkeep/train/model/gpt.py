@@ -33,12 +33,12 @@ class GPT(nn.Module):
         positions.weight                 [context_length, d_model]  learned positions only
         blocks.N.norm1.weight            [d_model]
         blocks.N.shift1.share            [d_model]                  token shift in blocks only
-        blocks.N.attention.qkv.weight    [3 d_model, d_model]       with ``kv_heads`` in its place:
-        blocks.N.attention.q.weight      [d_model, d_model]
+        blocks.N.attention.qkv.weight    [3 width, d_model]         with ``kv_heads`` in its place:
+        blocks.N.attention.q.weight      [width, d_model]           width = n_heads head_size, by default d_model
         blocks.N.attention.kv.weight     [2 kv_heads head_size, d_model]
-        blocks.N.attention.convolution.taps.M  [3 d_model]          convolution only, M from 0
+        blocks.N.attention.convolution.taps.M  [3 width]            convolution only, M from 0
         blocks.N.attention.q_norm.weight [head_size]                ``qk_norm`` only, and so is ``k_norm``
-        blocks.N.attention.out.weight    [d_model, d_model]
+        blocks.N.attention.out.weight    [d_model, width]
         blocks.N.norm2.weight            [d_model]
         blocks.N.shift2.share            [d_model]                  token shift in blocks only
         blocks.N.mlp.up.weight           [mlp_width, d_model]

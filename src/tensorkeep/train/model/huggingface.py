@@ -167,6 +167,7 @@ _ARCHITECTURES = (
         "a GPT-2",
         {
             "positions": ("learned",),
+            "head_dim": (None,),
             "kv_heads": (None,),
             "qk_norm": (False,),
             "token_shift": (False,),

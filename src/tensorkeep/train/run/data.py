@@ -1,5 +1,6 @@
 """The data of a run: opened if prepared, else prepared; a resumed run finds it again."""
 
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,8 @@ from tensorkeep.train.run.folder import RunFolder
 
 Meter = Callable[[str], AbstractContextManager[Progress | None]]
 """Shows the progress of an activity to the user; see `tensorkeep.cli.output.Output.meter`."""
+
+logger = logging.getLogger(__name__)
 
 _PREPARATION = ("data.tokenizer", "data.vocab_size", "data.validation")
 """The settings by which data is prepared."""
@@ -57,6 +60,8 @@ def open_data(
     if is_prepared(config.data.source):
 
         def check(dataset: Dataset) -> None:
+            if "data.field" in given:
+                logger.warning("data.field has no effect: %s is prepared data", dataset.path)
             _check_given(config, given, _preparation(dataset, asked=config.data.vocab_size), dataset.path)
 
         return _verified(config.data.source, meter, check)

@@ -24,7 +24,7 @@ from tensorkeep.formats import sealed
 from tensorkeep.io.commit import replace_file
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_error
-from tensorkeep.paths import checked_path
+from tensorkeep.paths import absolute, checked_path
 from tensorkeep.structs import prepared
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset, FileStatus
@@ -150,7 +150,7 @@ class RunFolder:
     """
 
     def __init__(self, path: PathLike) -> None:
-        self.path = Path(os.path.abspath(checked_path(path)))
+        self.path = absolute(checked_path(path))
         self.log = self.path / LOG
         self.checkpoints = self.path / CHECKPOINTS
         self.data = self.path / DATA

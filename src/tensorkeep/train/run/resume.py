@@ -4,6 +4,7 @@ A *leg* is the part of a run after a step, from which it computes with other set
 that each of them resumes exactly. The rules of what a leg may change hold for a branch of a run as well.
 """
 
+import shlex
 from collections.abc import Collection
 
 from tensorkeep.errors import CorruptCheckpointError, UsageError
@@ -102,7 +103,8 @@ def legs_after(record: RunRecord, config: Config, step: int, folder: RunFolder) 
         raise CorruptCheckpointError(
             f"the last leg of the run began after step {began}, and the last undamaged checkpoint is of step {step}",
             path=folder.checkpoints,
-            remedy=f"copy step {began} back, or begin another run there: --branch {folder.path}@{step} --out NEW",
+            remedy=f"copy step {began} back, or begin another run there: tensorkeep train --branch "
+            f"{shlex.quote(f'{folder.path}@{step}')} --out NEW",
         )
     if not leg_settings(current_config(record), config, folder):
         return record.legs

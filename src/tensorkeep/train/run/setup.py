@@ -19,6 +19,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.formats.blockfile.data_file import find_codec
 from tensorkeep.train.answers import training_batches
 from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.ineffective import ineffective_settings
 from tensorkeep.train.data.batches import check_window
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import prompt_ids
@@ -49,7 +50,7 @@ from tensorkeep.train.run.start import (
     start_from_weights,
     start_new,
 )
-from tensorkeep.train.run.state import METRIC, Run, RunRandomState
+from tensorkeep.train.run.state import METRIC, Run, RunRandomState, seed_random_states
 from tensorkeep.train.run.validation import validation_windows
 from tensorkeep.train.run.world import World, can_join, join, launched_ranks
 from tensorkeep.train.spinning import SpinControl
@@ -98,8 +99,8 @@ def open_run(
     If settings differ that decide what a resumed run computes, a new leg of it begins; see
     `tensorkeep.train.run.resume`.
 
-    It seeds torch's global random state, from which dropout is drawn, and sets the number of torch's CPU threads. On a
-    CPU, the process keeps the memory that it frees from then on; see `tensorkeep.train.memory.freed`.
+    It seeds the global generators of Python, numpy and torch (dropout), and sets the number of torch's CPU threads. On
+    a CPU, the process keeps the memory that it frees from then on; see `tensorkeep.train.memory.freed`.
 
     Parameters
     ----------
@@ -205,7 +206,8 @@ def open_run(
             start_from_weights(run, final, initial, run.state)
         else:
             start_new(run, final)
-        run.notes += tuple(note for note in (off, filling) if note is not None)
+        notes = (off, filling, run.batches.note, run.validation.note, *ineffective_settings(final))
+        run.notes += tuple(note for note in notes if note is not None)
         yield run
 
 
@@ -310,7 +312,7 @@ def _build(config: Config, techniques: Stack, parts: _Parts, values: Mapping[str
     device, dataset = parts.device, parts.dataset
     if config.loop.threads is not None:
         torch.set_num_threads(config.loop.threads)
-    torch.manual_seed(config.loop.seed)
+    seed_random_states(config.loop.seed)
     # Techniques that shard a model make its weights themselves: no rank has all of them.
     sharded = any(isinstance(each, Parallel) and each.fills_model for each in techniques.techniques)
     model = _model(config.model, config.loop.seed, torch.device("meta") if sharded else device, values)

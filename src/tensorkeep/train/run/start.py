@@ -66,8 +66,15 @@ def start_from_weights(run: Run, config: Config, initial: InitialWeights, state:
     run.notes += (f"initial weights: {record.path}{step}",)
     if initial.tokenizer is None:
         run.notes += ("the tokenizer of the initial weights is not known: the tokens of the data were not compared",)
+    elif initial.tokenizer.opening != run.dataset.tokenizer.opening:
+        names = [each.decode(each.opening) or "nothing" for each in (initial.tokenizer, run.dataset.tokenizer)]
+        run.notes += (
+            f"documents begin with {names[1]} in the data, and with {names[0]} for the initial weights: prepare it "
+            "again to train as they were trained",
+        )
     if new := initial.new_tokens(config.model):
-        run.notes += (f"{new} tokens of conversations are new to the weights, and begin as the mean of all others",)
+        what = "the tokenizer" if initial.unused_tokens else "conversations"
+        run.notes += (f"{new} tokens of {what} are new to the weights, and begin as the mean of all others",)
 
 
 def resume_run(run: Run, config: Config, record: RunRecord, state: State) -> None:

@@ -5,10 +5,12 @@ run, applies its techniques and adds them to what is saved.
 """
 
 import math
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,6 +138,13 @@ class Run:
 
     def __post_init__(self) -> None:
         self.move = Mover(self.device)
+
+
+def seed_random_states(seed: int) -> None:
+    """Seed the global random states of Python, numpy and torch: equal runs have equal checkpoints in any process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 class RunRandomState(RandomState):

@@ -62,7 +62,7 @@ def load_trained(
         raise NotACheckpointError(
             f"holds no {which} checkpoint",
             path=folder.checkpoints,
-            remedy="resume the run with a smaller checkpoint.every",
+            remedy="take the last one: --which last" if which == "best" else "resume the run",
         )
     model = GPT(config.model, device=chosen_device(device))
     mask_documents(model, config, tokenizer)

@@ -18,6 +18,7 @@ from torch.nn import functional
 from tensorkeep.errors import NotFoundError, PathLike, UsageError
 from tensorkeep.io.files import store_errors
 from tensorkeep.structs import prepared
+from tensorkeep.train.data.documents import UTF8_MARK
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.evaluate import evaluating
 from tensorkeep.train.generate import prompt_ids
@@ -66,7 +67,7 @@ def read_questions(path: PathLike) -> list[Question]:
     if not path.exists():
         raise NotFoundError("there is no such file", path=path, remedy="give a file of questions, one JSON per line")
     with store_errors(path, "read the questions"):
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(UTF8_MARK).splitlines()
     questions = [_question(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise UsageError("holds no questions", path=path, remedy="give one JSON object per line")

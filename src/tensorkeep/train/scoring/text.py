@@ -84,8 +84,7 @@ def score_text(
     for number in range(len(windows)):
         _, targets = windows.pair(number)
         counts += np.bincount(targets[targets != IGNORED].numpy(), minlength=tokenizer.vocab_size)
-    reserved = tokenizer.stops if isinstance(tokenizer, ChatTokenizer) else {tokenizer.end_of_document}
-    counts[[id for id in reserved if id is not None]] = 0
+    counts[[*tokenizer.reserved]] = 0
     size = sum(int(counts[id]) * len(tokenizer.token_bytes(int(id))) for id in np.flatnonzero(counts))
     mean = evaluate(model, _reported(windows.batches(rows), len(windows), progress), loss=loss)
     bits = mean * windows.targets / math.log(2)
@@ -116,23 +115,27 @@ def tokens_of(
 ) -> Tokens:
     """Return the tokens of a text: of a file, or of another source of text that ``tensorkeep data prepare`` takes.
 
-    If the tokenizer has an end-of-document token, the text begins with it, so that its first token is predicted, and
-    each document ends with it.
+    If the tokenizer has an end-of-document token, each document ends with it, and the text begins with it, so that its
+    first token is predicted, unless it has a token that begins each document.
 
     Raises UsageError if the text has a character that is not in the vocabulary or fewer than two tokens, or consists of
     conversations; and the errors of `tensorkeep.train.data.corpus.open_source`.
     """
     ends = [] if tokenizer.end_of_document is None else [np.array([tokenizer.end_of_document], tokenizer.dtype)]
-    found = [*ends]
+    begins = [np.array(tokenizer.opening, tokenizer.dtype)] if tokenizer.opening else []
+    found = [] if begins else [*ends]
     with open_source(source, encoding=encoding, field=field) as corpus:
         if has_conversations(corpus):
             raise UsageError(
                 "consists of conversations, which are prepared before they are measured",
                 path=source,
-                remedy="run tensorkeep data prepare with --tokenizer from:RUN, and give the folder",
+                remedy="give the folder that this writes: tensorkeep data prepare SOURCE --tokenizer from:RUN --out NEW"
+                if isinstance(tokenizer, ChatTokenizer)
+                else "give a text: the model was not trained on conversations",
             )
         reading = Reading(corpus, Meter(corpus.nbytes, progress))
         for document in reading.documents():
+            found += begins
             try:
                 found += tokenizer.encode_stream(document.texts)
             except UsageError as error:

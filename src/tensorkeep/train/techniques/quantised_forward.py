@@ -79,7 +79,9 @@ class QuantisedForward(Technique):
             )
         model = config.model
         tokens = config.loop.batch_size * model.context_length
-        for name, size in (("d_model", model.d_model), ("the width of MLPs", model.mlp_width), ("tokens", tokens)):
+        heads = ("the width of all heads", model.attention_width)
+        widths = (("d_model", model.d_model), heads, ("the width of MLPs", model.mlp_width))
+        for name, size in (*widths, ("tokens", tokens)):
             if size % _MULTIPLE:
                 raise UsageError(
                     f"float8 needs dimensions that are multiples of {_MULTIPLE}, and {name} is {size}",

@@ -32,6 +32,11 @@ class WrappedBatches:
         """Tokens in a window of the current batches."""
         return self._length() if self._length else self.inner.context_length
 
+    @property
+    def note(self) -> str | None:
+        """What of the data is not used, for the user."""
+        return self.inner.note
+
     def __iter__(self) -> Self:
         return self
 

@@ -14,6 +14,7 @@ from tensorkeep.formats.native.pieces.records import FragmentRecord, FragmentRep
 from tensorkeep.formats.native.pieces.root import Plan, read_plan, write_root
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.directory import Directory
+from tensorkeep.io.files import store_errors
 from tensorkeep.io.temporaries import list_temporaries, prefix
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,9 @@ def finish_saves(folder: Path) -> list[Path]:
 
     Raises StoreError if the folder cannot be listed.
     """
-    if not folder.is_dir():
-        return []
+    with store_errors(folder, "look into the folder"):
+        if not folder.is_dir():
+            return []
     found = [finish_or_clear(temporary) for temporary in list_temporaries(folder)]
     return [path for path in found if path is not None]
 
@@ -38,8 +40,9 @@ def finish_or_clear(temporary: Path) -> Path | None:
     Return the checkpoint that it made visible; None if it did not. A folder without a plan is left alone: one process
     wrote it. So is one whose writer is alive, or that belongs to another user.
     """
-    if temporary.is_symlink() or not temporary.is_dir() or temporary.lstat().st_uid != os.geteuid():
-        return None
+    with store_errors(temporary, "look at the folder"):
+        if temporary.is_symlink() or not temporary.is_dir() or temporary.lstat().st_uid != os.geteuid():
+            return None
     with Directory(temporary) as directory:
         plan = read_plan(directory)
     if plan is None:

@@ -11,6 +11,7 @@ import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats import sealed
+from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.pieces.fragments import check_box, check_tiling
 from tensorkeep.formats.native.pieces.records import FragmentReport, Root, TensorRecord
@@ -77,7 +78,8 @@ def write_plan(commit: Commit, root: Root) -> None:
     Raises StoreError if the operating system refuses.
     """
     path = commit.path / PLAN_NAME
-    check_plan(root, path)
+    with as_a_reader():
+        check_plan(root, path)
     write_small(path, sealed.seal(Plan(commit.destination.name, commit.overwrite, root)))
     with store_errors(commit.path, "make the plan durable"):
         sync_directory(commit.path)

@@ -9,6 +9,7 @@ from tensorkeep.formats import sealed
 from tensorkeep.formats.blockfile.cuts import CODED_GRID, RAW_GRID, Grid, block_starts
 from tensorkeep.formats.blockfile.data_file import DataFile
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, SUFFIX, CutSource, FilePlan, plan_part, shard_limit
+from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native.block_write import BlockFilesWrite, features_of, stored_blocks
 from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.native.pieces.fragments import check_fragment, parse_fragment
@@ -93,7 +94,8 @@ class PiecesWrite(BlockFilesWrite):
         fragment = self._fragment(written.files, records, written.numbers, save)
         content = sealed.seal(fragment)
         path = directory / object_name(fragment_name(self._together.rank), of_save)
-        self._check(content, path, save)
+        with as_a_reader():
+            self._check(content, path, save)
         self._cancellation.check()
         write_file(path, content)
         result = written.result(self._settings, len(content))

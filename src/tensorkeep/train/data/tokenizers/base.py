@@ -39,6 +39,8 @@ class Tokenizer(ABC):
     """The number of tokens; every id is below it."""
     end_of_document: int | None
     """The token that follows each document, if there is one. No text is encoded as it."""
+    begin_of_document: int | None = None
+    """The token that precedes each document, and each prompt, if there is one. No text is encoded as it."""
     merges: bool = False
     """Whether a token may stand for several characters, so that the tokens of a text depend on where it is cut."""
     encodes_any_text: bool = True
@@ -48,6 +50,16 @@ class Tokenizer(ABC):
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
         """The dtype of its tokens: uint16 if the vocabulary is small enough, else uint32."""
         return token_dtype(self.vocab_size)
+
+    @property
+    def reserved(self) -> frozenset[int]:
+        """The tokens that no text is encoded as."""
+        return frozenset(id for id in (self.begin_of_document, self.end_of_document) if id is not None)
+
+    @property
+    def opening(self) -> list[int]:
+        """The tokens that each document begins with: one or none."""
+        return [] if self.begin_of_document is None else [self.begin_of_document]
 
     @cached_property
     def digest(self) -> str:

@@ -27,6 +27,9 @@ DEFAULT_VOCAB_SIZE = 4096
 SMALLEST_VOCAB_SIZE = 257
 """256 bytes and the end of a document."""
 
+_LONGEST_LEARNED = 1024
+"""Bytes of a word that pairs are learned from at once."""
+
 _MIN_FREQUENCY = 2
 """Occurrences of a pair; merging a pair that occurs once saves nothing."""
 
@@ -66,10 +69,15 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def learn(cls, corpus: Documents, documents: bool, *, vocab_size: int) -> Self:
-        """Return a tokenizer of the most frequent pairs of a corpus, with at most ``vocab_size`` tokens."""
+        """Return a tokenizer of the most frequent pairs of a corpus, with at most ``vocab_size`` tokens.
+
+        Words longer than 1,024 bytes are learned from in parts: each merge takes time proportional to a word's length.
+        """
         tokenizers = library("tokenizers")
         learner = tokenizers.Tokenizer(tokenizers.models.BPE())
-        learner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        parts = tokenizers.pre_tokenizers.Split(tokenizers.Regex(f".{{1,{_LONGEST_LEARNED}}}"), "isolated")
+        learner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, parts])
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size - documents,
             min_frequency=_MIN_FREQUENCY,

@@ -55,6 +55,7 @@ class ChatTokenizer(Tokenizer):
         self.end = first + len(ROLES)
         own_end = text.end_of_document is None
         self.end_of_document = self.end + 1 if own_end else text.end_of_document
+        self.begin_of_document = text.begin_of_document
         self.vocab_size = self.end + 1 + own_end
 
     @classmethod
@@ -67,6 +68,10 @@ class ChatTokenizer(Tokenizer):
         """The tokens at which the text of a message is over: all that are not text."""
         reserved = {*self.begin.values(), self.end}
         return frozenset(reserved if self.end_of_document is None else {*reserved, self.end_of_document})
+
+    @property
+    def reserved(self) -> frozenset[int]:
+        return self.stops | self.text.reserved
 
     def message(self, role: str, content: str) -> Ids:
         """Return the tokens of one message: the token of the role, the text, the token that ends it.

@@ -28,17 +28,20 @@ _PROBE = "A b\tÜ\n  漢字 12!"
 class HuggingFaceTokenizer(Tokenizer):
     """A byte-level tokenizer of the package ``tokenizers``, from the text of its ``tokenizer.json``.
 
-    Truncation and padding, which it may ask for, are left out: a text has all of its tokens, and no others.
+    Truncation and padding, which it may ask for, are left out: a text has all of its tokens, and no others. Documents
+    and prompts begin with ``begin_of_document``, if it is given.
 
     Raises ValueError if that is malformed, is not byte-level, changes the text that it encodes other than to NFC, or
-    has no such token as ``end_of_document``.
+    has no such token as ``end_of_document`` or ``begin_of_document``.
     """
 
     name = "huggingface"
     merges = True
 
-    def __init__(self, text: str, end_of_document: int | None) -> None:
-        self._pipeline = _pipeline(text, end_of_document)
+    def __init__(self, text: str, end_of_document: int | None, begin_of_document: int | None = None) -> None:
+        self.begin_of_document, self.end_of_document = begin_of_document, end_of_document
+        ends = [id for id in (begin_of_document, end_of_document) if id is not None]
+        self._pipeline = _pipeline(text, ends)
         stored = json.loads(text)
         if stored["model"].get("type") != "BPE" or "ByteLevel" not in json.dumps(stored.get("pre_tokenizer")):
             raise ValueError("it is not byte-level")
@@ -46,29 +49,47 @@ class HuggingFaceTokenizer(Tokenizer):
             raise ValueError(f"its normalizer {changing} changes the text")
         vocabulary = self._pipeline.get_vocab(with_added_tokens=True)
         self._tokens: dict[int, str] = {id: token for token, id in vocabulary.items()}
-        self._added = {each["id"] for each in stored.get("added_tokens", ())}
-        if end_of_document is not None and end_of_document not in self._tokens:
-            raise ValueError(f"it has no token {end_of_document}")
+        self._added = {each["id"]: bool(each["special"]) for each in stored.get("added_tokens", ())}
+        if unknown := set(ends) - self._tokens.keys():
+            raise ValueError(f"it has no token {min(unknown)}")
         self._text = text
         self.vocab_size = max(self._tokens) + 1
-        self.end_of_document = end_of_document
         if self.decode(self.encode(_PROBE)) != _PROBE:
             raise ValueError("it does not give back the text that it encodes")
-        if end_of_document is not None and end_of_document in self.encode(self._tokens[end_of_document]):
-            raise ValueError(f"it encodes text as {self._tokens[end_of_document]!r}, which ends a document")
+        for id in ends:
+            if id in self.encode(self._tokens[id]):
+                what = "ends" if id == end_of_document else "begins"
+                raise ValueError(f"it encodes text as {self._tokens[id]!r}, which {what} a document")
+
+    @property
+    def reserved(self) -> frozenset[int]:
+        return super().reserved | {id for id, special in self._added.items() if special}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
         """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
         fields = msgspec.convert(stored, prepared(_Stored))
-        return cls(fields.tokenizer, fields.end_of_document)
+        return cls(fields.tokenizer, fields.end_of_document, fields.begin_of_document)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"kind": self.name, "tokenizer": self._text, "end_of_document": self.end_of_document}
+        stored = {"kind": self.name, "tokenizer": self._text, "end_of_document": self.end_of_document}
+        # Data of earlier versions has no such tokens.
+        return stored if self.begin_of_document is None else {**stored, "begin_of_document": self.begin_of_document}
 
     def hugging_face_json(self) -> str:
-        """Return the ``tokenizer.json``."""
-        return self._text
+        """Return the ``tokenizer.json``, which adds ``begin_of_document`` to a text, and no other token."""
+        if added_tokens(self._text) == (self.opening, []):
+            return self._text
+        tokenizers = library("tokenizers")
+        exported = tokenizers.Tokenizer.from_str(self._text)
+        names = [(self._tokens[id], id) for id in self.opening]
+        first, second = (
+            [*(f"{name}:{number}" for name, _ in names), text] for number, text in enumerate(("$A:0", "$B:1"))
+        )
+        exported.post_processor = tokenizers.processors.TemplateProcessing(
+            single=first, pair=[*first, *second], special_tokens=names
+        )
+        return str(exported.to_str())
 
     def _encode(self, text: str) -> Tokens:
         encoded = self._pipeline.encode_batch_fast([text], add_special_tokens=False)[0]
@@ -88,13 +109,23 @@ class HuggingFaceTokenizer(Tokenizer):
         return bytes(notation[each] for each in token)
 
 
-def _pipeline(text: str, end_of_document: int | None) -> Any:
-    """Return the library's tokenizer, which encodes all of a text, and none of it as the token that ends a document."""
+def added_tokens(text: str) -> tuple[list[int], list[int]]:
+    """Return the tokens that a ``tokenizer.json`` puts before each text, and those that it puts after it."""
+    pipeline = library("tokenizers").Tokenizer.from_str(text)
+    pipeline.no_truncation()
+    pipeline.no_padding()
+    own, whole = (pipeline.encode("a", add_special_tokens=added).ids for added in (False, True))
+    begin = next((at for at in range(len(whole)) if whole[at : at + len(own)] == own), 0)
+    return whole[:begin], whole[begin + len(own) :]
+
+
+def _pipeline(text: str, ends: list[int]) -> Any:
+    """Return the library's tokenizer, which encodes all of a text, and none of it as the ends of a document."""
     try:
         stored = json.loads(text)
         for token in stored.get("added_tokens", ()):
             # One that is not special would be found in text.
-            token["special"] |= token["id"] == end_of_document
+            token["special"] |= token["id"] in ends
         pipeline = library("tokenizers").Tokenizer.from_str(json.dumps(stored))
     except MissingExtraError:
         raise
@@ -119,6 +150,7 @@ def _changing_normalizer(normalizer: dict[str, Any] | None) -> str | None:
 class _Stored(msgspec.Struct):
     tokenizer: str
     end_of_document: int | None
+    begin_of_document: int | None = None
 
 
 class _Token(msgspec.Struct):
@@ -127,13 +159,21 @@ class _Token(msgspec.Struct):
 
 class _Settings(msgspec.Struct):
     eos_token: str | _Token | None = None
+    bos_token: str | _Token | None = None
+    add_bos_token: bool | None = None
+
+    def content(self, name: str) -> str | None:
+        """Return the text of a token, if it is stated."""
+        token: str | _Token | None = getattr(self, name)
+        return token.content if isinstance(token, _Token) else token
 
 
 def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
     """Return the tokenizer of a model's folder; None if it has none.
 
     The token that ends a document is the ``eos_token`` of its settings, by default ``<|endoftext|>`` if that exists. A
-    tokenizer without one is for streams of text, and for conversations, which add one.
+    tokenizer without one is for streams of text, and for conversations, which add one. The token that begins a document
+    is the one that the tokenizer puts before each text, as LLaMA 3's does, unless ``add_bos_token`` states otherwise.
 
     Raises UnsupportedError if it is not byte-level, or has no token like the stated one; CorruptCheckpointError if it
     is malformed; MissingExtraError if ``tokenizers`` is not installed.
@@ -147,10 +187,12 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
             path, content = folder, _from_old_files(folder).encode()
         else:
             return None
-        stated = _stated_end(folder / _SETTINGS)
+        settings = _read_settings(folder / _SETTINGS)
+        stated = settings.content("eos_token")
     try:
         text = content.decode()
-        token = library("tokenizers").Tokenizer.from_str(text).token_to_id(stated or END_OF_DOCUMENT)
+        pipeline = library("tokenizers").Tokenizer.from_str(text)
+        token = pipeline.token_to_id(stated or END_OF_DOCUMENT)
     except MissingExtraError:
         raise
     except Exception as error:  # the library raises nothing narrower
@@ -160,7 +202,20 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
             f"has no token {stated!r} to end a document", path=folder, remedy=f"state another eos_token in {_SETTINGS}"
         )
     try:
-        return HuggingFaceTokenizer(text, token)
+        begins = added_tokens(text)[0]
+    except Exception:  # not byte-level, which is refused below
+        begins = []
+    if settings.add_bos_token is not None:
+        begin = pipeline.token_to_id(settings.content("bos_token") or "")
+        begins = [begin] if settings.add_bos_token and begin is not None else []
+    if len(begins) > 1:
+        raise UnsupportedError(
+            f"the tokenizer puts {len(begins)} tokens before each text, and one is supported",
+            path=path,
+            remedy=f"state add_bos_token in {_SETTINGS}, with bos_token or false",
+        )
+    try:
+        return HuggingFaceTokenizer(text, token, *begins)
     except ValueError as error:
         raise UnsupportedError(
             f"the tokenizer cannot be used: {error}",
@@ -169,15 +224,14 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
         ) from error
 
 
-def _stated_end(path: Path) -> str | None:
-    """Return the ``eos_token`` of the settings of a tokenizer, if they exist and state one."""
+def _read_settings(path: Path) -> _Settings:
+    """Return the settings of a tokenizer; the defaults if they do not exist."""
     if not path.exists():
-        return None
+        return _Settings()
     try:
-        stated = msgspec.json.decode(path.read_bytes(), type=prepared(_Settings)).eos_token
+        return msgspec.json.decode(path.read_bytes(), type=prepared(_Settings))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(f"is not the settings of a tokenizer ({error})", path=path) from error
-    return stated.content if isinstance(stated, _Token) else stated
 
 
 def _from_old_files(folder: Path) -> str:

@@ -153,7 +153,7 @@ def _use_cache_of_own_heads(model: GPT, size: int) -> None:
     """Make the cache of generation hold the keys and values of this process's heads only."""
     config = model.config
     own = msgspec.structs.replace(
-        config, n_heads=config.n_heads // size, kv_heads=config.n_kv_heads // size, d_model=config.d_model // size
+        config, n_heads=config.n_heads // size, kv_heads=config.n_kv_heads // size, head_dim=config.head_size
     )
 
     def new_cache(batch_size: int) -> Cache:

@@ -1,0 +1,157 @@
+"""Folders of weights as Hugging Face's libraries write them: the file to read, its index, and the files beside it."""
+
+import re
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError
+from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, decode_object
+from tensorkeep.formats.probe import file_mode, first_bytes, folders_in, names_in
+from tensorkeep.io.directory import Directory
+from tensorkeep.io.source_file import SourceFile
+
+INDEX = ".index.json"
+
+_IN_ORDER = (
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""The files that ``transformers`` reads: the first one that exists. ``save_pretrained`` leaves old ones beside it."""
+
+_SHARD = r"-\d+-of-(?!0*1\.)\d+\."
+_OF_A_RANK = r"(?:mp|tp|pp|ep|fsdp|fsdp_\d+|world_size_\d+)_rank_?\d+|^(?:model-)?rank[-_]?\d+\b|^shard-\d+-"
+_OTHERS = r"(?:^|[a-z])\.\d\d\.pth$|^__\d+_\d+\.distcp$|^ocdbt\.process_\d+$|^(?:rng_state|random_states)_\d+\."
+_PART = re.compile(f"{_SHARD}|{_OF_A_RANK}|{_OTHERS}")
+
+_DESCRIPTION = re.compile(r"\..*|[A-Z]+|.*\.(?:json|jsonl|txt|md|model|jinja|py|ya?ml|tiktoken|csv|png|jpg|svg|html)")
+_STATE = re.compile(rf"trainer_state\.json|.*{re.escape(INDEX)}")
+
+_MOST_NAMED = 10
+_MAX_CONFIG_BYTES = 16 * 1024**2
+
+
+def is_part(name: str) -> bool:
+    """Return whether a file's or folder's name says that it is one of several, each with a part of the tensors.
+
+    Examples
+    --------
+    >>> [is_part(name) for name in ("model-00001-of-00002.safetensors", "consolidated.00.pth", "rank0.safetensors")]
+    [True, True, True]
+    >>> [is_part(name) for name in ("model-00001-of-00001.safetensors", "lora_rank8.safetensors", "step-10.pt")]
+    [False, False, False]
+    """
+    return _PART.search(name) is not None
+
+
+def standard_weights(directory: Path, names: Collection[str]) -> str | None:
+    """Return the name of the file, or of the index, that ``transformers`` reads in a folder; None if it has neither."""
+    return next((name for name in _IN_ORDER if name in names and stat.S_ISREG(file_mode(directory / name))), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The index of several files: the name of the file of each tensor, all beside it, and the bytes of all if given."""
+
+    files: dict[str, str]
+    total_size: int | None
+
+    def keys_by_file(self) -> dict[str, str]:
+        """Return the name of each file, and of one tensor in it."""
+        return {file: key for key, file in self.files.items()}
+
+    def check(self, found: Iterable[tuple[Path, Iterable[str]]]) -> None:
+        """Check that each file has the tensors that are listed in it, and no others; raises CorruptCheckpointError."""
+        paths: dict[str, Path] = {}
+        known: set[str] = set()
+        for path, keys in found:
+            paths[path.name] = path
+            for key in keys:
+                known.add(key)
+                if (listed := self.files.get(key)) != path.name:
+                    where = "does not list" if listed is None else f"lists in {listed}"
+                    raise CorruptCheckpointError(f"holds a tensor that the index {where}", path=path, name=key)
+        for key in self.files.keys() - known:
+            text = "the index lists it in this file, but it is not there"
+            raise CorruptCheckpointError(text, path=paths[self.files[key]], name=key)
+
+    def notes(self, nbytes: int) -> Iterator[str]:
+        """Yield a note if the tensors have another number of bytes than the index gives."""
+        if self.total_size not in (None, nbytes):
+            yield f"the index gives a total_size of {self.total_size:,} bytes, the tensors have {nbytes:,}"
+
+
+def read_index(directory: Directory, path: Path) -> Index:
+    """Return the content of an index.
+
+    Raises CorruptCheckpointError if the index is malformed, or names a file elsewhere.
+    """
+    with directory.open(path.name) as file:
+        if file.size > MAX_HEADER_BYTES:
+            raise CorruptCheckpointError(f"is too large for an index: {file.size:,} bytes", path=path)
+        content = file.read(0, file.size)
+    try:
+        found = decode_object(content)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the index is not valid JSON ({error})", path=path) from error
+    weight_map, metadata = found.get("weight_map"), found.get("metadata")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptCheckpointError("the index has no weight_map", path=path)
+    for name, file_name in weight_map.items():
+        # One plain name beside the index: no separator, no parent, no drive.
+        if not isinstance(file_name, str) or not re.fullmatch(r"(?!\.\.?$)[^/\\\0:]{1,255}", file_name):
+            raise CorruptCheckpointError(
+                f"the index names the file {file_name!r}, which is not beside it", path=path, name=name
+            )
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return Index(weight_map, int(total) if isinstance(total, int | float) and 0 <= total < 2**63 else None)
+
+
+def open_shard(directory: Directory, name: str, key: str, count: int, *, page_cache: bool = True) -> SourceFile:
+    """Open one of ``count`` files of an index, which lists a tensor in it; CorruptCheckpointError if it is missing."""
+    try:
+        return directory.open_one_of(count, name, page_cache=page_cache)
+    except NotACheckpointError as error:
+        raise CorruptCheckpointError(
+            "the index lists this file, but it is missing",
+            path=directory.path / name,
+            name=key,
+            remedy="fetch the missing file, or take another copy",
+        ) from error
+
+
+def unused_files(directory: Path, used: Collection[str]) -> list[str]:
+    """Return the names in a folder that a reader does not use; folders, which come last, end with a slash."""
+    folders = {name for name in folders_in(directory) if not name.startswith(".")}
+    left = [name for name in names_in(directory) if name not in used and name not in folders]
+    return left + [f"{name}/" for name in sorted(folders)]
+
+
+def notes_on_folder(directory: Path, unused: Iterable[str]) -> Iterator[str]:
+    """Yield what a user of the folder's weights should know: files that may hold a state, and quantization."""
+    names = [name for name in unused if _STATE.fullmatch(name) or not _DESCRIPTION.fullmatch(name)]
+    # There may be hundreds of shards.
+    names.sort(key=is_part)
+    if names:
+        rest = f" and {len(names) - _MOST_NAMED} more" if names[_MOST_NAMED:] else ""
+        yield f"these files of the folder are not read: {', '.join(names[:_MOST_NAMED])}{rest}"
+    method = _quantization(directory)
+    if method is not None:
+        yield f"config.json has a quantization_config ({method}): the tensors are those of the file, not dequantized"
+
+
+def _quantization(directory: Path) -> str | None:
+    try:
+        content = first_bytes(directory / "config.json", _MAX_CONFIG_BYTES)
+        found: Any = msgspec.json.decode(content or b"{}")
+    # The configuration is not a part of the checkpoint: damage in it stops no load.
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TensorkeepError):
+        return None
+    config = found.get("quantization_config") if isinstance(found, dict) else None
+    if not isinstance(config, dict):
+        return None
+    return str(config.get("quant_method", "of an unknown method"))[:40]
