@@ -108,6 +108,7 @@ def measured_cells(folder: Path) -> int:
     return sum(cell["status"] == "ok" for cell in results(folder)["cells"])
 
 
+@pytest.mark.exhaustive
 @forks
 @pytest.mark.usefixtures("cells_in_process", "without_plots")
 def test_configuration_of_an_isolated_suite_runs_unchanged(tmp_path: Path, call: Call) -> None:

@@ -156,7 +156,7 @@ def check(root: Path, allowed: States) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("work", "action", "choose"), swept(WORKS, DEATHS, stride=29))
+@pytest.mark.parametrize(("work", "action", "choose"), swept(WORKS, DEATHS, stride=43))
 def test_killed_at_any_operation(tmp_path: Path, work: Work, action: Any, chosen: Choose, prepared: Prepare) -> None:
     for index in chosen(len(operations(work, tmp_path / "count", prepared))):
         root = prepared(tmp_path / str(index), work)
@@ -199,7 +199,7 @@ def test_short_writes_are_continued(tmp_path: Path, work: Work, chosen: Choose, 
 
 
 @pytest.mark.integration  # as the folder for "start" is made by a killed process
-@pytest.mark.parametrize(("work", "choose"), swept(WORKS, stride=41))
+@pytest.mark.parametrize(("work", "choose"), swept(WORKS, stride=59))
 def test_power_is_lost_while_a_manager_works(tmp_path: Path, work: Work, chosen: Choose, prepared: Prepare) -> None:
     root = prepared(tmp_path / "run", work)
     with power_loss.recorded(root) as recording:

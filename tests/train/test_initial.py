@@ -25,6 +25,7 @@ from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.trained import load_trained
+from tiers import exhaustive
 from train.techniques.several_processes import group_of_one
 from train.tiny_training import CONFIG, TEXT, Trained, Witness, check_same, conversations, follow, run
 
@@ -88,7 +89,7 @@ def test_a_run_starts_from_the_weights_of_another_and_of_a_chosen_step(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("technique", ["fsdp", "tensor-parallel", "pipeline-parallel"])
+@pytest.mark.parametrize("technique", ["tensor-parallel", "pipeline-parallel", *exhaustive("fsdp")])
 def test_sharded_models_start_from_the_same_weights(tmp_path: Path, data: Path, source: Path, technique: str) -> None:
     initial = read_initial(source)
     config = CONFIG.changed({f"techniques.{technique}": "on", "loop.batch_size": 4})

@@ -16,12 +16,12 @@ from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
 from tensorkeep.bench.experiment.workload import GateError
 from tensorkeep.testing.cases import case
-from tiers import exhaustive
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 
-@pytest.mark.parametrize("name", ["tensorkeep", *exhaustive(*sorted({*COMMON_TOOLS} - {"tensorkeep"}))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", sorted(COMMON_TOOLS))
 def test_first_loads_pass_the_gate(name: str, tmp_path: Path) -> None:
     tool = COMMON_TOOLS[name]
     figures = measure_tool(tool, name, StatePair(state()), tmp_path / f"x{tool.suffix}", FIRST_LOADS).figures

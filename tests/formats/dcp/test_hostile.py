@@ -242,7 +242,10 @@ def test_paths_that_conflict_or_have_large_indices_or_gaps_stay_flat(tmp_path: P
         assert sorted(read(tmp_path / str(number))) == [*paths]
 
 
-def test_pieces_that_would_take_more_memory_than_the_file_are_refused(tmp_path: Path) -> None:
+def test_pieces_that_would_take_more_memory_than_the_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensorkeep.formats.dcp.nesting.SHARED_VALUES", 10_000)
     write_piece(tmp_path / "expanded", torch.ones(1).expand(50))
     with pytest.raises(CorruptCheckpointError, match="overlap"):
         read(tmp_path / "expanded")

@@ -307,7 +307,11 @@ def test_autocast_works(parts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param({"positions": "rotary", "qk_norm": True, **SHIFTED, "n_layers": 1}, id="all but grouped"),
+        pytest.param(
+            {"positions": "rotary", "qk_norm": True, **SHIFTED, "n_layers": 1},
+            id="all but grouped",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param({"n_heads": 4, "kv_heads": 2, "n_layers": 1}, id="grouped only"),
         *(pytest.param(*each.values, id=each.id, marks=pytest.mark.exhaustive) for each in LAYOUTS),
     ],

@@ -60,6 +60,7 @@ class TestCompile(TechniqueSuite):
         run.operations.loss = run.model.loss
 
 
+@pytest.mark.exhaustive
 def test_traced_loss_and_gradient_are_bit_identical(tmp_path: Path, data: Path) -> None:
     train_run(TRACED, tmp_path / "traced", data, stop_after=3)
     assert losses(tmp_path / "traced") == losses(trained(ONE_BLOCK, data))[:4]

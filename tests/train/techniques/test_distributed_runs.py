@@ -1,14 +1,12 @@
 """Legs, branches, answers of conversations and masked documents, trained by two processes and by one."""
 
 from collections.abc import Callable, Mapping
-from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tensorkeep.testing.technique_suite import TINY, last_state, losses
 from tensorkeep.train.config.config import Config
-from tiers import exhaustive
 from train.techniques.several_processes import ACTIONS, EXACT, FOUR_STEPS, ProcessPool, Task, task
 from train.tiny_training import check_same, conversations
 
@@ -19,7 +17,7 @@ TECHNIQUES: Mapping[str, Mapping[str, object]] = {
     "fsdp": {"techniques.fsdp": "on"},
 }
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
+pytestmark = pytest.mark.xdist_group("processes")
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +65,11 @@ CASES: dict[str, tuple[str, Make, Mapping[str, object]]] = {
     "a leg on answers": ("answers", as_a_leg, {}),
     "a branch with masked documents": ("documents", as_a_branch, MASKED),
 }
-FIRST = ("ddp, micro-batches", "a leg on answers")
 
 
-@pytest.mark.parametrize(
-    ("technique", "case"), [FIRST, *exhaustive(*(each for each in product(TECHNIQUES, CASES) if each != FIRST))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("case", CASES)
 def test_two_processes_compute_the_same_as_one_and_resume_exactly_after_a_kill(
     technique: str, case: str, tmp_path: Path, two_processes: ProcessPool, request: pytest.FixtureRequest
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TINY, opened, verified_step, with_techniques
+from tiers import exhaustive
 from train.techniques.several_processes import group_of_one
 
 pytestmark = pytest.mark.integration
@@ -18,7 +19,7 @@ def group() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("sharding", ["fsdp", "tensor-parallel"])
+@pytest.mark.parametrize("sharding", ["tensor-parallel", *exhaustive("fsdp")])
 def test_group_of_sharded_weights_that_is_not_fused_is_an_error(tmp_path: Path, data: Path, sharding: str) -> None:
     with opened(with_techniques(TINY, {sharding: {}, "fused-optimizer": {}}), tmp_path / "run", data) as run:
         groups = run.optimizers["adamw"].param_groups

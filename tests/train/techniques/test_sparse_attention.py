@@ -163,8 +163,8 @@ def test_a_mask_of_documents_is_combined_with_the_choice() -> None:
 @pytest.mark.parametrize(
     ("length", "block", "keep"),
     [
-        *((100, 32, 2), (150, 48, 2), (300, 200, 2)),
-        *exhaustive((384, 64, 3), (500, 48, 2), (384, 32, 2), (500, 200, 2)),
+        (150, 48, 2),
+        *exhaustive(*((100, 32, 2), (300, 200, 2), (384, 64, 3), (500, 48, 2), (384, 32, 2), (500, 200, 2))),
     ],
 )
 def test_tiles_of_flex_attention_equal_masked_attention(

@@ -96,6 +96,7 @@ def test_fsdp_checkpoints_activations_of_compiled_code(tmp_path: Path, data: Pat
         assert figures["fsdp"]["exchanges"] == 1
 
 
+@pytest.mark.exhaustive
 def test_hooks_of_observers_do_not_recompile_a_sharded_model(tmp_path: Path, data: Path) -> None:
     """Its layers have hooks of their own, so that torch compiles them again when others are added."""
     techniques = {**TRACED, "tensor-parallel": {}, "attention-kernel": {"kernel": "math"}}
