@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import distributed as dist
 
 import tensorkeep
@@ -66,12 +67,12 @@ def main() -> None:
     options = parser.parse_args()
 
     accelerator = TensorkeepAccelerator(cpu=not torch.cuda.is_available())
-    torch.manual_seed(0)
+    set_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    torch.manual_seed(accelerator.process_index)
+    set_seed(accelerator.process_index)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
 

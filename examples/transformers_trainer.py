@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 import tensorkeep
 
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
 
-    torch.manual_seed(0)
+    set_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2))
     rows = [{"input_ids": (row := (torch.arange(32) + start) % 97), "labels": row} for start in range(512)]
     arguments = TrainingArguments(

@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy
+
 
 def run(
     example: Path,
@@ -34,6 +36,7 @@ def run(
         Let its first pause after a save last until it is killed.
     """
     os.environ.update(environment or {})
+    numpy.random.seed()  # a fork has the state of its parent, a new process one of its own
     if waits:
         out = Path(words[words.index("--out") + 1])
         time.sleep = lambda seconds: signal.pause() if any(out.glob("step*")) else None

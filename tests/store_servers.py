@@ -31,7 +31,7 @@ from tensorkeep.io.clock import Clock, use_clock
 from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
 
-ACTIONS = ("500", "503", "reset", "lost", "truncated", "short", "slow", "stalled", "late", "later")
+ACTIONS = ("500", "503", "reset", "lost", "truncated", "short", "slow", "stalled", "late", "later", "403")
 """What happens to requests, and may pass; `Fault` says what each is."""
 
 ACCESS_KEY = "user-not-to-print"

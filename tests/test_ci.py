@@ -139,6 +139,7 @@ def test_xdist_knows_the_group_of_a_test(request: pytest.FixtureRequest) -> None
 
 
 @pytest.mark.integration
+@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     ("more", "conftest", "workers", "code", "words"),
     [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import example_runner
+import tensorkeep
 from forked import CONTEXT, killed_at_exit
 from tensorkeep import CheckpointManager
 
@@ -88,6 +89,8 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str, 
     assert whole.startswith(f"step {steps}:")
     Run(name, tmp_path / "killed", steps, waits=waits).kill_after_a_save()
     assert Run(name, tmp_path / "killed", steps).finish() == whole
+    last = [tmp_path / run / f"step-{steps:06}" for run in ("whole", "killed")]
+    assert tensorkeep.diff(*last, select=["model.*", "optimizer.*", "rng.*"]).equal
     if name == "transformers_trainer.py":
         # The checkpoints of the trainer are steps of the manager.
         manager = CheckpointManager(tmp_path / "whole")
@@ -131,6 +134,7 @@ def test_ranks_of_accelerate_resume_with_their_random_states(tmp_path: Path) -> 
     assert "resumes on 2 ranks after step 20" in resumed
     assert resumed[-1] == whole
     assert whole.startswith("step 40: loss ")
+    assert tensorkeep.diff(tmp_path / "whole" / "step-last", tmp_path / "resumed" / "step-last").equal
 
 
 @pytest.mark.exhaustive

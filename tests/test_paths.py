@@ -116,6 +116,7 @@ def test_a_url_is_checked_before_it_is_used() -> None:
         lambda url: tensorkeep.save({}, url),
     ]
     urls = dict.fromkeys(("https://u:SECRET@host/x", "s3://bucket/x?sig=SECRET"), "has a query, a fragment or a user")
+    urls |= {"https://u:SECRET@host/x\0": "contains a NUL", "http://u:SECRET@host/\ud800": "names of files cannot have"}
     for url, message in {**urls, "s3://bucket/a/../b": "has '..' in it"}.items():
         for call in calls:
             with case(url), pytest.raises(UsageError, match=message) as caught:

@@ -75,6 +75,8 @@ def absolute(path: PathLike, *, follow_links: bool = False) -> Path:
     try:
         return Path(os.path.realpath(path) if follow_links else os.path.abspath(path))
     except OSError as error:
+        if error.errno is None:
+            raise  # by a handler of a signal
         remedy = "change to a folder that exists, or give an absolute path"
         raise StoreError(f"the working directory is not known ({error.strerror})", path=path, remedy=remedy) from error
 
@@ -115,12 +117,13 @@ def checked_path(path: PathLike, *, stores: bool = False) -> PathLike:
     that `check_url` refuses; UnsupportedError if it is another URL.
     """
     text = os.fspath(path)
+    shown = without_secrets(text) if "://" in text else text
     if "\0" in text:
-        raise UsageError(f"{text!r} is not a path: it contains a NUL", remedy="check the path")
+        raise UsageError(f"{shown!r} is not a path: it contains a NUL", remedy="check the path")
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
-        text = f"{text!r} has a character that names of files cannot have here ({sys.getfilesystemencoding()})"
+        text = f"{shown!r} has a character that names of files cannot have here ({sys.getfilesystemencoding()})"
         raise UsageError(text, remedy="choose another name, or set LC_ALL=C.UTF-8") from error
     scheme = _SCHEME.match(text)
     if scheme and _is_url(path, scheme):

@@ -63,7 +63,7 @@ def save(
     DestinationExistsError, BusyError, StoreError
         If something other than a torch file is at the path, another process is writing to it, or the disk failed.
     UsageError
-        If ``f`` is neither a path nor a binary file.
+        If ``f`` is neither a path nor a binary file, or has a suffix of safetensors.
 
     Examples
     --------

@@ -1,6 +1,7 @@
 """Tables and lines on terminals of 50, 80 and 140 columns: no line is wider, no word broken, numbers are complete."""
 
 import re
+import sys
 import unicodedata
 from collections.abc import Callable
 from functools import partial
@@ -118,6 +119,7 @@ info a; info {POISON}.safetensors; info {POISON}.pt; info run; ls a; ls a --long
 diff a b; diff a {POISON}.pt; show a; show a b; verify a b; prune run --keep-last 1 --dry-run; convert a {POISON}2.pt
 ls a --select {POISON}x; convert a {POISON}.pt; info {POISON}.other; verify {POISON}.txt; data info {POISON}
 data prepare {POISON}.txt --out {POISON}; train {POISON}; train shakespeare-char-cpu --set {POISON}=1
+convert 1.pt c; convert 2.pt c
 """
 
 
@@ -133,6 +135,9 @@ def test_no_text_of_a_file_or_an_argument_controls_the_terminal(
         for step in (1, 2):
             manager.save(step, state, {POISON: step})
     tensorkeep.convert("b", f"{POISON}.pt")
+    for number, name in enumerate(("E\x1b]", 'E"'), 1):
+        monkeypatch.setattr(sys.modules[__name__], name, type(name, (), {"__module__": __name__}), raising=False)
+        torch.save(getattr(sys.modules[__name__], name)(), f"{number}.pt")
     save_file({POISON: torch.ones(2)}, f"{POISON}.safetensors", {POISON: POISON})
     Path(f"{POISON}.txt").write_text(POISON * 9)
     for command in re.split("; |\n(?=[a-z])", POISONED.strip()):

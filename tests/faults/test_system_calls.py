@@ -30,7 +30,8 @@ from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
 from tiers import exhaustive
 
-pytestmark = pytest.mark.integration
+# With others, as single long tests would come last, when the other workers have ended.
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 # Calls that remove something. If one fails, something is left until the next save.
 REMOVING = (

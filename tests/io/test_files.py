@@ -12,6 +12,7 @@ from tensorkeep.errors import BusyError, DestinationExistsError, NotFoundError, 
 from tensorkeep.io.buffers import ALIGNMENT, aligned_copy
 from tensorkeep.io.files import DirectFile, store_errors
 from tensorkeep.io.parallel import run
+from tensorkeep.paths import absolute
 
 
 def test_threads_that_meet_einval_fall_back_to_the_page_cache(tmp_path: Path) -> None:
@@ -35,6 +36,14 @@ def test_threads_that_meet_einval_fall_back_to_the_page_cache(tmp_path: Path) ->
     assert [record.getMessage() for record in logged.records] == [
         f"{tmp_path / 'x'}: the file system refuses direct I/O; writing through the page cache"
     ]
+
+
+def test_an_alarm_is_not_an_error_of_the_system() -> None:
+    alarm = TimeoutError("too long")
+    with mock.patch.object(os, "getcwd", side_effect=alarm), pytest.raises(TimeoutError, match=r"^too long"):
+        absolute("x")
+    with pytest.raises(TimeoutError, match=r"^too long"), store_errors("x", "read the file"):
+        raise alarm
 
 
 def test_a_store_error_has_the_errno_of_its_cause(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 
-from tensorkeep.errors import OutOfMemoryError
+from faults.injection import in_child
+from tensorkeep.errors import OutOfMemoryError, UsageError
 from tensorkeep.io import parallel, threads
 from tensorkeep.io.clock import Clock, use_clock
 from tensorkeep.io.parallel import Cancellation, run
@@ -71,17 +72,18 @@ def test_signals_that_raise_twice_wait_for_running_tasks(
         signal.signal(number, before)
 
 
-def test_no_thread_is_left_if_one_cannot_start() -> None:
+@pytest.mark.parametrize(("reason", "error"), [("new thread", OutOfMemoryError), ("new thread: shutdown", UsageError)])
+def test_no_thread_is_left_if_one_cannot_start(reason: str, error: type[Exception]) -> None:
     real = threading.Thread.start
     calls = []
 
     def start(thread: threading.Thread) -> None:
         calls.append(thread)
         if len(calls) == 3:
-            raise RuntimeError("can't start new thread")
+            raise RuntimeError(reason)
         real(thread)
 
-    with mock.patch.object(threading.Thread, "start", start), pytest.raises(OutOfMemoryError, match="new thread"):
+    with mock.patch.object(threading.Thread, "start", start), pytest.raises(error, match="starts no more threads"):
         run([lambda: None] * 10, 4)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorkeep")]
 
@@ -98,6 +100,16 @@ def test_threads_without_memory_are_an_error_and_not_a_wait_for_ever(
     with pytest.raises(OutOfMemoryError):
         run([lambda: pytest.fail("it ran")], 2)
     threading._limbo.clear()  # type: ignore[attr-defined]
+
+
+@pytest.mark.integration
+def test_a_thread_that_forks_is_alive_in_the_child() -> None:
+    def child() -> None:
+        assert threading.current_thread().is_alive()
+
+    codes: list[int] = []
+    run([lambda: codes.append(in_child(child))], 1)
+    assert codes == [0]
 
 
 class Coding(Clock):

@@ -20,7 +20,7 @@ from tensorkeep.errors import (
     UsageError,
 )
 from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Reader
-from tensorkeep.formats.model_folder import is_part
+from tensorkeep.formats.model_folder import is_index, is_part
 from tensorkeep.formats.native import FORMAT as NATIVE
 from tensorkeep.formats.probe import (
     check_is_no_other,
@@ -31,6 +31,7 @@ from tensorkeep.formats.probe import (
     names_in,
 )
 from tensorkeep.io.objects.store_commit import is_tombstone
+from tensorkeep.io.places import WELL_KNOWN
 from tensorkeep.paths import StorePath, as_path
 
 logger = logging.getLogger(__name__)
@@ -75,11 +76,12 @@ def find_format(path: PathLike) -> Format:
     inside = [name for name in listed if is_checkpoint(place / name)]
     if _ORBAX_TREE in listed or not inside:
         _check_is_not_orbax(place, listed)
-    if all(map(is_part, inside)):
-        for name in listed:
-            check_is_no_pointer(place / name)
+    # What is inside may be the parts of a checkpoint whose manifest was not fetched.
+    for name in listed if all(map(is_part, inside)) else sorted(WELL_KNOWN.intersection(listed)):
+        check_is_no_pointer(place / name)
     if inside:
         raise _folder_error(inside, path)
+    check_is_no_pointer(place)
     check_is_no_other(place)
     remedy = f"known formats: {', '.join(FORMATS.names())}"
     raise NotACheckpointError("is not a checkpoint of any known format", path=path, remedy=remedy)
@@ -106,8 +108,9 @@ def open_as(format: Format, place: Path, settings: OpenSettings) -> Reader:
         check_is_no_text(as_path(error.path or place), error)
         raise
     notes = [*reader.notes]
-    if is_part(place.name):
-        notes.append("by its name, it is one of several parts of a checkpoint: other tensors are in the other parts")
+    part = next(filter(is_part, (place.name, place.parent.name)), None)
+    if part is not None:
+        notes.append(f"by the name {part}, it is one of several parts of a checkpoint: others have the other tensors")
     for note in notes:
         logger.warning("%s: %s", place, note)
     return reader
@@ -153,13 +156,18 @@ def _check_is_not_orbax(place: Path, names: list[str]) -> None:
 
 
 def _folder_error(names: list[str], path: PathLike) -> NotACheckpointError:
+    names = sorted(names, key=is_part)
     listed = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if names[_MOST_NAMED:] else "")
     shard = next((found for name in names if (found := _SHARD.fullmatch(name))), None)
-    whole = [name for name in names if not is_part(name)]
+    if any(is_index(name, suffix) for name in names for suffix in (".safetensors", ".bin")):
+        shard = None
+    whole = [] if is_part(as_path(path).name) else [name for name in names if not is_part(name)]
     if shard:
         remedy = f"put their index, {shard[1]}.{shard[2]}.index.json, beside them to read them as one"
     else:
         remedy = "each is one of several parts of a checkpoint: merge them with the program that wrote them"
+        if not names[1:]:
+            remedy += f"; if there is only this one, it can be loaded by its own path, {as_path(path) / names[0]}"
     if whole:
         remedy = f"give the path of one: {as_path(path) / whole[0]}" + (f"; or {remedy}" if shard else "")
     return NotACheckpointError(f"is a folder, not a checkpoint; it holds {listed}", path=path, remedy=remedy)

@@ -72,7 +72,10 @@ def _as_option(keyword: re.Match[str]) -> str:
     option = f"--{keyword[1].replace('_', '-')}"
     if keyword[2] == "True":
         return option
-    value = json.loads(keyword[2])
+    try:
+        value = json.loads(keyword[2])
+    except ValueError:  # a name in it, from a file, has brackets or quotes
+        return keyword[0]
     return " ".join(f"{option} {shlex.quote(each)}" for each in (value if isinstance(value, list) else [value]))
 
 

@@ -68,7 +68,10 @@ def _print_report(report: VerifyReport, seconds: float, *, quiet: bool) -> None:
         checked = report.checked or f"structure only: {report.format} stores no checksums, so values cannot be checked"
         amount = f"{counted(report.tensors, 'tensor')}, {format_bytes(report.nbytes)}"
         speed = format_speed(report.nbytes, seconds)
-        print_verdict("ok", f": {report.path}: {amount}, {checked}, {speed}", good=True)
+        unread = (
+            f"; {counted(len(report.placeholders), 'value')} cannot be read (see info)" if report.placeholders else ""
+        )
+        print_verdict("ok", f": {report.path}: {amount}, {checked}, {speed}{unread}", good=True)
 
 
 def _describe(problem: Problem) -> str:

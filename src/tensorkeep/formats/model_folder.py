@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError
+from tensorkeep.formats.base import StoredLeaf
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, decode_object
 from tensorkeep.formats.probe import file_mode, first_bytes, folders_in, names_in
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.source_file import SourceFile
-
-INDEX = ".index.json"
+from tensorkeep.state.tree import Flat, placeholders
 
 _IN_ORDER = (
     *("model.safetensors", "model.safetensors.index.json"),
@@ -29,7 +29,8 @@ _OTHERS = r"(?:^|[a-z])\.\d\d\.pth$|^__\d+_\d+\.distcp$|^ocdbt\.process_\d+$|^(?
 _PART = re.compile(f"{_SHARD}|{_OF_A_RANK}|{_OTHERS}")
 
 _DESCRIPTION = re.compile(r"\..*|[A-Z]+|.*\.(?:json|jsonl|txt|md|model|jinja|py|ya?ml|tiktoken|csv|png|jpg|svg|html)")
-_STATE = re.compile(rf"trainer_state\.json|.*{re.escape(INDEX)}")
+_INDEX = r"\.index(?:\.[\w-]+)?\.json"
+_STATE = re.compile(f"trainer_state\\.json|.*{_INDEX}")
 
 _MOST_NAMED = 10
 _MAX_CONFIG_BYTES = 16 * 1024**2
@@ -46,6 +47,17 @@ def is_part(name: str) -> bool:
     [False, False, False]
     """
     return _PART.search(name) is not None
+
+
+def is_index(name: str, suffix: str) -> bool:
+    """Return whether a name is that of an index of files with a suffix, of a variant of the weights or not.
+
+    Examples
+    --------
+    >>> [is_index(f"model.safetensors.{end}", ".safetensors") for end in ("index.json", "index.fp16.json", "json")]
+    [True, True, False]
+    """
+    return re.search(f"{re.escape(suffix)}{_INDEX}$", name) is not None
 
 
 def standard_weights(directory: Path, names: Collection[str]) -> str | None:
@@ -79,9 +91,10 @@ class Index:
             text = "the index lists it in this file, but it is not there"
             raise CorruptCheckpointError(text, path=paths[self.files[key]], name=key)
 
-    def notes(self, nbytes: int) -> Iterator[str]:
-        """Yield a note if the tensors have another number of bytes than the index gives."""
-        if self.total_size not in (None, nbytes):
+    def notes(self, flat: Flat[StoredLeaf]) -> Iterator[str]:
+        """Yield a note if the tensors have another number of bytes than the index gives, and no placeholders."""
+        nbytes = sum(leaf.nbytes for leaf in flat.leaves.values())
+        if self.total_size not in (None, nbytes) and not placeholders(flat.skeleton):
             yield f"the index gives a total_size of {self.total_size:,} bytes, the tensors have {nbytes:,}"
 
 

@@ -26,6 +26,7 @@ _TEXTS = (
     (rb"(?:\xef\xbb\xbf)?\s*<\?xml\b", "an XML document", _DOWNLOAD),
 )
 """Texts that stand where a file should be: how they begin, what they are, and what to do."""
+_CHECK = "check the path; if it was downloaded, this may be the answer of a web server: download it again"
 _AS_TORCH = 'if torch.save wrote it, read it as such: format="torch" (--format torch)'
 _UNPACK = "unpack it first"
 _OTHERS = (
@@ -37,8 +38,8 @@ _OTHERS = (
     (rb"\x93NUMPY", "a file of numpy.save", "read it with numpy.load, and save its arrays"),
     (rb"\x1f\x8b|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ\0|\x04\x22\x4d\x18", "a compressed file", _UNPACK),
     (rb"7z\xbc\xaf|(?s:.{257})ustar", "an archive", _UNPACK),
-    (rb"\s*[{\[][^\0]*\Z", "a JSON text", _DOWNLOAD),
-    (rb"[\t\r\n\x20-\x7e]{8,}\Z", "a text", _DOWNLOAD),
+    (rb"\s*[{\[][^\0]*\Z", "a JSON text", _CHECK),
+    (rb"[\t\r\n\x20-\x7e]{8,}\Z", "a text", _CHECK),
 )
 """The same of all kinds of files that their first bytes identify."""
 
@@ -100,7 +101,9 @@ def first_bytes(path: Path, count: int) -> bytes | None:
 
 
 def check_is_no_pointer(path: Path) -> None:
-    """Raise NotACheckpointError if a file is a pointer of Git LFS, which stands for the file itself."""
+    """Raise NotACheckpointError if a path stands for an absent file: a pointer of Git LFS, or a dangling link."""
+    if not isinstance(path, StorePath) and exists(path) and not file_mode(path):
+        raise NotACheckpointError("is a link that leads nowhere", path=path, remedy="fetch the file that it stands for")
     _check_is_none_of(_TEXTS[:1], path, None)
 
 

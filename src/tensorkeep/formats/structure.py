@@ -14,6 +14,8 @@ from tensorkeep.state.skeleton_reader import LeafSpec
 from tensorkeep.state.tree import Flat, leaf_specs
 
 _MOST = 2**63
+_MOST_SAVED = 2**61
+"""Bytes, were the lengths 0 of an empty tensor 1: libraries count so, and some keep a few bits for themselves."""
 
 PartKey = tuple[str, str]
 """Part of the state, and key within the part."""
@@ -69,6 +71,10 @@ def check_saveable(flat: Flat[Source]) -> None:
     Raises UnsupportedLeafError with the rule that is broken.
     """
     tensors = {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in flat.leaves.items()}
+    for name, (dtype, shape) in tensors.items():
+        if _extent(shape) * dtype.itemsize >= _MOST_SAVED:
+            text = f"a tensor of shape {list(shape)} cannot be saved: not every library can have it"
+            raise UnsupportedLeafError(text, name=name, remedy="save it in another shape, x.flatten() for example")
     try:
         check_structure(flat.skeleton, tensors, flat.aliases, flat.parts)
     except ValueError as error:
@@ -115,14 +121,17 @@ def _check_leaf(name: str, spec: LeafSpec, dtype: DType, shape: tuple[int, ...])
     numpy = spec.kind in ("ndarray", "npscalar")
     if not (dtype.has_numpy if numpy else dtype.has_torch):
         raise ValueError(f"{name!r} cannot be a {spec.kind} of {dtype}")
-    # Libraries multiply the lengths of an empty tensor, too.
-    extent = prod(length for length in shape if length) * (dtype.itemsize if numpy else 1)
-    if extent >= _MOST:
+    if _extent(shape) * (dtype.itemsize if numpy else 1) >= _MOST:
         raise ValueError(f"{name!r} has the impossible shape {list(shape)}")
     if spec.kind == "npscalar" and shape:
         raise ValueError(f"{name!r} is a scalar of shape {list(shape)}")
     if spec.requires_grad and not (dtype.kind in ("float", "complex") or dtype.name.startswith("float")):
         raise ValueError(f"{name!r} cannot track gradients in {dtype}")
+
+
+def _extent(shape: tuple[int, ...]) -> int:
+    """Return the product of the lengths; libraries multiply those of an empty tensor, too."""
+    return prod(length for length in shape if length)
 
 
 def _check_alias(name: str, spec: LeafSpec, alias: Alias, base: LeafSpec) -> None:

@@ -39,11 +39,17 @@ _REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "check its permissions, and those of the folders that it lies in"),
     errno.EIO: "the device reports an I/O error: check it (dmesg) before you trust it",
     errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "close some files, or raise the limit of open files (ulimit -n)",
 }
 
 
 def store_error(error: OSError, path: PathLike, action: str) -> StoreError:
-    """Return the `StoreError` for an error of the operating system: "cannot <action>", its ``errno`` and a remedy."""
+    """Return the `StoreError` for an error of the operating system: "cannot <action>", its ``errno`` and a remedy.
+
+    Raises the error itself if a handler of a signal has raised it, as of an alarm.
+    """
+    if isinstance(error, TimeoutError) and error.errno is None:  # an error of the system has a number
+        raise error
     reason = error.strerror or str(error)
     remedy = _REMEDIES.get(error.errno or 0)
     return StoreError(f"cannot {action}: {reason}", path=path, remedy=remedy, errno=error.errno)

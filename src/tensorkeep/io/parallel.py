@@ -188,8 +188,12 @@ def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancell
     """
     workers = _Workers(tasks, threads, cancellation or Cancellation())
     shielded(workers.supervise, workers.stop)
-    if workers.failure:
-        raise workers.failure
+    failure, workers.failure = workers.failure, None
+    try:
+        if failure:
+            raise failure
+    finally:
+        del failure  # whose traceback has this frame: a cycle would keep what the tasks use until it is collected
     if workers.is_stopped:
         raise Cancelled
 

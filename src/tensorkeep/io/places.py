@@ -22,11 +22,11 @@ T = TypeVar("T")
 MANIFEST_NAME = "manifest.json"
 """The file that makes a directory or a prefix a native checkpoint."""
 
-_WELL_KNOWN = (
-    *(MANIFEST_NAME, "model.safetensors.index.json", "model.safetensors", "tensorkeep.json", ".metadata"),
-    *("checkpoint", ".zarray", "zarr.json", "manifest.ocdbt"),
+WELL_KNOWN = frozenset(
+    (MANIFEST_NAME, "model.safetensors.index.json", "model.safetensors", "tensorkeep.json", ".metadata")
+    + ("checkpoint", ".zarray", "zarr.json", "manifest.ocdbt")
 )
-"""Names that are tried on a web server, which lists none."""
+"""Names of files that make a folder a checkpoint; they are tried on a web server, which lists none."""
 
 
 def open_directory(path: Path) -> Directory:
@@ -87,7 +87,12 @@ def store_mode(path: StorePath) -> int:
             return stat.S_IFREG
         except NotFoundError:
             pass
-    return stat.S_IFDIR if store_names(path) else 0
+    try:
+        return stat.S_IFDIR if store_names(path) else 0
+    except UnsupportedError:
+        if not path.has_listing:
+            raise
+        return stat.S_IFDIR  # with an object that cannot be listed
 
 
 def store_names(path: StorePath) -> list[str]:
@@ -96,7 +101,7 @@ def store_names(path: StorePath) -> list[str]:
 
     if path.has_listing:
         return sorted({name for name, _ in stores.children(path)})
-    return [name for name in _WELL_KNOWN if store_first_bytes(path / name, 1) is not None]
+    return [name for name in sorted(WELL_KNOWN) if store_first_bytes(path / name, 1) is not None]
 
 
 def store_folders(path: StorePath) -> list[str]:

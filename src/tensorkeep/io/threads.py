@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from tensorkeep.errors import OutOfMemoryError
+from tensorkeep.errors import OutOfMemoryError, UsageError
 
 THREAD_START_SECONDS = 1.0
 """A thread that was started begins to run within this time."""
@@ -27,13 +27,14 @@ class Signal:
     """
 
     def __init__(self) -> None:
+        self._is_set = False
         self._at_fork_reinit()
 
     def _at_fork_reinit(self) -> None:
-        """Clear the flag; `threading` calls this in a forked child."""
-        self._is_set = False
+        """Replace the lock; `threading` calls this in a forked child, where another thread may have held it."""
         self._gate = threading.Lock()
-        self._gate.acquire()
+        if not self._is_set:
+            self._gate.acquire()
 
     def is_set(self) -> bool:
         """Return whether the flag is set."""
@@ -87,6 +88,11 @@ def _no_more_threads(error: BaseException) -> BaseException:
     """Return the error for a thread that was not started; the error itself if a handler of a signal has raised it."""
     if not isinstance(error, MemoryError) and not (type(error) is RuntimeError and "new thread" in str(error)):
         return error
+    if "shutdown" in str(error):
+        return UsageError(
+            "the interpreter is exiting, and starts no more threads",
+            remedy="save and load before the program ends, not in a function of atexit",
+        )
     return OutOfMemoryError(f"the system starts no more threads ({error})", remedy=NO_MORE_THREADS)
 
 
@@ -130,10 +136,11 @@ class _Call(Generic[Result]):
 
     def nested(self, function: Callable[[], Result], cancel: Callable[[], object]) -> Result:
         """Call a function that `cancel` of this call cancels, too, in the thread of this call."""
-        self._cancels.append(cancel)
+        with self._lock:
+            self._cancels.append(cancel)
+            is_cancelled, self._is_cancelled = self._is_cancelled, False
         try:
-            if self._is_cancelled:
-                self._is_cancelled = False
+            if is_cancelled:
                 cancel()
             return function()
         finally:
@@ -141,8 +148,10 @@ class _Call(Generic[Result]):
 
     def cancel(self) -> None:
         """Cancel the nested calls that run, or else the next one; not those that clean up after it."""
-        self._is_cancelled = not self._cancels
-        for cancel in [*self._cancels]:
+        with self._lock:
+            cancels = [*self._cancels]
+            self._is_cancelled = not cancels
+        for cancel in cancels:
             cancel()
 
     def give_up(self, error: BaseException) -> bool:
@@ -155,9 +164,13 @@ class _Call(Generic[Result]):
 
     def result(self) -> Result:
         """Return what the function has returned, or raise what it has raised."""
-        if self._failure is not None:
-            raise self._failure
-        return self._result.pop()
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+            return self._result.pop()
+        finally:
+            del failure  # whose traceback has this frame: a cycle would keep the state until it is collected
 
 
 _local = threading.local()
@@ -201,6 +214,9 @@ def shielded(function: Callable[[], Result], cancel: Callable[[], object] = lamb
         except BaseException as error:
             interrupted = interrupted or error
             is_new = True
-    if interrupted:
-        raise interrupted
-    return call.result()
+    try:
+        if interrupted:
+            raise interrupted
+        return call.result()
+    finally:
+        del call, interrupted  # as in `result`

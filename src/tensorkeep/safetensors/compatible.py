@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -55,13 +55,10 @@ def _both_errors(kind: Any) -> type[TensorkeepError]:
     return type(kind.__name__, (kind, SafetensorError), {"__module__": kind.__module__})
 
 
-def bytes_of_file(
-    serialize: Callable[..., bytes], tensors: Mapping[str, Array], dtypes: Iterable[object], metadata: Any
-) -> bytes:
+def bytes_of_file(serialize: Callable[..., bytes], tensors: Mapping[str, Any], metadata: Any) -> bytes:
     """Return tensors as the bytes of a file, by a function of safetensors unless it lacks one of their dtypes."""
     content = None if metadata is None else dict(metadata)
-    known = {str(dtype).removeprefix("torch.") for dtype in dtypes}
-    if all(BY_NAME[name].safetensors for name in known):
+    if all(BY_NAME[str(each.dtype).removeprefix("torch.")].tag(tuple(each.shape)) for each in tensors.values()):
         return serialize(tensors, metadata=content)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"tensors{SUFFIX}")

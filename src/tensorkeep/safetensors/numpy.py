@@ -43,7 +43,7 @@ def save(tensor_dict: Arrays, metadata: Mapping[str, str] | None = None) -> byte
     """
     with safetensor_errors():
         found = _native(tensor_dict)
-        return bytes_of_file(serialize, found, [array.dtype for array in found.values()], metadata)
+        return bytes_of_file(serialize, found, metadata)
 
 
 def load(data: bytes) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:

@@ -84,7 +84,7 @@ def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
     """
     with safetensor_errors():
         found = {name: tensor.contiguous() for name, tensor in _separate(tensors).items()}
-        return bytes_of_file(serialize, found, [tensor.dtype for tensor in found.values()], metadata)
+        return bytes_of_file(serialize, found, metadata)
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:

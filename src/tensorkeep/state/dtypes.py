@@ -39,6 +39,11 @@ class DType:
         """Return the shape that counts numbers, as safetensors does, of a tensor whose shape counts elements."""
         return (*shape[:-1], shape[-1] * self.packs) if shape else shape
 
+    def tag(self, shape: tuple[int, ...]) -> str | None:
+        """Return the tag of a tensor in safetensors; None if it is stored as ``U8``, with a note."""
+        # A dimension to count the numbers in is missing for a single element that packs several.
+        return self.safetensors if shape or self.packs == 1 else None
+
     @property
     def torch(self) -> "torch.dtype":
         """The torch dtype; UnsupportedError if torch does not have it."""

@@ -72,49 +72,21 @@ class SkeletonWriter:
     """Encodes one state; ``leaves`` has those encoded so far, in traversal order, whose names are assigned later.
 
     Containers are copied before they are encoded, because other threads may change them. DTensors are refused unless
-    ``sharded``. With ``placeholders``, a value that cannot be saved becomes a placeholder instead of an error, and so
-    does a container inside of itself: for states that a reader made from a file.
+    ``sharded``.
 
     ``attributes`` has the names of attributes of tensors by the tensor's name: a state does not have them.
     """
 
-    def __init__(self, *, sharded: bool = False, placeholders: bool = False) -> None:
+    def __init__(self, *, sharded: bool = False) -> None:
         self.leaves: list[StateLeaf] = []
         self.attributes: dict[str, list[str]] = {}
         self._sharded = sharded
-        self._placeholders = placeholders
-        self._around: dict[int, Path] = {}
-        # Returns a value's node. An attribute, because each frame counts where a state is nested deeply.
-        self.encode = self._encode_or_replace if placeholders else self._encode
-
-    def _encode_or_replace(self, value: Any, path: Path) -> Any:
-        """Return a value's node, or a placeholder's."""
-        around = self._around.get(id(value))
-        if around is not None:
-            what = f"a reference to {display(around)}, which contains it"
-            return self._placeholder(Placeholder("", what, _OMIT), path)
-        if isinstance(value, dict | list | tuple):
-            self._around[id(value)] = path
-        count = len(self.leaves)
-        try:
-            return self._encode(value, path)
-        except UnsupportedLeafError as error:
-            del self.leaves[count:]
-            what = error.message.removesuffix(" cannot be saved")
-            remedy = f"read it with the tool that wrote the file, and {error.remedy}; or {_OMIT}"
-            return self._placeholder(Placeholder("", what, remedy), path)
-        finally:
-            self._around.pop(id(value), None)
 
     def _placeholder(self, value: Placeholder, path: Path) -> dict[str, Any]:
-        name = display(path)
-        if not self._placeholders:
-            text = f"a placeholder of a value that could not be read cannot be saved: {value.what}"
-            raise UnsupportedLeafError(text, name=name, remedy="leave it out, or put the value in its place")
-        texts = (name, value.what, value.remedy)
-        return {"placeholder": [text.encode("utf-8", "backslashreplace").decode() for text in texts]}
+        text = f"a placeholder of a value that could not be read cannot be saved: {value.what}"
+        raise UnsupportedLeafError(text, name=display(path), remedy="leave it out, or put the value in its place")
 
-    def _encode(self, value: Any, path: Path) -> Any:
+    def encode(self, value: Any, path: Path) -> Any:
         """Return a value's node; raises UnsupportedLeafError if it, or a value inside, cannot be saved."""
         encoder = _ENCODERS.get(type(value))
         if encoder is not None:
@@ -221,6 +193,40 @@ def _torch_node(value: Any) -> dict[str, Any] | None:
     return None
 
 
+class ReplacingWriter(SkeletonWriter):
+    """Encodes a state that a reader made from a file.
+
+    A value that cannot be saved becomes a placeholder instead of an error, and so does a container inside of itself.
+    """
+
+    def __init__(self, *, sharded: bool = False) -> None:
+        super().__init__(sharded=sharded)
+        self._around: dict[int, Path] = {}
+
+    def encode(self, value: Any, path: Path) -> Any:
+        """Return a value's node, or a placeholder's."""
+        around = self._around.get(id(value))
+        if around is not None:
+            what = f"a reference to {display(around)}, which contains it"
+            return self._placeholder(Placeholder("", what, _OMIT), path)
+        if isinstance(value, dict | list | tuple):
+            self._around[id(value)] = path
+        count = len(self.leaves)
+        try:
+            return super().encode(value, path)
+        except UnsupportedLeafError as error:
+            del self.leaves[count:]
+            what = error.message.removesuffix(" cannot be saved")
+            remedy = f"read it with the tool that wrote the file, and {error.remedy}; or {_OMIT}"
+            return self._placeholder(Placeholder("", what, remedy), path)
+        finally:
+            self._around.pop(id(value), None)
+
+    def _placeholder(self, value: Placeholder, path: Path) -> dict[str, Any]:
+        texts = (display(path), value.what, value.remedy)
+        return {"placeholder": [text.encode("utf-8", "backslashreplace").decode() for text in texts]}
+
+
 _ENCODERS: dict[type, Callable[[SkeletonWriter, Any, Path], Any]] = {
     type(None): lambda _, value, path: value,
     bool: lambda _, value, path: value,
@@ -238,7 +244,7 @@ _ENCODERS: dict[type, Callable[[SkeletonWriter, Any, Path], Any]] = {
     Counter: lambda writer, value, path: {"counter": writer._items(value, path)},
     set: SkeletonWriter._set,
     frozenset: SkeletonWriter._set,
-    Placeholder: SkeletonWriter._placeholder,
+    Placeholder: lambda writer, value, path: writer._placeholder(value, path),
 }
 
 

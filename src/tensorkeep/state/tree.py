@@ -18,7 +18,7 @@ from tensorkeep.state.aliases import Alias, find_aliases
 from tensorkeep.state.leaf import LEAF_KINDS, Leaf, Source
 from tensorkeep.state.scalars import decode_key
 from tensorkeep.state.skeleton_reader import LeafSpec, SkeletonReader
-from tensorkeep.state.skeleton_writer import SkeletonWriter, StateLeaf
+from tensorkeep.state.skeleton_writer import ReplacingWriter, SkeletonWriter, StateLeaf
 from tensorkeep.state.strided import Array
 
 S_co = TypeVar("S_co", bound=Source, covariant=True)
@@ -75,7 +75,7 @@ def state_leaves(state: object, *, sharded: bool = False, placeholders: bool = F
 
 
 def _encode(state: object, *, sharded: bool, placeholders: bool) -> tuple[object, SkeletonWriter]:
-    writer = SkeletonWriter(sharded=sharded, placeholders=placeholders)
+    writer = (ReplacingWriter if placeholders else SkeletonWriter)(sharded=sharded)
     skeleton = writer.encode(state, ())
     assigned = names.assign_names([one.path for one in writer.leaves])
     taken: set[str] = set()

@@ -68,6 +68,18 @@ class Doubled(nn.Linear):
         state.update(weight=state["weight"].double())
 
 
+class Captured(nn.Module):
+    """Its hook is a closure, which sets the buffer of this very module, and of no copy."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(count))
+        self._register_load_state_dict_pre_hook(self.make_hook())  # type: ignore[no-untyped-call]
+
+    def make_hook(self) -> Callable[..., None]:
+        return lambda state, *_: setattr(self, "seen", torch.empty_like(state["seen"]))
+
+
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -104,6 +116,7 @@ OLD_NORM = {"weight_g": torch.rand(4, 1), "weight_v": torch.rand(4, 3), "bias": 
 MINIMA = {"min_val": torch.rand(4), "max_val": torch.rand(4)}
 PARTS = ("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var")
 LINKED = ("embedding.weight", "head.bias", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var")
+HEADS, HEAD = ("embedding.weight", "head.weight"), torch.rand(5, 2)
 
 CONVERTED: dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor], Collection[str]]] = {
     "no count of batches": (norm, values(norm()), PARTS),
@@ -111,10 +124,12 @@ CONVERTED: dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor], Col
     "swapped names": (Swapped, values(Swapped(), old=torch.ones(3)), []),
     "swapped names, with a look at the data": (partial(Swapped, reads=True), values(Swapped()), []),
     "resized": (torch.ao.quantization.PerChannelMinMaxObserver, MINIMA, []),
+    "a hook that holds its module": (Captured, {"seen": torch.rand(2)}, []),
     "one value": (Scale, {"scale": torch.rand(1)}, []),
     "tied: the first name": (Tied, values(Tied(), "embedding.weight"), LINKED),
     "tied: the second name": (Tied, values(Tied(), "head.weight"), LINKED),
     "tied, of a wrapper": (Tied, values(Tied(), "head.weight", around="module."), LINKED),
+    "tied, saved apart": (Tied, values(Tied()) | {name: HEAD.clone() for name in HEADS}, LINKED[1:]),
     "of a compiled wrapper": (norm, values(norm(), around="_orig_mod.module."), PARTS),
     "into a wrapper": (lambda: wrapped(norm()), values(norm()), [f"module.{name}" for name in PARTS]),
     "into compiled layers": (

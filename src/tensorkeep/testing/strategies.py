@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import example
 from hypothesis import strategies as st
 
 from tensorkeep.state.dtypes import BY_NAME, DType
@@ -145,8 +146,22 @@ _odd_keys = st.sampled_from(
 _odd_values = st.sampled_from([0, 1, 32, 33, 64, 65, 70]).map(lambda count: torch.ones((1,) * count)) | st.sampled_from(
     [np.ones((1,) * 64), np.ones((0, 2**50)), torch.ones(0, 2**40), np.float32(3), 10**400, _NAN, "\ud800", b"\0"]
 )
-TWO_NAN_KEYS = {"model": {_NAN: torch.ones(2), -_NAN: torch.ones(3)}}
-MANY_DIMENSIONS = {"a": torch.ones((1,) * 65)}
 odd_states = st.recursive(_odd_values, lambda inner: st.dictionaries(_odd_keys, inner, max_size=4), max_leaves=6)
 """States that are saved as they are, or refused: keys that look alike, or are not equal to themselves, and shapes of
-more dimensions than libraries have."""
+more dimensions, and lengths, than libraries have."""
+
+_ODDEST: list[dict[str, Any]] = [
+    {"model": {_NAN: torch.ones(2), -_NAN: torch.ones(3)}},
+    {"a": torch.ones((1,) * 65)},
+    {"a": torch.ones(0, 2**62)},
+    # Names of files of other formats.
+    {"model.safetensors": torch.ones(2)},
+    {"pytorch_model.bin.index.json": torch.ones(2), "a": {"x.tensorkeep": 1}},
+]
+
+
+def with_odd_examples(test: Any) -> Any:
+    """Try a property of `odd_states` on some of them in each run."""
+    for state in _ODDEST:
+        test = example(state)(test)
+    return test

@@ -20,7 +20,18 @@ from tensorkeep import CheckpointManager, RandomState
 from tensorkeep.checkpoint.load.object_checks import unwrapped
 from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.testing.equality import same
-from tensorkeep.testing.object_states import CONVERTED, STATES, Anything, Doubled, Swapped, Tied, norm, values, wrapped
+from tensorkeep.testing.object_states import (
+    CONVERTED,
+    STATES,
+    Anything,
+    Captured,
+    Doubled,
+    Swapped,
+    Tied,
+    norm,
+    values,
+    wrapped,
+)
 
 
 def saved(state: Any, path: Path) -> Path:
@@ -561,6 +572,8 @@ REFUSED = [
     case("one more", values(norm()), norm(linear(0)), names={"missing": ("2.weight", "2.bias")}),
     case("in another dtype", {"weight": torch.ones(4, 4)}, Doubled(), "float32 in the state, float64 made from the"),
     case("cannot answer", {"a.weight": torch.ones(2, 2)}, Swapped(reads=True), "read: load it without `into`,"),
+    case("cannot answer, a closure", {"seen": torch.ones(5)}, Captured(), "read: load it without `into`,"),
+    case("tied, saved apart", values(Tied()), Tied(), "is 'head.weight' in the state, and they were saved with"),
     case("remedy: mistyped", ONE, {"mdoel": linear(0), "step": 1}, "did you mean the key 'model'?"),
     case("remedy: wider", ONE, {"model": linear(0, width=5)}, "load only what fits (strict=False)"),
     case("remedy: half", ONE, {"model": linear(0).half()}, "saved dtype first (module.to(torch.float32))"),

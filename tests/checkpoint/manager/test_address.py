@@ -86,7 +86,7 @@ def test_wrong_addresses(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for call in (tensorkeep.load, tensorkeep.verify, tensorkeep.log):
         with pytest.raises(UsageError, match="the path is empty"):
             call("")
-    for wrong in ("lates", "best:", "-1", "1e3", ""):
+    for wrong in ("lates", "best:", "-1", "1e3", "", "1" * 5000):
         with pytest.raises(UsageError, match="is not a step"):
             tensorkeep.load(f"{run}@{wrong}")
     with pytest.raises(UsageError, match="no step has the metric 'lass'"):

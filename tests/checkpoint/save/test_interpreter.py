@@ -11,7 +11,8 @@ import tensorkeep
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
 
-pytestmark = pytest.mark.integration
+# With others, as single long tests would come last, when the other workers have ended.
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 CODE = """
 import threading, torch, tensorkeep

@@ -178,6 +178,16 @@ def test_a_save_within_a_save_is_refused(tmp_path: Path, gathering: list[Callabl
         manager.save(3, {"w": zeros(1)})
 
 
+def test_only_the_thread_that_saves_is_refused() -> None:
+    queue = SaveQueue("wait", None)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(queue._adding.acquire).result()
+        queue.one_at_a_time()
+        other.submit(queue._adding.release).result()
+    with queue.one_at_a_time(), pytest.raises(tensorkeep.UsageError, match="while this thread is in save"):
+        queue.one_at_a_time()  # even the first of its instructions can be a handler's
+
+
 @pytest.mark.integration
 def test_a_child_restores_beside_its_parents_save_and_may_not_write(tmp_path: Path, gate: threading.Event) -> None:
     state = {"w": torch.full((1000,), 5.0)}  # made here: a forked child must not start torch's threads
@@ -222,6 +232,22 @@ def test_ctrl_c_in_close_keeps_others_out_until_the_save_is_over(
     manager.close()
     with CheckpointManager(tmp_path) as other:
         other.save(2, {"w": zeros(1)})
+
+
+def test_an_interrupted_close_unlocks_the_folder_unless_a_save_runs(tmp_path: Path) -> None:
+    locked = []
+    for place in itertools.count(0):
+        manager = CheckpointManager(tmp_path, **AT_ONCE)  # alive, as in the traceback of the interrupt
+        manager.claim()
+        came = interrupted_at(place, manager.close, KeyboardInterrupt())
+        try:
+            CheckpointManager(tmp_path).claim()
+        except tensorkeep.BusyError:
+            locked.append(place)
+            manager.close()
+        if not came:
+            break
+    assert place > 20 >= 20 * len(locked)  # before its first instruction nothing can be done
 
 
 def test_a_step_saved_after_going_back_is_kept(tmp_path: Path) -> None:

@@ -115,14 +115,19 @@ def test_checkpoint_of_two_ranks_is_read(tmp_path: Path) -> None:
         assert torch.equal(found["model"][name], whole), name
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per")
 def test_objects_of_other_classes_are_refused_by_name_or_if_allowed_read_as_dicts(tmp_path: Path) -> None:
-    real_save({"weight": torch.ones(2), "config": threading.Thread, "extra": io.BytesIO(b"x")}, tmp_path / "c")
+    quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    state = {"weight": torch.ones(2), "config": threading.Thread, "extra": io.BytesIO(b"x"), "q": quantised}
+    real_save(state, tmp_path / "c")
     with pytest.raises(UnsupportedError, match=r"'config'.*calls threading\.Thread"):
         tensorkeep.load(tmp_path / "c")
     assert list(tensorkeep.load(tmp_path / "c", select="*")) == ["weight"]
-    assert tensorkeep.info(tmp_path / "c").placeholders.keys() == {"config", "extra"}
-    real_save({"model": {"w": torch.ones(3)}, "args": argparse.Namespace(lr=0.1)}, tmp_path / "ours")
+    assert tensorkeep.info(tmp_path / "c").placeholders.keys() == {"config", "extra", "q"}
+    vars(tagged := torch.ones(1))["tag"] = 1
+    real_save({"model": {"w": torch.ones(3)}, "args": argparse.Namespace(lr=0.1), "pair": (tagged,)}, tmp_path / "ours")
     with pytest.raises(UnsupportedError, match=r"calls argparse\.Namespace: .*\n.*allow=\[\"argparse\.Namespace\"\]"):
         tensorkeep.load(tmp_path / "ours")
-    found = tensorkeep.load(tmp_path / "ours", allow="argparse.Namespace")
-    assert difference({"model": {"w": torch.ones(3)}, "args": {"lr": 0.1}}, found) is None
+    with pytest.warns(UserWarning, match="attributes of tensors or containers are not loaded: tag"):
+        found = tensorkeep.load(tmp_path / "ours", allow="argparse.Namespace")
+    assert difference({"model": {"w": torch.ones(3)}, "args": {"lr": 0.1}, "pair": (tagged,)}, found) is None

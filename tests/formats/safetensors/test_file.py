@@ -59,14 +59,15 @@ class TestOfficialLibrary:
             "w": {"dtype": "F6_E2M3", "shape": [2, 4], "data_offsets": [0, 6]},
             "odd": {"dtype": "F4", "shape": [2, 3], "data_offsets": [6, 9]},
             "pairs": {"dtype": "F4", "shape": [3, 4], "data_offsets": [9, 15]},
-            "later": {"dtype": "F2", "shape": [3, 4], "data_offsets": [15, 18]},
+            "later": {"dtype": "F2" * 99, "shape": [3, 4], "data_offsets": [15, 18]},
         }
         path = raw(tmp_path / "x.safetensors", header, bytes(range(18)))
         found = tensorkeep.load(path, select="pairs")["pairs"]
         assert found.dtype is torch.float4_e2m1fn_x2
         assert found.view(torch.uint8).tolist() == [[9, 10], [11, 12], [13, 14]]
-        assert tensorkeep.info(path).placeholders["w"].startswith("a tensor of F6_E2M3 and shape [2, 4]")
-        assert not tensorkeep.diff(path, path) and tensorkeep.info(path).placeholders.keys() == {"w", "odd", "later"}
+        placeholders = tensorkeep.info(path).placeholders
+        assert placeholders["w"].startswith("a tensor of F6_E2M3 and shape [2, 4]") and len(placeholders["later"]) < 150
+        assert not tensorkeep.diff(path, path) and placeholders.keys() == {"w", "odd", "later"}
         for load in (tensorkeep.safetensors.load_file, lambda path: tensorkeep.safetensors.load(path.read_bytes())):
             with pytest.raises(safetensors.SafetensorError, match=r"'w': cannot be read: a tensor of F6_E2M3"):
                 load(path)

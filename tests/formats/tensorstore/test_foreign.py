@@ -143,6 +143,7 @@ HOSTILE: list[tuple[dict[str, Any], type[Exception], str]] = [
             ({"dtype": "<U5", "fill_value": ""}, "dtype"),
             ({"dtype": [["a", "<f4"], ["b", "<i4"]], "fill_value": None}, "field"),
             ({"dtype": "<f4", "compressor": {"id": "lzma"}}, "lzma"),
+            ({"dtype": "<f4", "compressor": {"id": "blosc", "cname": "x", "clevel": 5, "shuffle": 1}}, "cname"),
         )
     ),
 ]

@@ -142,6 +142,11 @@ def test_links_to_files_are_followed_and_others_refused(own: bool, tmp_path: Pat
                 (tmp_path / "hidden").rename(tmp_path / "elsewhere")
         place.unlink()
         (tmp_path / "elsewhere").rename(place)
+    (path / "self").symlink_to("self")
+    assert tensorkeep.load(path)["w"].shape == (4, 4)
+    (path / "w" / "self").symlink_to("self")
+    with pytest.raises(UnsupportedError, match="to a folder or to nothing"):
+        tensorkeep.load(path)
 
 
 def test_links_in_databases_and_pipes_in_arrays_are_refused(tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ def test_subclasses_of_dict_and_list_become_containers_of_their_items(tmp_path: 
     state = {"x": settings, "lists": collections.defaultdict(list, a=[1]), "w": torch.ones(1)}
     torch.save(state, tmp_path / "x")
     allow = [Settings, Names, "collections.deque", "collections.defaultdict", "builtins.list"]
-    found = tensorkeep.load(tmp_path / "x", allow=allow)
+    with pytest.warns(UserWarning, match="attributes of tensors or containers are not loaded: attribute"):
+        found = tensorkeep.load(tmp_path / "x", allow=allow)
     inner = {"lr": 1, "names": ["a", "b"], "single": ["c"], "queue": [1, 2], "inner": {"x": torch.ones(1)}}
     assert same(found, {"x": inner, "lists": {"a": [1]}, "w": torch.ones(1)})
     # An object with items whose class is not allowed is named.
@@ -191,6 +192,13 @@ def test_what_cannot_be_read_is_a_placeholder_that_blocks_nothing_else(tmp_path:
     with pytest.warns(UserWarning, match="cannot be read: .*sparse"), pytest.warns(tensorkeep.StateMismatchWarning):
         tensorkeep.load(path, into={"model": {"w": weight}}, strict=False)
     assert same(weight, model["w"])
+    for use in (tensorkeep.open(path).__getitem__, lambda name: tensorkeep.load(path, select=["model.w", name])):
+        with pytest.raises(tensorkeep.UnsupportedError, match=r"'values\.0': cannot be read: a sparse tensor"):
+            use("values.0")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "pytorch_model.bin").symlink_to(path)
+    assert tensorkeep.info(tmp_path / "model").details["attributes_left_out"] == ["tag"]
+    assert {*tensorkeep.verify(path).placeholders} == unread | {"model.plain", "model.wrapper", "args", "file"}
     with pytest.raises(tensorkeep.UnsupportedError, match=r"its pickle calls .*\nto read all else, select=.*; .*allow"):
         tensorkeep.load(path)
     allow = [argparse.Namespace, Plain, Wrapper, Watched, "_io.BytesIO"]
@@ -208,6 +216,24 @@ def test_what_cannot_be_read_is_a_placeholder_that_blocks_nothing_else(tmp_path:
     with pytest.raises(tensorkeep.UnsupportedError, match=r"'scaler\.x': cannot be read: a sparse tensor"):
         tensorkeep.load(path, into={"scaler": torch.amp.GradScaler("cpu"), "w": weight})
     assert same(weight, model["w"])
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_every_protocol_of_pickle_is_read_and_no_key_is_lost(tmp_path: Path, zipped: bool, protocol: int) -> None:
+    name = f"{__name__}.Watched"
+    keys = [b"a", b"b", (1, (2, 3)), (1, (2, 4)), Watched, name, "\udc80", "\\udc80", torch.float32, (1, "a"), None]
+    plain = {"set": {1, 2}, "frozen": frozenset([(1, "a")]), "b": b"x", "array": bytearray(b"x"), "w": torch.ones(2)}
+    arrays = [np.arange(6).reshape(2, 3).T, np.float32(1), np.array([True]), np.zeros((0, 2))]
+    state = {"keys": {key: place for place, key in enumerate(keys)}, "sets": [{b"a", b"b"}, {(1, (2, 3))}]}
+    settings: Any = {"pickle_protocol": protocol, "_use_new_zipfile_serialization": zipped}
+    torch.save({**state, "plain": plain, "np": arrays}, tmp_path / "x", **settings)
+    with pytest.warns(UserWarning, match="a set of other than plain values"):
+        found = tensorkeep.load(tmp_path / "x", allow=["numpy", Watched])
+    assert same([found["plain"], found["np"]], [plain, arrays])
+    texts = ["b'a'", "b'b'", "(1, (2, 3))", "(1, (2, 4))", f"{name} 2", name, "\\udc80 3", "\\udc80", "torch.float32"]
+    assert same(found["keys"], {key: place for place, key in enumerate([*texts, (1, "a"), None])})
+    assert [type(each) for each in found["sets"]] == [tensorkeep.Placeholder] * 2
 
 
 def test_using_a_placeholder_raises_and_looking_at_it_does_not() -> None:

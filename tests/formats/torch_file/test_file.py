@@ -133,11 +133,22 @@ def test_tensors_of_torchscript_archives_and_of_files_before_torch_1_6_are_read(
         assert same(tensorkeep.load(tmp_path / f"{name}.native"), found)
     assert "values that are no tensors" in tensorkeep.info(tmp_path / "script.pt").details["torchscript"]
     tensorkeep.load(tmp_path / "script.pt", into=module)
+    torch.jit.freeze(torch.jit.script(module)).save(tmp_path / "frozen.pt")  # type: ignore[no-untyped-call]
+    with pytest.raises(UnsupportedError, match="is a frozen TorchScript module: its weights are constants"):
+        tensorkeep.load(tmp_path / "frozen.pt")
     whole = (tmp_path / "old.pt").read_bytes()
-    for length in (3, 30, 100, 500, len(whole) - 1):
-        (tmp_path / "cut.pt").write_bytes(whole[:length])
-        with case(length), pytest.raises(CorruptCheckpointError, match="its pickle is damaged"):
-            tensorkeep.load(tmp_path / "cut.pt")
+    at = whole.rindex((100).to_bytes(8, "little"))
+    for content, error, words in (
+        (whole * 2, UnsupportedError, "holds another save"),
+        (whole + b"x", UnsupportedError, "what no tensor uses after the first save, 1 bytes"),
+        (pickle.dumps({}), UnsupportedError, "bare Python pickle"),
+        (pickle.dumps(bytearray(99), protocol=5), UnsupportedError, "bare Python pickle"),
+        (whole[:at] + b"x" + whole[at + 1 :], CorruptCheckpointError, "another length than the pickle says"),
+        *((whole[:n], CorruptCheckpointError, "its pickle is damaged") for n in (3, 30, 100, 500, len(whole) - 1)),
+    ):
+        (tmp_path / "changed.pt").write_bytes(content)
+        with case(words), pytest.raises(error, match=words):
+            tensorkeep.load(tmp_path / "changed.pt")
     with pytest.raises(UnsupportedError, match="cannot be mapped"):
         tensorkeep.load(tmp_path / "old.pt", mmap=True)
 
@@ -204,9 +215,32 @@ RECORDS: dict[str, tuple[Callable[[Records], Records], int, type[TensorkeepError
         lambda records: [(name, data[:10] if name.endswith("data/0") else data) for name, data in records],
         *(STORED, CorruptCheckpointError, "its storages claim"),
     ),
+    "two folders": (lambda rs: [*rs, ("b/data.pkl", b"N.")], STORED, UnsupportedError, "several files .*/, b/"),
     "another compression": (lambda records: records, zipfile.ZIP_BZIP2, UnsupportedError, "by method 12"),
-    "no pickle": (lambda records: records[1:], STORED, NotACheckpointError, r"zip archive without data\.pkl"),
+    "no pickle": (lambda records: records[1:], STORED, NotACheckpointError, r"that holds data\.pkl"),
 }
+
+
+DOUBLED = b"K\1" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60))  # a tuple of 2**60 numbers
+LONG, MANY = b"(X\0\x90\1\0" + b"a" * 102_400 + b"q\1", 20_000
+FROM_TYPE = b"ctorch._tensor\n_rebuild_from_type_v2\n"
+HOSTILE = {
+    "what .* returns": DOUBLED + b")R",
+    "in another encoding": b"c_codecs\nencode\nX\1\0\0\0a" + DOUBLED + b"\x86R",
+    r"calls x\.y": b"]ccollections\nOrderedDict\n)R}" + DOUBLED + b"K\1sbacx\ny\na",
+    "has no class": FROM_TYPE + b"(K\1" + DOUBLED + b")}tR",
+    "an array of the class": b"cnumpy.core.multiarray\n_reconstruct\n" + DOUBLED + b"\x85R)b",
+    "has no dtype": b"cnumpy.core.multiarray\nscalar\n" + DOUBLED + b")RK\1\x86R",
+    "a storage has no key": b"ctorch._utils\n_rebuild_tensor_v2\n((X\7\0\0\0storagectorch\nIntStorage\n%bNK\1tQK\0))tR"
+    % DOUBLED,
+    "save each": b"}(cx\n" + b"y" * 200 + b"\nq\0K\1" + b"h\0K\1" * MANY + b"u",
+    "save each once": LONG + b"c_codecs\nencode\nq\2h\1X\6\0\0\0latin1\x86q\3" + b"h\2h\3R" * MANY + b"l",
+    "the same values": LONG
+    + b"cnumpy\ndtype\nX\2\0\0\0u1\x85Rq\2cnumpy.core.numeric\n_frombuffer\nq\3(c_codecs\nencode\nh\1"
+    + b"X\6\0\0\0latin1\x86Rh\2J\0\x90\1\0\x85X\1\0\0\0Ctq\4%bl" % (b"h\3h\4R" * MANY),
+    "nested deeper": FROM_TYPE + b"q\0" + b"(h\0ctorch\nTensor\n" * 3000 + b")" + b"}t" * 3000 + b"R",
+}
+"""Pickles that would take for ever, or all memory, by the words of their errors."""
 
 
 class TestDamage:
@@ -251,6 +285,13 @@ class TestDamage:
         assert read(with_pickle(tmp_path / "x.pt", b"N.")) is None
         with pytest.warns(UserWarning, match="nested deeper than 128"):
             tensorkeep.load(with_pickle(tmp_path / "x.pt", deep))
+
+    @pytest.mark.parametrize("words", HOSTILE)
+    def test_pickles_that_would_take_for_ever_or_all_memory_are_refused(self, tmp_path: Path, words: str) -> None:
+        path = with_pickle(tmp_path / "x.pt", b"\x80\x02" + HOSTILE[words] + b".")
+        with pytest.raises(TensorkeepError, match=words) as caught:
+            tensorkeep.convert(path, tmp_path / "native", allow="numpy")
+        assert caught.value.path == str(path)
 
     def test_containers_that_expand_exponentially_are_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

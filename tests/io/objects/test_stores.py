@@ -1,16 +1,19 @@
 """Checkpoints are read from object stores as they are from disks, and failures end with a clear error."""
 
 import errno
+import json
 import os
 import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from html import escape
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from store_servers import ACCESS_KEY, SECRET, Fault, Proxy, always, serving, upl
 from tensorkeep.cli.main import main
 from tensorkeep.io import parallel
 from tensorkeep.io.objects import store_commit, store_directory, stores
+from tensorkeep.io.objects.store_errors import redacted, store_request
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
@@ -196,6 +200,45 @@ def test_what_a_store_refuses_has_a_remedy_and_no_secrets(
         while error is not None:
             assert not re.search(f"{SECRET}|{ACCESS_KEY}|AWS4-HMAC|[0-9a-f]{{64}}|%2Bsession", str(error))
             error = error.__cause__ or error.__context__
+
+
+ANSWERS = r"""
+%s {"k": "%s"} <K>%s</K>
+?X-Amz-Security-Token=hidden&a=b&X-Goog-Signature=hidden&client_secret=hidden&refresh_token=hidden&password=hidden
+http://user:hidden@host/x?u=https%%3A%%2F%%2Fh%%2F%%3Fsv%%3D1%%26sig%%3Dhidden%%253D&AccountKey=hidden==
+{"a": "Basic hidden", "authorization": ["Bearer hidden"], "private_key": "hidden"} or "{\"authorization\": \"hidden\"}"
+denied: bearer hidden, no user eyJhidden.hidden; authorization: Digest u="hidden"
+The MAC signature in it 'hidden=' is not <StringToSign>hidden hidden</StringToSign> Cookie: s=hidden
+"""
+
+
+@pytest.mark.parametrize("answer", [*ANSWERS.strip().splitlines(), "string to sign:\nhidden", f"token={'x' * 3000}hid"])
+def test_no_error_repeats_a_secret(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    """However it is escaped: as in JSON, in XML or in a URL, once or twice."""
+    monkeypatch.setenv("AWS_SESSION_TOKEN", secret := 'hid/den+=&<">')
+    forms = [secret, json.dumps(secret)[1:-1], secret.replace("/", r"\/"), escape(secret), escape(secret, quote=False)]
+    forms += [quote(secret), quote(secret, ""), quote(quote(secret, "")), r"hid\u002fden+=\u0026\u003c\">"]
+    for form in forms:
+        shown = redacted(answer.replace("%s", form).replace("%%", "%"))
+        assert "***" in shown
+        assert "hid" not in shown
+
+
+@pytest.mark.parametrize(
+    ("answer", "remedy"),
+    [
+        ("400: <Code>KeyTooLongError</Code>", "check the URL, the endpoint and the settings of the bucket"),
+        ("413: ", "check the URL, the endpoint and the settings of the bucket"),
+        ("400: <Code>InvalidToken</Code>", "check the credentials and the region"),
+        ("400: ", "check the credentials and the region"),
+        ("200: failed for key x: no (code: AccessDenied)", "check the credentials and the region"),
+        ("403: <Code>RequestTimeTooSkewed</Code>", "set the clock of this machine"),
+        ("429: slow", "check the network and the endpoint"),
+    ],
+)
+def test_the_remedy_fits_the_answer(answer: str, remedy: str) -> None:
+    with pytest.raises(tensorkeep.StoreError, match=remedy), store_request(f"{BUCKET}/x", "read it"):
+        raise OSError(f"Generic S3 error: Server returned non-2xx status code: {answer}")
 
 
 @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\x7fb", "\udcff"])

@@ -24,6 +24,7 @@ from tensorkeep.train.optim.schedules import Plateau, learning_rate_factor
 from tensorkeep.train.run.speed import Clock, Speedometer, measured_peak
 
 BASE = get_recipe("shakespeare-char-cpu")
+EVERY = ("checkpoint", "eval", "log", "sample")
 
 
 def test_recipes_are_complete_an_unknown_one_suggests_the_nearest_and_one_setting_changes_one_thing() -> None:
@@ -211,7 +212,8 @@ def test_settings_without_effect_are_reported_with_the_numbers() -> None:
         ({"schedule.decay": 0.5}, "schedule.decay has no effect: schedule.name is 'cosine', not 'wsd'"),
         ({"schedule.patience": 1, "schedule.factor": 0.1}, "schedule.patience and schedule.factor have no effect"),
         ({"eval.tokens": 9, "eval.batches": 2}, "eval.tokens has no effect: eval.batches is 2"),
-        ({"sample.every": 3000}, "sample.every has no effect: the run has 2,000 steps"),
+        *(({f"{name}.every": 3000}, f"{name}.every has no effect: the run has 2,000 steps") for name in EVERY),
+        ({"sample.every": 9, "sample.temperature": 0, "sample.top_k": 5}, "sample.top_k has no effect: sample.temp"),
         ({"sample.top_k": 5}, "sample.top_k has no effect: sample.every is 0"),
         ({"checkpoint.keep_best": 2, "eval.every": 0}, "checkpoint.keep_best has no effect: eval.every is 0"),
         ({"optim.muon_lr": 0.1}, "optim.muon_lr has no effect: optim.name is 'adamw', not 'muon'"),

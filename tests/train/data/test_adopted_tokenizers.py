@@ -106,7 +106,9 @@ def test_a_tokenizer_without_an_end_is_for_streams_and_conversations(tmp_path: P
     assert "state eos_token in its tokenizer_config.json" in str(raised.value.remedy)
 
 
-def test_documents_and_prompts_begin_as_the_tokenizer_begins_each_text(tmp_path: Path, stored: dict[str, Any]) -> None:
+def test_documents_and_prompts_begin_as_the_tokenizer_begins_each_text(
+    tmp_path: Path, stored: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """LLaMA 3's has a template with a first token, which its models were trained with."""
     from tokenizers import Tokenizer
 
@@ -127,6 +129,8 @@ def test_documents_and_prompts_begin_as_the_tokenizer_begins_each_text(tmp_path:
     for settings, opening in (({}, [begin]), (stated, [begin]), ({"add_bos_token": False}, [])):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, **settings}))
         tokenizer, name = read(tmp_path), f"from:{tmp_path}"
+        contradiction = "add_bos_token is false, and the tokenizer itself puts ['<s>'] before a text: documents begin"
+        assert (contradiction in capsys.readouterr().err) == (not opening)
         ids, chat = [*opening, *tokenizer.encode("to be").tolist()], ChatTokenizer(tokenizer)
         turns = [chat.message("user", "or").tolist(), chat.message("assistant", "to be").tolist()]
         with case(settings):
@@ -147,6 +151,9 @@ def test_documents_and_prompts_begin_as_the_tokenizer_begins_each_text(tmp_path:
             session = ChatSession(model, chat, Sampling(), max_new_tokens=1)
             _ = list(session.answer("or"))
             assert session._cache.length == len(opening) + len(turns[0]) + 1
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true, "bos_token": "<none>"}')
+    with pytest.raises(UnsupportedError, match="has no token '<none>' to begin a document"):
+        read(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     template["single"] = [first, first, text[0]]
     with pytest.raises(UnsupportedError, match="puts 2 tokens before each text"):

@@ -58,6 +58,7 @@ def talk_with(question: dict[str, Any], answer: dict[str, Any], **fields: Any) -
 
 LOSS = ("weight", "train", "trainable", "loss_mask")
 TEXT = ("tools", "tool_calls", "tool_call_id", "name", "reasoning_content", "system")
+TEXT += ("chosen", "rejected_response")
 HARMLESS = ({"weight": 0, "masked": True, "name": ""}, {"weight": 1.0, "train": True, "tool_calls": [], "mask": None})
 
 
@@ -165,7 +166,7 @@ def test_first_line_is_read_up_to_the_longest_record(tmp_path: Path, monkeypatch
     assert asked == [51, 51, 51]
 
 
-def test_text_with_the_same_tokens_is_not_conversations(tmp_path: Path) -> None:
+def test_text_with_the_same_tokens_is_not_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = learner("byte+chat")(iter(()), True)
     assert (made.name, made.vocab_size) == ("byte+chat", 261)
     (tmp_path / "text.txt").write_text("to be or not to be " * 20)
@@ -175,6 +176,7 @@ def test_text_with_the_same_tokens_is_not_conversations(tmp_path: Path) -> None:
     lines = "\n".join(json.dumps({"text": f"{n} to be", "messages": n}) for n in range(30))
     (tmp_path / "text.jsonl").write_text(lines)
     assert Dataset.open(prepare(tmp_path / "text.jsonl", tmp_path / "other").path).chat_tokenizer is None
+    assert "fields of the first document that are not used: 'messages'" in capsys.readouterr().err
 
 
 def test_fields_that_are_not_used_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,6 +187,14 @@ def test_fields_that_are_not_used_are_reported(tmp_path: Path, capsys: pytest.Ca
     assert prepared(tmp_path, *more, overwrite=True).fingerprint == plain.fingerprint
     fields = "'meta-0' (30), 'meta-1' (30), 'meta-2' (30), 'meta-3' (30), 'meta-4' (30), 95 more"
     assert f"fields of conversations that are not used: {fields}" in capsys.readouterr().err
+    prepared(tmp_path, *[talk_with({}, {"supervised": False, "score": 0}, note="")] * 30, overwrite=True)
+    assert "not used: 'supervised' (30), 'score' (30)\n" in capsys.readouterr().err
+    # What was decoded may be too deep to be encoded for the error.
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(ValueError, match=r'"tools": \.\.\.'):
+        list(conversations._unused_fields({"tools": nested}, trained=True))
 
 
 def test_malformed_lines_and_sources_without_conversations_are_refused(tmp_path: Path) -> None:

@@ -138,10 +138,10 @@ def test_progress_reaches_the_end_and_missing_pyarrow_is_named(tmp_path: Path, m
     assert ".[tables]" in str(caught.value.remedy)
 
 
-def test_tokens_are_those_of_the_same_documents_as_lines(tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_same_documents_as_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [*TEXTS, "long " * PIECE]
-    parquet(tmp_path / "a.parquet", body=texts)
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"body": text}) for text in texts))
+    parquet(tmp_path / "a.parquet", body=texts, id=texts, weight=texts)
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"body": text, "id": 1, "weight": 1}) for text in texts))
     made = [
         prepare(tmp_path / f"a.{end}", tmp_path / end, tokenizer="byte", field="body", validation=0.5)
         for end in ("parquet", "jsonl")
@@ -153,3 +153,5 @@ def test_tokens_are_those_of_the_same_documents_as_lines(tmp_path: Path) -> None
     assert made[0].description["source"]["characters"] == made[1].description["source"]["characters"]
     assert made[0].description["source"]["documents"] == 601
     assert END_OF_DOCUMENT not in "".join(texts)
+    notes = capsys.readouterr().err
+    assert "not used: 'id', 'weight'\n" in notes and "not used: 'id'\n" in notes

@@ -151,6 +151,8 @@ ROPES = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding
         (llama(rope_scaling={"partial_rotary_factor": 0.5}), "rope_scaling.partial_rotary_factor 0.5"),
         ({**llama(), "model_type": "mistral", "max_position_embeddings": 4097}, "sliding_window 4096"),
         (llama(attention_bias=True, mlp_bias=False), "mlp_bias False, which is not supported"),
+        (llama(attention_bias=True), "attention_bias True, which is not supported"),
+        (llama(mlp_bias=True), "mlp_bias True, which is not supported"),
         (llama(sliding_window=4), "sliding_window 4, which is not supported"),
         (llama(rope_scaling={"type": "yarn", "factor": 2.0}), "rope_type 'yarn', which is not supported"),
         (llama(rope_parameters=ROPES), "rope_parameters of several kinds of layers"),
@@ -197,7 +199,12 @@ def test_rope_of_earlier_versions_is_read() -> None:
     config = model_config(llama(rope_theta=500.0, rope_scaling=scaling))
     assert config.rope_base == 500.0
     assert config.rope_scaling == RopeScaling(kind="llama3", factor=8.0, original_context_length=40)
-    assert model_config(llama(rope_scaling={"type": "linear", "factor": 2})).rope_scaling.factor == 2.0
+    both = llama(rope_scaling={"type": "linear", "factor": 2}, rope_parameters=LLAMA3)
+    for document in (both, both | {"rope_parameters": None}):
+        config = model_config(document)
+        assert (config.rope_scaling.kind, config.rope_scaling.factor, config.rope_base) == ("linear", 2.0, 1e4)
+    # Qwen 3 has its window off by default.
+    assert model_config(llama(sliding_window=4) | {"model_type": "qwen3"}).head_size == 128
 
 
 def test_folders_without_a_usable_model_are_refused(tmp_path: Path) -> None:

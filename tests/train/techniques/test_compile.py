@@ -98,6 +98,7 @@ def test_each_length_is_compiled_by_itself_as_in_a_resumed_run(tmp_path: Path, d
 
 
 @pytest.mark.usefixtures("traced_only")
+@pytest.mark.exhaustive
 def test_more_lengths_are_compiled_than_torch_allows_by_itself(tmp_path: Path, data: Path) -> None:
     """A loss that torch leaves uncompiled ends the run."""
     config = with_techniques(TRACED.changed({"loop.steps": 2, "eval.every": 0}), TWO_LENGTHS)

@@ -10,6 +10,7 @@ from train.techniques.several_processes import BREAKS
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 
+@pytest.mark.exhaustive
 class TestPipelineParallel(ParallelSuite):
     technique = PipelineParallel
     variants = ({}, pytest.param({"schedule": "gpipe", "parts": 2}, marks=pytest.mark.exhaustive))

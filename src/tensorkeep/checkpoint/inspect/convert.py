@@ -10,7 +10,7 @@ from typing import Any
 from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.ranges import reading_threads
-from tensorkeep.checkpoint.load.rebuild import refuse_placeholders
+from tensorkeep.checkpoint.load.rebuild import refuse_placeholders, select_tensors
 from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.checkpoint.save.begin import DEFAULT_FORMAT, begin_save, check_request, format_by_suffix
@@ -21,7 +21,6 @@ from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.paths import StorePath, absolute, as_path, checked_path
-from tensorkeep.state import names
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat, prune
 
@@ -158,7 +157,7 @@ def _selected(reader: Reader, select: str | Iterable[str] | None) -> Flat[Source
     if select is None:
         refuse_placeholders(reader, flat.skeleton)
         return flat
-    chosen = set(names.select(reader.entries, select))
+    chosen = set(select_tensors(reader, reader.entries, select))
     orphans = [n for n in chosen if n in flat.aliases and flat.aliases[n].of not in chosen]
     if orphans:
         base = flat.aliases[orphans[0]].of

@@ -36,17 +36,17 @@ class Mismatch:
         """Both values as texts, ``absent`` for one that a checkpoint does not have."""
         texts = _text(self.a), _text(self.b)
         # The text "1" and the number 1.
-        return texts if texts[0] != texts[1] else (repr(self.a), repr(self.b))
+        return texts if texts[0] != texts[1] else (_text(self.a, repr), _text(self.b, repr))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the mismatch as plain values; a value that JSON does not have is a text."""
         return {"name": self.name, "a": _json(self.a), "b": _json(self.b)}
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, write: Callable[[Any], str] = str) -> str:
     if value is None:
         return "absent"
-    return value if isinstance(value, str) else repr(value)
+    return write(value) if isinstance(value, str) else repr(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Loading from an open checkpoint: a new state, or into tensors in place and objects by ``load_state_dict``."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,13 @@ from tensorkeep.checkpoint.load.mapped import map_tensors
 from tensorkeep.checkpoint.load.match import StateMatch
 from tensorkeep.checkpoint.load.object_checks import REFUSALS, in_own_names, is_module
 from tensorkeep.checkpoint.load.ranges import read_all
-from tensorkeep.checkpoint.load.rebuild import rebuild, refuse_placeholders, warn_of_attributes, warn_of_placeholders
+from tensorkeep.checkpoint.load.rebuild import (
+    rebuild,
+    refuse_placeholders,
+    select_tensors,
+    warn_of_attributes,
+    warn_of_placeholders,
+)
 from tensorkeep.checkpoint.load.sharded import check_same_checkpoint
 from tensorkeep.checkpoint.load.targets import LoadPlan
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
@@ -84,7 +90,7 @@ def load_open(reader: Reader, pool: BufferPool, request: LoadRequest) -> Any:
 def _load_new(reader: Reader, request: LoadRequest, threads: int, pool: BufferPool, progress: Progress | None) -> Any:
     """Load into new memory, or map the file."""
     select = request.select
-    chosen = list(reader.leaf_specs) if select is None else names.select(reader.leaf_specs, select)
+    chosen = list(reader.leaf_specs) if select is None else select_tensors(reader, reader.leaf_specs, select)
     skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
     if reader.refusal is not None:
         refuse_placeholders(reader, skeleton)
@@ -154,7 +160,7 @@ class _IntoState:
         self._first = self._match.loaded_first()
         self._done = set(self._match.unselected)  # objects that are loaded already, or not at all
         self._tensors_read = False
-        first_names = set[str]().union(*self._first.values())
+        first_names = set[str]().union(*self._first.values(), *self._match.tied)
         targets |= self._match.divided_like_parameters()
         chosen = self._match.chosen
         plans = (
@@ -173,6 +179,7 @@ class _IntoState:
         skeleton, total = self._skeleton, self._first_plan.nbytes + self._plan.nbytes
         self._first_plan.read(threads, pool, _offset_progress(progress, 0, total))
         values = self._first_plan.values()
+        self._check_tied(values)
         saved = {**self._match.saved_tensors, **values}
         as_given = saved.keys() - (values.keys() & self._match.new)
         self._load_first(rebuild(self._reader, skeleton, saved, as_given=as_given))
@@ -186,6 +193,23 @@ class _IntoState:
         self._match.warn_of_skipped()
         warn_of_placeholders(self._reader, skeleton)
         return with_values_at(loaded, self._values_of_this_rank(loaded))
+
+    def _check_tied(self, values: Mapping[str, Any]) -> None:
+        """Raise StateMismatchError if tensors that are one in the state were saved with different values."""
+        if self._match.tied:
+            import torch
+
+        for first, *others in self._match.tied:
+            for other in others:
+                # NaN is equal to the same NaN.
+                if not torch.equal(*(values[name].reshape(-1).view(torch.uint8) for name in (first, other))):
+                    raise StateMismatchError(
+                        f"{other!r} is {first!r} in the state, and they were saved with different values; "
+                        "nothing was touched",
+                        path=self._reader.path,
+                        remedy="give each tensor of the state its own memory, or load without `into`",
+                        different=(first, other),
+                    )
 
     def _values_of_this_rank(self, loaded: Any) -> dict[names.Path, PerRank]:
         """Return each `PerRank` with its loaded value; as it was given where the checkpoint has none of this rank."""

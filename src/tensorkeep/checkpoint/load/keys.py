@@ -22,6 +22,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.state import names
 from tensorkeep.state.aliases import find_aliases
 from tensorkeep.state.names import Key, Path, display
+from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.state.skeleton_writer import StateLeaf
 from tensorkeep.state.tree import node_tag
 
@@ -278,3 +279,12 @@ def _ties(leaves: Mapping[str, StateLeaf], path: Path) -> dict[Key, list[Key]]:
         if found.path[:-1] == path and (alias is None or alias.is_full(leaves[alias.of].leaf.shape)):
             groups.setdefault(name if alias is None else alias.of, []).append(found.path[-1])
     return {key: keys for keys in groups.values() for key in keys}
+
+
+def tied_with(name: str, leaves: Mapping[str, StateLeaf]) -> list[str]:
+    """Return all names of a leaf's tensor; none if other leaves have parts of it."""
+    aliases = find_aliases(found.leaf for found in leaves.values() if not isinstance(found.leaf, ShardedLeaf))
+    base = aliases[name].of if name in aliases else name
+    tied = {base: None} | {each: alias for each, alias in aliases.items() if alias.of == base}
+    is_whole = all(alias is None or alias.is_full(leaves[base].leaf.shape) for alias in tied.values())
+    return [*tied] if is_whole else []

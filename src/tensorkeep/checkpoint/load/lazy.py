@@ -10,6 +10,7 @@ from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.into import LoadRequest, load_open
 from tensorkeep.checkpoint.load.pages import NewPages
 from tensorkeep.checkpoint.load.ranges import contiguous_in, fill, strided_view
+from tensorkeep.checkpoint.load.rebuild import refuse_placeholders_named
 from tensorkeep.checkpoint.load.verify import VerifyReport, verify_open
 from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
@@ -105,8 +106,12 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
         return sum(leaf.nbytes for leaf in self._reader.flat.leaves.values())
 
     def __getitem__(self, name: str) -> "LazyTensor":
-        """Return a lazy tensor; TensorNotFoundError, a KeyError, names the nearest ones if it does not exist."""
+        """Return a lazy tensor; TensorNotFoundError, a KeyError, names the nearest ones if it does not exist.
+
+        UnsupportedError if it cannot be read; see `Placeholder`.
+        """
         if name not in self._reader.entries:
+            refuse_placeholders_named(self._reader, [name])
             raise TensorNotFoundError(f"has no tensor {name!r}", path=self.path, remedy=nearest(list(self), str(name)))
         return LazyTensor(self, name)
 

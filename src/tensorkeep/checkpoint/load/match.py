@@ -5,12 +5,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from tensorkeep.checkpoint.load.keys import (
-    KeyComparison,
-    named_as_saved,
-    nested_like,
-    select_tensors,
-)
+from tensorkeep.checkpoint.load.keys import KeyComparison, named_as_saved, nested_like, select_tensors, tied_with
 from tensorkeep.checkpoint.load.object_checks import (
     MatchedObject,
     ModuleAnswer,
@@ -56,7 +51,8 @@ class StateMatch:
 
     ``objects`` has each object by the keys that lead to it, ``chosen`` the names of the wanted tensors, ``new`` those
     that are loaded into new memory, ``unselected`` the objects of which nothing is wanted, and ``skipped`` what was
-    not strict. ``partial`` is whether either may have other keys.
+    not strict. ``partial`` is whether either may have other keys. ``tied`` has the names of each tensor
+    of a module that was saved under all of them, with equal values as it is still to be checked.
     """
 
     def __init__(
@@ -94,6 +90,7 @@ class StateMatch:
         self._replaced: set[str] = set()  # given tensors that are not filled
         self._unasked: set[Path] = set()  # modules that may convert states, and cannot answer without the data
         self.new: set[str] = set()
+        self.tied: list[list[str]] = []
         self.skipped = Differences()
         self.chosen, self.unselected = select_tensors(select, self._saved_paths, self._keys.objects)
         if select is None:
@@ -237,9 +234,8 @@ class StateMatch:
         found = self._differences()
         if found:
             raise self._error(found)
-        while (owner := self._owner_of_conflict()) is not None:
-            self.new |= owner.wanted
-            self._replaced |= owner.given
+        while self._resolves_conflict():
+            pass
         return match_targets(self._filled(), self._reader, self._kept())
 
     def _error(self, found: Differences) -> StateMismatchError:
@@ -256,10 +252,7 @@ class StateMatch:
         elif found.missing and {*map(unwrapped, found.missing)} == {*map(unwrapped, found.extra)}:
             remedy = "only one of the models is wrapped, as by DataParallel or torch.compile: give the module inside"
         elif self._unasked:
-            remedy = (
-                "the module may convert what was saved, but not before it is read: load it without `into`, and give "
-            )
-            remedy += "it to load_state_dict()"
+            remedy = "the module may convert it once it is read: load it without `into`, then load_state_dict()"
         elif () in self._keys.different and tops:
             remedy = f"give a dict with keys that were saved, such as into={{{next(iter(tops))!r}: ...}}"
         elif unknown and (near := difflib.get_close_matches(str(unknown[0]), map(str, tops), n=1)):
@@ -268,9 +261,7 @@ class StateMatch:
             remedy = f"the keys that were saved are {', '.join(map(repr, tops))}: give those that you want to load"
         elif found.missing and found.extra and not found.different:
             remedy = "for layers that have other names now, load without `into`, rename the keys of the dict that it "
-            remedy += (
-                "returns, and give it to load_state_dict(); otherwise load into a model that was made in the same way"
-            )
+            remedy += "returns, and give it to load_state_dict(); otherwise load into a model made in the same way"
         elif not self._strict and not found.saved_dtype:
             remedy = "leave entries that do not fit out of `into`: only tensors of modules and dicts are skipped"
         return found.error(self._reader.path, remedy)
@@ -316,14 +307,24 @@ class StateMatch:
     def _is_wanted(self, path: Path) -> bool:
         return not self.partial or any(is_below(self._saved_paths[name], {path}) for name in self.chosen)
 
-    def _owner_of_conflict(self) -> MatchedObject | None:
-        """Return an object whose tensors share memory in the state only, and that can be given new memory."""
+    def _resolves_conflict(self) -> bool:
+        """Give new memory to tensors that share memory in the state only, if their object can take them from there."""
         conflict = sharing_conflict_of(self._filled(), self._reader, self._kept())
         for name in conflict or ():
             owner = self._owner(self._given_paths[name])
-            if owner is not None and name in owner.wanted and not is_module(owner.stateful.value):
-                return owner
-        return None
+            if owner is None or name not in owner.wanted:
+                continue
+            new, replaced = owner.wanted, owner.given
+            if is_module(owner.stateful.value):
+                tied = tied_with(name, self._given)
+                if not owner.wanted.issuperset(tied):
+                    continue
+                self.tied.append(tied)
+                new = replaced = {*tied}
+            self.new |= new
+            self._replaced |= replaced
+            return True
+        return False
 
     def _kept(self) -> list[str]:
         return [name for name in self.chosen if name not in self.new]

@@ -122,13 +122,21 @@ def ask_module(
     module on the meta device loads tensors without data, except the keys of ``others``. If it refuses, it is asked
     without ``misfits``, which have other shapes. The module itself is unchanged.
     """
-    answer = _answer(stateful, saved, others)
-    if answer is None and misfits:
-        answer = _answer(stateful, saved, {*others, *misfits})
-        if answer is not None:
-            answer.missing.update(misfits)
-            answer.unexpected.update(misfits)
-    return answer
+    # A hook that holds the module, as a closure does, sets tensors of the module instead of the copy's.
+    own = [values for each in stateful.value.modules() for values in (each._parameters, each._buffers)]
+    before = [dict(values) for values in own]
+    try:
+        answer = _answer(stateful, saved, others)
+        if answer is None and misfits:
+            answer = _answer(stateful, saved, {*others, *misfits})
+            if answer is not None:
+                answer.missing.update(misfits)
+                answer.unexpected.update(misfits)
+        return answer
+    finally:
+        for values, kept in zip(own, before, strict=True):
+            values.clear()
+            values.update(kept)
 
 
 def _answer(stateful: StatefulObject, saved: Mapping[Key, Any], without: Collection[Key]) -> ModuleAnswer | None:

@@ -1,14 +1,14 @@
 """The state of a checkpoint from its skeleton and the values of its tensors."""
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from tensorkeep.checkpoint.stateful import paths_to
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError, stack_level_of_caller
 from tensorkeep.formats.base import Reader
 from tensorkeep.placeholder import Placeholder
-from tensorkeep.state.names import Path, display
+from tensorkeep.state.names import Path, display, select
 from tensorkeep.state.tree import placeholders, unflatten
 
 _MOST_NAMED = 5
@@ -31,6 +31,20 @@ def refuse_placeholders(reader: Reader, skeleton: object) -> None:
     """Raise UnsupportedError if a skeleton of the checkpoint has a placeholder."""
     for found in placeholders(skeleton):
         raise reader.refusal or _unreadable(reader, found, found.name)
+
+
+def select_tensors(reader: Reader, candidates: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
+    """Return the names that match; see `names.select`. UnsupportedError if a pattern is the name of a placeholder."""
+    given = [patterns] if isinstance(patterns, str) else list(patterns)
+    refuse_placeholders_named(reader, given)
+    return select(candidates, given)
+
+
+def refuse_placeholders_named(reader: Reader, names: Collection[str]) -> None:
+    """Raise UnsupportedError if one of some names is that of a placeholder."""
+    for found in placeholders(reader.flat.skeleton):
+        if found.name in names:
+            raise _unreadable(reader, found, found.name)
 
 
 def refuse_placeholders_of(reader: Reader, path: Path, state: Any) -> None:
@@ -56,5 +70,5 @@ def warn_of_placeholders(reader: Reader, skeleton: object) -> None:
 def warn_of_attributes(reader: Reader) -> None:
     """Warn of attributes of tensors and dicts that the loaded state does not have."""
     if left_out := reader.details.get("attributes_left_out"):
-        text = f"{reader.path}: attributes of tensors or dicts are not loaded: {', '.join(left_out[:_MOST_NAMED])}"
+        text = f"{reader.path}: attributes of tensors or containers are not loaded: {', '.join(left_out[:_MOST_NAMED])}"
         warnings.warn(text, stacklevel=stack_level_of_caller())

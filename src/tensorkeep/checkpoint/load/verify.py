@@ -3,7 +3,7 @@
 import os
 import threading
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.paths import as_path
+from tensorkeep.state.tree import placeholders
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class VerifyReport:
         was.
     tensors, nbytes : int
         The number of tensors, and their raw bytes that were read.
+    placeholders : list of str
+        Values that cannot be read (see `Placeholder`): of them nothing but the checksums was checked.
 
     Examples
     --------
@@ -53,6 +56,7 @@ class VerifyReport:
     tensors: int
     nbytes: int
     problems: list[Problem]
+    placeholders: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -198,6 +202,7 @@ def verify_open(
         checked=reader.verifiable,
         tensors=len(reader.entries),
         nbytes=sum(map(reader.bytes_to_check, names)),
+        placeholders=[found.name for found in placeholders(reader.flat.skeleton)],
         problems=problems,
     )
 

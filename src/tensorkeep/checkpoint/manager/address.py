@@ -80,7 +80,8 @@ def find_checkpoint(path: PathLike) -> Address:
     if wanted is None:
         root = find_run(place)
         return Address(place) if root is None else _latest(root)
-    if wanted.isdecimal():
+    # Python converts no number of thousands of digits.
+    if wanted.isdecimal() and len(wanted) < 100:
         return _numbered(as_path(place), int(wanted))
     root = run_root(place)
     if wanted == "latest":

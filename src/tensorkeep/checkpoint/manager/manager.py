@@ -329,13 +329,13 @@ class CheckpointManager(StepQueries):
 
     def close(self) -> None:
         """Wait for saves, unlock the folder and free the buffers; raise as `wait`. The manager can still be used."""
-        # Ctrl-C ends this waiting only: the save continues, and the folder stays locked until it is over.
-        self._queue.drain()
         try:
             self.wait()
         finally:
-            self._queue.close()
-            self._folder.release()
+            # Ctrl-C ends the waiting only: a save that runs continues, and the folder stays locked until it is over.
+            if not self._queue.is_busy():
+                self._folder.release()  # first, as an interrupt of the other call must not leave it locked
+                self._queue.close()
 
     def __enter__(self) -> Self:
         return self

@@ -70,6 +70,13 @@ class DiskPlace(StepPlace):
             remove_abandoned(self.root)
 
     def release(self) -> None:
+        try:
+            shielded(self._release)
+        except BaseException:  # an interrupt, perhaps before it began
+            shielded(self._release)
+            raise
+
+    def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
             self._lock = None

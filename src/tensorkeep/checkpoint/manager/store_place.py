@@ -7,6 +7,7 @@ grace period. So whoever has opened the step reads it to the end, and a save tha
 
 import logging
 import os
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -36,14 +37,17 @@ from tensorkeep.formats.native.directory import (
 )
 from tensorkeep.io import parallel
 from tensorkeep.io.objects import stores
-from tensorkeep.io.objects.store_commit import is_tombstone
+from tensorkeep.io.objects.store_commit import is_tombstone, object_name
 from tensorkeep.io.objects.store_directory import StoreDirectory
 from tensorkeep.io.objects.stores import ObjectStatus
 from tensorkeep.io.places import MANIFEST_NAME
 from tensorkeep.paths import StorePath
-from tensorkeep.units import parse_seconds
+from tensorkeep.units import format_age, parse_seconds
 
 logger = logging.getLogger(__name__)
+
+_MOST_AHEAD = timedelta(minutes=15)
+"""So much S3 allows."""
 
 DEFAULT_GRACE = "1h"
 """The grace period; ``TENSORKEEP_STORE_GRACE`` replaces it."""
@@ -57,6 +61,7 @@ class StorePlace(StepPlace):
         self._url = root
         self.grace_seconds = _grace_seconds()
         self._run = StoreRun(root)
+        self._clock_is_right = False
 
     def numbers(self) -> list[int]:
         return self._listed_numbers() if self._url.has_listing else []
@@ -137,6 +142,8 @@ class StorePlace(StepPlace):
             try:
                 if isinstance(found, StoreError):
                     raise found
+                if path.name in run.unlisted:
+                    raise run.unlisted[path.name]
                 # Unreadable, it may be the manifest of another tool.
                 known = contents is not None or (found is not None and is_native(step))
                 foreign = foreign_among(run.names.get(path.name, ()), contents, in_store=True) if known else None
@@ -204,26 +211,49 @@ class StorePlace(StepPlace):
 
     def garbage(self) -> Garbage:
         run = self._run.look(tombstones=True)
-        for found in (*run.manifests.values(), *run.tombstones.values()):
-            # That of a later version, or one that cannot be read now, may name any object.
+        for found in (*run.manifests.values(), *run.tombstones.values(), *run.unlisted.values()):
+            # That of a later version, or one that cannot be read or listed now, may name any object.
             if isinstance(found, TensorkeepError) and not isinstance(found, CorruptCheckpointError):
                 raise found
         return find_garbage(
             run.objects,
             list(self._run.namers(run.objects, run.manifests)),
             list(self._run.namers(run.objects, run.tombstones)),
-            # Stores refuse the requests of a machine whose clock is wrong by more than minutes.
             now=datetime.now(UTC),
             grace=timedelta(seconds=self.grace_seconds),
         )
 
     def sweep(self) -> None:
         found = [self._run.path_of_key(key) for key in self.garbage().removable]
+        if found and not self._clock_is_right:
+            self._check_clock(found[0].parent)
         # Tombstones last: they say which objects are still to be deleted.
         stores.delete([path for path in found if not is_tombstone(path.name)])
         stores.delete([path for path in found if is_tombstone(path.name)])
         if found:
             logger.info("deleted %d objects below %s that no step needs", len(found), self.root)
+
+    def _check_clock(self, step: StorePath) -> None:
+        """Check that this machine's clock is not ahead: what others read and save now would seem old.
+
+        Stores refuse the requests of such a machine, unless these have no signature with a time, as those to Google's.
+        """
+        # The answers that obstore passes on have no time, but an object has. If it stays, it is one of a failed save.
+        probe = step / object_name("model.safetensors", secrets.token_hex(8))
+        now = datetime.now(UTC)
+        try:
+            stores.put(probe, b"")
+            ahead = now - stores.head(probe).modified
+        finally:
+            stores.delete([probe])
+        if ahead > _MOST_AHEAD:
+            raise StoreError(
+                f"the clock of this machine is {format_age(ahead.total_seconds())} ahead of the store's, so what "
+                "deleted steps have left is not deleted",
+                path=self._url,
+                remedy="set the clock of this machine",
+            )
+        self._clock_is_right = True
 
 
 def _only(paths: Sequence[Path]) -> str:

@@ -1,6 +1,7 @@
 """The objects of a run in a store: found by one listing, and each manifest is read once."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 from tensorkeep.checkpoint.manager.garbage import Namer
 from tensorkeep.checkpoint.manager.steps import step_numbers
-from tensorkeep.errors import NotACheckpointError, StoreError, TensorkeepError, UnsupportedError
+from tensorkeep.errors import NotACheckpointError, NotFoundError, StoreError, TensorkeepError, UnsupportedError
 from tensorkeep.formats.native.directory import Contents, read_contents
 from tensorkeep.io import parallel
 from tensorkeep.io.objects import stores
@@ -28,10 +29,15 @@ Found = Contents | TensorkeepError
 
 
 class _Listing(NamedTuple):
-    """The objects directly below the steps of a run, by key; and all names below each step, by its name."""
+    """The objects directly below the steps of a run, by key; and all names below each step, by its name.
+
+    ``unlisted`` has the steps that hold an object which cannot be listed, with the error; of these, the manifest alone
+    is known.
+    """
 
     objects: dict[str, ObjectStatus]
     names: dict[str, set[str]]
+    unlisted: dict[str, UnsupportedError]
 
 
 @dataclass
@@ -52,6 +58,7 @@ class Listed:
 
     objects: Objects
     names: Mapping[str, set[str]]
+    unlisted: Mapping[str, UnsupportedError]
     manifests: Mapping[str, Found]
     tombstones: Mapping[str, Found]
 
@@ -85,18 +92,39 @@ class StoreRun:
                 remedy="give the number of a step",
             )
         depth = len(self._url.key.split("/")) if self._url.key else 0
-        found = _Listing({}, {})
-        try:
-            objects = stores.objects(self._url / step)
-        except UnsupportedError:
-            # Of an object that is not of a step; those before the steps need not be listed.
-            objects = stores.objects(self._url, after=(self._url / "step-").key)
-        for each in objects:
+        found = _Listing({}, {}, {})
+        for each in self._objects(step, found.unlisted):
             parts = each.key.split("/")[depth:]
             if len(parts) > 1 and step_numbers(parts[:1]):
                 found.names.setdefault(parts[0], set()).add(parts[1])
                 if len(parts) == 2:
                     found.objects[each.key] = each
+        return found
+
+    def _objects(self, step: str, unlisted: dict[str, UnsupportedError]) -> Sequence[ObjectStatus]:
+        """Return the objects below all steps, or below one; note a step of which only the manifest is known."""
+        try:
+            return stores.objects(self._url / step)
+        except UnsupportedError as error:
+            if not step:
+                return self._objects_of_each(unlisted)
+            unlisted[step] = error
+        with suppress(NotFoundError):
+            return [stores.head(self._url / step / MANIFEST_NAME)]
+        return []
+
+    def _objects_of_each(self, unlisted: dict[str, UnsupportedError]) -> Sequence[ObjectStatus]:
+        """Return the objects below all steps by a listing of each: one of all fails for a single object."""
+        try:
+            steps = [name for name, status in stores.children(self._url) if status is None and step_numbers([name])]
+        except UnsupportedError:
+            # Of an object beside the steps; those before the steps need not be listed.
+            with suppress(UnsupportedError):
+                return stores.objects(self._url, after=(self._url / "step-").key)
+            raise
+        found: list[ObjectStatus] = []
+        tasks = [lambda step=step: found.extend(self._objects(step, unlisted)) for step in steps]
+        parallel.run(tasks, min(len(tasks), stores.SMALL_REQUESTS))
         return found
 
     def look(self, step: str = "", *, tombstones: bool = False) -> Listed:
@@ -115,7 +143,7 @@ class StoreRun:
                 # A new one each time: other threads may read it.
                 self._memory.known = {at: each for at, each in self._memory.known.items() if at[0] in listed.objects}
             if manifests is not None and marks is not None:
-                run = Listed(listed.objects, listed.names, manifests, marks)
+                run = Listed(*listed, manifests, marks)
                 self._seen = run if self._is_snapshot else None
                 return run
         raise StoreError("its steps change faster than they can be listed", path=self._url, remedy="try again")

@@ -48,20 +48,16 @@ class SaveQueue:
         self._running: SaveJob | None = None
         self._queued: SaveJob | None = None
         self._ended: list[SaveJob] = []
-        # No handler of a signal can raise between taking a plain lock and entering its block. A condition, and a
+        # No handler of a signal can raise between taking such a lock and entering its block. A condition, and a
         # function with @contextmanager, are entered by Python code.
         self._lock = threading.Lock()
-        self._adding = threading.Lock()
-        self._adder = 0  # the thread that has `_adding`, if it is locked
+        self._adding = threading.RLock()  # as it knows its thread
 
     # Called in the thread that saves
 
     def one_at_a_time(self) -> AbstractContextManager[object]:
-        """Return a context in which other threads that save wait; UsageError if this thread is saving already.
-
-        `wait_for_place` is called in it.
-        """
-        if self._adding.locked() and self._adder == threading.get_ident():
+        """Return a context in which other threads that save wait; UsageError if this thread is saving already."""
+        if self._adding._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks it
             raise UsageError(
                 "save() was called while this thread is in save(), probably by a signal handler",
                 remedy="let the handler note the signal, and save after the step: see OnSignal",
@@ -70,7 +66,6 @@ class SaveQueue:
 
     def wait_for_place(self) -> None:
         """Wait until a save can be added, if it has to wait."""
-        self._adder = threading.get_ident()
         if len(self._memories) == 1:
             self.drain()
 
@@ -163,6 +158,10 @@ class SaveQueue:
             return job
 
     # Waiting
+
+    def is_busy(self) -> bool:
+        """Return whether a save is running."""
+        return self._running is not None
 
     def drain(self) -> None:
         """Wait until nothing is running or queued, whether it succeeds or fails."""

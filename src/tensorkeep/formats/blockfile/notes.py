@@ -107,8 +107,7 @@ def describe(
         complete = len(stored) == len(keys)
         stop = start + sum(block.length for block in found)
         dtype, shape = leaf.source.dtype, leaf.source.shape
-        # A dimension to count the numbers in is missing for a single element that packs several.
-        tag = dtype.safetensors if shape or dtype.packs == 1 else None
+        tag = dtype.tag(shape)
         if tag is not None and complete and not changed and _is_plain(leaf, found, start):
             records.append(TensorRecord(leaf.key, tag, dtype.numbers_shape(shape), start, stop))
         else:

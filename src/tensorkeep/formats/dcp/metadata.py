@@ -17,6 +17,7 @@ from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.boxes import Box, box_of, box_shape
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.pickles.inert_pickle import Call, Global, decode
+from tensorkeep.placeholder import Placeholder
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import MOST_DIMENSIONS
 
@@ -30,6 +31,7 @@ _MAX = 2**63
 _MAX_CHUNKS = 8192
 """Of a tensor that is sharded in several dimensions: every pair of chunks is compared."""
 
+_OMIT = 'leave it out with select="*", or load it with torch.distributed.checkpoint and save it dequantised'
 _CHUNK_BYTES, _KEY_BYTES = 16, 1
 """Minimum size in the file per chunk and per path key; a smaller file repeats one object."""
 
@@ -84,12 +86,14 @@ class TensorEntry:
 class Contents:
     """The contents of ``.metadata``.
 
-    ``values`` are pickled plain values. ``paths`` are the keys that lead to each entry in the nested state: text for
-    dicts, numbers for lists. ``has_mark`` is set if Tensorkeep wrote it.
+    ``values`` are pickled plain values, ``unread`` tensors of a dtype that is not supported. ``paths`` are the keys
+    that lead to each entry in the nested state: text for dicts, numbers for lists. ``has_mark`` is set if Tensorkeep
+    wrote it.
     """
 
     tensors: dict[str, TensorEntry]
     values: dict[str, Location]
+    unread: dict[str, Placeholder]
     paths: dict[str, KeyPath]
     version: str | None
     has_mark: bool
@@ -106,7 +110,7 @@ def parse(content: bytes, path: Path) -> Contents:
     """Parse a ``.metadata`` file.
 
     Raises CorruptCheckpointError if it is damaged or inconsistent; UnsupportedError if it names a class that DCP's
-    metadata does not need, a dtype that this torch lacks, or a transform.
+    metadata does not need, or a transform.
     """
     with decoding(path, what="is not the metadata of a distributed checkpoint"):
         return _contents(decode(content, ALLOWED, "its metadata"), len(content))
@@ -117,6 +121,7 @@ def _contents(root: Any, nbytes: int) -> Contents:
     locations = dict(_locations(_typed(fields.get("storage_data"), dict, "storage_data")))
     tensors: dict[str, TensorEntry] = {}
     values: dict[str, Location] = {}
+    unread: dict[str, Placeholder] = {}
     chunk_count = 0
     for name, entry in _typed(fields.get("state_dict_metadata"), dict, "state_dict_metadata").items():
         _typed(name, str, "the name of an entry")
@@ -127,14 +132,19 @@ def _contents(root: Any, nbytes: int) -> Contents:
             chunks = _typed(tensor.get("chunks"), list, "the list of a tensor's chunks")
             chunk_count += len(chunks)
             _check_count(chunk_count, nbytes // _CHUNK_BYTES, "chunks")
-            tensors[name] = _tensor(name, tensor, chunks, locations)
-    known = tensors.keys() | values.keys()
+            dtype = _dtype(tensor.get("properties"))
+            if type(dtype) is DType:
+                tensors[name] = _tensor(name, dtype, tensor, chunks, locations)
+            else:
+                unread[name] = Placeholder("", f"a tensor of {dtype}, which is not supported", _OMIT)
+    known = tensors.keys() | values.keys() | unread.keys()
     meta = fields.get("storage_meta")
     modules = _fields(meta, "StorageMeta").get("modules") if meta is not None else None
     version = fields.get("version")
     return Contents(
         tensors,
         values,
+        unread,
         {name: path for name, path in _paths(fields.get("planner_data"), nbytes // _KEY_BYTES) if name in known},
         version if type(version) is str else None,
         type(modules) is list and any(type(module) is str and module == MARK for module in modules),
@@ -215,8 +225,9 @@ def _find(locations: Mapping[_Key, Location], name: str, offsets: tuple[int, ...
     return location
 
 
-def _tensor(name: str, fields: Mapping[str, Any], listed: list[Any], locations: Mapping[_Key, Location]) -> TensorEntry:
-    dtype = _dtype(name, fields.get("properties"))
+def _tensor(
+    name: str, dtype: DType, fields: Mapping[str, Any], listed: list[Any], locations: Mapping[_Key, Location]
+) -> TensorEntry:
     shape = _size(fields.get("size"))
     if prod(length for length in shape if length) * dtype.itemsize >= _MAX:
         raise CorruptCheckpointError(f"has the impossible shape {list(shape)}", name=name)
@@ -234,7 +245,8 @@ def _tensor(name: str, fields: Mapping[str, Any], listed: list[Any], locations: 
     return TensorEntry(name, dtype, shape, tuple(chunks))
 
 
-def _dtype(name: str, properties: Any) -> DType:
+def _dtype(properties: Any) -> DType | Global:
+    """Return a tensor's dtype, as it is recorded if it is not supported."""
     if not _is(properties, "TensorProperties"):
         raise ValueError("a tensor has no properties")
     state = properties.state
@@ -243,9 +255,7 @@ def _dtype(name: str, properties: Any) -> DType:
     if type(found) is not Global:
         raise ValueError("a tensor has no dtype")
     dtype = BY_NAME.get(found.name)
-    if dtype is None or not dtype.has_torch:
-        raise UnsupportedError(f"has dtype {found}, which is not supported", name=name)
-    return dtype
+    return found if dtype is None or not dtype.has_torch else dtype
 
 
 def _paths(planner_data: Any, limit: int) -> Iterator[tuple[str, KeyPath]]:

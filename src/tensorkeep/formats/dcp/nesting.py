@@ -22,12 +22,13 @@ class NestedState(NamedTuple):
     """A rebuilt state. Its tensors are stand-ins without elements, but for those pickled among plain values.
 
     ``keys`` has the name of the tensor in the metadata for the name of each stand-in. ``refusal`` is that of a
-    `Reader`.
+    `Reader`, ``attributes`` are those that the state does not have.
     """
 
     flat: Flat[Leaf]
     keys: dict[str, str]
     refusal: UnsupportedError | None
+    attributes: list[str]
 
 
 def rebuild(
@@ -41,7 +42,8 @@ def rebuild(
     names what runs programs or code, or repeats its containers too often.
     """
     stand_ins = {name: allocate("tensor", tensor.dtype, (0,)) for name, tensor in contents.tensors.items()}
-    values: dict[str, Any] = dict(stand_ins)
+    values: dict[str, Any] = stand_ins | contents.unread
+    attributes: dict[str, None] = {}
     limit = SHARED_VALUES
     refusal: UnsupportedError | None = None
     for file, places in _places(contents).items():
@@ -49,6 +51,7 @@ def rebuild(
     for name, location in contents.values.items():
         found, pickle_bytes = load_value(name, location, files[location.file], allow)
         values[name] = found.state
+        attributes |= dict.fromkeys(found.attributes)
         if refusal is None and found.refusal is not None:
             refusal = found.refusal
             refusal.name = name
@@ -61,7 +64,7 @@ def rebuild(
     names = {id(tensor): name for name, tensor in stand_ins.items()}
     given = state_leaves(state, placeholders=True)
     keys = {name: names[id(leaf.value)] for name, leaf in given.items() if id(leaf.value) in names}
-    return NestedState(flat, keys, refusal)
+    return NestedState(flat, keys, refusal, [*attributes])
 
 
 def _places(contents: Contents) -> dict[str, list[tuple[int, int]]]:

@@ -57,12 +57,13 @@ class DcpReader(Reader):
         # Tensors that were pickled among plain values, and for each other one its name in the metadata.
         self._unpickled: dict[str, Leaf] = {}
         self._keys: dict[str, str] = {}
+        attributes: list[str] = []
         if notes is not None:
             flat = self._flat_of_sidecar(notes, directory.path)
             self._set_state(flat, directory.path / sidecar.FILE_NAME, notes.leaf_specs)
         else:
             nested = rebuild(contents, self._files, self.path, self._allow)
-            self.refusal = nested.refusal
+            self.refusal, attributes = nested.refusal, nested.attributes
             flat = self._flat_of_nested(nested)
             self._set_state(flat, directory.path / FILE_NAME)
         self.metadata = notes.metadata if notes is not None else {}
@@ -75,6 +76,8 @@ class DcpReader(Reader):
             "values": len(contents.values),
             "files": {name: file.size for name, file in self._files.items()},
         }
+        if attributes:
+            self.details["attributes_left_out"] = attributes
         unused = unused_files(directory.path, {*self._files, FILE_NAME, sidecar.FILE_NAME})
         if unused:
             self.details["unused_files"] = unused

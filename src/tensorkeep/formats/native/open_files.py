@@ -50,8 +50,8 @@ class OpenFiles:
                 self.files.append(self._open_file(record, page_cache=settings.page_cache))
                 self.statuses.append(self.files[-1].status)
             with store_errors(self.path / manifests.FILE_NAME, "look at the file"):
-                names = [manifests.FILE_NAME, *(record.name for record in self._fragment_records())]
-                self.manifest_statuses = [directory.status(name) for name in names]
+                self.manifest_names = [manifests.FILE_NAME, *(record.name for record in self._fragment_records())]
+                self.manifest_statuses = [directory.status(name) for name in self.manifest_names]
         except BaseException:
             self._close_files()
             raise

@@ -9,11 +9,13 @@ import msgspec
 from tensorkeep.formats import sealed
 from tensorkeep.formats.base import Problem, Reader
 from tensorkeep.formats.blockfile.read import StoredTensor, read_ahead
+from tensorkeep.formats.model_folder import notes_on_folder, unused_files
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.open_files import OpenFiles, occupied_bytes
 from tensorkeep.formats.native.records import WIDE_DIGESTS, LeafRecord, Manifest, PlaceRecord
 from tensorkeep.formats.structure import Structure
 from tensorkeep.io.files import Bytes
+from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME
 
 
@@ -26,6 +28,16 @@ class OpenFilesReader(Reader):
     def __init__(self, opened: OpenFiles) -> None:
         self.path = opened.path
         self._opened = opened
+
+    def _describe(self, places: Sequence[PlaceRecord], block_bytes: int) -> None:
+        """Set the details and the notes; ``places`` are those of all blocks that have one."""
+        self.details = describe(self._opened, places, block_bytes)
+        # To list a store is a request more, and shows what other saves have left there, too.
+        if not isinstance(self.path, StorePath):
+            used = {*self._opened.manifest_names, *self.details["files"]}
+            if unused := unused_files(self.path, used):
+                self.details["unused_files"] = unused
+                self.notes = [*notes_on_folder(self.path, unused)]
 
     def identity(self) -> str:
         return self._opened.identity()
@@ -58,7 +70,7 @@ class NativeReader(OpenFilesReader):
             self.buffers = 3
         self.step = manifest.step
         places = [place for leaf in manifest.leaves for place in leaf.places]
-        self.details = describe(opened, places, manifest.block_bytes)
+        self._describe(places, manifest.block_bytes)
 
     def _stored_tensor(self, leaf: LeafRecord) -> StoredTensor:
         file, blocks = self._opened.stored(leaf, self._opened.files)

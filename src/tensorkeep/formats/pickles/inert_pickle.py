@@ -45,6 +45,14 @@ class Call:
         self.pairs: list[tuple[Any, Any]] = []
 
 
+def name_of(found: Any) -> str:
+    """Return the full name of a recorded class or function; an empty text if it is something else.
+
+    Not ``str(found)``: the text of 60 tuples, each of which has the next one twice, would never end.
+    """
+    return str(found) if type(found) is Global else ""
+
+
 class Pairs(list[tuple[Any, Any]]):
     """Stand-in for a dict, made by a `Recorder`: its keys and values. A key may be a value of any kind."""
 
@@ -160,6 +168,8 @@ class Recorder(pickle._Unpickler):
 
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
+    read: Callable[[int], bytes]
+    append: Callable[[Any], None]
 
     def __init__(self, stream: Any) -> None:
         # Texts of Python 2 may be bytes.
@@ -169,6 +179,7 @@ class Recorder(pickle._Unpickler):
 
     def load(self) -> Any:
         """Return the value of the next pickle; ValueError if it is malformed, or has an opcode that is not known."""
+        self.memo: dict[int, Any] = {}  # each pickle counts from 0
         try:
             return super().load()
         except (TensorkeepError, MemoryError):
@@ -237,7 +248,13 @@ class Recorder(pickle._Unpickler):
         self.stack.append(Call(Global("builtins", "set"), ()))
 
     def _frozenset(self) -> None:
-        self.stack.append(Call(Global("builtins", "frozenset"), (self.pop_mark(),)))
+        items = self.pop_mark()  # exchanges the stack
+        self.stack.append(Call(Global("builtins", "frozenset"), (items,)))
+
+    def _bytearray(self) -> None:
+        # Python's own allocates what the length says before it reads.
+        count = int.from_bytes(self.read(8), "little")
+        self.append(bytearray(self.read(count)))
 
     dispatch: ClassVar[dict[int, Any]] = {
         **{
@@ -257,6 +274,7 @@ class Recorder(pickle._Unpickler):
         pickle.EMPTY_DICT[0]: _empty_dict,
         pickle.EMPTY_SET[0]: _empty_set,
         pickle.FROZENSET[0]: _frozenset,
+        pickle.BYTEARRAY8[0]: _bytearray,
     }
 
 

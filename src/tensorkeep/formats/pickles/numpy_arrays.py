@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from tensorkeep.formats.pickles.inert_pickle import Call, Global
+from tensorkeep.formats.pickles.inert_pickle import Call, Global, name_of
 from tensorkeep.placeholder import Placeholder
 from tensorkeep.state.dtypes import BY_NAME
 
-_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
+_MODULES = ("numpy.core", "numpy._core")
 NUMPY = {
     "numpy.dtype",
     "numpy.ndarray",
-    *(f"{module}.{name}" for module in _MODULES for name in ("scalar", "_reconstruct")),
+    *(f"{module}.multiarray.{name}" for module in _MODULES for name in ("scalar", "_reconstruct")),
+    *(f"{module}.numeric._frombuffer" for module in _MODULES),
 }
 """What rebuilds arrays and scalars; allowed together as "numpy"."""
 
@@ -23,7 +24,7 @@ _REMEDY = "save strings and objects as lists of plain values, e.g. x.tolist()"
 
 def _dtype(call: Any) -> np.dtype[Any] | None:
     """Return a recorded dtype; None if its elements are not numbers."""
-    if type(call) is not Call or str(call.function) != "numpy.dtype" or not call.args:
+    if type(call) is not Call or name_of(call.function) != "numpy.dtype" or not call.args:
         raise ValueError("an array has no dtype")
     kind = call.args[0]
     if type(kind) is Global and kind.module == "ml_dtypes" and kind.name in BY_NAME:
@@ -45,13 +46,24 @@ def _elements(dtype: np.dtype[Any], content: Any) -> np.ndarray[Any, np.dtype[An
 
 
 def _array(call: Call) -> Any:
-    if not call.args or str(call.args[0]) != "numpy.ndarray" or type(call.state) is not tuple:
-        return Placeholder("", f"an array of the class {call.args[0]}", "save np.asarray(x)")
-    shape, kind, is_fortran, content = call.state[-4:]
+    kind = name_of(call.args[0])
+    if kind != "numpy.ndarray" or type(call.state) is not tuple:
+        return Placeholder("", f"an array of the class {kind or '...'}", "save np.asarray(x)")
+    shape, dtype, is_fortran, content = call.state[-4:]
+    return _shaped(content, dtype, shape, "F" if is_fortran else "C")
+
+
+def _from_buffer(call: Call) -> Any:
+    """Return an array that protocol 5 of pickle wrote."""
+    content, dtype, shape, order = call.args
+    return _shaped(content, dtype, shape, order)
+
+
+def _shaped(content: Any, kind: Any, shape: Any, order: Any) -> Any:
     dtype = _dtype(kind)
     if dtype is None:
         return Placeholder("", "an array of strings, objects, times or records", _REMEDY)
-    return _elements(dtype, content).reshape(shape, order="F" if is_fortran else "C")
+    return _elements(dtype, content).reshape(shape, order=order)
 
 
 def _scalar(call: Call) -> Any:
@@ -64,6 +76,7 @@ def _scalar(call: Call) -> Any:
 
 REBUILD_NUMPY: dict[str, Callable[[Call], Any]] = {
     "_reconstruct": _array,
+    "_frombuffer": _from_buffer,
     "scalar": _scalar,
     "dtype": lambda call: Placeholder("", "a numpy dtype", "save its name"),
     "ndarray": lambda call: Placeholder("", "an array that was made by a call", _REMEDY),

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tensorkeep.formats.pickles.inert_pickle import Call, Global, Pairs, PersistentId
+from tensorkeep.formats.pickles.inert_pickle import Call, Global, Pairs, PersistentId, name_of
 from tensorkeep.placeholder import Placeholder
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ class Rebuilder(Protocol):
     def container(self, found: Any, made: Any) -> Any:
         """Note the value that what was recorded has, and return it."""
 
+    def spend(self, *values: Any) -> None:
+        """Count what is copied; UnsupportedError if it is much more than the file has."""
+
     def is_allowed(self, name: str) -> bool:
         """Return whether objects of a class are read."""
 
@@ -70,7 +73,9 @@ def _storage(rebuilder: Rebuilder, found: Any) -> Any:
     dtype = torch.uint8 if kind == "UntypedStorage" else getattr(torch, STORAGES[kind])
     size = torch.empty(0, dtype=dtype).element_size()
     nbytes, start = _count(key[4]) * size, 0
-    whole = rebuilder.storages(str(key[2]), nbytes)
+    if type(key[2]) is not str:
+        raise ValueError("a storage has no key")
+    whole = rebuilder.storages(key[2], nbytes)
     if len(key) == 6 and key[5] is not None:
         _, first, length = key[5]
         start, nbytes = _count(first) * size, _count(length) * size
@@ -99,7 +104,7 @@ def _parameter(rebuilder: Rebuilder, call: Call, depth: int) -> Any:
     import torch
 
     data = rebuilder.value(call.args[0], depth + 1)
-    _leave_attributes(rebuilder, call.args[3:])
+    leave_attributes(rebuilder, call.args[3:])
     return torch.nn.Parameter(data, call.args[1]) if isinstance(data, torch.Tensor) else data
 
 
@@ -109,7 +114,9 @@ def _of_type(rebuilder: Rebuilder, call: Call, depth: int) -> Any:
     A subclass that wraps other tensors is a dict of its attributes, any other subclass a plain tensor.
     """
     function, kind, arguments, state = call.args
-    name = str(kind)
+    name = name_of(kind)
+    if not name:
+        raise ValueError("a tensor has no class")
     if name not in ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"):
         if not rebuilder.is_allowed(name):
             return rebuilder.refused(name)
@@ -117,15 +124,16 @@ def _of_type(rebuilder: Rebuilder, call: Call, depth: int) -> Any:
             made = Call(kind, ())
             made.state = state
             return rebuilder.container(call, rebuilder.object(name, made, depth))
-    _leave_attributes(rebuilder, [state])
-    return rebuilder.call(Call(function, arguments), depth)
+    leave_attributes(rebuilder, [state])
+    return rebuilder.call(Call(function, arguments), depth + 1)
 
 
-def _leave_attributes(rebuilder: Rebuilder, states: Iterable[Any]) -> None:
+def leave_attributes(rebuilder: Rebuilder, states: Iterable[Any]) -> None:
+    """Note the names of attributes that the state does not have."""
     for state in states:
-        rebuilder.attributes |= {
-            str(key): None for key, _ in attributes_of(state) or () if not str(key).startswith("_")
-        }
+        found = attributes_of(state) or []
+        rebuilder.spend(found)
+        rebuilder.attributes |= {key: None for key, _ in found if type(key) is str and not key.startswith("_")}
 
 
 def _on_device(rebuilder: Rebuilder, call: Call, depth: int) -> Any:

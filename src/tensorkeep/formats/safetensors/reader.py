@@ -19,6 +19,7 @@ from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, FRAMEWORK_KEY, INDEX
 from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out, read_ahead
 from tensorkeep.formats.model_folder import (
     Index,
+    is_index,
     is_part,
     notes_on_folder,
     open_shard,
@@ -52,7 +53,7 @@ def locate(path: Path) -> Path | None:
         return _locate_in(path)
     if not stat.S_ISREG(mode):
         return None
-    if path.name.endswith((SUFFIX, CODED_SUFFIX, INDEX_SUFFIX)):
+    if path.name.endswith((SUFFIX, CODED_SUFFIX)) or is_index(path.name, SUFFIX):
         return path
     return path if begins_like_safetensors(path) else None
 
@@ -73,9 +74,10 @@ def _locate_in(directory: Path) -> Path | None:
     standard = standard_weights(directory, names)
     if standard is not None:
         return directory / standard if standard.endswith((SUFFIX, INDEX_SUFFIX)) else None
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    indexes = [name for name in names if is_index(name, SUFFIX)]
     found = indexes or [name for name in names if name.endswith((SUFFIX, CODED_SUFFIX)) and not is_part(name)]
-    return directory / found[0] if len(found) == 1 else None
+    # A folder, as an array of Zarr is one of the tensor's name, or a link that leads nowhere may be called like a file.
+    return directory / found[0] if len(found) == 1 and stat.S_ISREG(file_mode(directory / found[0])) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class SafetensorsReader(Reader):
             )
         # All files are opened at once, so that a checkpoint that is replaced meanwhile is read as it was.
         with ExitStack() as opened:
-            index = read_index(directory, place) if place.name.endswith(INDEX_SUFFIX) else None
+            index = read_index(directory, place) if is_index(place.name, SUFFIX) else None
             if index is None:
                 self._files = [opened.enter_context(directory.open(place.name, page_cache=self._page_cache))]
             else:
@@ -142,7 +144,7 @@ class SafetensorsReader(Reader):
             self._unused = self._unused_files(place) if self._is_folder else []
             # A coded tensor has other bytes in the file than in the state.
             if index is not None and not any(found.notes.tensors for found in data):
-                self.notes = [*index.notes(sum(leaf.nbytes for leaf in self.flat.leaves.values()))]
+                self.notes = [*index.notes(self.flat)]
             self._close_files = opened.pop_all().close
         return data
 
@@ -158,7 +160,7 @@ class SafetensorsReader(Reader):
             if save_of(name) is None
         ]
         rivals = [name for name in unused if name.endswith(SUFFIX)]
-        if rivals and place.name.endswith(INDEX_SUFFIX) and standard_weights(self.path, [place.name]) is None:
+        if rivals and is_index(place.name, SUFFIX) and standard_weights(self.path, [place.name]) is None:
             raise NotACheckpointError(
                 f"holds two checkpoints: that of {place.name}, and {rivals[0]}, which it does not list",
                 path=self.path,
@@ -282,5 +284,7 @@ def _stored(name: str, key: str, home: _DataFile) -> StoredTensor:
 
 def _placeholder(name: str, record: TensorRecord) -> list[str]:
     """Return the texts of the placeholder of a tensor whose dtype cannot be read."""
-    what = f"a tensor of {record.tag} and shape {list(record.shape)}: neither torch nor numpy has this dtype and shape"
+    what = (
+        f"a tensor of {record.tag:.50} and shape {list(record.shape)}: neither torch nor numpy has this dtype and shape"
+    )
     return [name, what, 'leave out what cannot be read with select="*", or read it with the tool that wrote it']

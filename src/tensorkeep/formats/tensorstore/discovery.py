@@ -19,6 +19,7 @@ from tensorkeep.formats.tensorstore.listing import (
     MAX_METADATA_BYTES,
     check_metadata_size,
     link_error,
+    linked_mode,
     list_array,
     scan_folder,
 )
@@ -153,7 +154,8 @@ def _find_in_folders(directory: ArrayDirectory) -> Iterator[KnownArray]:
         if len(inside.parts) > _MAX_DEPTH:
             raise UnsupportedError(f"its folders are nested more than {_MAX_DEPTH} deep", path=directory.path)
         entries = scan_folder(str(folder), shown)
-        version = _version_at(folder, {entry.name for entry in entries if not entry.is_dir()}, shown)
+        folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        version = _version_at(folder, {entry.name for entry in entries}.difference(folders), shown)
         if version is not None:
             key = "" if inside == Path() else str(inside)
             count += 1
@@ -161,10 +163,10 @@ def _find_in_folders(directory: ArrayDirectory) -> Iterator[KnownArray]:
             yield KnownArray(key, version, sum(list_array(directory, key).values()))
             continue
         # The target of a link is not searched, so its arrays would be missing.
-        linked = next((entry.name for entry in entries if entry.is_symlink() and entry.is_dir()), None)
+        linked = next((entry.name for entry in entries if stat.S_ISDIR(linked_mode(entry))), None)
         if linked is not None:
             raise link_error(shown / linked)
-        waiting += [inside / entry.name for entry in reversed(entries) if entry.is_dir()]
+        waiting += [inside / name for name in reversed(folders)]
 
 
 def _check_count(count: int, directory: ArrayDirectory) -> None:

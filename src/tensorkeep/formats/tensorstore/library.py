@@ -16,10 +16,12 @@ from tensorkeep.errors import (
     UnsupportedError,
     import_extra,
 )
+from tensorkeep.formats.probe import check_is_no_pointer
 from tensorkeep.formats.tensorstore.in_store import Listing, kvstore_spec, patience, retries
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_error
-from tensorkeep.paths import StorePath
+from tensorkeep.io.objects.store_errors import raise_alone
+from tensorkeep.paths import StorePath, as_path
 
 KvStore = Literal["file", "ocdbt"]
 
@@ -28,7 +30,8 @@ _FROM_TENSORSTORE = re.compile(r"[A-Z_]+: |Error parsing ")
 _STATUS = re.compile(r"^(?:[A-Z_]+): ")
 _UNSUPPORTED = re.compile(
     r"is not registered|not one of the supported|filters are not supported|Unsupported zarr dtype|Unsupported metadata"
-    r'|Must specify a "field"|No storage transformers|member "name": Expected .*, but received: "'
+    r'|Expected one of .*, but received: "|Must specify a "field"'
+    r'|No storage transformers|member "name": Expected .*, but received: "'
     r'|member "zarr_format": Expected integer in .*, but received: \d'
 )
 """Sound metadata that TensorStore does not read, in its words."""
@@ -127,7 +130,12 @@ class ArrayDirectory:
             raise OutOfMemoryError("there is not enough memory to read it", path=self.path, name=name) from error
         # TensorStore raises a ValueError for nearly everything, and other types for malformed files.
         except (ValueError, TypeError, OverflowError, KeyError, IndexError, OSError, NotImplementedError) as error:
-            raise self._read_error(error, name) from error
+            ours = self._read_error(error, name)
+            if self.in_store:
+                raise_alone(ours)
+            if isinstance(ours, CorruptCheckpointError) and ours.path is not None:
+                check_is_no_pointer(as_path(ours.path))
+            raise ours from error
 
     def _read_error(self, error: Exception, name: str | None) -> TensorkeepError:
         if isinstance(error, TimeoutError):

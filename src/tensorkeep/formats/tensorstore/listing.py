@@ -4,9 +4,11 @@ Links to files are followed: the Hugging Face cache consists of them.
 """
 
 import os
+import stat
 from pathlib import Path
 
 from tensorkeep.errors import UnsupportedError
+from tensorkeep.formats.probe import file_mode
 from tensorkeep.formats.tensorstore.library import ArrayDirectory
 from tensorkeep.formats.tensorstore.specs import METADATA_FILE
 from tensorkeep.io.files import store_errors, sync_directory
@@ -21,6 +23,11 @@ def scan_folder(folder: str, shown: Path) -> list[os.DirEntry[str]]:
     """Return the entries of a folder in the order of their names; StoreError if it cannot be listed."""
     with store_errors(shown, "list the directory"), os.scandir(folder) as entries:
         return sorted(entries, key=lambda entry: entry.name)
+
+
+def linked_mode(entry: os.DirEntry[str]) -> int:
+    """Return the mode of what a link leads to; 0 if it is another entry, or leads to nothing, such as to itself."""
+    return file_mode(Path(entry.path)) if entry.is_symlink() else 0
 
 
 def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str]]:
@@ -40,7 +47,7 @@ def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str]]:
             # Chunks of 64 elements make tens of thousands of files: their paths are made for errors only.
             if entry.is_dir(follow_symlinks=False):
                 folders.append(f"{inside}{entry.name}/")
-            elif entry.is_file():
+            elif entry.is_file(follow_symlinks=False) or stat.S_ISREG(linked_mode(entry)):
                 with store_errors(path, f"read the size of {entry.name}"):
                     size = entry.stat().st_size
                 if entry.name in _METADATA_FILES:
@@ -87,7 +94,7 @@ def check_metadata_size(size: int, shown: Path) -> None:
 def link_error(shown: Path) -> UnsupportedError:
     """Return the error for a symbolic link to a folder, or to nothing."""
     return UnsupportedError(
-        "is a symbolic link to no file, which is not followed",
+        "is a symbolic link to a folder or to nothing, which is not followed",
         path=shown,
         remedy="copy the checkpoint with what its links point to: cp -rL FOLDER COPY",
     )

@@ -5,7 +5,9 @@ A folder with ``pytorch_model.bin``, or with an index of several such files, is 
 
 from pathlib import Path
 
+from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import Format, OpenSettings, Reader
+from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, SUFFIX
 from tensorkeep.formats.torch_file.folder import TorchFolderReader, locate
 from tensorkeep.formats.torch_file.reader import TorchReader
 from tensorkeep.formats.torch_file.writer import write
@@ -32,6 +34,14 @@ class TorchFormat(Format):
     def open(self, path: Path, settings: OpenSettings) -> Reader:
         place = locate(path)
         return TorchReader(path, settings) if place is None else TorchFolderReader(path, place, settings)
+
+    def check(self, destination: Path, settings: WriteSettings) -> None:
+        if destination.name.endswith((SUFFIX, CODED_SUFFIX)):
+            raise UsageError(
+                f"a file of torch.save is not read under the suffix {destination.suffix}, that of safetensors",
+                path=destination,
+                remedy='give it the suffix .pt, or write safetensors (format="safetensors")',
+            )
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         return write(flat, destination, settings, replaceable=_is_file)

@@ -9,8 +9,8 @@ from tensorkeep.errors import UnsupportedError
 from tensorkeep.formats.base import OpenSettings, Problem, Reader, StoredLeaf
 from tensorkeep.formats.mapped_file import FetchedParts
 from tensorkeep.formats.model_folder import (
-    INDEX,
     Index,
+    is_index,
     notes_on_folder,
     open_shard,
     read_index,
@@ -26,22 +26,23 @@ from tensorkeep.state.aliases import Alias
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.tree import Flat
 
-_INDEX_SUFFIX = f".bin{INDEX}"
+_SUFFIX = ".bin"
 
 
 def locate(path: Path) -> Path | None:
     """Return the file or the index of a folder's torch weights, from names alone; an index stands for itself."""
     mode = file_mode(path)
     if stat.S_ISREG(mode):
-        return path if path.name.endswith(_INDEX_SUFFIX) and first_bytes(path, 1) is not None else None
+        return path if is_index(path.name, _SUFFIX) and first_bytes(path, 1) is not None else None
     if not stat.S_ISDIR(mode):
         return None
     names = names_in(path)
     standard = standard_weights(path, names)
     if standard is not None:
-        return path / standard if standard.endswith((".bin", _INDEX_SUFFIX)) else None
-    indexes = [name for name in names if name.endswith(INDEX)]
-    return path / indexes[0] if len(indexes) == 1 and indexes[0].endswith(_INDEX_SUFFIX) else None
+        return path / standard if standard.startswith("pytorch_model.") else None
+    indexes = [name for name in names if is_index(name, ".safetensors") or is_index(name, _SUFFIX)]
+    is_one = len(indexes) == 1 and is_index(indexes[0], _SUFFIX) and stat.S_ISREG(file_mode(path / indexes[0]))
+    return path / indexes[0] if is_one else None
 
 
 class TorchFolderReader(Reader):
@@ -59,7 +60,7 @@ class TorchFolderReader(Reader):
             self._set_state(first.flat, first.path, first.leaf_specs)
         else:
             self._set_state(self._merged(index), place)
-            self.notes = [*index.notes(sum(entry.nbytes for entry in self.entries.values()))]
+            self.notes = [*index.notes(self.flat)]
         self.refusal = next((file.refusal for file in self._files if file.refusal is not None), None)
         self._homes = {name: file for file in self._files for name in file.flat.leaves}
         self.verifiable = first.verifiable if all(file.verifiable for file in self._files) else None
@@ -68,6 +69,12 @@ class TorchFolderReader(Reader):
             "pickle_bytes": sum(file.details["pickle_bytes"] for file in self._files),
             "files": {file.path.name: file.details["files"][file.path.name] for file in self._files},
         }
+        left_out = dict.fromkeys(each for file in self._files for each in file.details.get("attributes_left_out", ()))
+        if left_out:
+            self.details["attributes_left_out"] = [*left_out]
+        if script := first.details.get("torchscript"):
+            self.details["torchscript"] = script
+        self.notes = [*self.notes, *(note for file in self._files for note in file.notes)]
         if stat.S_ISDIR(file_mode(path)):
             unused = unused_files(path, {*self.details["files"], place.name})
             if unused:
@@ -76,7 +83,7 @@ class TorchFolderReader(Reader):
 
     def _open(self, directory: Directory, place: Path, settings: OpenSettings) -> Index | None:
         """Open the files, and return the index if there is one."""
-        index = read_index(directory, place) if place.name.endswith(INDEX) else None
+        index = read_index(directory, place) if is_index(place.name, _SUFFIX) else None
         wanted = {place.name: ""} if index is None else index.keys_by_file()
         for name, key in wanted.items():
             # A missing file is reported as missing from the index.

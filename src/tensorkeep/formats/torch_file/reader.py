@@ -28,6 +28,7 @@ from tensorkeep.io.objects.store_directory import StoreFile
 from tensorkeep.io.places import open_file
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.tree import Flat, flatten
+from tensorkeep.units import counted
 
 
 class TorchReader(Reader):
@@ -106,6 +107,8 @@ class TorchReader(Reader):
         }
         if archive.is_script:
             self.details["torchscript"] = f"code, and {found.others} values that are no tensors, are not read"
+        if archive.constants:
+            self.notes = [f"its code has {counted(archive.constants, 'tensor')} without a name: not read"]
         if found.attributes:
             self.details["attributes_left_out"] = found.attributes
 

@@ -5,13 +5,25 @@ becomes a dict of its attributes. Every value that cannot be represented becomes
 be read.
 """
 
+import json
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from tensorkeep.formats.pickles.inert_pickle import Call, Global, Pairs, PersistentId
+import numpy as np
+
+from tensorkeep.errors import UnsupportedError
+from tensorkeep.formats.pickles.inert_pickle import Call, Global, Pairs, PersistentId, name_of
 from tensorkeep.formats.pickles.numpy_arrays import NUMPY, REBUILD_NUMPY
-from tensorkeep.formats.pickles.tensors import READ_WITH_TORCH, TENSORS, Rebuild, Rebuilder, attributes_of
+from tensorkeep.formats.pickles.tensors import (
+    READ_WITH_TORCH,
+    TENSORS,
+    Rebuild,
+    Rebuilder,
+    attributes_of,
+    leave_attributes,
+)
 from tensorkeep.placeholder import Placeholder
 from tensorkeep.state.skeleton_reader import MAX_DEPTH
 
@@ -23,28 +35,35 @@ SCRIPT = "__torch__."
 """The names of all classes of a TorchScript archive begin so."""
 
 _GETATTR = "builtins.getattr"
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_MOST_LETTERS, _MOST_ARGUMENTS = 200, 4
 _SCALARS = (type(None), bool, int, float, str)
+_TOO_DEEP = Placeholder("", f"nested deeper than {MAX_DEPTH} levels", TRUST)
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
 
 class StateRebuilder:
     """Rebuilds the state of one pickle.
 
     ``allow`` has the names of the classes whose objects become dicts; with ``script`` also those of a TorchScript
-    archive do. ``attributes`` are names of attributes of tensors and dicts that the state does not have.
+    archive do. ``attributes`` are names of attributes of tensors and dicts that the state does not have. The arguments
+    and values of all calls may have ``limit`` elements or bytes in all.
     """
 
-    def __init__(self, storages: "Storages", allow: Collection[str], *, script: bool = False) -> None:
+    def __init__(self, storages: "Storages", allow: Collection[str], limit: int, *, script: bool = False) -> None:
         self.attributes: dict[str, None] = {}
         self.storages = storages
         self._allow = allow
         self._script = script
+        self._limit = self._left = limit
         self._built: dict[int, Any] = {}
         self._kept: list[Any] = []
         self._open: set[int] = set()
+        self._renamed = 1
 
     def value(self, found: Any, depth: int = 0) -> Any:
         """Return the value of what a `Recorder` returned; raises errors of any type if it contradicts itself."""
-        if type(found) in (*_SCALARS, bytes):
+        if type(found) in (*_SCALARS, bytes, bytearray):
             return found
         if type(found) is Global:
             return self._global(found)
@@ -56,7 +75,7 @@ class StateRebuilder:
         if key in self._open:
             return Placeholder("", "a value that is made from itself", TRUST)
         if depth > MAX_DEPTH:
-            return Placeholder("", f"nested deeper than {MAX_DEPTH} levels", TRUST)
+            return _TOO_DEEP
         self._open.add(key)
         self._built[key] = made = self._make(found, depth)
         self._open.discard(key)
@@ -64,7 +83,9 @@ class StateRebuilder:
 
     def _make(self, found: Any, depth: int) -> Any:
         if type(found) is Call:
-            return self.call(found, depth)
+            made = self.call(found, depth)
+            self.spend(made)
+            return made
         if type(found) is Pairs:
             return self._fill(self.container(found, {}), found, depth)
         if type(found) is list:
@@ -81,21 +102,34 @@ class StateRebuilder:
         self._built[id(found)] = made
         return made
 
+    def spend(self, *values: Any) -> None:
+        """Count the lengths of what is copied: a file of 1 MB can have one call a million times, with 1 MB of text."""
+        self._left -= sum(
+            value.nbytes if type(value) is np.ndarray else len(value)
+            for value in values
+            if isinstance(value, (*_SIZED, np.ndarray))
+        )
+        if self._left < 0:
+            raise UnsupportedError(
+                f"the calls in its pickle have arguments and values of more than {self._limit:,} elements",
+                remedy="they have the same values many times: save each once",
+            )
+
     def _fill(self, made: Any, pairs: Iterable[tuple[Any, Any]], depth: int) -> Any:
+        pairs = list(pairs)
+        taken = {key for key, _ in pairs if type(key) is str}
         for key, item in pairs:
-            made[self._key(key, made)] = self.value(item, depth + 1)
+            made[key if _is_key(key) else self._key(key, taken)] = self.value(item, depth + 1)
         return made
 
-    def _key(self, found: Any, taken: Collection[Any]) -> Any:
-        """Return a key of a dict: a class as its name, and what no key of a state can be as text."""
-        if type(found) is str:
-            return found.encode("utf-8", "backslashreplace").decode()
-        if type(found) in _SCALARS or (type(found) is tuple and all(type(part) in _SCALARS for part in found)):
-            return found
+    def _key(self, found: Any, taken: set[str]) -> str:
+        """Return what no key of a state can be as a text that no other key is: a class as its name."""
         text = base = _text(found)
-        number = 2
+        self.spend(base)
         while text in taken:
-            text, number = f"{base} {number}", number + 1
+            self._renamed += 1  # never begins again: a file can have the same key a million times
+            text = f"{base} {self._renamed}"
+        taken.add(text)
         return text
 
     def _global(self, found: Global) -> Any:
@@ -122,6 +156,9 @@ class StateRebuilder:
         return Placeholder("", "a storage without a tensor", f"{READ_WITH_TORCH} tensors")
 
     def call(self, call: Call, depth: int) -> Any:
+        self.spend(call.args, *call.args, call.state, *(call.state if type(call.state) is tuple else ()))
+        if depth > MAX_DEPTH:
+            return _TOO_DEEP
         if type(call.function) is not Global:
             return Placeholder("", f"what {_text(call.function)} returns", TRUST)
         name = str(call.function)
@@ -133,6 +170,8 @@ class StateRebuilder:
 
     def object(self, name: str, call: Call, depth: int) -> Any:
         """Return an object as a dict: of its items, of its attributes, or of its class and how it is made."""
+        if call.pairs or call.items:
+            leave_attributes(self, [call.state])
         if call.pairs:
             return self._fill(self.container(call, {}), call.pairs, depth)
         if call.items:
@@ -157,7 +196,7 @@ class StateRebuilder:
 
     def _numpy(self, name: str, call: Call, depth: int) -> Any:
         def value(found: Any) -> Any:
-            is_type = type(found) is Global or (type(found) is Call and str(found.function) == "numpy.dtype")
+            is_type = type(found) is Global or (type(found) is Call and name_of(found.function) == "numpy.dtype")
             return found if is_type else self.value(found, depth + 1)
 
         made = Call(call.function, tuple(map(value, call.args)))
@@ -166,14 +205,13 @@ class StateRebuilder:
 
     def _ordered(self, call: Call, depth: int) -> Any:
         made = self.container(call, OrderedDict())
-        if call.args:
-            self._fill(made, [tuple(pair) for pair in call.args[0]], depth)
-        self._fill(made, call.pairs, depth)
+        # Each pair of the arguments is a list.
+        given = ((key, item) for key, item in (call.args[0] if call.args else ()))
+        self._fill(made, [*given, *call.pairs], depth)
+        leave_attributes(self, [call.state])
         for key, item in attributes_of(call.state) or ():
             if key == "_metadata":
                 made._metadata = self.value(item, depth + 1)
-            else:
-                self.attributes[str(key)] = None
         return made
 
     def _counter(self, call: Call, depth: int) -> Any:
@@ -182,7 +220,9 @@ class StateRebuilder:
     def _set(self, call: Call, depth: int) -> Any:
         kind = frozenset if call.function.name == "frozenset" else set
         items = [*(call.args[0] if call.args else ()), *call.items]
-        return kind([self._key(item, ()) for item in items])
+        if not all(map(_is_key, items)):
+            return Placeholder("", "a set of other than plain values", f"{READ_WITH_TORCH} it as a list")
+        return kind(items)
 
     def _function(self, call: Call, depth: int) -> Any:
         return Placeholder("", f"the function {_text(call)}", f"leave it out; {READ_WITH_TORCH} its name")
@@ -191,8 +231,8 @@ class StateRebuilder:
 def allow_remedy(names: Iterable[str]) -> str:
     """Return the remedy for objects of classes that are not allowed."""
     short = dict.fromkeys("numpy" if name in NUMPY else name for name in names if name != _GETATTR)
-    listed = ", ".join(f'"{name}"' for name in short)
-    return f"to read such objects as dicts, without running their code: allow=[{listed}]"
+    listed = json.dumps([*short], ensure_ascii=False)
+    return f"to read such objects as dicts, without running their code: allow={listed}"
 
 
 def is_known(name: str) -> bool:
@@ -200,25 +240,41 @@ def is_known(name: str) -> bool:
     import torch
 
     module, _, own = name.rpartition(".")
-    if module in ("torch", "torch.storage") and own.endswith("Storage"):
+    if module in ("torch", "torch.storage", "torch.cuda") and own.endswith("Storage"):
         return True
     return name in _KNOWN or (module == "torch" and isinstance(vars(torch).get(own), (torch.dtype, torch.qscheme)))
 
 
+def _is_key(found: Any) -> bool:
+    """Return whether a recorded value is a key that a state can have."""
+    if type(found) is tuple:
+        return all(type(part) in _SCALARS for part in found)
+    return type(found) in _SCALARS and (type(found) is not str or found.isascii() or not _SURROGATES.search(found))
+
+
 def _text(found: Any, depth: int = 0) -> str:
-    """Return a recorded value as text."""
-    if type(found) is not Call or depth > 3:
-        return str(found) if type(found) is Global else ascii(found)[:200] if type(found) in _SCALARS else "..."
-    arguments = [_text(each, depth + 1) for each in found.args[:8]]
-    if str(found.function) == _GETATTR and len(found.args) == 2 and type(found.args[1]) is str:
-        return f"{arguments[0]}.{found.args[1]}"
+    """Return a recorded value as text, abbreviated."""
+    if type(found) is str and depth == 0:
+        return found.encode("utf-8", "backslashreplace").decode()
+    if type(found) in (*_SCALARS, bytes):
+        return ascii(found[:_MOST_LETTERS] if isinstance(found, str | bytes) else found)[:_MOST_LETTERS]
+    if depth > 3 or type(found) not in (Call, tuple):
+        return name_of(found) or "..."
+    arguments = [_text(each, depth + 1) for each in (found if type(found) is tuple else found.args)[:_MOST_ARGUMENTS]]
+    if type(found) is tuple:
+        return f"({', '.join(arguments)})"
+    function = name_of(found.function)
+    if function == _GETATTR and len(found.args) == 2 and type(found.args[1]) is str:
+        return f"{arguments[0]}.{found.args[1][:_MOST_LETTERS]}"
+    if function == "_codecs.encode" and arguments and type(found.args[0]) is str:
+        return f"b{arguments[0]}"  # bytes, as the older protocols of pickle write them
     return f"{_text(found.function, depth + 1)}({', '.join(arguments)})"
 
 
 def _encoded(rebuilder: Rebuilder, call: Call, depth: int) -> Any:
     text, encoding = call.args
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
-        raise ValueError(f"bytes in the encoding {encoding!r:.50}")
+        raise ValueError("bytes in another encoding than latin1")
     return text.encode(encoding)
 
 

@@ -78,25 +78,33 @@ def load_untrusted(whole: Any, archive: TorchZip | OldFile, path: Path, allow: C
     refusal = _refusal(path, names) if names else None
     if refusal is not None and any(COMMANDS.fullmatch(name) for name in names):
         raise refusal
-    rebuilder = StateRebuilder(storage, allow, script=archive.is_script)
+    rebuilder = StateRebuilder(storage, allow, SHARED_VALUES + 16 * archive.pickle_bytes, script=archive.is_script)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             state = rebuilder.value(found)
-    except TensorkeepError:
+    except TensorkeepError as error:
+        error.path = error.path or str(path)
         raise
     except MemoryError as error:
         raise OutOfMemoryError("there is not enough memory to open it", path=path) from error
     # Hostile bytes make torch raise almost any type.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0][:200]
-        raise CorruptCheckpointError(f"torch cannot read it ({type(error).__name__}: {reason})", path=path) from error
+        text = f"its pickle contradicts itself ({type(error).__name__}: {reason})"
+        raise CorruptCheckpointError(text, path=path) from error
     if not archive.is_script:
         return Unpickled(state, refusal, [*rebuilder.attributes], frozenset(used))
     with decoding(path):
         count_values(state, SHARED_VALUES + 4 * archive.pickle_bytes)
     tensors: dict[str, Any] = {}
     others = _collect_tensors(state, "", tensors, set())
+    if archive.constants and not tensors:
+        raise UnsupportedError(
+            "is a frozen TorchScript module: its weights are constants of its code, which have no names",
+            path=path,
+            remedy="save the state_dict of the module that torch.jit.freeze was called with",
+        )
     return Unpickled(tensors, refusal, [*rebuilder.attributes], frozenset(used), others)
 
 

@@ -38,7 +38,8 @@ _PADDING, _ALIGNMENT = b"FB", 64
 
 _UNPACKED_BYTES, _MOST_TIMES, _COPY_BYTES = 256 * 1024**2, 64, 1024**2
 """A compressed archive may take so many bytes unpacked, and so many times its own; and the unit of copying."""
-_CODE_FOLDER, _CONSTANTS = "code/", "constants.pkl"  # of TorchScript
+# Of TorchScript: `torch.jit.freeze` makes all weights constants of the code.
+_CODE_FOLDER, _CONSTANTS, _CONSTANTS_FOLDER = "code/", "constants.pkl", "constants/"
 
 
 class TorchZip:
@@ -47,7 +48,7 @@ class TorchZip:
     ``records`` are by name below the archive's root folder, ``storages`` are the length in bytes and the CRC-32 of each
     storage. The file is ``checksummed`` unless ``torch.serialization.set_crc32_options(False)`` wrote zeros instead.
 
-    Of a TorchScript archive (``is_script``), the code, which is compressed, and constants are not read, and so not
+    Of a TorchScript archive (``is_script``), the code, which is compressed, and ``constants`` are not read, and so not
     checked. If a tool has compressed the archive again, ``is_compressed`` is true, and no record is checked: `unpacked`
     is to be read.
 
@@ -123,6 +124,7 @@ class TorchZip:
         self.checksummed = any(info.CRC for info in infos)
         self.storages: set[tuple[int, int]] = set()
         self.records = {info.filename.removeprefix(root): info for info in infos}
+        self.constants = sum(name.startswith(_CONSTANTS_FOLDER) for name in self.records) if self.is_script else 0
         self.is_compressed = any(info.compress_type == zipfile.ZIP_DEFLATED for info in infos)
         if self.is_compressed:
             return
@@ -189,12 +191,18 @@ class TorchZip:
         return copy
 
     def _root(self, infos: Iterable[zipfile.ZipInfo]) -> str:
-        for info in infos:
-            root, slash, name = info.filename.partition("/")
-            if slash and name == PICKLE:
-                return f"{root}/"
+        split = (info.filename.partition("/") for info in infos)
+        roots = dict.fromkeys(f"{root}/" for root, slash, name in split if slash and name == PICKLE)
+        if len(roots) > 1:
+            raise UnsupportedError(
+                f"holds several files of torch.save, in the folders {', '.join(roots):.200}",
+                path=self._path,
+                remedy="unpack it, and pack each folder into a file of its own without compression: zip -0 -r",
+            )
+        if roots:
+            return next(iter(roots))
         raise NotACheckpointError(
-            f"is a zip archive without {PICKLE}, so torch.save did not write it",
+            f"is a zip archive without a folder that holds {PICKLE}, so torch.save did not write it",
             path=self._path,
             remedy="unpack it if a checkpoint is in it",
         )

@@ -5,9 +5,9 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from html import escape
+from html import unescape
 from typing import NoReturn
-from urllib.parse import quote
+from urllib.parse import unquote
 
 from tensorkeep.errors import NotFoundError, StoreError, TensorkeepError, UnsupportedError
 from tensorkeep.paths import StorePath, without_secrets
@@ -27,20 +27,41 @@ _SETTINGS_ERRORS = re.compile(
 )
 """Parts of errors without values of settings."""
 
-_REFUSED = re.compile(r"status code: 40[013]\b|incorrectly configured region")
-"""Answers about credentials: stores give 400 for a token that has expired and for another region than theirs."""
+_REFUSED = re.compile(
+    r"status code: (40[13]\b|400\b(?!.*<Code>)|400\b.*<Code>\w*(Token|Auth|Access|Security|Signature|Expired|Region))"
+    r"|incorrectly configured region|\(code: AccessDenied\)",
+    re.DOTALL,
+)
+"""Answers about credentials: stores give 400 for a token that has expired and for another region than theirs, and 200
+for objects that they do not delete."""
+
+_WRONG = re.compile(r"status code: 4(?!08|29)\d\d")
+"""Answers about the request itself: to repeat it does not help."""
 
 _SKEWED = ("RequestTimeTooSkewed", "RequestTimeTooFar")
 
 _SECRET_NAMES = re.compile(r"(AWS|AZURE|GOOGLE|GCP)_.*(KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS)")
 """Environment variables whose values are printed nowhere."""
 
-_SECRET_FIELDS = re.compile(
-    r"""(x-amz-[\w-]+|\w*authorization|\w*credentials?|\w*signature\w*|\w*token|awsaccesskeyid|\bsig|stringtosign\w*|"""
-    r"""canonicalrequest\w*)(["']?\s*[=:>,]+\s*["']?)[^<"'&]*""",
-    re.IGNORECASE,
+_SECRETS = re.compile(
+    r"""
+    # A field of a request: a header, of a query, of a form, in JSON, in XML or in a repr.
+    (?P<shown>(?:x-(?:amz|goog|ms)-[\w-]+|x-api-key|api_?key|access_?key\w*|account_?key|private_?key\w*|googleaccessid
+        |authorization|credentials?|cookie|token|secret\w*|passw(?:or)?d|assertion|signature\w*|\bsig
+        |string\ ?to\ ?sign\w*|canonical\ ?request\w*)
+        (?:["']\s*[,:]|\s*[=:>])+[\s\[(]*)
+        (?:"[^"]*"?|'[^']*'?|[^<&]*)
+    # A sentence about one.
+    |(?P<words>signature[\w ]*(?=["'])|\b(?:bearer|basic|sharedkey(?:lite)?)\s+(?!tokens?\b|auth|realm))
+        (?:"[^"]*"?|'[^']*'?|\S+)
+    # A token that stores and their sign-in services give, wherever it is.
+    |\b(?:eyJ|ya29\.|AKIA|ASIA)[\w.~+/=-]{8,}
+    |-----BEGIN[^<&]*
+    |(?<=//)[^/\s]*(?=@)
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
-"""Fields of a request in an answer that repeats it: as a header, in a query, in JSON or in XML."""
+"""What is secret in an answer that repeats a request, or says what is wrong with it."""
 
 _MOST_CHARACTERS = 500
 
@@ -111,6 +132,8 @@ def _error_for(error: BaseException, path: "StorePath | str", action: str) -> Te
     # Without credentials, the metadata service of a cloud machine is asked for some.
     lacking = refused or any(mark in text for mark in (_METADATA_SERVICE, "must be specified"))
     remedy = _remedy(str(path).partition(":")[0], credentials=lacking)
+    if _WRONG.search(text) and not lacking:
+        remedy = "check the URL, the endpoint and the settings of the bucket"
     if any(code in text for code in _SKEWED):
         remedy = "set the clock of this machine"
     # Only then is it certain that the store has not carried out the request, and never will.
@@ -170,14 +193,26 @@ def redacted(text: str) -> str:
     --------
     >>> redacted("denied: X-Amz-Signature=0a1b, authorization: AWS4-HMAC-SHA256 Credential=AKIA/20250101")
     'denied: X-Amz-Signature=***'
+    >>> redacted("the signature does not match the signature you provided; a Bearer token is missing")
+    'the signature does not match the signature you provided; a Bearer token is missing'
     """
-    secrets = {value for name, value in os.environ.items() if _SECRET_NAMES.fullmatch(name) and len(value) > 3}
+    plain = _plain(text)
+    found = plain
+    secrets = {_plain(value) for name, value in os.environ.items() if _SECRET_NAMES.fullmatch(name)}
     for secret in sorted(secrets, key=len, reverse=True):
-        for written in {secret, quote(secret, safe=""), escape(secret), secret.strip()}:
-            text = text.replace(written, "***")
-    # An answer may have any length, and the pattern takes the square of it.
-    text = _SECRET_FIELDS.sub(r"\1\2***", text[: 4 * _MOST_CHARACTERS])
+        if len(secret) > 3:
+            found = found.replace(secret, "***")
+    # An answer may have any length.
+    cut = found[: 4 * _MOST_CHARACTERS]
+    found = _SECRETS.sub(lambda match: f"{match['shown'] or match['words'] or ''}***", cut)
+    text = text if found == plain else found
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
+
+def _plain(text: str) -> str:
+    """Return a text in which nothing is escaped as in JSON, XML or, once or twice, in a URL."""
+    text = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
+    return unquote(unquote(unescape(text))).replace("\\", "").strip()
 
 
 def unusable(bucket: str, text: str) -> StoreError:

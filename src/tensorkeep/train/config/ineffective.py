@@ -54,7 +54,7 @@ def _evaluations(config: Config) -> Iterator[str]:
 def _without(config: Config) -> Iterator[str]:
     """Yield the settings that need another setting, which the run does not have."""
     schedule, sample, steps = config.schedule, config.sample, config.loop.steps
-    needs = {
+    needs: dict[tuple[str, ...], tuple[bool, str]] = {
         ("schedule.decay",): (schedule.name == "wsd", f"schedule.name is {schedule.name!r}, not 'wsd'"),
         ("schedule.patience", "schedule.factor"): (
             schedule.name == "plateau",
@@ -65,7 +65,11 @@ def _without(config: Config) -> Iterator[str]:
             f"schedule.name is {schedule.name!r}, which has no last rate",
         ),
         ("eval.tokens",): (config.eval.batches is None, f"eval.batches is {config.eval.batches}, which decides"),
-        ("sample.every",): (sample.every <= steps, f"the run has {steps:,} steps"),
+        **{
+            (f"{name}.every",): (getattr(config, name).every <= steps, f"the run has {steps:,} steps")
+            for name in ("checkpoint", "eval", "log", "sample")
+        },
+        ("sample.top_k",): (sample.temperature > 0, "sample.temperature is 0: the likeliest token is taken"),
         tuple(f"sample.{name}" for name in ("prompt", "tokens", "temperature", "top_k")): (
             0 < sample.every <= steps,
             f"sample.every is {sample.every:,}: no sample is generated",

@@ -25,7 +25,17 @@ from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.structs import prepared
 from tensorkeep.train.data.corpus import Source, TextFile
 from tensorkeep.train.data.dataset import CONVERSATIONS, SPLITS, Layout
-from tensorkeep.train.data.documents import LONGEST_RECORD, UTF8_MARK, Reading, SplitRule
+from tensorkeep.train.data.documents import (
+    CONVERSATION,
+    LONGEST_RECORD,
+    MASKS,
+    UTF8_MARK,
+    WEIGHTS,
+    Reading,
+    SplitRule,
+    contradicts_training,
+    shortened,
+)
 from tensorkeep.train.data.encoding import Piece, default_processes, encoded
 from tensorkeep.train.data.token_files import layout_of, origin_of, splits_of, token_files
 from tensorkeep.train.data.tokenizers.base import Tokenizer
@@ -49,23 +59,18 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 # fmt: off
-_WEIGHTS = frozenset(("weight", "loss_weight", "loss_scale", "loss", "loss_mask", "train", "trainable", "train_detail"))
-"""Fields of other trainers that state what is trained."""
-_MASKS = frozenset(("mask", "masked"))
-"""Fields that state what is not trained."""
 _REFUSED = frozenset((
     "tools", "functions", "tool_calls", "tool_call_id", "function_call", "name", "reasoning_content", "reasoning",
     "reasoning_details", "thinking", "thoughts", "refusal", "prefix", "images", "image", "videos", "audio", "audios",
-    "documents", "system", "system_prompt", "chat_template", "chat_template_kwargs",
+    "documents", "system", "system_prompt", "chat_template", "chat_template_kwargs", "chosen", "rejected",
+    "rejected_response", "rejected_messages",
 ))
-"""Fields with text, or a meaning, that the template has no place for."""
+"""Fields with text, or a meaning, that the template, or training on all answers, has no place for."""
 # fmt: on
 
 _MOST_UNUSED = 100
 """Names of fields that are counted; a hostile file has any number."""
 _MOST_NAMED = 5
-_MOST_SHOWN = 60
-"""Characters of a value in an error."""
 
 
 def _unused_fields(fields: dict[str, Any], trained: bool) -> Iterator[str]:
@@ -74,32 +79,31 @@ def _unused_fields(fields: dict[str, Any], trained: bool) -> Iterator[str]:
     Raises ValueError for a field with a meaning that training would ignore.
     """
     for name, value in fields.items():
-        ignored = name in _REFUSED and bool(value)
-        ignored |= name in _WEIGHTS and value not in (None, trained)
-        ignored |= name in _MASKS and value not in (None, not trained)
-        if ignored:
-            raise ValueError(f'"{name}": {_shortened(value)}')
-        if value and name not in ("messages", "role", "content", *_WEIGHTS, *_MASKS):
+        if (name in _REFUSED and value) or contradicts_training(name, value, trained):
+            raise ValueError(f'"{name}": {shortened(value)}')
+        # False and 0 may have a meaning.
+        if value not in (None, "", [], {}) and name not in ("messages", "role", "content", *WEIGHTS, *MASKS):
             yield name
-
-
-def _shortened(value: object) -> str:
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def has_conversations(source: Source) -> bool:
     """Return whether the first line of a source of lines of JSON has messages."""
+    first = first_fields(source)
+    return "messages" in first and source.field not in first
+
+
+def first_fields(source: Source) -> dict[str, Any]:
+    """Return the object on the first line of a source of lines of JSON; no fields if that is something else."""
     file = source.files[0]
     if file.records != "jsonl":
-        return False
+        return {}
     with source.opened(file) as stream:
         try:
             lines = iter(lambda: stream.readline(LONGEST_RECORD + 1), b"")
             first = msgspec.json.decode(next(filter(bytes.strip, lines), b"").removeprefix(UTF8_MARK))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return False  # reading it reports the error
-    return isinstance(first, dict) and "messages" in first and source.field not in first
+            return {}  # reading it reports the error
+    return first if isinstance(first, dict) else {}
 
 
 class ConversationReading(Reading):
@@ -124,9 +128,7 @@ class ConversationReading(Reading):
     def _record_text(self, line: bytes, begin: int, number: int, file: TextFile) -> str:
         if not line.strip():
             return ""
-        remedy = (
-            'each line must be {"messages": [{"role": "user", "content": "..."}, ...]}, role user, system or assistant'
-        )
+        remedy = f"each line must be {CONVERSATION}, role user, system or assistant"
         try:
             given = msgspec.json.decode(line)
             found = msgspec.convert(given, prepared(Conversation))

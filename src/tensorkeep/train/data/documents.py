@@ -19,6 +19,10 @@ from tensorkeep.train.data.dataset import TRAIN, VALIDATION
 from tensorkeep.train.data.tables import Table
 
 UTF8_MARK = codecs.BOM_UTF8
+_MARK = UTF8_MARK.decode()
+
+CONVERSATION = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+"""A line with a conversation, for errors."""
 
 _FIELD_OPTION = "--field NAME (tensorkeep train: --data.field NAME) states the field"
 """Part of a remedy."""
@@ -28,6 +32,28 @@ PIECE = 1 << 16
 
 LONGEST_RECORD = 1 << 26
 """Bytes of a line of JSON, which is parsed as a whole."""
+
+WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss", "loss_mask", "train", "trainable", "train_detail")
+"""Fields of other trainers that state what is trained."""
+MASKS = ("mask", "masked")
+"""Fields that state what is not trained."""
+
+_MOST_SHOWN = 60
+"""Characters of a value in an error."""
+
+
+def contradicts_training(name: str, value: object, trained: bool) -> bool:
+    """Return whether a field states that something is trained otherwise: not at all, or with another weight."""
+    return (name in WEIGHTS and value not in (None, trained)) or (name in MASKS and value not in (None, not trained))
+
+
+def shortened(value: object) -> str:
+    """Return a value as JSON, for an error."""
+    try:
+        text = msgspec.json.encode(value).decode()
+    except RecursionError:  # decoding what is as deep succeeded by a hair
+        text = "..."
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +78,8 @@ class Reading:
         self._hasher = new_hasher(wide=False)
         self._unreported = 0
         self._nul_is_one_byte = "\0".encode(source.encoding) == b"\0"
-        record = msgspec.defstruct("_Record", [("text", str)], rename={"text": source.field})
+        stated = [(name, Any, None) for name in (*WEIGHTS, *MASKS) if name != source.field]
+        record = msgspec.defstruct("_Record", [("_text", str), *stated], rename={"_text": source.field})
         self._decoder = msgspec.json.Decoder(record)
 
     def digest(self) -> str:
@@ -79,6 +106,7 @@ class Reading:
 
     def _texts(self, stream: IO[bytes], file: TextFile) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder(self.source.encoding)()
+        may_be_marked = codecs.lookup(self.source.encoding).name == "utf-8"
         begin = characters = 0
         while True:
             chunk = self._read(stream.read, PIECE, file)
@@ -89,6 +117,9 @@ class Reading:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeError as error:
                 raise _undecodable(error, begin, file, self.source.encoding) from error
+            if text and may_be_marked:
+                # The mark is not part of the text; the decoder of UTF-16 leaves its own out, too.
+                text, may_be_marked = text.removeprefix(_MARK), False
             if (place := text.find("\0")) >= 0:
                 raise _binary(f"character {characters + place:,}", file)
             characters += len(text)
@@ -145,9 +176,20 @@ class Reading:
         try:
             record: Any = self._decoder.decode(decoded)
         except (msgspec.DecodeError, RecursionError) as error:
-            remedy = f'each line must be an object such as {{"{self.source.field}": "..."}}; {_FIELD_OPTION}'
+            remedy = (
+                f'each line must be an object such as {{"{self.source.field}": "..."}}; {_FIELD_OPTION}; a '
+                f"conversation, or a question and its answer, must be {CONVERSATION}"
+            )
             raise UsageError(f"line {number:,} is not a document ({error})", path=file.path, remedy=remedy) from error
-        return str(record.text)
+        for name in record.__struct_fields__[1:]:
+            if contradicts_training(name, value := getattr(record, name), True):
+                raise UsageError(
+                    f'line {number:,} has "{name}": {shortened(value)}, which is not supported: all of a document is '
+                    "trained",
+                    path=file.path,
+                    remedy="remove the field if that is right; else leave the document out",
+                )
+        return str(record._text)
 
     def _read(self, read: Callable[[int], bytes], count: int, file: TextFile) -> bytes:
         try:

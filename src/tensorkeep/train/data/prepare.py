@@ -7,7 +7,7 @@ text is one stream, which is cut at a number of characters, a pass before that l
 import codecs
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.paths import checked_path
-from tensorkeep.train.data.conversations import has_conversations, write_conversations
+from tensorkeep.train.data.conversations import first_fields, has_conversations, write_conversations
 from tensorkeep.train.data.corpus import DEFAULT_FIELD, Source, open_source, pattern_of
 from tensorkeep.train.data.dataset import CONVERSATIONS, FILE, SPLITS, VALIDATION, Dataset, Layout, Split, file_name
-from tensorkeep.train.data.documents import Reading, SplitRule
+from tensorkeep.train.data.documents import MASKS, WEIGHTS, Reading, SplitRule
+from tensorkeep.train.data.tables import Table
 from tensorkeep.train.data.token_files import layout_of, origin_of, write_tokens
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.known import Learn, adopted, learner, tokenizer_at
@@ -156,6 +157,10 @@ def _notes(corpus: Source, layout: Layout, seed: int) -> Iterator[str]:
             f"their names: {named}{', ...' if len(left_out) > _MOST_NAMED else ''}; a pattern such as "
             f"{pattern_of(Path(corpus.spec), '*')} reads files of any name"
         )
+    unused = () if layout.source.kind == CONVERSATIONS else {*_other_fields(corpus)} - {corpus.field}
+    if unused:
+        named = ", ".join(map(repr, sorted(unused)[:_MOST_NAMED]))
+        yield f"fields of the first document that are not used: {named}{', ...' if len(unused) > _MOST_NAMED else ''}"
     records = {file.records for file in corpus.files}
     if corpus.field != DEFAULT_FIELD and (records == {None} or layout.source.kind == CONVERSATIONS):
         yield f"the field {corpus.field!r} has no effect: lines and rows with fields are in .jsonl files and tables"
@@ -163,6 +168,14 @@ def _notes(corpus: Source, layout: Layout, seed: int) -> Iterator[str]:
         yield f"the encoding {corpus.encoding!r} has no effect: tables are in UTF-8"
     if seed and not corpus.has_documents:
         yield f"the seed {seed} has no effect: the text is one stream, whose end is for validation"
+
+
+def _other_fields(corpus: Source) -> Collection[str]:
+    """Return the names of the fields, or columns, of the first document, of which the reading took no notice."""
+    if corpus.files[0].records in ("parquet", "arrow"):
+        with Table.open(corpus.files[0], corpus.field) as table:
+            return table.columns
+    return first_fields(corpus).keys() - {*WEIGHTS, *MASKS}
 
 
 def _write_text(

@@ -18,11 +18,12 @@ _OPTION = "--field NAME (tensorkeep train: --data.field NAME)"
 class Table:
     """The column of a file that holds texts; see `Table.open`.
 
-    ``batches`` yields Arrow arrays of its values in order; ``done`` returns how many bytes of the file a number of rows
-    took.
+    ``columns`` are the names of all columns; ``batches`` yields Arrow arrays of the column's values in order; ``done``
+    returns how many bytes of the file a number of rows took.
     """
 
-    def __init__(self, file: TextFile, batches: Iterator[Any], done: Callable[[int], int]) -> None:
+    def __init__(self, file: TextFile, columns: list[str], batches: Iterator[Any], done: Callable[[int], int]) -> None:
+        self.columns = columns
         self.done = done
         self._file = file
         self._batches = batches
@@ -43,7 +44,8 @@ class Table:
                 _check_column(file, column, table.schema_arrow, arrow.types)
                 rows = max(1, table.metadata.num_rows)
                 parts = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column], use_threads=False)
-                yield cls(file, (part.column(0) for part in parts), lambda number: file.nbytes * number // rows)
+                names, values = table.schema_arrow.names, (part.column(0) for part in parts)
+                yield cls(file, names, values, lambda number: file.nbytes * number // rows)
             return
         with _errors(file):
             stream = arrow.OSFile(str(file.path))
@@ -51,7 +53,8 @@ class Table:
             with _errors(file):
                 reader = arrow.ipc.open_stream(stream)
             _check_column(file, column, reader.schema, arrow.types)
-            yield cls(file, (part.column(column) for part in reader), lambda number: min(stream.tell(), file.nbytes))
+            values = (part.column(column) for part in reader)
+            yield cls(file, reader.schema.names, values, lambda number: min(stream.tell(), file.nbytes))
 
     def texts(self) -> Iterator[str]:
         """Yield the texts; UsageError if a row has none or is not UTF-8, StoreError if the system refuses."""

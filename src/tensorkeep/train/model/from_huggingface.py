@@ -21,7 +21,7 @@ from tensorkeep.train.model.huggingface import GPT2_BLOCK, LLAMA_BLOCK
 Document = Mapping[str, Any]
 
 _MOST_NAMED = 5
-_GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")
 """Masks, which old files have beside the weights."""
 _LLAMA_BUFFERS = (".rotary_emb.inv_freq",)
@@ -143,8 +143,7 @@ def weights_of(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
     missing: list[str] = []
     unequal: list[str] = []
     for ours, theirs, transposed in _names(config):
-        absent = [name for name in theirs if name not in found]
-        if absent:
+        if absent := [name for name in theirs if name not in found]:
             missing += absent
             continue
         parts = [found[name] for name in theirs]
@@ -243,7 +242,7 @@ def _gpt2(document: Document) -> dict[str, Any]:
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
             "add_cross_attention": (False,),
-            "activation_function": ("gelu_new", *_GPT2_ACTIVATIONS),
+            "activation_function": (*_GPT2_ACTIVATIONS,),
         },
     )
     found = _settings(document, _GPT2)
@@ -276,6 +275,7 @@ def _llama(document: Document) -> dict[str, Any]:
         {
             "hidden_act": ("silu",),
             "mlp_bias": (found.attention_bias,),
+            "attention_bias": (document.get("mlp_bias", False),),
             "partial_rotary_factor": (None, 1),
             "sliding_window": (window if whole else None,),
             "layer_types": (None, ["full_attention"] * found.num_hidden_layers),
@@ -314,9 +314,9 @@ def _check_multiple(document: Document, name: str, divisor: str) -> None:
 
 
 def _rope(model: _Llama) -> dict[str, Any]:
-    """Return the settings of rotary positions: transformers 5 states them together, earlier versions in two entries."""
-    name = "rope_parameters" if model.rope_parameters else "rope_scaling"
-    rope = model.rope_parameters or model.rope_scaling or {}
+    """Return the settings of rotary positions; all versions of transformers take ``rope_scaling`` if both are there."""
+    name = "rope_scaling" if model.rope_scaling else "rope_parameters"
+    rope = model.rope_scaling or model.rope_parameters or {}
     _refuse(rope, {"partial_rotary_factor": (None, 1)}, f"{name}.")
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedError(
@@ -346,5 +346,5 @@ _CONFIGS: dict[str, Callable[[Document], dict[str, Any]]] = {
     "llama": _llama,
     # With the values of transformers for settings that are absent.
     "mistral": lambda document: _llama({"sliding_window": 4096, "num_key_value_heads": 8, **document}),
-    "qwen3": lambda document: {**_llama({"head_dim": 128, **document}), "qk_norm": True},
+    "qwen3": lambda document: {**_llama({"head_dim": 128, "use_sliding_window": False, **document}), "qk_norm": True},
 }

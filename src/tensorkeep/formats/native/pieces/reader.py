@@ -21,7 +21,7 @@ from tensorkeep.formats.boxes import (
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.pieces.records import Root, TensorRecord
-from tensorkeep.formats.native.reader import OpenFilesReader, describe
+from tensorkeep.formats.native.reader import OpenFilesReader
 from tensorkeep.formats.native.records import WIDE_DIGESTS
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import BLOCK_BYTES
@@ -51,7 +51,7 @@ class PiecesReader(OpenFilesReader):
         # Of the coarsest cuts: all ranks of one save use the same.
         self._grid = max(fragment.grid for fragment in fragments)
         most_bytes = self._grid.most_bytes
-        self.details = describe(opened, places, most_bytes)
+        self._describe(places, most_bytes)
         self.details["ranks"] = [
             {"fragment": record.name, "boxes": len(fragment.boxes), "bytes": sum(f.bytes for f in fragment.files)}
             for record, fragment in zip(root.fragments, fragments, strict=True)

@@ -5,6 +5,7 @@ Qwen's, only composes characters. Others are refused.
 """
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,8 @@ from tensorkeep.io.files import store_errors
 from tensorkeep.structs import prepared
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens, library
 from tensorkeep.train.data.tokenizers.bpe import byte_notation
+
+logger = logging.getLogger(__name__)
 
 FILE = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
@@ -206,8 +209,7 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
     except Exception:  # not byte-level, which is refused below
         begins = []
     if settings.add_bos_token is not None:
-        begin = pipeline.token_to_id(settings.content("bos_token") or "")
-        begins = [begin] if settings.add_bos_token and begin is not None else []
+        begins = _stated_begin(settings, pipeline, begins, path)
     if len(begins) > 1:
         raise UnsupportedError(
             f"the tokenizer puts {len(begins)} tokens before each text, and one is supported",
@@ -222,6 +224,28 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
             path=path,
             remedy="only byte-level byte pairs are supported, as GPT-2's and LLaMA 3's",
         ) from error
+
+
+def _stated_begin(settings: _Settings, pipeline: Any, begins: list[int], path: Path) -> list[int]:
+    """Return the tokens that ``add_bos_token`` puts before each text, in place of those of the ``tokenizer.json``."""
+    name = settings.content("bos_token")
+    begin = None if name is None else pipeline.token_to_id(name)
+    if settings.add_bos_token and name is not None and begin is None:
+        raise UnsupportedError(
+            f"has no token {name!r} to begin a document",
+            path=path.parent,
+            remedy=f"state another bos_token in {_SETTINGS}, or add_bos_token false",
+        )
+    stated = [begin] if settings.add_bos_token and begin is not None else []
+    if stated != begins:
+        # Transformers 4 follows the setting for some classes, transformers 5 for old files only.
+        logger.warning(
+            "%s: add_bos_token is %s, and the tokenizer itself puts %s before a text: documents begin with %s",
+            path.parent / _SETTINGS,
+            str(settings.add_bos_token).lower(),
+            *([pipeline.id_to_token(id) for id in each] or "nothing" for each in (begins, stated)),
+        )
+    return stated
 
 
 def _read_settings(path: Path) -> _Settings:
