@@ -106,6 +106,7 @@ def train(out: Path, steps: range, **options: Any) -> dict[str, Any]:
     return {"loaded": loaded, "start": start, "weights": weights}
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_from_what_its_ranks_have_saved(tmp_path: Path) -> None:
     first = run_ranks(2, train, tmp_path, range(1, 6), keep_latest_k=2)
     assert not first[0]["loaded"]

@@ -105,10 +105,10 @@ def quick_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(six_way, "compare_six_ways", lambda *_, **__: found)
 
 
-@pytest.mark.integration
+@pytest.mark.exhaustive
 @pytest.mark.xdist_group("processes")  # the first process of a worker starts the fork server, which takes seconds
 @pytest.mark.usefixtures("quick_parts")
-@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("own", [True, False])
 def test_text_has_five_parts_five_facts_and_a_page(own: bool, own_checkpoint: Path, tmp_path: Path, call: Call) -> None:
     page = tmp_path / "page.html"
     state = ["--from", str(own_checkpoint)] if own else ["--scale", "0.001"]

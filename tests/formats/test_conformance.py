@@ -59,6 +59,7 @@ class TestT5X(FormatSuite):
     options = {"dtype": "keep"}  # noqa: RUF012
 
 
+@pytest.mark.exhaustive
 @pytest.mark.xdist_group("conformance of tensorstore")
 class TestZarr3(FormatSuite):
     """The default: raw, with a CRC-32C of every chunk."""
@@ -84,7 +85,7 @@ class TestOcdbt(FormatSuite):
 
 @pytest.mark.coder
 @pytest.mark.parametrize(
-    "suite", [TestNativeLossless, TestSafetensorsLossless, TestSafetensorsSharded, TestT5X, TestOcdbt]
+    "suite", [TestNativeLossless, TestSafetensorsLossless, TestSafetensorsSharded, TestZarr3, TestT5X, TestOcdbt]
 )
 def test_other_suites_pass_what_depends_on_the_way_of_writing(
     suite: type[FormatSuite], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

@@ -89,7 +89,7 @@ def test_a_run_starts_from_the_weights_of_another_and_of_a_chosen_step(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("technique", ["tensor-parallel", "pipeline-parallel", *exhaustive("fsdp")])
+@pytest.mark.parametrize("technique", ["pipeline-parallel", *exhaustive("fsdp", "tensor-parallel")])
 def test_sharded_models_start_from_the_same_weights(tmp_path: Path, data: Path, source: Path, technique: str) -> None:
     initial = read_initial(source)
     config = CONFIG.changed({f"techniques.{technique}": "on", "loop.batch_size": 4})

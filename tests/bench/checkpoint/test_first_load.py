@@ -29,6 +29,7 @@ def test_first_loads_pass_the_gate(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_each_call_has_its_own_process_and_errors_and_other_values_are_raised(tmp_path: Path) -> None:
     assert len({os.getpid(), *(run_in_new_process(os.getpid) for _ in range(2))}) == 3
     tool: Tool = Raises()

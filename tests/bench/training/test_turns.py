@@ -41,6 +41,7 @@ def test_first_step_warm_up_and_first_step_of_a_turn_are_not_timed() -> None:
     assert (speeds, timer.seconds) == ([None, None, None, 100.0, None, 50.0, None], 24.0)
 
 
+@pytest.mark.exhaustive
 @forks
 def test_a_cell_takes_turns_with_the_baseline(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorkeep.bench.training.turns.subprocess", FORKING)

@@ -157,7 +157,8 @@ def test_some_operations_of_three_ranks(tmp_path: Path, forks: ForkedRanks, reco
     record_property("cases", len(chosen))
 
 
-@pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("index", [0, 1])
 def test_a_rank_killed_before_connecting_is_reported_at_timeout(tmp_path: Path, forks: ForkedRanks, index: int) -> None:
     fault = Fault(1, index, "killed before", "connect")
     found = forks.run(3, saves.take_part, "save", str(tmp_path), NEW, 1.0, fault)

@@ -174,6 +174,7 @@ def draw_from_many_tokens(file: Path) -> None:
         pass
 
 
+@pytest.mark.exhaustive
 def test_a_table_and_tokens_larger_than_memory_are_read(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     text = "".join(LINES)[:4000]

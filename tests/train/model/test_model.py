@@ -312,7 +312,7 @@ def test_autocast_works(parts: dict[str, Any]) -> None:
             id="all but grouped",
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param({"n_heads": 4, "kv_heads": 2, "n_layers": 1}, id="grouped only"),
+        pytest.param({"n_heads": 4, "kv_heads": 2, "n_layers": 1}, id="grouped only", marks=pytest.mark.exhaustive),
         *(pytest.param(*each.values, id=each.id, marks=pytest.mark.exhaustive) for each in LAYOUTS),
     ],
 )

@@ -114,6 +114,7 @@ def test_other_data_with_the_same_tokenizer_begins_at_its_first_batch(tmp_path: 
     assert not (tmp_path / "upper-run").exists()
 
 
+@pytest.mark.exhaustive
 def test_losses_of_other_data_are_not_compared_with_the_origins(tmp_path: Path, data: Path, trained: Trained) -> None:
     plateau = {"schedule.name": "plateau", "schedule.patience": 2, "eval.every": 1, "loop.steps": 9}
     trained(START.changed(plateau), tmp_path / "origin")

@@ -44,6 +44,7 @@ def check_ends_as(folder: Path, whole: Path) -> None:
         assert difference(last_state(folder)[part], last_state(whole)[part]) is None, part
 
 
+@pytest.mark.exhaustive
 def test_longer_run_with_a_constant_rate_is_that_of_its_length(tmp_path: Path, data: Path, trained: Trained) -> None:
     longer = CONFIG.changed({"loop.steps": 20})
     trained(longer, tmp_path / "whole")

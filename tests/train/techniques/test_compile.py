@@ -159,6 +159,7 @@ def test_evaluation_stays_uncompiled_only_if_it_may(tmp_path: Path, data: Path, 
         assert validation_loss(run) > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("traced_only")
 def test_hooks_of_the_first_step_are_not_compiled(tmp_path: Path, data: Path) -> None:
     config = with_techniques(TRACED, {"activation-checkpointing": {}, "mixed-precision": {"dtype": "bf16"}})
@@ -197,6 +198,7 @@ def test_recompilation_limit_is_an_error_in_any_step(tmp_path: Path, data: Path)
             run.operations.loss(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("traced_only")
 def test_later_runs_of_a_process_are_compiled_too(tmp_path: Path, data: Path) -> None:
     with dynamo.patch(recompile_limit=1):

@@ -11,7 +11,6 @@ from tensorkeep.testing.technique_suite import killed_copy, losses, train_run, t
 from tensorkeep.train.optim import muon
 from tensorkeep.train.optim.muon import Muon
 from tensorkeep.train.run.world import World
-from tiers import exhaustive
 from train.techniques.several_processes import EXACT, FOUR_STEPS, ProcessPool, task
 from train.tiny_training import check_same
 
@@ -22,7 +21,8 @@ MUON = EXACT.changed(FOUR_STEPS).changed(
 )
 
 
-@pytest.mark.parametrize("technique", [*exhaustive("ddp"), "fsdp"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("technique", ["ddp", "fsdp"])
 def test_two_compute_as_one_and_resume(technique: str, tmp_path: Path, data: Path, two_processes: ProcessPool) -> None:
     config = MUON.changed({f"techniques.{technique}": "on"})
     two_processes.run({"whole": task("train", config, tmp_path / "whole", data)})

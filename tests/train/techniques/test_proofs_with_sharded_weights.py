@@ -19,7 +19,7 @@ def group() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("sharding", ["tensor-parallel", *exhaustive("fsdp")])
+@pytest.mark.parametrize("sharding", ["fsdp", *exhaustive("tensor-parallel")])
 def test_group_of_sharded_weights_that_is_not_fused_is_an_error(tmp_path: Path, data: Path, sharding: str) -> None:
     with opened(with_techniques(TINY, {sharding: {}, "fused-optimizer": {}}), tmp_path / "run", data) as run:
         groups = run.optimizers["adamw"].param_groups
