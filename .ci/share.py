@@ -42,6 +42,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/show": ("src/tensorkeep/show", "src/tensorkeep/report"),
     "tests/state": ("src/tensorkeep/state",),
     "tests/test_ci.py": (".ci",),
+    "tests/test_example_torchtitan.py": ("examples", "src/tensorkeep/distributed", "src/tensorkeep/checkpoint"),
     "tests/test_examples.py": ("examples", "src/tensorkeep/train", "src/tensorkeep/checkpoint"),
     "tests/test_ranks.py": RANKS,
     "tests/train": ("src/tensorkeep/train",),

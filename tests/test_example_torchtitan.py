@@ -120,6 +120,7 @@ def test_a_run_resumes_from_what_its_ranks_have_saved(tmp_path: Path) -> None:
     assert tensorkeep.load(tmp_path / "checkpoint")["dataloader"]["dp_rank_1"] == b"position 6 of rank 1"
 
 
+@pytest.mark.exhaustive
 def test_more_ranks_resume_without_the_positions_in_the_data(tmp_path: Path) -> None:
     first = run_ranks(2, train, tmp_path, range(1, 3))
     start = run_ranks(3, train, tmp_path, range(3, 4), exclude_from_loading=["dataloader"])[0]["start"]

@@ -7,6 +7,7 @@ import pytest
 
 import tensorkeep
 import tensorkeep.distributed
+from tiers import exhaustive
 
 NAMES = """
 BusyError Checkpoint CheckpointManager CorruptCheckpointError DestinationExistsError DiffReport DivergedError
@@ -29,7 +30,7 @@ def test_public_names() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("before", ["enable", "disable"])
+@pytest.mark.parametrize("before", ["disable", *exhaustive("enable")])
 def test_importing_is_cheap_and_leaves_garbage_collection_as_it_was(before: str) -> None:
     program = (
         f"import gc, sys; gc.{before}(); import tensorkeep, tensorkeep.distributed; "

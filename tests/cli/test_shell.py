@@ -74,7 +74,7 @@ def test_zsh_completes_files_and_loads_the_script_from_fpath_or_as_a_source(tmp_
     assert "verify:Read checkpoints completely and check every checksum." in described
 
 
-@pytest.mark.integration
+@pytest.mark.exhaustive
 def test_fish_completes(tmp_path: Path, call: Call) -> None:
     (tmp_path / "script").write_text(call("completion", "fish").out)
     if shutil.which("fish") is None:

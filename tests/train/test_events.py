@@ -171,6 +171,7 @@ def test_a_range_test_suggests_a_tenth_of_the_rate_with_the_lowest_loss() -> Non
 RANGE = CONFIG.changed({"schedule.name": "range", "schedule.final": 1e-5, "optim.lr": 30.0, "loop.steps": 30})
 
 
+@pytest.mark.exhaustive
 def test_resumed_range_test_gives_the_same_suggestion(tmp_path: Path, data: Path, trained: Trained) -> None:
     whole = trained(RANGE, tmp_path / "whole")
     assert whole.suggested_learning_rate is not None

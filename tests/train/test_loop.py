@@ -49,10 +49,10 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 COMBINED = [
     ("accumulating", "muon", "averaged", "random order", "evaluating a part", "shifts and convolutions"),
-    ("muon, split", "grouped heads", "shuffled order, differences"),
     ("stopping early", "synchronous"),
 ]
-ALONE = [pytest.param((name,), marks=pytest.mark.exhaustive) for name in VARIANTS]
+OTHERS = [("muon, split", "grouped heads", "shuffled order, differences"), *((name,) for name in VARIANTS)]
+ALONE = [pytest.param(names, marks=pytest.mark.exhaustive) for names in OTHERS]
 
 
 @pytest.mark.parametrize("stop_at", [pytest.param(1, marks=pytest.mark.exhaustive), 5])

@@ -59,7 +59,8 @@ def test_any_states_come_back_saved_at_once(tmp_path: Path) -> None:
 BUDGET = 128 * 1024**2
 
 
-@pytest.mark.parametrize("compression", [pytest.param("none", marks=pytest.mark.exhaustive), "lossless"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("compression", ["none", "lossless"])
 def test_a_state_larger_than_the_budget_streams_through(tmp_path: Path, compression: str) -> None:
     state = {"large": torch.arange(8 * BLOCK_BYTES // 4, dtype=torch.int32), **state_of(3)}
     report = tensorkeep.save_async(state, tmp_path / "c", memory_budget=BUDGET, compression=compression).wait()

@@ -133,9 +133,9 @@ def cases_of(requests: Sequence[str], actions: Sequence[str] = ACTIONS) -> list[
 
 
 def sampled(cases: Sequence[Case], start: int) -> list[Case]:
-    """Return two of the cases; those of consecutive starts are spread over actions, frequencies and requests."""
+    """Return one of the cases; those of consecutive starts are spread over actions, frequencies and requests."""
     golden = (math.sqrt(5) - 1) / 2
-    return [cases[int((2 * start + place) * golden % 1 * len(cases))] for place in range(2)]
+    return [cases[int(start * golden % 1 * len(cases))]]
 
 
 def every_sixth(cases: list[Case], start: int) -> list[Case]:

@@ -82,7 +82,7 @@ def some_tokens(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(
     "combinations",
     [
-        pytest.param(PAIRS, id="pairs"),
+        pytest.param(PAIRS, id="pairs", marks=pytest.mark.exhaustive),
         pytest.param([{"n_heads": 4, **each} for each in GROUPED], id="grouped"),
         # All of them, a few in each test: the time of a test is limited.
         *(pytest.param(COMBINATIONS[first::10], marks=pytest.mark.exhaustive) for first in range(10)),

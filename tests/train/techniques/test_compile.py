@@ -227,8 +227,9 @@ def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Compile(CompileSettings(backend="aot_eager")).lacks(here) is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize("others", [[], pytest.param(["fused-optimizer"], marks=pytest.mark.exhaustive)], ids=str)
+@pytest.mark.parametrize("others", [[], ["fused-optimizer"]], ids=str)
 def test_newton_schulz_steps_of_muon_are_compiled(tmp_path: Path, data: Path, others: list[str]) -> None:
     muon = with_techniques(ONE_BLOCK.changed({"optim.name": "muon"}), {name: {} for name in others})
     found: dict[str, list[float]] = {}

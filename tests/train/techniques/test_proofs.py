@@ -91,7 +91,8 @@ def other_update(run: Run, weights: list[Tensor], factor: float) -> None:
     ("name", "factor"),
     [
         *(("fused-optimizer", factor) for factor in (0.0, float("nan"))),
-        *(("low-bit-optimizer", factor) for factor in (0.5, 1.1)),
+        ("low-bit-optimizer", 1.1),
+        *exhaustive(("low-bit-optimizer", 0.5)),
         *(("optimizer-offload", factor) for factor in (0.0, 1.1)),
     ],
 )
