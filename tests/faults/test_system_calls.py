@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,9 @@ class Operation(NamedTuple):
 
     call: Callable[[Path], object]
     saves: str = ""
-    """The checkpoint that it writes or replaces, whose number is 3 afterwards."""
+    """The checkpoint that it writes or replaces."""
+    number: int = 3
+    """That of the checkpoint afterwards."""
 
 
 def managed(folder: Path, **settings: Any) -> None:
@@ -71,8 +74,12 @@ def loaded_into(folder: Path) -> None:
 
 def restored(folder: Path) -> None:
     with CheckpointManager(folder / "run") as manager:
-        assert [step.number for step in manager.steps()] == [1, 2]
-        assert same(manager.restore(), state(2))
+        assert {step.number for step in manager.steps()} <= {1, 2}
+        # A step that cannot be read is skipped, with a warning.
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = manager.restore()
+        assert same(found, state(1 if caught else 2))
 
 
 OPERATIONS = {
@@ -91,7 +98,7 @@ OPERATIONS = {
     "into": Operation(loaded_into),
     "restore": Operation(restored),
     "verify": Operation(lambda at: tensorkeep.verify(at / "old")),
-    "convert": Operation(lambda at: tensorkeep.convert(at / "old", at / "new.safetensors"), "new.safetensors"),
+    "convert": Operation(lambda at: tensorkeep.convert(at / "old", at / "new.safetensors"), "new.safetensors", 1),
 }
 
 
@@ -168,9 +175,9 @@ def check(folder: Path, operation: Operation, call: str, failure: BaseException 
     saved = operation.saves
     if saved:
         assert saved in visible or (failure is not None and saved not in expected)
-        before = expected.pop(saved, 3)
+        before = expected.pop(saved, operation.number)
         if saved in visible:
-            allowed = {before, 3} if failure is not None else {3}
+            allowed = {before, operation.number} if failure is not None else {operation.number}
             assert any(same(tensorkeep.load(folder / saved), state(number)) for number in allowed)
     for name in expected.keys() & visible:
         assert same(tensorkeep.load(folder / name), state(expected[name])), name
