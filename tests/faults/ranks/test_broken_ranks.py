@@ -149,7 +149,7 @@ def test_every_operation_of_every_rank(
 def test_some_operations_of_three_ranks(tmp_path: Path, forks: ForkedRanks, record_property: Any) -> None:
     made = Saves(forks, tmp_path, "save", 3)
     operations = made.operations()
-    # A rank that dies or finds a full disk: tests/checkpoint/ranks.
+    # A rank that fails or dies: tests/checkpoint/ranks. A full disk of one is exhaustive.
     chosen = [(0, "renameat2", "killed after"), (1, "open", "hung")]
     for rank, name, action in chosen:
         names = operations[rank]
