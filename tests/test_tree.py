@@ -1,10 +1,9 @@
-"""The structure of the source: who imports whom, sizes of files and folders, the annotated tree in the docs."""
+"""The structure of the source: who imports whom, names of modules, files that the architecture page names."""
 
 import ast
 import re
 import subprocess
 import sys
-import textwrap
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -30,11 +29,6 @@ cli
 testing
 """
 LAYERS = {name: number for number, names in enumerate(ORDER.strip().splitlines()) for name in names.split()}
-
-MOST_FILES = 14
-MOST_LINES = 350
-# One file per technique and per command: the list is the point.
-LISTS = {"train/techniques", "cli"}
 
 
 def modules() -> dict[str, Path]:
@@ -116,65 +110,53 @@ def test_structs_are_prepared_before_threads_decode_them() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_folders_are_small_and_files_short_with_names_that_say_what_is_in_them() -> None:
-    for folder in {path.parent for path in MODULES.values()}:
-        if str(folder.relative_to(SOURCE)) not in LISTS:
-            assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder
+def folder_circles(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """Return the pairs of folders that import each other."""
+    # A module beside the folders, such as `errors` or `torch`, counts as a folder of its own.
+    folder = {module: str(MODULES[module].parent.relative_to(SOURCE)) for module in graph}
+    folder = {module: module if name == "." else name for module, name in folder.items()}
+    edges = {(folder[module], folder[target]) for module in graph for target in graph[module] if target in folder}
+    return {(one, other) for one, other in edges if one < other and (other, one) in edges}
+
+
+# Folders that still import each other; this list only shrinks.
+KNOWN_CIRCLES = {
+    ("checkpoint/load", "checkpoint/manager"),
+    ("checkpoint/local_tier", "checkpoint/manager"),
+    ("formats", "formats/blockfile"),
+    ("formats/native", "formats/native/pieces"),
+    ("io", "io/objects"),
+    ("report", "report/charts"),
+    ("report", "report/plots"),
+    ("report/charts", "report/plots"),
+    ("train", "train/monitor"),
+    ("train", "train/run"),
+    ("train/config", "train/model"),
+    ("train/config", "train/optim"),
+    ("train/memory", "train/run"),
+    ("train/monitor", "train/run"),
+    ("train/optim", "train/run"),
+    ("train/run", "train/techniques"),
+    ("train/run", "train/techniques/parallel"),
+    ("train/techniques", "train/techniques/parallel"),
+}
+
+
+def test_no_two_folders_import_each_other(graph: dict[str, set[str]]) -> None:
+    assert folder_circles(graph) <= KNOWN_CIRCLES
+    circle = {"tensorkeep.io.commit": {"tensorkeep.cli.main"}, "tensorkeep.cli.main": {"tensorkeep.io.commit"}}
+    assert folder_circles(circle) == {("cli", "io")}
+
+
+def test_modules_have_a_docstring_and_a_name_that_says_what_is_in_them() -> None:
     for path in [*MODULES.values(), *CODER.iterdir()]:
-        assert len(path.read_text().splitlines()) <= MOST_LINES, path
+        assert re.match(r'"""\S|/\*', path.read_text()), f"{path} has no docstring"
     for module in MODULES:
         assert not {"utils", "helpers", "common", "misc"} & set(module.split(".")), module
 
 
-def docstring(path: Path) -> str | None:
-    """Return the docstring of a module, or the comment with which a C file begins."""
-    found = re.match(r'"""(.*?)"""|/\*(.*?)\*/', path.read_text(), re.DOTALL)
-    return found and re.sub(r"\n *\*? *", "\n", found[1] or found[2]).strip()
-
-
-def summary(path: Path) -> str:
-    """Return the first paragraph of the docstring of a module, on one line."""
-    text = docstring(path)
-    assert text, f"{path} has no docstring"
-    return " ".join(text.split("\n\n")[0].split()).rstrip(".")
-
-
-def tree(folder: Path = SOURCE, indent: str = "  ") -> list[str]:
-    """Return the annotated tree of a folder, a line for each file."""
-    files = [path for path in folder.iterdir() if path.suffix in (".py", ".c", ".h")]
-    files.sort(key=lambda path: (path.name != "__init__.py", path.name))
-    width = max((len(path.name) for path in files), default=0)
-    lines = []
-    for path in files:
-        line = f"{indent}{path.name:<{width}}  {summary(path)}"
-        below = " " * (len(indent) + width + 2)
-        lines += textwrap.wrap(line, 118, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
-    for inner in sorted(path for path in folder.iterdir() if list(path.rglob("*.py"))):
-        lines += [f"{indent}{inner.name}/", *tree(inner, indent + "  ")]
-    return lines
-
-
-def whole_tree() -> list[str]:
-    return ["src/coder/", *tree(CODER), "src/tensorkeep/", *tree()]
-
-
-def test_the_tree_in_the_docs_is_the_tree() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    block = re.search(r"```text\n(.*?)```", text, re.DOTALL)
-    assert block is not None
-    assert block[1].splitlines() == whole_tree(), "run `python tests/test_tree.py` to update it"
-
-
 def test_files_named_in_the_architecture_page_exist() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text().partition("## The tree")[0]
-    named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`", text)
+    named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`", (ROOT / "docs" / "architecture.md").read_text())
     assert len(named) > 40
     for name in named:
-        assert (ROOT / "src" / "tensorkeep" / name).exists(), name
-
-
-if __name__ == "__main__":
-    page = ROOT / "docs" / "architecture.md"
-    written = "\n".join(whole_tree())
-    page.write_text(re.sub(r"```text\n.*?```", lambda _: f"```text\n{written}\n```", page.read_text(), flags=re.DOTALL))
-    sys.exit()
+        assert (SOURCE / name).exists(), name
