@@ -77,7 +77,7 @@ bench-stores: $(DEV)  ## saves and loads in an object store on this machine, bes
 
 torture: $(DEV)  ## the exhaustive tests: every operation killed, every byte flipped, the coder fuzzed (tens of minutes)
 	$(PYTEST) -m exhaustive $(LONG) --store-server ministack
-	$(PYTEST) -m "integration and not exhaustive" --store-server ministack tests/io/objects tests/formats tests/checkpoint tests/faults/stores
+	$(PYTEST) -m "integration and not exhaustive" --store-server ministack tests/storage/objects tests/formats tests/checkpoint tests/faults/stores
 	$(PYTEST) -m hypothesis --hypothesis-profile thorough $(LONG)
 	$(MAKE) sanitized
 

@@ -24,7 +24,7 @@ from tensorkeep.bench.experiment.workload import Task
 from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run.cell import run_cell
 from tensorkeep.bench.run.scratch import scratch_folder
-from tensorkeep.checkpoint.save.save import save
+from tensorkeep.checkpoint.saving import save
 from tensorkeep.units import format_seconds
 
 _BY_HAND = "by hand"

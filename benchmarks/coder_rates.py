@@ -18,9 +18,9 @@ from tensorkeep.cli.text import Table
 from tensorkeep.codecs import planes, probe
 from tensorkeep.codecs.base import Bytes
 from tensorkeep.codecs.coder import CompiledCoder, PythonCoder
-from tensorkeep.formats.blockfile.gather import HashedReading
-from tensorkeep.formats.sealed import digest, new_hasher
-from tensorkeep.formats.write import BLOCK_BYTES
+from tensorkeep.formats.base import BLOCK_BYTES
+from tensorkeep.formats.blockfile.write import HashedReading
+from tensorkeep.formats.checksummed_json import digest, new_hasher
 from tensorkeep.state.dtypes import BY_NAME, DType
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")

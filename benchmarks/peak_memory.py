@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorkeep.bench.checkpoint.probes import release_memory
-from tensorkeep.checkpoint.load.load import load
-from tensorkeep.checkpoint.save.save import save
+from tensorkeep.checkpoint.loading import load
+from tensorkeep.checkpoint.saving import save
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.machine import peak_resident_bytes, reset_peak_resident, resident_bytes
 

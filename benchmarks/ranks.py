@@ -25,7 +25,7 @@ from tensorkeep import machine
 from tensorkeep.bench.checkpoint.models import parse, spec_of_size
 from tensorkeep.bench.checkpoint.probes import check_capacity, files_of, remove
 from tensorkeep.cli.text import Table
-from tensorkeep.io.buffers import DEFAULT_BUDGET
+from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.units import format_bytes, parse_bytes
 
 SAVES = ("tensorkeep", "tensorkeep lossless", "DcpWriter", "dcp 1", "dcp 2", "dcp 4")

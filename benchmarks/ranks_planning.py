@@ -93,13 +93,13 @@ def plan_by_tensorkeep(ranks: int, tensors: int) -> Planning:
     """Measure the first save of a run, in which the ranks exchange their tensors; later saves exchange digests."""
     import msgspec
 
-    from tensorkeep.checkpoint.ranks.assignment import assign
-    from tensorkeep.checkpoint.ranks.outline import BoxKey, RankOutline, Tensors, merge_tensors
+    from tensorkeep.formats.base import WriteSettings
     from tensorkeep.formats.native.directory import is_replaceable
     from tensorkeep.formats.native.pieces.records import FragmentReport
     from tensorkeep.formats.native.pieces.root import plan_root, write_plan, write_root
-    from tensorkeep.formats.write import WriteSettings
-    from tensorkeep.io.commit import Commit
+    from tensorkeep.ranks.collective import assign
+    from tensorkeep.ranks.outline import BoxKey, RankOutline, Tensors, merge_tensors
+    from tensorkeep.storage.commit import Commit
 
     encode = msgspec.msgpack.encode
     same, reports = msgspec.msgpack.Decoder(Tensors), msgspec.msgpack.Decoder(FragmentReport)
@@ -128,7 +128,7 @@ def plan_by_tensorkeep(ranks: int, tensors: int) -> Planning:
 
 
 def _outline(rank: int, ranks: int, tensors: int) -> Any:
-    from tensorkeep.checkpoint.ranks.outline import RankOutline, TensorOutline, Tensors
+    from tensorkeep.ranks.outline import RankOutline, TensorOutline, Tensors
 
     box = rank * ROWS_EACH, 0, ROWS_EACH, COLUMNS
     shape, layout = (ranks * ROWS_EACH, COLUMNS), f"mesh (dp={ranks}): S(0)"

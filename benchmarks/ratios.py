@@ -34,8 +34,8 @@ from tensorkeep.bench.experiment.workload import Outcome
 from tensorkeep.bench.run.rounds import Measurement, Rounds, run_rounds, tool_measurements
 from tensorkeep.cli.text import Table
 from tensorkeep.errors import TensorkeepError, UnsupportedError
-from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.io.parallel import default_threads
+from tensorkeep.storage.buffers import DEFAULT_BUDGET
+from tensorkeep.storage.parallel import default_threads
 from tensorkeep.units import format_bytes, format_rate, format_seconds, parse_bytes
 from yardstick import DirectWriter
 

@@ -42,9 +42,9 @@ from tensorkeep.bench.checkpoint.models import build, spec_of_size
 from tensorkeep.bench.checkpoint.probes import check_capacity
 from tensorkeep.checkpoint.arguments import STORE_THREADS
 from tensorkeep.cli.text import Table
-from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.io.objects.uploads import part_bytes
 from tensorkeep.paths import StorePath
+from tensorkeep.storage.buffers import DEFAULT_BUDGET
+from tensorkeep.storage.store_files import part_bytes
 from tensorkeep.units import parse_bytes
 
 SEED = 20_261_123

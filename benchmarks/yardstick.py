@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from tensorkeep.errors import UnsupportedError
-from tensorkeep.state.strided import Bytes
+from tensorkeep.state.leaf import Bytes
 
 BUFFER_BYTES = 16 * 1024**2
 

@@ -8,18 +8,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tensorkeep.formats.blockfile.cuts import Grid
+from tensorkeep.formats.base import WriteResult, WriteSettings
+from tensorkeep.formats.blockfile.plan import Grid
 from tensorkeep.formats.native.directory import is_replaceable
 from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.native.pieces.records import FragmentReport
 from tensorkeep.formats.native.pieces.root import plan_root, write_plan, write_root
 from tensorkeep.formats.native.pieces.writer import PiecesWrite
-from tensorkeep.formats.write import WriteResult, WriteSettings
-from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.commit import Commit
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.sharded import Piece
 from tensorkeep.state.tree import flatten
+from tensorkeep.storage.buffers import BufferPool
+from tensorkeep.storage.commit import Commit
 
 Split = Callable[[Leaf], Sequence[Sequence[Piece]]]
 """Returns the boxes of a tensor that each rank has."""

@@ -27,9 +27,9 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from memory_store import MemoryStore, Reply
-from tensorkeep.io.clock import Clock, use_clock
-from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
+from tensorkeep.storage import store_requests
+from tensorkeep.storage.clock import Clock, use_clock
 
 ACTIONS = ("500", "503", "reset", "lost", "truncated", "short", "slow", "stalled", "late", "later", "403")
 """What happens to requests, and may pass; `Fault` says what each is."""
@@ -132,14 +132,14 @@ def upload(path: Path, url: str) -> str:
     """Copy a file, or the files of a folder, to a URL; return it."""
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
-            stores.put(StorePath(url) / file.relative_to(path), file.read_bytes())
+            store_requests.put(StorePath(url) / file.relative_to(path), file.read_bytes())
     return url
 
 
 def damage(path: StorePath) -> None:
     """Flip the last bit of an object."""
-    content = bytes(stores.get(path))
-    stores.put(path, content[:-1] + bytes([content[-1] ^ 1]))
+    content = bytes(store_requests.get(path))
+    store_requests.put(path, content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def environment_of(url: str, *, seconds: float = 20) -> dict[str, str]:

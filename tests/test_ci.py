@@ -113,10 +113,10 @@ def test_a_page_that_is_changed_runs_and_the_tests_of_the_site_run_together(shar
 
 
 def test_the_longest_start_of_a_path_counts(share: ModuleType) -> None:
-    assert share.is_touched("tests/faults/test_commit.py::test_x", ["src/tensorkeep/io/commit.py"])
-    assert not share.is_touched("tests/faults/stores/test_calls.py::test_x", ["src/tensorkeep/io/commit.py"])
+    assert share.is_touched("tests/faults/test_commit.py::test_x", ["src/tensorkeep/storage/commit.py"])
+    assert not share.is_touched("tests/faults/stores/test_calls.py::test_x", ["src/tensorkeep/state/tree.py"])
     assert share.is_touched("tests/faults/stores/test_calls.py::test_x", ["tests/faults/stores/test_calls.py"])
-    assert not share.is_touched("tests/io/test_lock.py::test_x", ["src/tensorkeep/iox/other.py"])
+    assert not share.is_touched("tests/storage/test_lock.py::test_x", ["src/tensorkeep/storagex/other.py"])
 
 
 def test_every_exhaustive_test_has_subjects_that_exist(share: ModuleType) -> None:

@@ -13,20 +13,16 @@ from tensorkeep.version import __version__
 check_supported()
 
 if TYPE_CHECKING:
-    from tensorkeep.checkpoint.inspect.convert import convert
-    from tensorkeep.checkpoint.inspect.diff import DiffReport, diff
-    from tensorkeep.checkpoint.inspect.info import InfoReport, info
-    from tensorkeep.checkpoint.inspect.log import RunLog, log
-    from tensorkeep.checkpoint.load.lazy import Checkpoint, LazyTensor, open
-    from tensorkeep.checkpoint.load.load import load
-    from tensorkeep.checkpoint.load.verify import VerifyReport, verify
-    from tensorkeep.checkpoint.manager.manager import CheckpointManager
-    from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, KeepEvery, KeepLast, KeepThinned
-    from tensorkeep.checkpoint.manager.steps import Step, UploadStatus
-    from tensorkeep.checkpoint.manager.triggers import EverySteps, EveryTime, OnSignal, SaveWhen
-    from tensorkeep.checkpoint.save.job import PendingSave, SaveReport
-    from tensorkeep.checkpoint.save.save import save, save_async
+    from tensorkeep.checkpoint.background import PendingSave, SaveReport
+    from tensorkeep.checkpoint.convert import convert
+    from tensorkeep.checkpoint.diff import DiffReport, diff
+    from tensorkeep.checkpoint.info import InfoReport, info
+    from tensorkeep.checkpoint.lazy import Checkpoint, LazyTensor, open
+    from tensorkeep.checkpoint.loading import load
+    from tensorkeep.checkpoint.log import RunLog, log
+    from tensorkeep.checkpoint.saving import save, save_async
     from tensorkeep.checkpoint.stateful import RandomState
+    from tensorkeep.checkpoint.verify import VerifyReport, verify
     from tensorkeep.errors import (
         BusyError,
         CorruptCheckpointError,
@@ -47,26 +43,30 @@ if TYPE_CHECKING:
         UnsupportedLeafError,
         UsageError,
     )
+    from tensorkeep.manager.manager import CheckpointManager
+    from tensorkeep.manager.triggers import EverySteps, EveryTime, OnSignal, SaveWhen
     from tensorkeep.placeholder import Placeholder
-    from tensorkeep.state.registry import register
+    from tensorkeep.runs.retention import Keep, KeepBest, KeepEvery, KeepLast, KeepThinned
+    from tensorkeep.runs.steps import Step, UploadStatus
+    from tensorkeep.state.skeleton import register
 
 _EXPORTS = {
-    "checkpoint.inspect.convert": ("convert",),
-    "checkpoint.inspect.diff": ("DiffReport", "diff"),
-    "checkpoint.inspect.info": ("InfoReport", "info"),
-    "checkpoint.inspect.log": ("RunLog", "log"),
-    "checkpoint.load.verify": ("VerifyReport", "verify"),
-    "checkpoint.load.lazy": ("Checkpoint", "LazyTensor", "open"),
-    "checkpoint.load.load": ("load",),
-    "checkpoint.manager.manager": ("CheckpointManager",),
-    "checkpoint.manager.retention": ("Keep", "KeepBest", "KeepEvery", "KeepLast", "KeepThinned"),
-    "checkpoint.manager.steps": ("Step", "UploadStatus"),
-    "checkpoint.manager.triggers": ("EverySteps", "EveryTime", "OnSignal", "SaveWhen"),
+    "checkpoint.convert": ("convert",),
+    "checkpoint.diff": ("DiffReport", "diff"),
+    "checkpoint.info": ("InfoReport", "info"),
+    "checkpoint.log": ("RunLog", "log"),
+    "checkpoint.verify": ("VerifyReport", "verify"),
+    "checkpoint.lazy": ("Checkpoint", "LazyTensor", "open"),
+    "checkpoint.loading": ("load",),
+    "manager.manager": ("CheckpointManager",),
+    "runs.retention": ("Keep", "KeepBest", "KeepEvery", "KeepLast", "KeepThinned"),
+    "runs.steps": ("Step", "UploadStatus"),
+    "manager.triggers": ("EverySteps", "EveryTime", "OnSignal", "SaveWhen"),
     "checkpoint.stateful": ("RandomState",),
-    "checkpoint.save.job": ("PendingSave", "SaveReport"),
-    "checkpoint.save.save": ("save", "save_async"),
+    "checkpoint.background": ("PendingSave", "SaveReport"),
+    "checkpoint.saving": ("save", "save_async"),
     "placeholder": ("Placeholder",),
-    "state.registry": ("register",),
+    "state.skeleton": ("register",),
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 

@@ -23,7 +23,7 @@ class StorePath(PosixPath):
     """The path of an object, or of several that share a prefix, in an object store.
 
     It is joined and taken apart like any other path. Nothing of it exists on a file system: where a path is read,
-    `tensorkeep.io.places` and `tensorkeep.formats.probe` look at its class.
+    `tensorkeep.storage.places` and `tensorkeep.formats.probe` look at its class.
 
     Examples
     --------

@@ -16,15 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from tensorkeep.checkpoint.finding import find_format
-from tensorkeep.checkpoint.load.load import load as _load
-from tensorkeep.checkpoint.load.verify import verify
-from tensorkeep.checkpoint.manager.address import checkpoint_path
-from tensorkeep.checkpoint.save.save import save as _save
+from tensorkeep.checkpoint.loading import load as _load
+from tensorkeep.checkpoint.saving import save as _save
+from tensorkeep.checkpoint.verify import verify
 from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UsageError
-from tensorkeep.io.files import store_errors
+from tensorkeep.formats.finding import find_format
 from tensorkeep.paths import StorePath, as_path
+from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state.tree import flatten
+from tensorkeep.storage.direct_io import store_errors
 
 if TYPE_CHECKING:
     import torch

@@ -111,3 +111,9 @@ def _three_digits(value: float) -> str:
 def counted(count: int, noun: str) -> str:
     """Return a count and its noun, such as ``1 tensor`` or ``2,370 tensors``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def check_count(what: str, count: object) -> None:
+    """Raise UsageError unless a count is an int of 1 or more."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UsageError(f"{what} is {count!r}", remedy="give an int of 1 or more")

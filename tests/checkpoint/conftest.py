@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorkeep.io.commit import Commit
+from tensorkeep.storage.commit import Commit
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import torch
 import tensorkeep
 from tensorkeep import CheckpointManager
 from tensorkeep.checkpoint import settings
-from tensorkeep.checkpoint.save.begin import SaveRequest, check_request
+from tensorkeep.checkpoint.saving import SaveRequest, check_request
 from tensorkeep.checkpoint.settings import SaveTable
 from tensorkeep.formats.base import FORMATS
 from tensorkeep.formats.native.options import NativeOptions
-from tensorkeep.io.parallel import default_threads
+from tensorkeep.storage.parallel import default_threads
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import names_in
 

@@ -10,7 +10,7 @@ import torch
 
 import tensorkeep
 from cli.calls import Call, RunJson
-from tensorkeep.checkpoint.load import verify as verify_module
+from tensorkeep.checkpoint import verify as verify_module
 from tensorkeep.cli import verify as verify_command
 from tensorkeep.cli.main import main
 from tensorkeep.codecs import coder

@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 
 from cli.calls import Call, RunJson
-from tensorkeep.checkpoint.inspect import convert as convert_module
+from tensorkeep.checkpoint import convert as convert_module
 from tensorkeep.cli import errors
 from tensorkeep.cli.main import build_app
 from tensorkeep.errors import StoreError
-from tensorkeep.io.parallel import Cancellation
+from tensorkeep.storage.parallel import Cancellation
 from tensorkeep.testing.cases import case
 
 EVERYWHERE = "--json --quiet -q --verbose -v --progress --no-progress --config -C"

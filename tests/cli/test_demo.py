@@ -22,13 +22,13 @@ from tensorkeep.bench.analysis.summary import summarise
 from tensorkeep.bench.checkpoint.first_load import FreshProcess
 from tensorkeep.bench.demo import six_way, training
 from tensorkeep.bench.demo.training import ComparedRuns, KilledRun, TrainingDemo
-from tensorkeep.checkpoint.manager.steps import Step
 from tensorkeep.cli import demo
 from tensorkeep.cli.charts import sparkline
 from tensorkeep.cli.main import main
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.training_demo import training_demo
 from tensorkeep.errors import StoreError
+from tensorkeep.runs.steps import Step
 
 ARMS = {"torch", "safetensors", "tensorkeep", "tensorkeep-lossless", "tensorstore"}
 SIX_WAY = ("tensorstore", "pytorch", "t5x", "ts+concurrency", "ts+chunks", "ts+compression")

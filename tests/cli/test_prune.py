@@ -13,9 +13,9 @@ import torch
 from cli.calls import Call, RunJson
 from tensorkeep import CheckpointManager, StoreError
 from tensorkeep.cli.main import main
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.native import reader
-from tensorkeep.io.directory import Directory
+from tensorkeep.storage.base import Directory
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import content, names_in
 
@@ -51,8 +51,8 @@ def test_other_folders_and_intact_steps_are_kept(root: Path, run_json: RunJson) 
     (root / "step-000100" / "thesis.txt").write_text("years of work")
     torch.save({"w": torch.ones(3)}, root / "step-000200")
     later = root / "step-000002"
-    body = sealed.read(Directory(later), "manifest.json")
-    (later / "manifest.json").write_bytes(sealed.seal({**body, "version": body["version"] + 1}))
+    body = checksummed_json.read(Directory(later), "manifest.json")
+    (later / "manifest.json").write_bytes(checksummed_json.seal({**body, "version": body["version"] + 1}))
     before = content(root)
     real = reader.manifests.read_outline
 

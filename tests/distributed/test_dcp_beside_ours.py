@@ -21,7 +21,7 @@ from distributed.calls import DyingPlanner, errors_of, full_tensor, load, save
 from faults.injection import flip_bit
 from ranks import outcomes, run_ranks
 from tensorkeep.distributed import DcpReader, DcpWriter
-from tensorkeep.formats.blockfile.data_file import DataFile
+from tensorkeep.formats.blockfile.write import DataFile
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tensorkeep.checkpoint.ranks.group import Channel
-from tensorkeep.io import commit
+from tensorkeep.ranks.group import Channel
+from tensorkeep.storage import commit
 
 Action = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Is called with the name of the operation, the real function and its arguments, in place of the function."""

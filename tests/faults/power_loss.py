@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from faults.injection import OPERATIONS
-from tensorkeep.io import commit
+from tensorkeep.storage import commit
 
 _SECTOR = 512
 

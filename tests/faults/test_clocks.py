@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tensorkeep import CheckpointManager, KeepThinned, UnsupportedError, save
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
 
 STEPS = 14
 INTERVAL = 600.0
@@ -72,7 +72,7 @@ def test_what_no_reader_would_accept_is_refused_before_anything_is_written(
     monkeypatch.setattr(time, "time", lambda: 3e11)  # after the year 9999
     with pytest.raises(UnsupportedError, match="look at the number of the step and at the clock"):
         CheckpointManager(tmp_path).save(1, {"step": 1})
-    monkeypatch.setattr(sealed, "MAX_BYTES", 1000)
+    monkeypatch.setattr(checksummed_json, "MAX_BYTES", 1000)
     with pytest.raises(UnsupportedError, match="its structure and plain values take"):
         save({"text": "x" * 1000}, tmp_path / "a")
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from faults import injection as faults
 from forked import ended
 from tensorkeep import CheckpointManager
 from tensorkeep.errors import DestinationExistsError
-from tensorkeep.io.temporaries import SUFFIX
+from tensorkeep.storage.commit import SUFFIX
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.initial import read_initial

@@ -18,8 +18,8 @@ from faults import injection as faults
 from faults.training_variants import ORIGIN, VARIANTS, Variant, prepare_data
 from forked import ended
 from tensorkeep import CheckpointManager
-from tensorkeep.io import commit
-from tensorkeep.io.temporaries import SUFFIX
+from tensorkeep.storage import commit
+from tensorkeep.storage.commit import SUFFIX
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import Sampling

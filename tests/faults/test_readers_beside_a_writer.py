@@ -14,7 +14,7 @@ import torch
 from forked import ended, start
 from tensorkeep import CheckpointManager, NotACheckpointError
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.io.directory import Directory
+from tensorkeep.storage.base import Directory
 from tensorkeep.testing.equality import same
 from tiers import exhaustive
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.io import directory
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.source_file import SourceFile
+from tensorkeep.storage import base
+from tensorkeep.storage.base import Directory, SourceFile
 from tensorkeep.testing.equality import same
 from tiers import exhaustive
 
@@ -64,7 +63,7 @@ def few_descriptors() -> Iterator[None]:
 @pytest.mark.parametrize("compression", [*exhaustive("none"), "lossless"])
 @pytest.mark.usefixtures("few_descriptors")
 def test_more_files_than_file_descriptors(tmp_path: Path, compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "MAX_OPEN_FILES", 40)
+    monkeypatch.setattr(base, "MAX_OPEN_FILES", 40)
     wide = {f"part{i}": {"w": torch.full((8,), float(i)), "none": torch.empty(0)} for i in range(80)}
     wide["empty"] = {"w": torch.empty(0)}
     tensorkeep.save(wide, tmp_path / "ckpt", compression=compression)
@@ -76,7 +75,7 @@ def test_more_files_than_file_descriptors(tmp_path: Path, compression: str, monk
 
 def test_an_open_checkpoint_keeps_its_content_and_files_opened_later_raise_an_error(tmp_path: Path) -> None:
     tensorkeep.save(state(1), tmp_path / "ckpt")
-    few_files = partial(mock.patch.object, directory, "MAX_OPEN_FILES", 3)
+    few_files = partial(mock.patch.object, base, "MAX_OPEN_FILES", 3)
     with tensorkeep.open(tmp_path / "ckpt") as opened, few_files(), tensorkeep.open(tmp_path / "ckpt") as partly:
         tensorkeep.save(state(2), tmp_path / "ckpt", overwrite=True)
         assert all(torch.equal(opened[name].load(), torch.ones(8)) for name in opened)

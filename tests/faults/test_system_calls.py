@@ -26,7 +26,7 @@ import torch
 
 import tensorkeep
 from tensorkeep import CheckpointManager
-from tensorkeep.io import threads
+from tensorkeep.storage import parallel
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
 from tiers import exhaustive
@@ -122,7 +122,7 @@ def main() -> None:
             library.arm(index, error)
             try:
                 # A thread without memory ends before it begins.
-                with mock.patch.object(threads, "LONGEST_THREAD_START", 1.0):
+                with mock.patch.object(parallel, "LONGEST_THREAD_START", 1.0):
                     operation.call(folder)
             except BaseException as raised:
                 failure = raised

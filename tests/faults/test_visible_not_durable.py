@@ -11,8 +11,8 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
-from tensorkeep.io import commit as commit_module
-from tensorkeep.io.temporaries import SUFFIX
+from tensorkeep.storage import commit as commit_module
+from tensorkeep.storage.commit import SUFFIX
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
 

@@ -11,9 +11,9 @@ import torch
 import tensorkeep
 from simulated_ranks import at_random, by_dimension, random_tiling, save_by_ranks
 from state.reloading import leaf_of
-from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.formats import box_copies
+from tensorkeep.formats import base
 from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.finding import open_reader
 
 SHAPE = (37, 20, 6)
 
@@ -39,10 +39,10 @@ def strided(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def test_boxes_are_read_into_any_layout(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(SHAPE).bfloat16()
     write(tmp_path / "c", kind, tensor)
-    monkeypatch.setattr(box_copies, "BLOCK_BYTES", 2048)
+    monkeypatch.setattr(base, "BLOCK_BYTES", 2048)
     random = Random(2)
     for verify, long_run in ((True, 1), (False, 64), (True, 10**6), (False, 10**6)):
-        monkeypatch.setattr(box_copies, "_LONG_RUN", long_run)
+        monkeypatch.setattr(base, "_LONG_RUN", long_run)
         settings = OpenSettings(verify=verify)
         with open_reader(tmp_path / "c", settings) as reader:
             for offsets, sizes in random_tiling(random, SHAPE, cuts=4):
@@ -93,6 +93,6 @@ def test_rows_are_read_together_if_little_is_between_them(
         out[:] = data[start:stop]
 
     out = np.zeros(sizes, np.uint8)
-    box_copies.read_box(read, shape, offsets, leaf_of(out), OpenSettings().pool)
+    base.read_box(read, shape, offsets, leaf_of(out), OpenSettings().pool)
     assert sorted(found) == reads
     assert np.array_equal(out, data.reshape(shape)[:, offsets[1] : offsets[1] + sizes[1]])

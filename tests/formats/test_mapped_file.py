@@ -12,8 +12,8 @@ import pytest
 from tensorkeep.errors import StoreError
 from tensorkeep.formats import mapped_file
 from tensorkeep.formats.mapped_file import FetchedFile, FetchedParts
-from tensorkeep.io.files import Bytes
-from tensorkeep.io.objects.store_directory import StoreFile
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.store_files import StoreFile
 
 PIECE = 16 * 1024
 

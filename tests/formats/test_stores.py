@@ -25,10 +25,10 @@ from formats.tensorstore.array_files import foreign_group, write_array
 from store_servers import ACTIONS, SECRET, Fault, FaultAt, Proxy, always, serving, upload
 from tensorkeep.cli.main import main
 from tensorkeep.distributed import DcpReader
-from tensorkeep.formats.tensorstore.in_store import kvstore_spec, retries
-from tensorkeep.io.objects import stores
+from tensorkeep.formats.tensorstore.library import kvstore_spec, retries
 from tensorkeep.paths import StorePath
 from tensorkeep.safetensors.torch import load_file
+from tensorkeep.storage import store_requests
 from tensorkeep.testing.cases import case as case_of
 from tensorkeep.testing.equality import same
 from tiers import exhaustive
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_read_as_from_a_disk(
 
 
 def test_places_without_a_checkpoint_and_servers_without_ranges(tmp_path: Path, bucket: Proxy) -> None:
-    stores.put(StorePath(f"{BUCKET}/some"), b"thing")
+    store_requests.put(StorePath(f"{BUCKET}/some"), b"thing")
     with pytest.raises(tensorkeep.NotACheckpointError):
         tensorkeep.info(BUCKET)
     torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")

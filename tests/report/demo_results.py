@@ -11,7 +11,7 @@ from tensorkeep.bench.demo.speed import TOOLS, SmallRun
 from tensorkeep.bench.demo.training import ComparedRuns
 from tensorkeep.bench.results import Cell
 from tensorkeep.bench.run.rounds import Rounds
-from tensorkeep.checkpoint.load.verify import VerifyReport
+from tensorkeep.checkpoint.verify import VerifyReport
 from tensorkeep.formats.base import Problem
 
 GB = 10**9

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, UsageError
-from tensorkeep.state import registry
-from tensorkeep.state.registry import register
-from tensorkeep.state.skeleton_reader import MAX_DEPTH, LeafSpec
+from tensorkeep.state.skeleton import MAX_DEPTH, LeafSpec, register
 from tensorkeep.state.tree import flatten, leaf_specs, prune, unflatten
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
@@ -304,7 +302,7 @@ def test_data_that_matches_the_skeleton_is_used_and_other_data_refused() -> None
 def test_unregistered_classes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton = flatten({"s": Settings(1.0, torch.ones(1)), "c": Color.RED}).skeleton
     assert list(leaf_specs(skeleton)) == ["s.weight"]
-    monkeypatch.setattr(registry, "_CLASSES", {})
+    monkeypatch.setattr(skeleton, "_CLASSES", {})
     assert list(leaf_specs(skeleton)) == ["s.weight"]
     with pytest.raises(UnsupportedError) as caught:
         unflatten(skeleton, {"s.weight": torch.ones(1)})

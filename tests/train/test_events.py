@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from tensorkeep import CheckpointManager
-from tensorkeep.checkpoint.save.job import SaveJob
+from tensorkeep.checkpoint.background import SaveJob
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.train_progress import Lines, bar, document, print_summary
 from tensorkeep.errors import StoreError

@@ -14,7 +14,7 @@ import msgspec
 
 from tensorkeep.bench.results import KIND, SCHEMA, Results
 from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError, UnsupportedError, UsageError
-from tensorkeep.io.commit import replace_file
+from tensorkeep.storage.commit import replace_file
 from tensorkeep.structs import prepared
 
 FILE_NAME = "results.json"

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from tensorkeep.errors import UsageError
-from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.parallel import default_threads
 from tensorkeep.paths import StorePath
-from tensorkeep.state.strided import Device
+from tensorkeep.state.leaf import Device
+from tensorkeep.storage.buffers import BufferPool
+from tensorkeep.storage.parallel import default_threads
 from tensorkeep.units import parse_bytes
 
 STORE_THREADS = 8
@@ -31,12 +31,6 @@ def thread_count(threads: int | None, source: Path | None = None) -> int:
     if threads < 1:
         raise UsageError(f"threads is {threads}", remedy="give 1 or more")
     return threads
-
-
-def check_count(what: str, count: object) -> None:
-    """Raise UsageError unless a count is an int of 1 or more."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UsageError(f"{what} is {count!r}", remedy="give an int of 1 or more")
 
 
 def check_device(device: Device) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tensorkeep.errors import UsageError
-from tensorkeep.io.parallel import Progress
+from tensorkeep.storage.parallel import Progress
 
 ProgressOption = Progress | bool | None
 """A callback, True for a progress bar, or nothing."""

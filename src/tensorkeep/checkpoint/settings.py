@@ -16,9 +16,9 @@ from typing import Any
 
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import PathLike, UsageError, did_you_mean
-from tensorkeep.io.buffers import MINIMUM_BUDGET
-from tensorkeep.io.files import close, store_errors
 from tensorkeep.paths import checked_path
+from tensorkeep.storage.buffers import MINIMUM_BUDGET
+from tensorkeep.storage.direct_io import close, store_errors
 from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
 
 FILE_NAME = "tensorkeep.toml"

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, UsageError
-from tensorkeep.state.names import Key, Path, display
-from tensorkeep.state.registry import is_namedtuple, registered_name
-from tensorkeep.state.skeleton_writer import check_depth
+from tensorkeep.state.names import Key, KeyPath, display
+from tensorkeep.state.skeleton import check_depth, is_namedtuple, registered_name
 
 
 def items(value: Any) -> list[tuple[Key, Any]] | None:
@@ -65,7 +64,7 @@ def container_kind(value: Any) -> str | None:
     return kind.__name__ if is_namedtuple(kind) or _is_registered_dataclass(kind) else None
 
 
-def paths_to(state: Any, kind: type | tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def paths_to(state: Any, kind: type | tuple[type, ...], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Yield all values of some types in nested containers, with the keys that lead to them.
 
     Raises UnsupportedLeafError if the containers are nested too deeply, perhaps in themselves.
@@ -78,14 +77,14 @@ def paths_to(state: Any, kind: type | tuple[type, ...], path: Path = ()) -> Iter
             yield from paths_to(item, kind, (*path, key))
 
 
-def value_at(state: Any, path: Path) -> Any:
+def value_at(state: Any, path: KeyPath) -> Any:
     """Return the value at the end of some keys; KeyError if it does not exist."""
     for key in path:
         state = dict(items(state) or [])[key]
     return state
 
 
-def has_value(state: Any, path: Path) -> bool:
+def has_value(state: Any, path: KeyPath) -> bool:
     """Return whether some keys lead to a value."""
     try:
         value_at(state, path)
@@ -94,7 +93,7 @@ def has_value(state: Any, path: Path) -> bool:
     return True
 
 
-def is_below(path: Path, places: Mapping[Path, Any] | set[Path]) -> bool:
+def is_below(path: KeyPath, places: Mapping[KeyPath, Any] | set[KeyPath]) -> bool:
     """Return whether some keys lead to, or through, one of some places."""
     return any(path[:length] in places for length in range(len(path) + 1))
 
@@ -119,7 +118,7 @@ class StatefulObject:
     names: Mapping[Key, Key] = field(default_factory=dict)
 
 
-LoadObject = Callable[[Path, StatefulObject, Any], None]
+LoadObject = Callable[[KeyPath, StatefulObject, Any], None]
 """Loads a state into the object at the end of some keys."""
 
 
@@ -129,7 +128,7 @@ def is_stateful(value: object) -> bool:
     return not isinstance(value, type) and all(map(callable, methods))
 
 
-def wrap_objects(state: Any, path: Path = (), *, depth: int = 0) -> Any:
+def wrap_objects(state: Any, path: KeyPath = (), *, depth: int = 0) -> Any:
     """Return a state in which a `StatefulObject` stands for each object; UnsupportedLeafError if nested too deeply."""
     stateful = is_stateful(state)
     found = None if stateful else items(state)
@@ -160,7 +159,7 @@ def expand(state: Any) -> Any:
     return unwrap_states(wrap_objects(state))
 
 
-def load_objects(state: Any, loaded: Any, load: LoadObject, path: Path = ()) -> Any:
+def load_objects(state: Any, loaded: Any, load: LoadObject, path: KeyPath = ()) -> Any:
     """Load its state into each wrapped object; return the loaded state with the objects in it.
 
     Objects in the state of another one are loaded first, and are in the state that the outer one is given.
@@ -256,7 +255,7 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
-def for_rank(state: Any, rank: int | None) -> tuple[Any, dict[Path, PerRank]]:
+def for_rank(state: Any, rank: int | None) -> tuple[Any, dict[KeyPath, PerRank]]:
     """Return a state in which a dict stands for each `PerRank`, with its value under the rank; and all of them by path.
 
     Raises UsageError if there is one, and ``rank`` is None because one process saves or loads alone.
@@ -270,11 +269,11 @@ def for_rank(state: Any, rank: int | None) -> tuple[Any, dict[Path, PerRank]]:
     return with_values_at(state, {path: {str(rank): each.value} for path, each in found.items()}), found
 
 
-def with_values_at(state: Any, values: Mapping[Path, Any]) -> Any:
+def with_values_at(state: Any, values: Mapping[KeyPath, Any]) -> Any:
     """Return a state with other values at the ends of some keys, as far as containers lead there."""
     if () in values:
         return values[()]
-    below: dict[Key, dict[Path, Any]] = {}
+    below: dict[Key, dict[KeyPath, Any]] = {}
     for (key, *rest), value in values.items():
         below.setdefault(key, {})[tuple(rest)] = value
     own = items(state) if values else None

@@ -2,9 +2,9 @@
 
 import os
 
-from tensorkeep.checkpoint.manager.address import find_checkpoint
 from tensorkeep.cli.errors import error_lines
 from tensorkeep.cli.output import Output
+from tensorkeep.runs.address import find_checkpoint
 
 
 def checkpoint_at(path: str, output: Output) -> str:

@@ -7,16 +7,16 @@ from typing import Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
-from tensorkeep.checkpoint.finding import find_format
-from tensorkeep.checkpoint.inspect.convert import convert as write_converted
-from tensorkeep.checkpoint.inspect.convert import format_for
-from tensorkeep.checkpoint.save.job import SaveReport
+from tensorkeep.checkpoint.background import SaveReport
+from tensorkeep.checkpoint.convert import convert as write_converted
+from tensorkeep.checkpoint.convert import format_for
 from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.errors import most_severe, print_error
 from tensorkeep.cli.options import SIZE, Allow, Endpoint, Globs, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines, ratio
 from tensorkeep.errors import DestinationExistsError, TensorkeepError, UsageError
+from tensorkeep.formats.finding import find_format
 from tensorkeep.paths import StorePath, checked_path
 from tensorkeep.units import counted, format_bytes, format_speed
 

@@ -7,9 +7,8 @@ from typing import Annotated, NamedTuple, TypeVar
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from tensorkeep.checkpoint.inspect.comparing import TensorDiff
-from tensorkeep.checkpoint.inspect.diff import DiffReport
-from tensorkeep.checkpoint.inspect.diff import diff as compare
+from tensorkeep.checkpoint.diff import DiffReport, TensorDiff
+from tensorkeep.checkpoint.diff import diff as compare
 from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.options import AtLeastOne, Endpoint, Globs, Switch
 from tensorkeep.cli.output import DEFAULT, Output

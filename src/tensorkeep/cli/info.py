@@ -8,16 +8,16 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from tensorkeep.checkpoint.inspect.info import InfoReport, Total, describe
-from tensorkeep.checkpoint.inspect.info import info as read_info
-from tensorkeep.checkpoint.inspect.log import log
-from tensorkeep.checkpoint.manager.address import steps_of_run
+from tensorkeep.checkpoint.info import InfoReport, Total, describe
+from tensorkeep.checkpoint.info import info as read_info
+from tensorkeep.checkpoint.log import log
 from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.log import print_summary
 from tensorkeep.cli.options import Allow, Endpoint, InputFormat, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, ratio
 from tensorkeep.formats.base import Entry
+from tensorkeep.runs.address import steps_of_run
 from tensorkeep.state import names
 from tensorkeep.units import counted, format_bytes, format_moment
 

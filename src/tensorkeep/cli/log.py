@@ -10,8 +10,8 @@ import msgspec
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from tensorkeep.checkpoint.inspect.log import LoggedStep, RunLog
-from tensorkeep.checkpoint.inspect.log import log as read_log
+from tensorkeep.checkpoint.log import LoggedStep, RunLog
+from tensorkeep.checkpoint.log import log as read_log
 from tensorkeep.cli.options import Endpoint, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, ratio

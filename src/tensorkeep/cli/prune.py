@@ -7,15 +7,15 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from tensorkeep.checkpoint.manager.address import run_root
-from tensorkeep.checkpoint.manager.folder import StepFolder
-from tensorkeep.checkpoint.manager.metrics import ranked
-from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, KeepThinned, keep_rule, unwanted
-from tensorkeep.checkpoint.manager.steps import Garbage, Step, StepListing, StepPlace
 from tensorkeep.cli.options import Endpoint, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError
+from tensorkeep.runs.address import run_root
+from tensorkeep.runs.folder import StepFolder
+from tensorkeep.runs.metrics import ranked
+from tensorkeep.runs.retention import Keep, KeepBest, KeepThinned, keep_rule, unwanted
+from tensorkeep.runs.steps import Garbage, Step, StepListing, StepPlace
 from tensorkeep.units import counted, format_age, format_bytes
 
 _RULES = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from cyclopts import Parameter
 
 from tensorkeep.cli.options import Allow, MemoryBudget, Threads
-from tensorkeep.io.buffers import DEFAULT_BUDGET
+from tensorkeep.storage.buffers import DEFAULT_BUDGET
 
 
 @Parameter(name="*")

@@ -9,8 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
-from tensorkeep.checkpoint.inspect.diff import diff as compare
-from tensorkeep.checkpoint.manager.address import split_address, steps_of_run
+from tensorkeep.checkpoint.diff import diff as compare
 from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.options import SIZE, Endpoint, InputFormat, Switch
 from tensorkeep.cli.output import DEFAULT, Output
@@ -18,6 +17,7 @@ from tensorkeep.cli.reading import READING, Reading
 from tensorkeep.cli.text import Table, print_lines, print_verdict, ratio
 from tensorkeep.errors import UsageError
 from tensorkeep.report.rendering import check_installed, check_page
+from tensorkeep.runs.address import split_address, steps_of_run
 from tensorkeep.show import checkpoint_page, difference_page, run_page
 from tensorkeep.show.checkpoint import CheckpointContents, read_contents
 from tensorkeep.show.modules import module_sums

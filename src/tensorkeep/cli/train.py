@@ -12,8 +12,6 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from tensorkeep.checkpoint.manager.address import split_address
-from tensorkeep.checkpoint.manager.triggers import OnSignal
 from tensorkeep.cli.errors import Interrupted
 from tensorkeep.cli.list_techniques import check_names, names_among, names_in
 from tensorkeep.cli.list_techniques import list_techniques as show_techniques
@@ -22,6 +20,8 @@ from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table
 from tensorkeep.cli.train_progress import document, listener, print_start, print_summary
 from tensorkeep.errors import NotACheckpointError, OutOfMemoryError, UsageError, is_out_of_memory
+from tensorkeep.manager.triggers import OnSignal
+from tensorkeep.runs.address import split_address
 from tensorkeep.train.config.arguments import given_settings, read_words
 from tensorkeep.train.config.config import TECHNIQUES, Config, flat
 from tensorkeep.train.config.recipes import RECIPES, get_recipe

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.bench.demo.training import RepeatedSteps, TrainingDemo
-from tensorkeep.checkpoint.inspect.info import info
+from tensorkeep.checkpoint.info import info
 from tensorkeep.cli.output import Output
 from tensorkeep.train.generate import generate, prompt_ids
 from tensorkeep.train.run.trained import load_trained

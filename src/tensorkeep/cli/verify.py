@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tensorkeep.checkpoint.load.verify import VerifyReport
-from tensorkeep.checkpoint.load.verify import verify as check
-from tensorkeep.checkpoint.manager.address import steps_of_run
+from tensorkeep.checkpoint.verify import VerifyReport
+from tensorkeep.checkpoint.verify import verify as check
 from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.errors import most_severe, print_error
 from tensorkeep.cli.options import Endpoint, InputFormat
@@ -17,6 +16,7 @@ from tensorkeep.cli.reading import READING, Reading
 from tensorkeep.cli.text import print_lines, print_verdict
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
 from tensorkeep.formats.base import Problem
+from tensorkeep.runs.address import steps_of_run
 from tensorkeep.units import counted, format_bytes, format_speed
 
 

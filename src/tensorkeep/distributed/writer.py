@@ -6,28 +6,292 @@ rank on all of them.
 """
 
 import os
-from dataclasses import dataclass, replace
+import secrets
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tensorkeep.checkpoint.arguments import MemorySize
-from tensorkeep.checkpoint.save.begin import SaveRequest, check_request
-from tensorkeep.checkpoint.save.memory import SaveMemory, checked_budget
+from tensorkeep.checkpoint.memory import SaveMemory, checked_budget
+from tensorkeep.checkpoint.saving import SaveRequest, check_request
 from tensorkeep.checkpoint.settings import SettingsSource
-from tensorkeep.distributed.plan_state import RankDescription, RankState, merged_state, state_of_plan
-from tensorkeep.distributed.stage import BegunSave, Stage
-from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.errors import PathLike, RanksDisagreeError, UnsupportedLeafError, UsageError
+from tensorkeep.formats.base import WriteResult as FormatResult
+from tensorkeep.formats.native.directory import is_replaceable
 from tensorkeep.formats.native.pieces.records import FragmentReport
+from tensorkeep.formats.native.pieces.recovery import finish_saves
 from tensorkeep.formats.native.pieces.root import plan_root, write_root
 from tensorkeep.formats.native.pieces.writer import PiecesWrite
-from tensorkeep.formats.write import WriteResult as FormatResult
-from tensorkeep.paths import checked_path
-from tensorkeep.state import cuda
+from tensorkeep.paths import absolute, checked_path
+from tensorkeep.ranks.outline import FullTensor
+from tensorkeep.state import cuda, names
+from tensorkeep.state.dtypes import BY_NAME, DType, check_torch
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.names import KeyPath
+from tensorkeep.state.sharded import Piece
+from tensorkeep.state.skeleton import SkeletonWriter
+from tensorkeep.state.tree import Flat
+from tensorkeep.storage.commit import Commit
+
+# What a rank's save plan of DCP stores: boxes of tensors, and plain values without pickles.
+#
+# DCP flattens a state to names joined by dots. Its planners keep the keys that lead to each name, from which the nested
+# state is built again.
+
+
+@dataclass(slots=True)
+class RankState:
+    """What one rank stores.
+
+    ``nodes`` has the nodes of plain values in the skeleton, and ``inner`` the arrays and tensors in them. ``dtypes``
+    are those of the tensors, of which other ranks may have boxes as well.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    parts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    nodes: dict[str, Any] = field(default_factory=dict)
+    inner: dict[str, tuple[str, tuple[int, ...], tuple[str, str]]] = field(default_factory=dict)
+
+
+def state_of_plan(plan: SavePlan, planner: SavePlanner) -> RankState:
+    """Return what a rank's plan stores.
+
+    Raises UnsupportedLeafError for a value that cannot be stored, or a tensor that is not what the plan says.
+    """
+    paths = _paths(plan.planner_data, [item.index.fqn for item in plan.items])
+    found = RankState(parts=_parts(paths))
+    for item in plan.items:
+        if item.type is WriteItemType.BYTE_IO:
+            _add_value(found, item.index.fqn, _value(planner, item), paths[item.index.fqn])
+        else:
+            _add_tensor(found, item, planner)
+    own = {piece.name for piece in found.pieces}
+    found.parts = {name: part for name, part in found.parts.items() if name in own}
+    return found
+
+
+def _paths(planner_data: Any, keys: Iterable[str]) -> dict[str, KeyPath]:
+    """Return the keys that lead to each flat name; those of planners that do not flatten are the names themselves."""
+    known = planner_data if isinstance(planner_data, dict) else {}
+    return {**known, **{key: known.get(key, (key,)) for key in keys}}
+
+
+def _parts(paths: Mapping[str, KeyPath]) -> dict[str, tuple[str, str]]:
+    return names.assign_parts(list(paths.values()), list(paths), is_dict=True)
+
+
+def _add_tensor(found: RankState, item: WriteItem, planner: SavePlanner) -> None:
+    name, tensor, data = item.index.fqn, planner.resolve_data(item).detach(), item.tensor_data
+    leaf = Leaf.of(name, tensor)
+    assert leaf is not None and data is not None
+    expected = check_torch(name, data.properties.dtype), tuple(data.chunk.sizes)
+    if (leaf.dtype, leaf.shape) != expected:
+        raise UnsupportedLeafError(
+            f"the plan says {expected[0]} {list(expected[1])}, and the planner gives {leaf.dtype} {list(leaf.shape)}",
+            name=name,
+            remedy="let the planner change the plan as it changes the tensor",
+        )
+    found.dtypes[name] = leaf.dtype.name
+    if leaf.nbytes:
+        whole, offsets = tuple(data.size), tuple(data.chunk.offsets)
+        found.pieces.append(Piece(name, "tensor", leaf.dtype, leaf.array, whole=whole, offsets=offsets))
+
+
+def _value(planner: SavePlanner, item: WriteItem) -> Any:
+    lookup = getattr(planner, "lookup_object", None)
+    if lookup is None:
+        raise UnsupportedLeafError(
+            f"{type(planner).__name__} has no lookup_object, so that its plain values are known as pickles only",
+            name=item.index.fqn,
+            remedy="derive it from torch.distributed.checkpoint.DefaultSavePlanner",
+        )
+    return lookup(item.index)
+
+
+def _add_value(found: RankState, key: str, value: Any, path: KeyPath) -> None:
+    writer = SkeletonWriter()
+    found.nodes[key] = writer.encode(value, path)
+    part, part_key = found.parts[key]
+    for one in writer.leaves:
+        rest = ".".join(map(names.key_text, one.path[len(path) :]))
+        leaf, name = one.leaf, f"{key}.{rest}" if rest else key
+        leaf.name = one.node[leaf.kind] = name
+        place = part, f"{part_key}.{rest}" if rest else part_key
+        if name in found.parts and name != key:
+            raise UnsupportedLeafError(f"two tensors are named {name!r}", name=name, remedy="rename one of their keys")
+        found.parts[name] = place
+        found.inner[name] = leaf.dtype.name, leaf.shape, place
+        if leaf.nbytes:
+            found.pieces.append(Piece.of_leaf(leaf))
+
+
+@dataclass(frozen=True, slots=True)
+class RankDescription:
+    """What the coordinator must know of one rank's state, as plain values."""
+
+    dtypes: Mapping[str, str]
+    nodes: Mapping[str, Any]
+    inner: Mapping[str, tuple[str, tuple[int, ...], tuple[str, str]]]
+
+    @classmethod
+    def of_state(cls, state: RankState) -> "RankDescription":
+        """Return what to send of a state."""
+        return cls(state.dtypes, state.nodes, state.inner)
+
+
+def merged_state(metadata: Metadata, ranks: Sequence[RankDescription]) -> Flat[FullTensor]:
+    """Return the state that all ranks have together.
+
+    Raises RanksDisagreeError if a tensor has different dtypes on two ranks.
+    """
+    entries = metadata.state_dict_metadata
+    paths = {key: path for key, path in _paths(metadata.planner_data, entries).items() if key in entries}
+    parts = _parts(paths)
+    nodes: dict[str, Any] = {key: node for rank in ranks for key, node in rank.nodes.items()}
+    leaves: dict[str, FullTensor] = {}
+    for key in paths:
+        entry = entries[key]
+        if not isinstance(entry, BytesStorageMetadata):
+            leaves[key] = _full(key, check_torch(key, entry.properties.dtype), entry.size)
+            nodes[key] = {"tensor": key}
+    _check_dtypes(leaves, ranks)
+    for rank in ranks:
+        for name, (dtype, shape, part) in rank.inner.items():
+            leaves[name] = _full(name, BY_NAME[dtype], shape)
+            parts[name] = part
+    return Flat(_nested(paths, nodes), leaves, {}, {name: parts[name] for name in leaves})
+
+
+def _full(name: str, dtype: DType, shape: Sequence[int]) -> FullTensor:
+    return FullTensor(name, dtype, tuple(shape), prod(shape) * dtype.itemsize)
+
+
+def _check_dtypes(leaves: Mapping[str, FullTensor], ranks: Sequence[RankDescription]) -> None:
+    for number, rank in enumerate(ranks):
+        for name, dtype in rank.dtypes.items():
+            if dtype != leaves[name].dtype.name:
+                raise RanksDisagreeError(
+                    f"is {dtype} on rank {number}, and {leaves[name].dtype} on an earlier one",
+                    name=name,
+                    remedy="give all ranks the same state, apart from what they have of each DTensor",
+                )
+
+
+class _Container(dict[str | int, Any]):
+    """A dict or a list that is built."""
+
+    def node(self) -> Any:
+        """Return its node in the skeleton; a list item that no rank has is None, as in torch."""
+        built = {key: child.node() if isinstance(child, _Container) else child for key, child in self.items()}
+        indices = [key for key in built if type(key) is int]
+        if indices:
+            return [built.get(index) for index in range(max(indices) + 1)]
+        return {"dict": built}
+
+
+def _nested(paths: Mapping[str, KeyPath], nodes: Mapping[str, Any]) -> Any:
+    """Return the skeleton of a state with these nodes at the ends of their paths."""
+    root = _Container()
+    for key, path in paths.items():
+        container = root
+        for step in path[:-1]:
+            container = container.setdefault(step, _Container())  # type: ignore[arg-type]
+        container[path[-1]] = nodes[key]  # type: ignore[index]
+    return root.node()
+
+
+# The folder that the ranks of one save of DCP write into: created by the coordinator, known to all, published once.
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What every rank must know of a save: where to write, the name of the save, and the number of ranks.
+
+    The coordinator puts it into the plans that DCP scatters. A planner that caches plans drops what it receives, and
+    gives the writer a plan of an earlier save. So a rank takes note of a stage when it is unpickled.
+    """
+
+    destination: str
+    directory: str
+    save: str
+    ranks: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.destination, self.directory, self.save, self.ranks)
+
+    def announce(self) -> "Stage":
+        """Take note of it in this process, for `announced`."""
+        with _lock:
+            _announced[self.destination] = self
+        return self
+
+    @classmethod
+    def announced(cls, destination: str) -> "Stage":
+        """Return the stage of the save that has begun, once; RanksDisagreeError if no stage was received."""
+        with _lock:
+            stage = _announced.pop(destination, None)
+        if stage is None:
+            raise RanksDisagreeError(
+                "the coordinator's plan did not arrive, or names another path",
+                path=destination,
+                remedy="give all ranks the same path, and let the planner return the plans that it is given",
+            )
+        return stage
+
+
+_lock = threading.Lock()
+_announced: dict[str, Stage] = {}
+
+
+def _received(*fields: Any) -> Stage:
+    return Stage(*fields).announce()
+
+
+class BegunSave:
+    """The coordinator's part of a save: the folder of the ranks, until it is published or removed.
+
+    DCP does not call the coordinator's writer when another rank fails. The folder is then removed when the writer is
+    collected, when this process begins to save to the same path again, or at exit.
+
+    Raises DestinationExistsError, BusyError, StoreError as `Commit`.
+    """
+
+    is_writing: bool
+
+    def __init__(self, destination: Path, *, overwrite: bool) -> None:
+        earlier: BegunSave | None = _begun.get(destination)
+        if earlier is not None and not earlier.is_writing:
+            earlier.abandon()
+        finish_saves(absolute(destination).parent)
+        commit = Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable)
+        commit.__enter__()
+        self._end = weakref.finalize(self, commit.__exit__, None, None, None)
+        self.commit = commit
+        self.name = secrets.token_hex(16)
+        self.is_writing = False
+        _begun[destination] = self
+
+    def publish(self) -> None:
+        """Make the folder, which is complete and durable, visible as the checkpoint."""
+        self.commit.publish()
+        self._end()
+
+    def abandon(self) -> None:
+        """Remove the folder, unless it was published or removed."""
+        self._end()
+
+
+_begun: "weakref.WeakValueDictionary[Path, BegunSave]" = weakref.WeakValueDictionary()
 
 
 class DcpWriter(StorageWriter):

@@ -3,42 +3,683 @@
 A format is one object with a name, registered under the entry point ``tensorkeep.formats``. It recognises its own
 files, opens them as a `Reader`, and writes a flattened state. Loading, slicing, verifying, comparing and converting
 use `Reader.read` alone, so they work with every format. ``tensorkeep.testing.format_suite.FormatSuite`` is the
-conformance suite. ``formats/write.py`` is the writing half of the contract: settings, options and results.
+conformance suite. ``formats/base.py`` is the writing half of the contract: settings, options and results.
 """
 
+import functools
+import itertools
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
 
 from tensorkeep.closing import Closing
-from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats.box_copies import read_box
-from tensorkeep.formats.structure import check_structure
-from tensorkeep.formats.write import (
-    BLOCK_BYTES,
-    FormatOptions,
-    FullCopyWrite,
-    StagedWrite,
-    StepRecord,
-    WriteResult,
-    WriteSettings,
-    parse_options,
-)
-from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.files import Bytes
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError, UnsupportedLeafError, UsageError
 from tensorkeep.paths import StorePath, absolute
 from tensorkeep.plugins import Registry
+from tensorkeep.state.aliases import Alias
+from tensorkeep.state.cuda import side_stream
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Leaf, Source
-from tensorkeep.state.skeleton_reader import LeafSpec
-from tensorkeep.state.tree import Flat
+from tensorkeep.state.skeleton import LeafSpec
+from tensorkeep.state.tree import Flat, leaf_specs
+from tensorkeep.storage import parallel
+from tensorkeep.storage.buffers import ALIGNMENT, Buffer, BufferPool, buffer_bytes, round_up
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation, Pace, Progress, default_threads
+from tensorkeep.structs import prepared
+from tensorkeep.units import format_bytes
+
+# The stored description of a state in JSON, and the rules that it must keep.
+
+_MOST = 2**63
+_MOST_SAVED = 2**61
+"""Bytes, were the lengths 0 of an empty tensor 1: libraries count so, and some keep a few bits for themselves."""
+PartKey = tuple[str, str]
+"""Part of the state, and key within the part."""
+SourceT = TypeVar("SourceT", bound=Source)
+
+
+class AliasRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An `Alias` as JSON: offset and strides count elements.
+
+    ``key`` is stored in manifests only; everywhere else `Structure.parts` has it.
+    """
+
+    of: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    part: str
+    key: str = ""
+
+    @classmethod
+    def of_alias(cls, alias: Alias, part: str, key: str = "") -> "AliasRecord":
+        """Return the record of an alias."""
+        return cls(alias.of, alias.offset_elements, alias.shape, alias.strides, part, key)
+
+    def alias(self) -> Alias:
+        """Return the alias."""
+        return Alias(self.of, self.offset, self.shape, self.strides)
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """How tensors form a nested state: skeleton, views of stored tensors, part and key of every tensor."""
+
+    skeleton: Any
+    aliases: dict[str, AliasRecord]
+    parts: dict[str, PartKey]
+
+    @classmethod
+    def of_state(cls, flat: Flat[Source]) -> "Structure":
+        """Return the structure of a flattened state."""
+        aliases = {name: AliasRecord.of_alias(alias, flat.parts[name][0]) for name, alias in flat.aliases.items()}
+        return cls(flat.skeleton, aliases, flat.parts)
+
+    def flat(self, leaves: Mapping[str, SourceT]) -> Flat[SourceT]:
+        """Return the flattened state with these stored tensors; `check_structure` is still to be called."""
+        aliases = {name: record.alias() for name, record in self.aliases.items()}
+        return Flat(self.skeleton, leaves, aliases, self.parts)
+
+
+def check_saveable(flat: Flat[Source]) -> None:
+    """Check a state with the code of the readers: what they would refuse must not be saved.
+
+    Raises UnsupportedLeafError with the rule that is broken.
+    """
+    tensors = {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in flat.leaves.items()}
+    for name, (dtype, shape) in tensors.items():
+        if _extent(shape) * dtype.itemsize >= _MOST_SAVED:
+            text = f"a tensor of shape {list(shape)} cannot be saved: not every library can have it"
+            raise UnsupportedLeafError(text, name=name, remedy="save it in another shape, x.flatten() for example")
+    try:
+        check_structure(flat.skeleton, tensors, flat.aliases, flat.parts)
+    except ValueError as error:
+        remedy = "rename or leave out what the message names, and report this: it should have had a better message"
+        raise UnsupportedLeafError(f"a load would refuse this state: {error}", remedy=remedy) from error
+
+
+def check_structure(
+    skeleton: object,
+    tensors: Mapping[str, tuple[DType, tuple[int, ...]]],
+    aliases: Mapping[str, Alias],
+    parts: Mapping[str, PartKey],
+) -> dict[str, LeafSpec]:
+    """Check that a state can be rebuilt from a skeleton, dtype and shape of the stored tensors, views and parts.
+
+    Return the leaves that the skeleton names, in its order: the skeleton is decoded here, and nowhere else.
+
+    Raises ValueError with the rule that is broken.
+    """
+    specs = leaf_specs(skeleton)
+    known = tensors.keys() | aliases.keys()
+    if specs.keys() != known:
+        raise ValueError("the structure and the table of tensors do not name the same tensors")
+    for name, (dtype, shape) in tensors.items():
+        _check_leaf(name, specs[name], dtype, shape)
+    for name, alias in aliases.items():
+        if alias.of not in tensors or name in tensors:
+            raise ValueError(f"{name!r} cannot be a view of {alias.of!r}")
+        dtype, shape = tensors[alias.of]
+        alias.validate(shape)
+        _check_alias(name, specs[name], alias, specs[alias.of])
+        _check_leaf(name, specs[name], dtype, alias.shape)
+    places = list(parts.values())
+    if parts.keys() != known:
+        raise ValueError("the parts and the table of tensors do not name the same tensors")
+    if len(set(places)) != len(places):
+        raise ValueError("two tensors have the same part and key")
+    if any(not part or not key or key == "__metadata__" for part, key in places):
+        raise ValueError("a part or a key has an impossible name")
+    return specs
+
+
+def _check_leaf(name: str, spec: LeafSpec, dtype: DType, shape: tuple[int, ...]) -> None:
+    numpy = spec.kind in ("ndarray", "npscalar")
+    if not (dtype.has_numpy if numpy else dtype.has_torch):
+        raise ValueError(f"{name!r} cannot be a {spec.kind} of {dtype}")
+    if _extent(shape) * (dtype.itemsize if numpy else 1) >= _MOST:
+        raise ValueError(f"{name!r} has the impossible shape {list(shape)}")
+    if spec.kind == "npscalar" and shape:
+        raise ValueError(f"{name!r} is a scalar of shape {list(shape)}")
+    if spec.requires_grad and not (dtype.kind in ("float", "complex") or dtype.name.startswith("float")):
+        raise ValueError(f"{name!r} cannot track gradients in {dtype}")
+
+
+def _extent(shape: tuple[int, ...]) -> int:
+    """Return the product of the lengths; libraries multiply those of an empty tensor, too."""
+    return prod(length for length in shape if length)
+
+
+def _check_alias(name: str, spec: LeafSpec, alias: Alias, base: LeafSpec) -> None:
+    torch_kinds = ("tensor", "parameter")
+    if (spec.kind in torch_kinds) != (base.kind in torch_kinds):
+        raise ValueError(f"{name!r}, of kind {spec.kind}, cannot be a view of the {base.kind} {alias.of!r}")
+    if spec.kind in torch_kinds and min(alias.strides, default=0) < 0:
+        raise ValueError(f"{name!r} is a tensor of negative strides")
+
+
+# Boxes of an array, one slice per dimension: grids, intersections, ranges in C order.
+
+Box = tuple[slice, ...]
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Return the lengths of a box."""
+    return tuple(side.stop - side.start for side in box)
+
+
+def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+    """Return the box that begins at an element and has these lengths."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """Return the elements that two boxes of one array share; None if they share nothing.
+
+    Examples
+    --------
+    >>> intersection((slice(0, 4), slice(2, 6)), (slice(3, 9), slice(0, 3)))
+    (slice(3, 4, None), slice(2, 3, None))
+    """
+    common = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
+    return common if all(side.start < side.stop for side in common) else None
+
+
+def relative(box: Box, outer: Box) -> Box:
+    """Return a box by its indices within an array that holds the outer box alone."""
+    return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(box, outer, strict=True))
+
+
+def grow(shape: Sequence[int], chunk: Sequence[int], most_elements: int) -> tuple[int, ...]:
+    """Return the shape of the largest block of full chunks of at most so many elements; at least one chunk.
+
+    The last dimension grows first, so that the elements of a block are as contiguous in the C-order stream as possible.
+    A block may exceed the array by less than one chunk along each dimension.
+
+    Examples
+    --------
+    >>> grow((100, 100), (10, 10), 2000)
+    (20, 100)
+    """
+    block = list(chunk)
+    for axis in reversed(range(len(block))):
+        count = -(-max(1, shape[axis]) // chunk[axis])
+        fitting = max(1, most_elements // prod(block))
+        block[axis] = chunk[axis] * min(count, fitting)
+        if count > fitting:
+            break
+    return tuple(block)
+
+
+def grid(shape: Sequence[int], block: Sequence[int]) -> Iterator[Box]:
+    """Yield the boxes of a grid of blocks in C order, cut at the end of the array; nothing for an empty array."""
+    if 0 in shape:
+        return  # the other dimensions may have any length, and more blocks than can be listed
+    axes = [
+        [slice(start, min(start + step, length)) for start in range(0, length, step)]
+        for length, step in zip(shape, block, strict=True)
+    ]
+    yield from itertools.product(*axes)
+
+
+def box_to_ranges(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of the array's C-order stream, in elements, that make up a box; in order."""
+    lengths = box_shape(box)
+    # After the last dimension that is cut, the box is contiguous.
+    last = max((axis for axis in range(len(shape)) if lengths[axis] != shape[axis]), default=-1)
+    if last < 0:
+        yield 0, prod(shape)
+        return
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    start = box[last].start * strides[last]
+    count = lengths[last] * strides[last]
+    for outer in itertools.product(*(range(side.start, side.stop) for side in box[:last])):
+        at = start + sum(index * stride for index, stride in zip(outer, strides, strict=False))
+        yield at, at + count
+
+
+def covering_range(shape: Sequence[int], box: Box) -> tuple[int, int]:
+    """Return the shortest range of the array's C-order stream, in elements, that has all of a box with elements."""
+    first = last = 0
+    for side, length in zip(box, shape, strict=True):
+        first, last = first * length + side.start, last * length + side.stop - 1
+    return first, last + 1
+
+
+def as_range(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
+    """Return the range of the array's C-order stream that is a box with elements; None if it is not one range.
+
+    Examples
+    --------
+    >>> as_range((4, 6), (slice(1, 3), slice(0, 6)))
+    (6, 18)
+    """
+    first, last = covering_range(shape, box)
+    return (first, last) if last - first == prod(box_shape(box)) else None
+
+
+def range_to_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes that make up the elements ``start:stop`` of the C-order stream, in order.
+
+    At most two for each dimension and one more: the end of a row, full rows at once, the start of a row.
+
+    Examples
+    --------
+    >>> list(range_to_boxes((3, 4), 2, 8))
+    [(slice(0, 1, None), slice(2, 4, None)), (slice(1, 2, None), slice(0, 4, None))]
+    """
+    yield from _boxes(tuple(shape), start, stop, ())
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int, outer: Box) -> Iterator[Box]:
+    if start >= stop:
+        return
+    if not shape:
+        yield outer
+        return
+    inner = prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # the full rows
+    if first > last:
+        row = start // inner
+        yield from _boxes(shape[1:], start - row * inner, stop - row * inner, (*outer, slice(row, row + 1)))
+        return
+    if start < first * inner:
+        head = (*outer, slice(first - 1, first))
+        yield from _boxes(shape[1:], start - (first - 1) * inner, inner, head)
+    if first < last:
+        yield (*outer, slice(first, last), *(slice(0, length) for length in shape[1:]))
+    if last * inner < stop:
+        yield from _boxes(shape[1:], 0, stop - last * inner, (*outer, slice(last, last + 1)))
+
+
+# The writing half of a format's contract: settings, options, results, two-stage writes.
+
+BLOCK_BYTES = 16 * 1024**2
+"""The unit of reading, writing, checksums and compression, in raw bytes."""
+
+
+def thread_bytes(block_bytes: int, *, buffers: int) -> int:
+    """Return the pool memory that one thread may use at once: ``buffers`` blocks, each with the pages around it."""
+    return buffers * buffer_bytes(block_bytes + 2 * ALIGNMENT)
+
+
+# The years 1 to 9999, in seconds since 1970: the range of Python's calendar.
+_FIRST_YEAR, _YEAR_10000 = -62_135_596_800.0, 253_402_300_799.0
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """A step of a training run.
+
+    Attributes
+    ----------
+    saved_at : float
+        Seconds since 1970 (UTC).
+    metrics : dict of str to (float or str)
+        JSON has no NaN and no infinities: they are the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
+    """
+
+    number: Annotated[int, Meta(ge=0)]
+    saved_at: Annotated[float, Meta(ge=_FIRST_YEAR, lt=_YEAR_10000)]
+    metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
+
+
+class FormatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of a format: a subclass has one field for each, with a default.
+
+    A format without options uses this class itself. `Format.parse_options` makes an instance from keyword arguments
+    and checks the types of the fields; ``__post_init__`` may raise UsageError for options that contradict each other.
+    """
+
+
+OptionsT = TypeVar("OptionsT", bound=FormatOptions)
+
+
+def parse_options(format_name: str, kind: type[FormatOptions], given: Mapping[str, object]) -> FormatOptions:
+    """Return the options of a format that keyword arguments stand for; see `Format.parse_options`."""
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    values: dict[str, object] = {}
+    for option, value in given.items():
+        if option not in types:
+            remedy = f"known options: {', '.join(sorted(types))}" if types else "it takes no options"
+            raise UsageError(f"format {format_name!r} has no option {option!r}", remedy=remedy)
+        try:
+            values[option] = msgspec.convert(value, prepared(types[option]))
+        except (msgspec.ValidationError, TypeError, RecursionError) as error:
+            remedy = _choices(types[option]) or str(error)
+            raise UsageError(f"the option {option} is {value!r:.80}", remedy=remedy) from error
+    # Not by msgspec.convert: it would wrap the UsageError of a `__post_init__`.
+    return kind(**values)
+
+
+def _choices(kind: object) -> str | None:
+    """Return the valid values of a `Literal` type, or None if it is not one."""
+    inner = kind if get_origin(kind) is Literal else next((a for a in get_args(kind) if get_origin(a) is Literal), None)
+    return None if inner is None else f"choose one of: {', '.join(map(repr, get_args(inner)))}"
+
+
+@dataclass(frozen=True)
+class WriteSettings:
+    """How to write; the same for every format.
+
+    Attributes
+    ----------
+    overwrite : bool
+        Whether to replace a checkpoint of the same format at the destination.
+    metadata : dict
+        The user's JSON values.
+    compression : str
+        ``"none"``, ``"lossless"`` or a codec's name; a format that cannot compress refuses all but ``"none"``.
+    pool : BufferPool
+        Where all buffers come from.
+    progress : callable or None
+        Called with (bytes done, bytes in total).
+    options : FormatOptions or None
+        An instance of `Format.options`; None stands for the defaults.
+    step : StepRecord or None
+        The step of a training run, for formats that store it.
+    """
+
+    overwrite: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    compression: str = "none"
+    threads: int = field(default_factory=default_threads)
+    pool: BufferPool = field(default_factory=BufferPool)
+    progress: Progress | None = None
+    options: FormatOptions | None = None
+    step: StepRecord | None = None
+
+    def options_as(self, kind: type[OptionsT]) -> OptionsT:
+        """Return the options, or a format's defaults; raises UsageError if they are those of another format."""
+        if self.options is None:
+            return kind()
+        if not isinstance(self.options, kind):
+            raise UsageError(
+                f"the options are {type(self.options).__name__}, not {kind.__name__}",
+                remedy="make them with the format's parse_options",
+            )
+        return self.options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteResult:
+    """The result of writing a checkpoint; a report of the save extends it.
+
+    Attributes
+    ----------
+    stored_bytes : int
+        Bytes of all files of the checkpoint.
+    new_bytes : int
+        Bytes written by this save. In an incremental save, the rest of ``stored_bytes`` is shared with earlier ones.
+    peak_buffer_bytes : int
+        The most host buffer memory in use at one moment.
+    direct_io : bool
+        Whether the page cache was bypassed (O_DIRECT); some file systems refuse that.
+    base : str or None
+        The earlier checkpoint that unchanged blocks were taken from.
+    base_refused : str or None
+        Why not all blocks that could have been were taken from there.
+    """
+
+    stored_bytes: int
+    new_bytes: int
+    peak_buffer_bytes: int = 0
+    direct_io: bool = False
+    base: str | None = None
+    base_refused: str | None = None
+
+
+class StagedWrite(ABC):
+    """The writing of one checkpoint in two stages, so that the caller waits for the first only.
+
+    `prepare` comes first. Then `stage` copies the state in the caller's thread, and `run` writes it in another thread,
+    at the same time or afterwards.
+    """
+
+    def __init__(self, destination: Path, settings: WriteSettings) -> None:
+        self._destination = destination
+        self._settings = settings
+        self._cancellation = Cancellation()
+        self._pace = Pace(self._cancellation)
+
+    @abstractmethod
+    def staging_bytes(self) -> int:
+        """Return the buffer bytes that hold a copy of the whole state, so that `stage` never waits for `run`."""
+
+    @abstractmethod
+    def prepare(self, pool: BufferPool) -> None:
+        """Set the pool that the buffers for the copy come from.
+
+        Raises UsageError if its budget is too small for this format.
+        """
+
+    @abstractmethod
+    def stage(self, threads: int) -> None:
+        """Copy the state; when this returns, the state may change.
+
+        Raises Cancelled if `run` has failed.
+        """
+
+    def run(self) -> WriteResult:
+        """Write the copy or, if `prepare` was never called, the state itself; see `Format.write`.
+
+        Raises Cancelled if the writing was cancelled.
+        """
+        try:
+            return self._write()
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            self.abandon()
+
+    @abstractmethod
+    def _write(self) -> WriteResult:
+        """Write the checkpoint; `run` handles failures."""
+
+    def cancel(self) -> None:
+        """Make `run` stop as soon as it can; it removes its files."""
+        self._cancellation.cancel()
+
+    def hurry(self) -> None:
+        """Let `run` use all processors, as the caller waits for it now."""
+        self._pace.beside.clear()
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Release the copy when `run` will never be called."""
+
+
+class FullCopyWrite(StagedWrite):
+    """A staged write for formats that do not write block by block: the whole state is copied before it is written."""
+
+    def __init__(
+        self,
+        format_name: str,
+        write: Callable[[Flat[Source], Path, WriteSettings], WriteResult],
+        flat: Flat[Source],
+        destination: Path,
+        settings: WriteSettings,
+    ) -> None:
+        super().__init__(destination, settings)
+        self._flat = flat
+        self._format_name = format_name
+        self._write_format = write
+        self._pool: BufferPool | None = None
+        self._copies: dict[str, _HostCopy] = {}
+        self._copied = threading.Event()
+
+    def staging_bytes(self) -> int:
+        return sum(buffer_bytes(leaf.nbytes) for leaf in self._flat.leaves.values())
+
+    def prepare(self, pool: BufferPool) -> None:
+        needed = self.staging_bytes()
+        if needed > pool.budget:
+            raise UsageError(
+                f"format {self._format_name!r} copies the whole state to save it in the background, which takes "
+                f"{format_bytes(needed)}; the memory budget allows {format_bytes(pool.budget)}",
+                path=self._destination,
+                remedy="give a larger memory_budget, save in the native format, or call tensorkeep.save",
+            )
+        self._pool = pool
+
+    def stage(self, threads: int) -> None:
+        if self._pool is None:
+            raise AssertionError("prepare comes before stage")
+        tasks: list[Callable[[], None]] = []
+        for name, leaf in self._flat.leaves.items():
+            buffer = self._pool.acquire(leaf.nbytes, self._cancellation)
+            self._copies[name] = _HostCopy(leaf.name, leaf.dtype, leaf.shape, leaf.nbytes, buffer)
+            for start in range(0, leaf.nbytes, BLOCK_BYTES):
+                stop = min(start + BLOCK_BYTES, leaf.nbytes)
+                tasks.append(functools.partial(_copy, leaf, start, stop, buffer.array[start:stop]))
+        parallel.run(tasks, threads, self._cancellation)
+        self._cancellation.check()
+        # Without the leaves, so that the caller can free their memory.
+        self._flat = replace(self._flat, leaves=self._copies)
+        self._copied.set()
+
+    def _write(self) -> WriteResult:
+        while self._pool is not None and not self._copied.wait(POLL_SECONDS):
+            self._cancellation.check()
+        return self._write_format(self._flat, self._destination, self._settings)
+
+    def abandon(self) -> None:
+        for copy in self._copies.values():
+            copy.buffer.release()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _HostCopy:
+    """A leaf's bytes in a buffer; a `tensorkeep.state.leaf.Source`."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    nbytes: int
+    buffer: Buffer
+
+    def host_bytes(self) -> Bytes | None:
+        return self.buffer.array[: self.nbytes]
+
+    def read(self, start: int, stop: int, out: Bytes) -> None:
+        out[:] = self.buffer.array[start:stop]
+
+
+def _copy(source: Source, start: int, stop: int, out: Bytes) -> None:
+    with side_stream(source):
+        source.read(start, stop, out)
+
+
+# Reading a box of a tensor into memory of any layout, on any device.
+
+_LONG_RUN = 256 * 1024
+"""Bytes that lie together, from which on they are read alone; shorter runs are read with what is between them."""
+
+
+class BoxTarget:
+    """Memory of a box that is filled part by part: host memory in C order, or that of a leaf."""
+
+    def __init__(self, shape: Sequence[int], itemsize: int, host: Bytes | None, leaf: Leaf | None = None) -> None:
+        self._shape = shape
+        self._itemsize = itemsize
+        self._host = host
+        self._leaf = leaf
+
+    @classmethod
+    def of_leaf(cls, leaf: Leaf) -> "BoxTarget":
+        """Return the memory of a leaf."""
+        return cls(leaf.shape, leaf.dtype.itemsize, leaf.host_bytes(), leaf)
+
+    def contiguous(self, region: Box) -> Bytes | None:
+        """Return the memory of a part of the box; None if that is not one range of bytes of this host."""
+        found = None if self._host is None else as_range(self._shape, region)
+        if found is None or self._host is None:
+            return None
+        return self._host[found[0] * self._itemsize : found[1] * self._itemsize]
+
+    def spare_bytes(self, nbytes: int) -> int:
+        """Return the memory that `put` needs for a part of this size."""
+        return round_up(nbytes) if self._host is None else 0
+
+    def put(self, region: Box, data: npt.NDArray[Any], spare: Bytes) -> None:
+        """Copy elements, as `words` views them, into a part of the box."""
+        if self._host is not None:
+            words(self._host, self._shape, self._itemsize)[region] = data
+            return
+        assert self._leaf is not None
+        compact = spare[: data.size * self._itemsize]
+        words(compact, data.shape, self._itemsize)[...] = data
+        part = replace(self._leaf, array=self._leaf.array[region]) if region else self._leaf
+        part.write(0, len(compact), compact)
+
+
+def words(data: Bytes, shape: Sequence[int], itemsize: int) -> npt.NDArray[Any]:
+    """Return bytes as an array of elements that numpy copies bit for bit."""
+    return data.view(f"u{itemsize}" if itemsize <= 8 else "c16").reshape(shape)
+
+
+def read_box(
+    read: Callable[[int, int, Bytes], None], shape: Sequence[int], offsets: Sequence[int], out: Leaf, pool: BufferPool
+) -> None:
+    """Fill a leaf with a box of a tensor, of which ``read`` returns ranges of bytes in C order.
+
+    Rows that are short are read with what is between them, in ranges of at most one block.
+    """
+    size = out.dtype.itemsize
+    wanted = box_of(offsets, out.shape)
+    target = BoxTarget.of_leaf(out)
+    if not out.nbytes:
+        return
+    for part in _parts(shape, wanted, BLOCK_BYTES // size, _LONG_RUN // size):
+        first, last = covering_range(shape, part)
+        start, stop = first * size, last * size
+        region = relative(part, wanted)
+        count = prod(box_shape(part)) * size
+        host = target.contiguous(region)
+        if host is not None and stop - start == count:
+            read(start, stop, host)
+            continue
+        spare = target.spare_bytes(count)
+        with pool.acquire(round_up(stop - start) + spare) as buffer:
+            read(start, stop, buffer[: stop - start])
+            strides = [prod(shape[axis + 1 :]) * size for axis in range(len(shape))]
+            base = words(buffer[: stop - start], (last - first,), size)
+            data = np.lib.stride_tricks.as_strided(base, box_shape(part), strides)
+            target.put(region, data, buffer[round_up(stop - start) :])
+
+
+def _parts(shape: Sequence[int], box: Box, most: int, long_run: int) -> Iterator[Box]:
+    """Yield a box in parts that each are one range of at most ``most`` elements, or short runs within such a range."""
+    first, last = covering_range(shape, box)
+    together = as_range(shape, box) is not None
+    axis = next((axis for axis, side in enumerate(box) if side.stop - side.start > 1), None)
+    if axis is None or (last - first <= most and (together or _run(shape, box) < long_run)):
+        yield box
+        return
+    stride = prod(shape[axis + 1 :])
+    step = max(1, most // stride) if together or _run(shape, box) < long_run else 1
+    side = box[axis]
+    for start in range(side.start, side.stop, step):
+        part = slice(start, min(start + step, side.stop))
+        yield from _parts(shape, (*box[:axis], part, *box[axis + 1 :]), most, long_run)
+
+
+def _run(shape: Sequence[int], box: Box) -> int:
+    """Return the number of elements of a box that lie together."""
+    lengths = box_shape(box)
+    last = max((axis for axis in range(len(shape)) if lengths[axis] != shape[axis]), default=0)
+    return prod(lengths[last:])
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from tensorkeep.closing import Closing
 from tensorkeep.errors import StoreError
-from tensorkeep.io import parallel
-from tensorkeep.io.files import Bytes, close, store_errors
-from tensorkeep.io.objects.store_directory import StoreFile
-from tensorkeep.io.objects.stores import SMALL_REQUESTS
-from tensorkeep.io.source_file import SourceFile
 from tensorkeep.machine import libc, memory_file
+from tensorkeep.storage import parallel
+from tensorkeep.storage.base import SourceFile
+from tensorkeep.storage.direct_io import Bytes, close, store_errors
+from tensorkeep.storage.store_files import StoreFile
+from tensorkeep.storage.store_requests import SMALL_REQUESTS
 
 _PIECE = 16 * 1024
 """The unit of what is fetched and given back, a multiple of the page size."""

@@ -13,9 +13,8 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, Tenso
 from tensorkeep.formats.base import StoredLeaf
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, decode_object
 from tensorkeep.formats.probe import file_mode, first_bytes, folders_in, names_in
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.tree import Flat, placeholders
+from tensorkeep.storage.base import Directory, SourceFile
 
 _IN_ORDER = (
     *("model.safetensors", "model.safetensors.index.json"),

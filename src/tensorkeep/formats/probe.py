@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tensorkeep.errors import NotACheckpointError
-from tensorkeep.io.files import close, store_error
-from tensorkeep.io.places import store_first_bytes, store_folders, store_mode, store_names
 from tensorkeep.paths import StorePath
+from tensorkeep.storage.direct_io import close, store_error
+from tensorkeep.storage.places import store_first_bytes, store_folders, store_mode, store_names
 
 _ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO, errno.ELOOP))
 """Error numbers of paths without anything to read (ENXIO: a socket, ELOOP: links that lead to one another)."""

@@ -2,7 +2,7 @@
 
 The formats of other libraries store tensors, but not nested states, tensors that share storage, the user's metadata, or
 checksums of their own bookkeeping. This JSON file has all of these; other tools do not look at it. It carries a
-checksum of itself (see ``formats/sealed.py``).
+checksum of itself (see ``formats/checksummed_json.py``).
 
 There is one schema, `Sidecar`. A format that stores more of itself there subclasses it and passes the subclass to
 `read`, which decodes and validates the file with msgspec and checks it against the files that it lists.
@@ -17,20 +17,20 @@ from typing import Any, TypeVar
 import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
+from tensorkeep.formats.base import SourceT, Structure, check_structure
 from tensorkeep.formats.decoding import as_a_reader, decoding
 from tensorkeep.formats.probe import first_bytes
-from tensorkeep.formats.structure import SourceT, Structure, check_structure
-from tensorkeep.io import parallel
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import write_small
-from tensorkeep.io.objects.stores import SMALL_REQUESTS
-from tensorkeep.io.places import open_directory
 from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import MOST_DIMENSIONS, Source
-from tensorkeep.state.skeleton_reader import LeafSpec
+from tensorkeep.state.skeleton import LeafSpec
 from tensorkeep.state.tree import Flat
+from tensorkeep.storage import parallel
+from tensorkeep.storage.base import Directory
+from tensorkeep.storage.direct_io import write_small
+from tensorkeep.storage.places import open_directory
+from tensorkeep.storage.store_requests import SMALL_REQUESTS
 from tensorkeep.structs import prepared
 from tensorkeep.version import __version__
 
@@ -120,14 +120,14 @@ def note_file(path: Path, *, hashed: bool) -> FileNote:
     if not hashed:
         return FileNote(path.stat().st_size)
     content = path.read_bytes()
-    return FileNote(len(content), sealed.digest(content))
+    return FileNote(len(content), checksummed_json.digest(content))
 
 
 def write(directory: Path, sidecar: Sidecar) -> int:
     """Write the file durably; return its size in bytes."""
-    path, content = directory / FILE_NAME, sealed.seal(sidecar)
+    path, content = directory / FILE_NAME, checksummed_json.seal(sidecar)
     with as_a_reader():
-        _parse(sealed.body_of(content, path), type(sidecar), path)
+        _parse(checksummed_json.body_of(content, path), type(sidecar), path)
     write_small(path, content)
     return len(content)
 
@@ -145,7 +145,7 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
     another schema.
     """
     path = directory.path / FILE_NAME
-    body = sealed.read(directory, FILE_NAME, follow_links=True)
+    body = checksummed_json.read(directory, FILE_NAME, follow_links=True)
     if body.get("format") != format:
         raise CorruptCheckpointError(f"lies beside a checkpoint of the format {body.get('format')!r}", path=path)
     sidecar = _parse(body, kind, path)
@@ -191,7 +191,7 @@ def _check_file(directory: Directory, name: str, note: FileNote) -> None:
             if file.size != note.bytes:
                 message = f"has {file.size:,} bytes, not {note.bytes:,}"
                 raise CorruptCheckpointError(message, path=path, remedy=_REWRITTEN)
-            if note.xxh3_64 and sealed.digest_of(file, file.size) != note.xxh3_64:
+            if note.xxh3_64 and checksummed_json.digest_of(file, file.size) != note.xxh3_64:
                 message = "its checksum is wrong: the file has changed"
                 raise CorruptCheckpointError(message, path=path, remedy=_REWRITTEN)
     except NotACheckpointError as error:

@@ -6,13 +6,13 @@ from tensorkeep.bench.analysis.wording import number
 from tensorkeep.bench.checkpoint.measure import FIRST, SAVE, STORED
 from tensorkeep.bench.demo.results import DemoResults, facts
 from tensorkeep.bench.demo.speed import notes
-from tensorkeep.io.commit import replace_file
 from tensorkeep.report.charts.curves import Chart, Curve, Point, chart
 from tensorkeep.report.comparison import improvements_table, isolated_table
 from tensorkeep.report.demo_bars import six_way_bars, speed_bars
 from tensorkeep.report.html import arms_table, facts_of
 from tensorkeep.report.rendering import check_page, render_page
 from tensorkeep.report.tables import Entry, ReportTable
+from tensorkeep.storage.commit import replace_file
 from tensorkeep.units import counted, format_bytes, format_seconds
 from tensorkeep.version import __version__
 

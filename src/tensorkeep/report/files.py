@@ -10,10 +10,10 @@ import msgspec
 
 from tensorkeep.bench.results import Results, Statistics
 from tensorkeep.bench.results_file import read_results
-from tensorkeep.io.commit import replace_file
 from tensorkeep.report.html import report_page
 from tensorkeep.report.plots import draw_plots
 from tensorkeep.report.rendering import check_page
+from tensorkeep.storage.commit import replace_file
 
 _SAMPLES = ("arm", "role", "block", "order", "status", "reason", "started", "amount_bytes", "measure", "unit", "value")
 

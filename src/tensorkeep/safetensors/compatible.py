@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError
 
-from tensorkeep.checkpoint.save.save import save
+from tensorkeep.checkpoint.saving import save
 from tensorkeep.errors import (
     NotFoundError,
     PathLike,
@@ -20,11 +20,11 @@ from tensorkeep.errors import (
 )
 from tensorkeep.formats.blockfile.plan import SUFFIX
 from tensorkeep.formats.safetensors.reader import begins_like_safetensors
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.files import store_errors
 from tensorkeep.paths import checked_path
 from tensorkeep.state.dtypes import BY_NAME
-from tensorkeep.state.strided import Array
+from tensorkeep.state.leaf import Array
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import store_errors
 
 Framework = Literal["pt", "np"]
 _FRAMEWORKS: dict[str, Framework] = {

@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import numpy as np
 
 from tensorkeep.checkpoint.arguments import check_device
-from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.load.lazy import Checkpoint, LazyTensor
-from tensorkeep.checkpoint.load.targets import LoadPlan
+from tensorkeep.checkpoint.lazy import Checkpoint, LazyTensor
+from tensorkeep.checkpoint.targets import CopyPlan
 from tensorkeep.errors import PathLike, TensorkeepError, UnsupportedError, UsageError
 from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.finding import open_reader
 from tensorkeep.formats.safetensors.reader import SafetensorsReader
-from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.parallel import default_threads
 from tensorkeep.machine import memory_file
 from tensorkeep.paths import checked_path
 from tensorkeep.safetensors.compatible import check_backend, framework_of, safetensor_errors
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.leaf import Leaf
-from tensorkeep.state.strided import Array
+from tensorkeep.state.leaf import Array, Leaf
 from tensorkeep.state.tree import placeholders
+from tensorkeep.storage.buffers import BufferPool
+from tensorkeep.storage.parallel import default_threads
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +110,7 @@ class safe_open:  # noqa: N801
             for name in self._unread if names is None else self._unread.keys() & set(names):
                 self._raise_unread(name)
             chosen = list(checkpoint) if names is None else [checkpoint[name].name for name in names]
-            plan = LoadPlan(self._reader, chosen, {}, self._device)
+            plan = CopyPlan(self._reader, chosen, {}, self._device)
             plan.read(default_threads(), checkpoint._settings.pool, None)
             values = plan.values()
             return {name: self._as_framework(values[name], self._reader.entries[name].dtype) for name in chosen}

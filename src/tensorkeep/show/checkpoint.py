@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
-from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.inspect.info import InfoReport, describe, report_of
+from tensorkeep.checkpoint.info import InfoReport, describe, report_of
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import Entry, OpenSettings
-from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
-from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.io.parallel import Progress
+from tensorkeep.formats.finding import open_reader
+from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.show.tensors.sampling import DEFAULT_SAMPLE, Sample, choose_sample, measure
 from tensorkeep.show.tensors.statistics import Statistics
+from tensorkeep.storage.buffers import DEFAULT_BUDGET
+from tensorkeep.storage.parallel import Progress
 
 
 @dataclass(frozen=True, slots=True)

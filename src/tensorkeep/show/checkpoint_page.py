@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tensorkeep.checkpoint.inspect.info import Total
+from tensorkeep.checkpoint.info import Total
 from tensorkeep.formats.base import Entry as Tensor
 from tensorkeep.report.html import facts_of
 from tensorkeep.report.tables import Entry, ReportTable

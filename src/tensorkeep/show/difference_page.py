@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tensorkeep.bench.analysis.wording import clipped
-from tensorkeep.checkpoint.inspect.comparing import TensorDiff, together
-from tensorkeep.checkpoint.inspect.diff import DiffReport
+from tensorkeep.checkpoint.diff import DiffReport, TensorDiff, together
 from tensorkeep.report.charts.bars import Bar, Bars
 from tensorkeep.report.tables import Entry, ReportTable
 from tensorkeep.show.page import Column, drawn_table, left_out_text, show_page, title_of

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
-from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.inspect.diff import layer_of
-from tensorkeep.checkpoint.inspect.distances import Tolerance, distances
+from tensorkeep.checkpoint.diff import Tolerance, distances, layer_of
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
-from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
-from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.files import Bytes
-from tensorkeep.io.parallel import Meter, Progress
+from tensorkeep.formats.finding import open_reader
+from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.show.tensors.sampling import read_ranges
+from tensorkeep.storage.buffers import BufferPool
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.parallel import Meter, Progress
 from tensorkeep.units import counted, format_bytes
 
 _MOST_LAYERS = 64

@@ -10,10 +10,10 @@ from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
-from tensorkeep.checkpoint.manager.address import CHECKPOINTS
-from tensorkeep.io.commit import replace_file
 from tensorkeep.report.rendering import PageKind, render_page
+from tensorkeep.runs.address import CHECKPOINTS
 from tensorkeep.show.tensors.histogram import Histogram
+from tensorkeep.storage.commit import replace_file
 from tensorkeep.units import counted, format_bytes
 from tensorkeep.version import __version__
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize
-from tensorkeep.checkpoint.inspect.log import RunLog
-from tensorkeep.checkpoint.inspect.log import log as read_log
+from tensorkeep.checkpoint.log import RunLog
+from tensorkeep.checkpoint.log import log as read_log
 from tensorkeep.errors import PathLike, TensorkeepError
 from tensorkeep.formats.native.directory import summarise
 from tensorkeep.formats.probe import first_bytes
-from tensorkeep.formats.torch_file.allowed import Allow
-from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.io.parallel import Progress
+from tensorkeep.formats.torch_file.unpickle import Allow
 from tensorkeep.paths import as_path
 from tensorkeep.show.motion import Motion, read_motion
+from tensorkeep.storage.buffers import DEFAULT_BUDGET
+from tensorkeep.storage.parallel import Progress
 
 _LOG = "log.jsonl"
 _LONGEST_LOG = 256 * 1024**2

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tensorkeep.checkpoint.inspect.log import LoggedStep
+from tensorkeep.checkpoint.log import LoggedStep
 from tensorkeep.report.charts.curves import Chart, Curve, chart
 from tensorkeep.report.tables import Entry, ReportTable
 from tensorkeep.show.heat import HeatMap, heat_map

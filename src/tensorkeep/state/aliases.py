@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.leaf import Array, Leaf, is_lazy
 from tensorkeep.state.sharded import ShardedLeaf
-from tensorkeep.state.strided import Array, is_lazy
 
 _MAX_INTEGER = 2**63
 _MAX_SEARCH_STEPS = 10_000

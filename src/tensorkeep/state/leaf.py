@@ -9,33 +9,111 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from tensorkeep.errors import OutOfMemoryError, UnsupportedLeafError, UsageError
-from tensorkeep.state.dtypes import DType, check_numpy, check_torch
-from tensorkeep.state.strided import (
-    Array,
-    Bytes,
-    Device,
-    as_integers,
-    as_unsigned,
-    gather_tensor,
-    integer_dtype,
-    is_lazy,
-    may_overlap,
-    scatter_tensor,
-    slices,
-)
+from tensorkeep.errors import OutOfMemoryError, UnsupportedLeafError, UsageError, did_you_mean
+from tensorkeep.state.dtypes import BY_NAME, DType, check_numpy, check_torch
 from tensorkeep.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
+
+# Strided memory as a stream: ranges of the elements of any layout, in C order.
+#
+# A range is split by recursion over the leading dimension (the end of a row, whole rows, the start of a row), so that
+# gathering it needs extra memory of the range's size, not of the array's.
+
+Bytes = npt.NDArray[np.uint8]
+Array = Any
+"""A ``torch.Tensor`` or a ``numpy.ndarray``."""
+Device: TypeAlias = "torch.device | str | None"
+"""The device of new tensors; the CPU if it is None."""
+
+
+def may_overlap(shape: Sequence[int], strides: Sequence[int], width: int) -> bool:
+    """Return whether two elements could share memory; exact for every layout that slicing produces."""
+    if 0 in shape:
+        return False
+    reach = width
+    for stride, length in sorted((abs(stride), length) for stride, length in zip(strides, shape, strict=True)):
+        if length > 1:
+            if stride < reach:
+                return True
+            reach += stride * (length - 1)
+    return False
+
+
+def slices(array: Array, first: int, last: int) -> Iterator[Array]:
+    """Yield the elements [first, last) of the C order: a partial row, whole rows at once, a partial row."""
+    if first >= last:
+        return
+    if array.ndim == 0 or last - first == math.prod(array.shape):
+        yield array
+        return
+    row = math.prod(array.shape[1:])
+    begin, end = -(-first // row), last // row
+    if begin > end:
+        yield from slices(array[begin - 1], first - (begin - 1) * row, last - (begin - 1) * row)
+        return
+    if first < begin * row:
+        yield from slices(array[begin - 1], first - (begin - 1) * row, row)
+    if begin < end:
+        yield array[begin:end]
+    if end * row < last:
+        yield from slices(array[end], 0, last - end * row)
+
+
+def is_lazy(tensor: "torch.Tensor") -> bool:
+    """Return whether the tensor is conjugated or negated on reading, so that its memory has other values."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def integer_dtype(itemsize: int) -> "torch.dtype | None":
+    """Return torch's integer dtype of that many bytes; None for 16."""
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(itemsize)
+
+
+def as_integers(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return a view as integers, which is copied bit for bit in every layout, on every device; complex128 as it is."""
+    carrier = integer_dtype(tensor.element_size())
+    return tensor if carrier is None else tensor.view(carrier)
+
+
+def as_unsigned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a view of a numpy array that is copied bit for bit."""
+    return array.view(f"u{array.itemsize}") if array.itemsize <= 8 else array
+
+
+def gather_tensor(piece: "torch.Tensor", out: Bytes) -> None:
+    """Copy a tensor of any layout into its bytes."""
+    import torch
+
+    target = torch.from_numpy(out)
+    if out.ctypes.data % piece.element_size():
+        whole = torch.empty(piece.shape, dtype=piece.dtype).copy_(piece)
+        target.copy_(whole.reshape(-1).view(torch.uint8))
+    else:
+        target.view(piece.dtype).reshape(piece.shape).copy_(piece)
+
+
+def scatter_tensor(piece: "torch.Tensor", data: Bytes) -> None:
+    """Copy bytes into a tensor of any layout."""
+    import torch
+
+    aligned = data.ctypes.data % piece.element_size() == 0 and data.flags.writeable
+    source = torch.from_numpy(data if aligned else data.copy())
+    with torch.inference_mode() if piece.is_inference() else torch.no_grad():
+        piece.copy_(source.view(piece.dtype).reshape(piece.shape))
+
+
 LeafKind = Literal["tensor", "parameter", "ndarray", "npscalar"]
 LEAF_KINDS: tuple[LeafKind, ...] = ("tensor", "parameter", "ndarray", "npscalar")
-
 MOST_DIMENSIONS = 64
 """As numpy has. The product of millions of lengths, which a hostile file may have, would take hours."""
 
@@ -273,3 +351,37 @@ def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: Devi
     except (MemoryError, RuntimeError, ValueError) as error:
         size = format_bytes(math.prod(shape) * dtype.itemsize)
         raise OutOfMemoryError(f"cannot allocate {size} for a {dtype} of shape {tuple(shape)}: {error}") from error
+
+
+# Converting the stored elements of a tensor while they are written into its memory.
+
+DTypeLike: TypeAlias = "torch.dtype | str | None"
+"""A torch dtype or its name; None for that of each tensor."""
+
+
+def float_dtype(dtype: DTypeLike) -> DType:
+    """Return the entry of a torch dtype of floating point, also given by its name; UsageError if it is another."""
+    name = str(dtype).removeprefix("torch.")
+    floats = [each.name for each in BY_NAME.values() if each.kind == "float" and each.has_torch]
+    if name not in floats:
+        raise UsageError(
+            f"{name!r} is not a floating point dtype of torch", remedy=did_you_mean(name, floats, "give one of")
+        )
+    return BY_NAME[name]
+
+
+@dataclass(slots=True)
+class CastLeaf(Leaf):
+    """A stream of elements of ``dtype`` that are written into a new tensor of another dtype, ``array``."""
+
+    def host_bytes(self) -> Bytes | None:
+        """Return None: the memory is not the stream."""
+        return None
+
+    def write(self, start: int, stop: int, data: Bytes) -> None:
+        """Convert the bytes [start, stop) of the stream, multiples of the item size, into the tensor."""
+        import torch
+
+        size = self.dtype.itemsize
+        elements = torch.from_numpy(data).view(self.dtype.torch)
+        self.array.view(-1)[start // size : stop // size].copy_(elements)

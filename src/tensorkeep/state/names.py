@@ -20,7 +20,7 @@ Scalar = str | int | float | None
 Key = Scalar | tuple[Scalar, ...]
 """A key of a dict, a field, or an index of a list (``bool`` is an int)."""
 
-Path = tuple[Key, ...]
+KeyPath = tuple[Key, ...]
 
 BARE_NAME = "tensor"
 """The name of the tensor if it is the whole state."""
@@ -41,13 +41,13 @@ def key_text(key: Key) -> str:
     return hex(key) if isinstance(key, int) and abs(key) >= _LONG_INTEGER else repr(key)
 
 
-def display(path: Path) -> str:
+def display(path: KeyPath) -> str:
     """Return a path for an error message, printable for all keys."""
     text = ".".join(map(key_text, path)) or "(the whole state)"
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def assign_names(paths: Sequence[Path]) -> list[str]:
+def assign_names(paths: Sequence[KeyPath]) -> list[str]:
     """Return a unique name for each path of keys from a state to a leaf; the paths are all different.
 
     No name has a NUL, is empty or ``__metadata__``. Names that share their first key are unique without it, too.
@@ -73,7 +73,7 @@ def assign_names(paths: Sequence[Path]) -> list[str]:
         escaped |= clashing
 
 
-def assign_parts(paths: Sequence[Path], names: Sequence[str], *, is_dict: bool) -> dict[str, tuple[str, str]]:
+def assign_parts(paths: Sequence[KeyPath], names: Sequence[str], *, is_dict: bool) -> dict[str, tuple[str, str]]:
     """Return each leaf's part and its name relative to the part, by its name from `assign_names`.
 
     Each container at the top of the state is a part, named by its key. Tensors directly at the top form the part
@@ -144,13 +144,13 @@ def nearest(names: list[str], pattern: str) -> str:
     return f"did you mean {near[0]!r}?" if near else f"its names look like {names[0]!r}"
 
 
-def _is_natural(path: Path) -> bool:
+def _is_natural(path: KeyPath) -> bool:
     texts = [key_text(key) for key in path]
     reserved = texts[0] == _RESERVED if len(texts) == 1 else texts[1:] == [_RESERVED]
     return not reserved and all(text and "\0" not in text for text in texts)
 
 
-def _join(path: Path, escaped: bool) -> str:
+def _join(path: KeyPath, escaped: bool) -> str:
     return ".".join(map(_escape if escaped else key_text, path))
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorkeep.errors import UnsupportedLeafError
 from tensorkeep.state.dtypes import check_torch
-from tensorkeep.state.leaf import Leaf, LeafKind, check_plain
-from tensorkeep.state.strided import may_overlap
+from tensorkeep.state.leaf import Leaf, LeafKind, check_plain, may_overlap
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

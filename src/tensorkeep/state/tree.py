@@ -15,11 +15,8 @@ from tensorkeep.errors import UnsupportedLeafError, stack_level_of_caller
 from tensorkeep.placeholder import Placeholder
 from tensorkeep.state import names
 from tensorkeep.state.aliases import Alias, find_aliases
-from tensorkeep.state.leaf import LEAF_KINDS, Leaf, Source
-from tensorkeep.state.scalars import decode_key
-from tensorkeep.state.skeleton_reader import LeafSpec, SkeletonReader
-from tensorkeep.state.skeleton_writer import ReplacingWriter, SkeletonWriter, StateLeaf
-from tensorkeep.state.strided import Array
+from tensorkeep.state.leaf import LEAF_KINDS, Array, Leaf, Source
+from tensorkeep.state.skeleton import LeafSpec, ReplacingWriter, SkeletonReader, SkeletonWriter, StateLeaf, decode_key
 
 S_co = TypeVar("S_co", bound=Source, covariant=True)
 

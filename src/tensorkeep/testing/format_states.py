@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from tensorkeep.formats.base import Reader
-from tensorkeep.io.files import Bytes
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.state.tree import unflatten
+from tensorkeep.storage.direct_io import Bytes
 
 
 def noise(dtype_name: str, *shape: int, seed: int = 0) -> torch.Tensor:

@@ -20,9 +20,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tensorkeep.errors import DestinationExistsError, StoreError, TensorkeepError, UnsupportedError, UsageError
-from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Problem
-from tensorkeep.formats.structure import check_saveable
-from tensorkeep.formats.write import BLOCK_BYTES, WriteResult, WriteSettings
+from tensorkeep.formats.base import (
+    BLOCK_BYTES,
+    FORMATS,
+    Format,
+    OpenSettings,
+    Problem,
+    WriteResult,
+    WriteSettings,
+    check_saveable,
+)
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.tree import flatten, leaf_specs
 from tensorkeep.testing import strategies

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.errors import TechniqueNotActiveError
+from tensorkeep.manager.manager import CheckpointManager
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset

@@ -10,12 +10,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tensorkeep.checkpoint.save.save import save
+from tensorkeep.checkpoint.saving import save
 from tensorkeep.errors import PathLike, StateMismatchError, UsageError
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.files import write_small
-from tensorkeep.io.temporaries import remove_abandoned
 from tensorkeep.paths import checked_path
+from tensorkeep.storage.commit import Commit, remove_abandoned
+from tensorkeep.storage.direct_io import write_small
 from tensorkeep.train.data.tokenizers.base import library
 from tensorkeep.train.data.tokenizers.chat import TEMPLATE
 from tensorkeep.train.model.config import ModelConfig

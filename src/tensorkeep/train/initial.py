@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from tensorkeep.checkpoint.load.load import load
-from tensorkeep.checkpoint.manager.address import split_address
+from tensorkeep.checkpoint.loading import load
 from tensorkeep.errors import (
     CorruptCheckpointError,
     NotACheckpointError,
@@ -20,8 +19,9 @@ from tensorkeep.errors import (
     UnsupportedError,
     UsageError,
 )
-from tensorkeep.formats.sealed import new_hasher
-from tensorkeep.io.files import store_errors
+from tensorkeep.formats.checksummed_json import new_hasher
+from tensorkeep.runs.address import split_address
+from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.train.config.config import Config, flat
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import is_prepared

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorkeep.checkpoint.save.job import PendingSave
+from tensorkeep.checkpoint.background import PendingSave
 from tensorkeep.train.generate import generate, prompt_ids
 from tensorkeep.train.guard import check_steps
 from tensorkeep.train.model.gpt import IGNORED

@@ -20,8 +20,8 @@ from tensorkeep.bench.checkpoint.workload import WORKLOAD
 from tensorkeep.bench.demo.damage import flip_bit
 from tensorkeep.bench.experiment.workload import GateError, Outcome
 from tensorkeep.bench.run.rounds import tool_measurements
-from tensorkeep.checkpoint.load.verify import verify
-from tensorkeep.checkpoint.save.save import save
+from tensorkeep.checkpoint.saving import save
+from tensorkeep.checkpoint.verify import verify
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.cases import case
 

@@ -13,7 +13,7 @@ import torch
 
 import tensorkeep
 from faults.injection import bounded_memory, flip_bit
-from tensorkeep.checkpoint.inspect import distances
+from tensorkeep.checkpoint import diff
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
@@ -40,7 +40,7 @@ def test_a_report_is_true_if_nothing_differs_or_no_problem_was_found(tmp_path: P
 
 
 def test_equal_bits_are_not_computed_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distances, "_of_piece", None)
+    monkeypatch.setattr(diff, "_of_piece", None)
     report = compare(tmp_path, base(), base())
     assert report
     assert report.equal

@@ -17,7 +17,7 @@ from torch import nn
 import tensorkeep
 from faults.injection import flip_bit
 from tensorkeep import CheckpointManager, RandomState
-from tensorkeep.checkpoint.load.object_checks import unwrapped
+from tensorkeep.checkpoint.object_checks import unwrapped
 from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.testing.equality import same
 from tensorkeep.testing.object_states import (

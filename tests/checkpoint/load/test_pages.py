@@ -5,8 +5,8 @@ import mmap
 import numpy as np
 import pytest
 
-from tensorkeep.checkpoint.load import pages
-from tensorkeep.checkpoint.load.pages import NewPages
+from tensorkeep.checkpoint import ranges
+from tensorkeep.checkpoint.ranges import NewPages
 
 MIB = 1024**2
 
@@ -19,8 +19,8 @@ class Kernel:
         self.size = "small"
         self.populated: list[str] = []
         self.now = 0.0
-        monkeypatch.setattr(pages, "_advise", self.advise)
-        monkeypatch.setattr(pages.time, "thread_time", lambda: self.now)
+        monkeypatch.setattr(ranges, "_advise", self.advise)
+        monkeypatch.setattr(ranges.time, "thread_time", lambda: self.now)
 
     def advise(self, start: int, stop: int, advice: int) -> None:
         if advice == mmap.MADV_HUGEPAGE:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from tensorkeep.checkpoint.local_tier.transfer import StoredCopy, Throttle, Transfer, copy_to_store
-from tensorkeep.io.parallel import Cancellation
+from tensorkeep.manager.uploader import StoredCopy, Throttle, Transfer, copy_to_store
 from tensorkeep.paths import StorePath
+from tensorkeep.storage.parallel import Cancellation
 
 
 def copy(source: Path, destination: StorePath, *earlier: StoredCopy, overwrite: bool = False) -> tuple[StoredCopy, int]:

@@ -22,12 +22,12 @@ from faults.injection import flip_bit
 from forked import ended, start
 from store_servers import Fault, FaultAt, JumpingClock, Proxy, always, damage, environment_of
 from tensorkeep import CheckpointManager
-from tensorkeep.checkpoint.local_tier import uploader
-from tensorkeep.checkpoint.manager.place import DiskPlace
-from tensorkeep.checkpoint.manager.store_place import StorePlace
 from tensorkeep.formats.probe import names_in
-from tensorkeep.io.objects import stores
+from tensorkeep.manager import uploader
 from tensorkeep.paths import StorePath
+from tensorkeep.runs.backends import DiskPlace
+from tensorkeep.runs.store_backend import StorePlace
+from tensorkeep.storage import store_requests
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 from tiers import exhaustive
@@ -73,7 +73,7 @@ class Tier:
         return same(tensorkeep.load(f"{self.url}@{number}"), state(number if value is None else value))
 
     def lose_an_object(self, number: int) -> None:
-        stores.delete([StorePath(str(data_of(self.copy(number))))])
+        store_requests.delete([StorePath(str(data_of(self.copy(number))))])
 
 
 @pytest.fixture
@@ -245,13 +245,13 @@ def test_a_step_whose_copy_has_lost_an_object_is_uploaded_again_unless_others_ar
     with tier.manager() as manager:
         manager.save(1, state(1))
     tier.lose_an_object(1)
-    stores.put(tier.copy(1) / "notes.txt", b"kept by hand")
+    store_requests.put(tier.copy(1) / "notes.txt", b"kept by hand")
     manager = tier.manager(keep_local=1)
     manager.save(2, state(2))
     with pytest.raises(tensorkeep.StoreError, match=r"1 step \(1\) could not be uploaded .*notes.txt"):
         manager.close()
     assert tier.both() == ([1, 2], [2]), "it is not tried for ever"
-    stores.delete([tier.copy(1) / "notes.txt"])
+    store_requests.delete([tier.copy(1) / "notes.txt"])
     with tier.manager(keep_local=1) as manager:
         save_each(manager, 3)
     assert tier.both() == ([3], [1, 2, 3])
@@ -276,9 +276,9 @@ def test_a_chain_of_incremental_steps_is_uploaded_once(tier: Tier, incremental: 
             save_each(manager, *numbers)
 
     save(1, 2, 3)
-    before = {each.key for each in stores.objects(StorePath(tier.url))}
+    before = {each.key for each in store_requests.objects(StorePath(tier.url))}
     save(4, 5)  # another process, which finds what the store has
-    added = [each for each in stores.objects(StorePath(tier.url)) if each.key not in before]
+    added = [each for each in store_requests.objects(StorePath(tier.url)) if each.key not in before]
     assert sum(each.size for each in added if "manifest" not in each.key and "removed" not in each.key) < 100_000
     assert tier.in_store() == [4, 5]
     for number in (4, 5):
@@ -292,7 +292,7 @@ def test_steps_that_are_uploaded_late_share_their_files(tier: Tier, gate: thread
         gate.set()
     assert tier.on_disk() == [3]
     for number in (2, 3):
-        assert sum(each.size for each in stores.objects(tier.copy(number))) < 100_000
+        assert sum(each.size for each in store_requests.objects(tier.copy(number))) < 100_000
         assert tier.stores_state(number)
 
 

@@ -13,14 +13,14 @@ import torch
 import tensorkeep
 from checkpoint.local_tier.copies import copy
 from store_servers import Proxy
-from tensorkeep.checkpoint.local_tier import transfer
-from tensorkeep.checkpoint.local_tier.transfer import Throttle, Transfer, copy_to_store, find_copy
-from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.formats.probe import names_in
-from tensorkeep.io.buffers import MINIMUM_BUDGET
-from tensorkeep.io.objects import stores, uploads
-from tensorkeep.io.parallel import Cancellation, Cancelled
+from tensorkeep.manager import uploader
+from tensorkeep.manager.uploader import Throttle, Transfer, copy_to_store, find_copy
 from tensorkeep.paths import StorePath
+from tensorkeep.runs.backends import place_of
+from tensorkeep.storage import store_files, store_requests
+from tensorkeep.storage.buffers import MINIMUM_BUDGET
+from tensorkeep.storage.parallel import Cancellation, Cancelled
 from tensorkeep.testing.equality import same
 
 pytestmark = pytest.mark.integration
@@ -52,7 +52,7 @@ def test_a_copy_has_the_same_bytes(tmp_path: Path, run: StorePath, compression: 
     assert len({name.rpartition("-")[2].partition(".")[0] for name in names}) == 1, "the id of one save"
     assert sent >= sum((tmp_path / "c" / name).stat().st_size for name in copied.references if "index" not in name)
     if compression == "none":
-        objects = {name: stores.get(run / "c" / name) for name in names}
+        objects = {name: store_requests.get(run / "c" / name) for name in names}
         index = next(content for name, content in objects.items() if "index" in name)
         homes = {*json.loads(bytes(index))["weight_map"].values()}
         assert homes == {name for name in objects if name.endswith(".safetensors") and name.startswith("model-")}
@@ -103,7 +103,7 @@ def test_what_is_gone_or_may_be_deleted_soon_is_sent_again(tmp_path: Path, run: 
     first, second = steps(tmp_path / "run", 2)
     one, _ = copy(first, run / first.name)
     if deleted == "objects":
-        stores.delete([run / first.name / name for name in names_in(run / first.name)])
+        store_requests.delete([run / first.name / name for name in names_in(run / first.name)])
     else:
         place_of(run).remove(run / first.name)
     two, _ = copy(second, run / second.name, one)
@@ -114,13 +114,13 @@ def test_what_is_gone_or_may_be_deleted_soon_is_sent_again(tmp_path: Path, run: 
 def test_an_upload_over_a_deleted_step_fails(tmp_path: Path, run: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = steps(tmp_path / "run", 2)
     one, _ = copy(first, run / first.name)
-    real = transfer._copy_files
+    real = uploader._copy_files
 
     def copy_files(*arguments: Any) -> Any:
         place_of(run).remove(run / first.name)
         return real(*arguments)
 
-    monkeypatch.setattr(transfer, "_copy_files", copy_files)
+    monkeypatch.setattr(uploader, "_copy_files", copy_files)
     with pytest.raises(tensorkeep.StoreError, match=r"step-000001/manifest.json was deleted while"):
         copy(second, run / second.name, one)
 
@@ -140,7 +140,7 @@ def test_an_interrupted_copy_and_one_of_a_truncated_file_leave_nothing(tmp_path:
 
 
 def test_the_memory_suffices_for_any_file(tmp_path: Path, run: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "_PART_BYTES", MINIMUM_BUDGET + 1024**2)
+    monkeypatch.setattr(store_files, "_PART_BYTES", MINIMUM_BUDGET + 1024**2)
     large = {"w": torch.zeros(MINIMUM_BUDGET + 2 * 1024**2, dtype=torch.uint8)}
     tensorkeep.save(large, tmp_path / "c")
     copy(tmp_path / "c", run / "c")

@@ -7,8 +7,8 @@ import torch
 
 import tensorkeep
 import tensorkeep.torch
-from tensorkeep.checkpoint.manager.address import find_checkpoint, run_root
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, UsageError
+from tensorkeep.runs.address import find_checkpoint, run_root
 from tensorkeep.testing.cases import case
 
 

@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorkeep.checkpoint.manager.garbage import Namer, find_garbage, freed_bytes
-from tensorkeep.checkpoint.manager.steps import Garbage
-from tensorkeep.io.objects.stores import ObjectStatus
+from tensorkeep.runs.steps import Garbage
+from tensorkeep.runs.store_backend import Namer, find_garbage, freed_bytes
+from tensorkeep.storage.store_requests import ObjectStatus
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 GRACE = timedelta(hours=1)

@@ -68,13 +68,13 @@ def test_a_step_is_a_checkpoint_with_metrics(tmp_path: Path) -> None:
 
 def test_unwanted_steps_are_deleted_after_the_next_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    real = tensorkeep.io.commit.Commit.publish
+    real = tensorkeep.storage.commit.Commit.publish
 
     def look(self: Any) -> None:
         seen.append(names_in(tmp_path))
         real(self)
 
-    monkeypatch.setattr("tensorkeep.io.commit.Commit.publish", look)
+    monkeypatch.setattr("tensorkeep.storage.commit.Commit.publish", look)
     run_of(tmp_path, *range(10, 90, 10), keep_last=2, keep_every=30)
     assert [[name for name in each if not name.startswith(".")] for each in seen[2:4]] == [
         ["step-000010", "step-000020"],

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep import EverySteps, EveryTime, KeepBest, KeepEvery, KeepLast, KeepThinned, OnSignal, Step, UsageError
-from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, best_rule, best_step, keep_rule, run_times, unwanted
+from tensorkeep.runs.retention import Keep, KeepAll, best_rule, best_step, keep_rule, run_times, unwanted
 from tensorkeep.testing.cases import case
 
 

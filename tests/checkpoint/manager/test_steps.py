@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.checkpoint.manager.place import DiskPlace
-from tensorkeep.checkpoint.manager.steps import step_number, step_path
-from tensorkeep.io import commit
+from tensorkeep.runs.backends import DiskPlace
+from tensorkeep.runs.steps import step_number, step_path
+from tensorkeep.storage import commit
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import content, names_in
 

@@ -19,17 +19,17 @@ import tensorkeep
 from simulated_ranks import save_by_ranks
 from store_servers import Fault, FaultAt, Proxy, damage
 from tensorkeep import CheckpointManager
-from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.manager import garbage, store_place, store_run
-from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.cli.main import main
 from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.finding import open_reader
 from tensorkeep.formats.native.block_write import BlockFilesWrite
 from tensorkeep.formats.native.directory import read_contents
-from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.objects import store_directory, stores
-from tensorkeep.io.objects.store_directory import StoreDirectory
 from tensorkeep.paths import StorePath
+from tensorkeep.runs import store_backend
+from tensorkeep.runs.backends import place_of
+from tensorkeep.storage import store_files, store_requests
+from tensorkeep.storage.buffers import BufferPool
+from tensorkeep.storage.store_files import StoreDirectory
 from tensorkeep.testing.equality import same
 
 pytestmark = pytest.mark.integration
@@ -72,7 +72,7 @@ def state(step: int) -> dict[str, Any]:
 
 def names(root: StorePath) -> list[str]:
     """Return the keys of all objects of a run, below its root."""
-    return sorted(each.key.removeprefix(f"{root.key}/") for each in stores.objects(root))
+    return sorted(each.key.removeprefix(f"{root.key}/") for each in store_requests.objects(root))
 
 
 def save_all(root: StorePath, steps: range, **settings: Any) -> list[Any]:
@@ -164,7 +164,7 @@ def test_a_deleted_step_is_read_to_the_end_and_saved_again_in_the_grace_period(
 
 def test_each_replaced_version_stays_for_the_grace_period(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(root, range(1, 2))
-    monkeypatch.setattr(garbage, "LEFTOVER_AGE", timedelta(0))
+    monkeypatch.setattr(store_backend, "LEFTOVER_AGE", timedelta(0))
     with tensorkeep.open(root / "step-000001") as opened, CheckpointManager(root) as manager:
         for value in (2, 3):
             manager.save(1, state(value), overwrite=True).wait()
@@ -178,16 +178,16 @@ def test_each_replaced_version_stays_for_the_grace_period(root: StorePath, monke
 
 def test_a_step_saved_again_during_its_deletion_remains(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(root, range(1, 2))
-    real = store_run.put_tombstone
+    real = store_backend.put_tombstone
 
     def put_tombstone(*arguments: Any) -> Any:
-        monkeypatch.setattr(store_run, "put_tombstone", real)
+        monkeypatch.setattr(store_backend, "put_tombstone", real)
         tombstone = real(*arguments)
         with CheckpointManager(root) as manager:
             manager.save(1, state(7), overwrite=True).wait()
         return tombstone
 
-    monkeypatch.setattr(store_run, "put_tombstone", put_tombstone)
+    monkeypatch.setattr(store_backend, "put_tombstone", put_tombstone)
     with pytest.raises(tensorkeep.StoreError, match="was saved again while it was deleted"):
         place_of(root).remove(root / "step-000001")
     assert same(tensorkeep.load(f"{root}@1"), state(7))
@@ -228,12 +228,12 @@ def test_failed_saves_leave_objects_that_prune_deletes(
 ) -> None:
     save_all(root, range(1, 3))
     orphan = root / "step-000003" / "model-0123456789abcdef.safetensors"
-    stores.put(orphan, bytes(500))
-    stores.put(root / "step-000003" / "notes.txt", b"mine")
+    store_requests.put(orphan, bytes(500))
+    store_requests.put(root / "step-000003" / "notes.txt", b"mine")
     assert numbers(root) == [1, 2]
     document = prune("--keep-last", "1", "--dry-run")
     assert (document["leftovers"]["objects"], document["unfinished"]) == (0, {"objects": 1, "bytes": 500})
-    monkeypatch.setattr(garbage, "LEFTOVER_AGE", timedelta(0))
+    monkeypatch.setattr(store_backend, "LEFTOVER_AGE", timedelta(0))
     assert main(["prune", str(root), "--broken", "--dry-run"]) == 0
     assert "would delete leftovers of earlier deletions and failed saves: 1 object, 500 B" in capsys.readouterr().out
     assert str(orphan.relative_to(root)) in names(root)
@@ -242,7 +242,7 @@ def test_failed_saves_leave_objects_that_prune_deletes(
     assert [step["step"] for step in document["deleted"]] == [1]
     left = ["step-000003/notes.txt"]
     assert [name for name in names(root) if not name.startswith("step-000002/")] == left
-    stores.put(orphan, bytes(500))
+    store_requests.put(orphan, bytes(500))
     with CheckpointManager(root) as manager:
         assert manager.prune() == []
     assert [name for name in names(root) if not name.startswith("step-000002/")] == left
@@ -253,10 +253,10 @@ def test_a_wrong_clock_deletes_nothing_that_others_use(
     root: StorePath, prune: Prune, monkeypatch: pytest.MonkeyPatch, hours: float
 ) -> None:
     save_all(root, range(1, 3))
-    stores.put(root / "step-000003" / "model-0123456789abcdef.safetensors", b"of a save that runs")
+    store_requests.put(root / "step-000003" / "model-0123456789abcdef.safetensors", b"of a save that runs")
     used = {*names(root)} - {"step-000001/manifest.json"}
     wrong = mock.Mock(now=lambda zone: datetime.now(zone) + timedelta(hours=hours))
-    monkeypatch.setattr(store_place, "datetime", wrong)
+    monkeypatch.setattr(store_backend, "datetime", wrong)
     found = "the clock of this machine is 1 [dh] ahead of the store's, .* is not deleted\nset the clock of this machine"
     with pytest.warns(UserWarning, match=found) if hours > 0 else nullcontext():
         assert [step["step"] for step in prune("--keep-last", "1")["deleted"]] == [1]
@@ -283,7 +283,7 @@ def test_prune_says_when_the_objects_are_deleted_and_which_are_not(
     assert document["leftovers"]["objects"] == 2
     assert not [name for name in names(root) if name.startswith("step-000001")]
     # A step with an object of the user is kept.
-    stores.put(root / "step-000002" / "eval.json", b"{}")
+    store_requests.put(root / "step-000002" / "eval.json", b"{}")
     document = prune("--keep-last", "1")
     assert document["deleted"] == []
     assert "holds 'eval.json', which does not belong to the step" in document["left"]["2"]
@@ -318,7 +318,7 @@ def test_steps_are_listed_by_few_requests_also_while_the_store_fails(root: Store
     assert numbers(root) == [1, 2, 3, 4, 5, 6]
     assert same(tensorkeep.load(root), state(6))
     # A store that does not give manifests is not an empty run.
-    store_directory._first.clear()
+    store_files._first.clear()
     server.start_again(
         Fault("503", lambda number: server.requests[number].startswith("GET") and "list" not in server.requests[number])
     )
@@ -433,13 +433,13 @@ def test_a_step_that_is_not_read_is_neither_ignored_nor_deleted(root: StorePath,
 def test_listing_and_deletion_survive_a_connection_that_breaks(root: StorePath, server: Proxy, action: str) -> None:
     paths = [root / "step-000001" / f"{number}" for number in range(3)]
     for path in paths:
-        stores.put(path, b"x")
-    for call in (stores.objects, stores.children):
+        store_requests.put(path, b"x")
+    for call in (store_requests.objects, store_requests.children):
         server.start_again(Fault(action, lambda number: number == 0))
-        assert len(list(call(root))) == (3 if call is stores.objects else 1)
+        assert len(list(call(root))) == (3 if call is store_requests.objects else 1)
     server.start_again(Fault(action, lambda number: number == 0))
-    stores.delete(paths)
-    assert stores.objects(root) == []
+    store_requests.delete(paths)
+    assert store_requests.objects(root) == []
 
 
 @pytest.mark.usefixtures("no_grace")
@@ -447,11 +447,11 @@ def test_listing_and_deletion_survive_a_connection_that_breaks(root: StorePath, 
 def test_an_uploaded_step_of_two_ranks_is_deleted(root: StorePath, tmp_path: Path, prune: Prune, damaged: bool) -> None:
     save_by_ranks(tmp_path / "step", state(1), 2)
     for file in (tmp_path / "step").iterdir():
-        stores.put(root / "step-000001" / file.name, file.read_bytes())
+        store_requests.put(root / "step-000001" / file.name, file.read_bytes())
     assert same(tensorkeep.load(f"{root}@1"), state(1))
     save_all(root, range(2, 3))
     if damaged:
-        stores.put(root / "step-000001" / "manifest.json", b'{"xxh3_64":"damaged')
+        store_requests.put(root / "step-000001" / "manifest.json", b'{"xxh3_64":"damaged')
     document = prune("--keep-last", "1", "--broken")
     assert document["deleted_broken"] == ([1] if damaged else [])
     assert {name.partition("/")[0] for name in names(root)} == {"step-000002"}

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tensorkeep
-from tensorkeep.checkpoint.ranks import collective
 from tensorkeep.distributed import PerRank
+from tensorkeep.ranks import collective
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
     "rows": ((-1,), (Shard(0),)),

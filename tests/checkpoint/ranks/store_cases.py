@@ -5,7 +5,7 @@ from typing import Any
 
 from checkpoint.ranks import cases
 from store_servers import JumpingClock
-from tensorkeep.io.clock import use_clock
+from tensorkeep.storage.clock import use_clock
 
 
 def in_store(environment: dict[str, str], name: str, *arguments: Any) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tensorkeep.checkpoint.ranks.assignment import SPLIT_BYTES, Share, assign, own_pieces
-from tensorkeep.checkpoint.ranks.outline import RankOutline, TensorOutline, Tensors, merge_skeletons, merge_tensors
 from tensorkeep.errors import RanksDisagreeError
+from tensorkeep.ranks.collective import SPLIT_BYTES, Share, assign, own_pieces
+from tensorkeep.ranks.outline import RankOutline, TensorOutline, Tensors, merge_skeletons, merge_tensors
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.cases import case
 

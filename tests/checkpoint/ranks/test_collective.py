@@ -13,8 +13,8 @@ from checkpoint.ranks import cases, store_cases
 from faults.injection import flip_bit
 from ranks import outcomes, run_ranks
 from store_servers import SECRET, FaultAt, Proxy, environment_of, make_bucket
-from tensorkeep.io.objects import stores
 from tensorkeep.paths import StorePath
+from tensorkeep.storage import store_requests
 from tiers import exhaustive
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
@@ -38,7 +38,7 @@ class Place:
         """Return the size of everything here."""
         if self.server is None:
             return {str(each): each.stat().st_size * each.is_file() for each in Path(self.root).rglob("*")}
-        return {found.key: found.size for found in stores.objects(StorePath(self.root))}
+        return {found.key: found.size for found in store_requests.objects(StorePath(self.root))}
 
     def fail_manifest(self, action: str, times: int) -> None:
         """Let so many requests fail that would make the checkpoint visible."""

@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 import tensorkeep
 from checkpoint.ranks import cases
 from ranks import outcomes, run_ranks
-from tensorkeep.checkpoint.ranks import collective, connection
-from tensorkeep.checkpoint.ranks.group import ranks_of
+from tensorkeep.ranks import collective, group
+from tensorkeep.ranks.group import ranks_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
@@ -118,7 +118,7 @@ def connect_out_of_step(path: str) -> list[str]:
     errors, given_up = [], Path(f"{path}-given-up")
     for attempt in range(11):
         with pytest.MonkeyPatch.context() as patches:
-            patches.setattr(connection, "_GRACE", 0.1)
+            patches.setattr(group, "_GRACE", 0.1)
             try:
                 options = {"group": dist.group.WORLD, "timeout": 0.5 * 2 ** max(0, attempt - 3)}
                 tensorkeep.save({"w": torch.zeros(4)}, path, overwrite=True, **options)
@@ -166,14 +166,14 @@ def test_no_rank_goes_on_before_all_have_connected() -> None:
 def timeouts_of_operations(path: str) -> list[set[float]]:
     """Save and load, each rank and each operation with a timeout of its own; return those of the exchanges of each."""
     rank, group = dist.get_rank(), dist.group.WORLD
-    real, found = connection.Connection._all_gather, []
+    real, found = group.Connection._all_gather, []
 
-    def noted(self: connection.Connection, received: Any, own: Any, timeout: float) -> None:
+    def noted(self: group.Connection, received: Any, own: Any, timeout: float) -> None:
         found[-1].add(timeout)
         real(self, received, own, timeout)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(connection.Connection, "_all_gather", noted)
+        patches.setattr(group.Connection, "_all_gather", noted)
         for seconds in (20, 30):
             found.append(set[float]())
             tensorkeep.save({"w": torch.zeros(4)}, path, overwrite=True, group=group, timeout=seconds + rank)

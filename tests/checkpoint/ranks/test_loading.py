@@ -15,14 +15,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import tensorkeep
 from ranks import outcomes, run_ranks
-from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.load import ranges
-from tensorkeep.checkpoint.manager import place
+from tensorkeep.checkpoint import ranges
 from tensorkeep.distributed import PerRank
 from tensorkeep.errors import BusyError
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.blockfile.cuts import Grid
+from tensorkeep.formats.blockfile.plan import Grid
+from tensorkeep.formats.finding import open_reader
 from tensorkeep.formats.native.pieces import writer
+from tensorkeep.runs import backends
 from tensorkeep.testing.cases import case
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
@@ -126,7 +126,7 @@ def one_rank_gives(root: str, what: str) -> None:
         elif what == "shape":
             steps.restore(into={"w": torch.zeros(5 if rank == 0 else 2)})
         else:
-            with mock.patch.object(place, "FolderLock", side_effect=BusyError("another writes")):
+            with mock.patch.object(backends, "FolderLock", side_effect=BusyError("another writes")):
                 steps.delete(1)
 
 

@@ -2,7 +2,7 @@
 
 import threading
 
-from tensorkeep.checkpoint.ranks.turns import Turn
+from tensorkeep.ranks.group import Turn
 
 
 def test_a_save_waits_for_all_earlier_ones_also_if_one_between_was_dropped() -> None:

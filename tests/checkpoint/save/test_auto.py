@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.checkpoint.save import auto
-from tensorkeep.checkpoint.save.auto import Rates
+from tensorkeep.checkpoint import auto_compression
+from tensorkeep.checkpoint.auto_compression import Rates
 from tensorkeep.errors import StoreError
+from tensorkeep.formats.base import BLOCK_BYTES, WriteSettings
 from tensorkeep.formats.blockfile.plan import BlockFileOptions, plan_files, tasks_of
-from tensorkeep.formats.write import BLOCK_BYTES, WriteSettings
-from tensorkeep.io.buffers import BufferPool
 from tensorkeep.state.tree import flatten
+from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import FailingDisk, names_in
 from tensorkeep.testing.equality import same
@@ -33,15 +33,15 @@ TIE = Rates(gather=1.0, code=1.0, compressed_fraction=1.0, disk=1.0)
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    auto._known.clear()
+    auto_compression._known.clear()
     yield
-    auto._known.clear()
+    auto_compression._known.clear()
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure states of any size."""
-    monkeypatch.setattr(auto, "SMALLEST", 1)
+    monkeypatch.setattr(auto_compression, "SMALLEST", 1)
 
 
 class Clock:
@@ -56,9 +56,11 @@ def measured(*rates: Rates | Exception) -> mock.Mock:
     return mock.Mock(side_effect=rates)
 
 
-def decide(state: Any, path: Path, measure: mock.Mock, clock: Clock, **settings: Any) -> auto.Decision:
+def decide(state: Any, path: Path, measure: mock.Mock, clock: Clock, **settings: Any) -> auto_compression.Decision:
     with BufferPool() as pool:
-        return auto.decide(flatten(state), path, WriteSettings(pool=pool, **settings), measure=measure, clock=clock)
+        return auto_compression.decide(
+            flatten(state), path, WriteSettings(pool=pool, **settings), measure=measure, clock=clock
+        )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_rates_are_reused_for_a_while_and_for_the_same_kind_of_save(tmp_path: Pa
     measure, clock = measured(SLOW_DISK, *5 * [FAST_DISK]), Clock()
     state = {"w": torch.zeros(1000)}
     assert not decide(state, tmp_path / "a", measure, clock, threads=2).again
-    clock.now += auto.RATES_VALID_SECONDS - 1
+    clock.now += auto_compression.RATES_VALID_SECONDS - 1
     second = decide({"w": torch.ones(1000)}, tmp_path / "b", measure, clock, threads=2)
     assert (second.again, second.compression, measure.call_count) == (True, "lossless", 1)
     clock.now += 2
@@ -153,7 +155,7 @@ def test_a_full_disk_is_the_saves_own_error(tmp_path: Path, tiny: None, monkeypa
 
 def test_a_refusal_comes_before_measuring(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ckpt").mkdir()
-    monkeypatch.setattr(auto, "_disk_rate", None)
+    monkeypatch.setattr(auto_compression, "_disk_rate", None)
     with pytest.raises(tensorkeep.DestinationExistsError):
         tensorkeep.save({"w": torch.zeros(10)}, tmp_path / "ckpt", compression="auto")
     with pytest.raises(tensorkeep.UnsupportedError, match="auto"):
@@ -165,7 +167,7 @@ def test_a_trial_measures_this_state_and_leaves_nothing(tmp_path: Path, direct: 
     state = {"zeros": torch.zeros(6 * 1024**2), "strided": torch.zeros(2, 3 * 1024**2).t()}
     with BufferPool() as pool:
         settings = WriteSettings(pool=pool, options=BlockFileOptions(direct_io=direct))
-        rates = auto.measure(flatten(state), tmp_path / "new" / "ckpt", settings)
+        rates = auto_compression.measure(flatten(state), tmp_path / "new" / "ckpt", settings)
     assert min(rates.gather, rates.code, rates.disk) > 0
     assert rates.compressed_fraction < 0.01
     assert names_in(tmp_path / "new") == []
@@ -177,11 +179,11 @@ def test_a_trial_ends_when_the_time_is_up() -> None:
     clock = Clock()
 
     def work(block: Any) -> tuple[int, int]:
-        clock.now += auto.MEASURING_SECONDS / 4.5
+        clock.now += auto_compression.MEASURING_SECONDS / 4.5
         return block.nbytes, 10
 
-    done = auto._run_trial([[partial(work, block) for block in task]], 1, clock)
-    assert done.rate == pytest.approx(5 * 40 / (5 * auto.MEASURING_SECONDS / 4.5))
+    done = auto_compression._run_trial([[partial(work, block) for block in task]], 1, clock)
+    assert done.rate == pytest.approx(5 * 40 / (5 * auto_compression.MEASURING_SECONDS / 4.5))
     assert (done.nbytes, done.stored_bytes) == (200, 50)
 
 
@@ -198,21 +200,21 @@ def test_a_slow_disk_is_not_written_to_for_long() -> None:
             clock.now += 100
 
         def write(self, offset: int, data: Any) -> None:
-            clock.now += auto.MEASURING_SECONDS / 2.5
+            clock.now += auto_compression.MEASURING_SECONDS / 2.5
             self.written.append(len(data))
 
     file: Any = SlowFile()
     contents = [torch.zeros(BLOCK_BYTES, dtype=torch.uint8).numpy()]
-    rate = auto._write_rate(file, contents, clock)
+    rate = auto_compression._write_rate(file, contents, clock)
     assert len(file.written) == 3
-    assert rate == pytest.approx(sum(file.written) / (3 * auto.MEASURING_SECONDS / 2.5))
+    assert rate == pytest.approx(sum(file.written) / (3 * auto_compression.MEASURING_SECONDS / 2.5))
     # Through the page cache, nothing is written before the flush.
     file.direct = False
-    assert auto._write_rate(file, contents, clock) < rate / 100
+    assert auto_compression._write_rate(file, contents, clock) < rate / 100
 
 
 def test_the_report_has_the_choice_and_the_reason(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "measure", mock.Mock(return_value=SLOW_DISK))
+    monkeypatch.setattr(auto_compression, "measure", mock.Mock(return_value=SLOW_DISK))
     report = tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "ckpt", compression="auto")
     assert report.compression == "lossless"
     assert report.auto["rates"] == {"gather": 8 * GB, "code": 1.4 * GB, "compressed_fraction": 0.66, "disk": 0.2 * GB}

@@ -15,8 +15,8 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
-from tensorkeep.checkpoint.save.memory import SaveMemory
-from tensorkeep.formats.write import BLOCK_BYTES
+from tensorkeep.checkpoint.memory import SaveMemory
+from tensorkeep.formats.base import BLOCK_BYTES
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.io.buffers import BufferPool
 from tensorkeep.state.cuda import CudaPageLock
+from tensorkeep.storage.buffers import BufferPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.io.files import Bytes
+from tensorkeep.storage.direct_io import Bytes
 from tiers import exhaustive
 
 # Arguments of `save` by name. Every format, and everything that reads the state in a way of its own.

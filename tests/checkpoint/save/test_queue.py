@@ -19,9 +19,9 @@ import torch
 import tensorkeep
 from faults import injection as faults
 from tensorkeep import CheckpointManager, KeepBest
-from tensorkeep.checkpoint.save import auto
-from tensorkeep.checkpoint.save.memory import SaveMemory
-from tensorkeep.checkpoint.save.queue import SaveQueue
+from tensorkeep.checkpoint import auto_compression
+from tensorkeep.checkpoint.background import SaveQueue
+from tensorkeep.checkpoint.memory import SaveMemory
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.testing.equality import same
 from tensorkeep.testing.interrupts import interrupted_at
@@ -262,14 +262,14 @@ def test_a_step_saved_after_going_back_is_kept(tmp_path: Path) -> None:
 
 
 def test_steps_that_cannot_be_deleted_cause_a_warning_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = tensorkeep.checkpoint.manager.place.remove_checkpoint
+    real = tensorkeep.runs.backends.remove_checkpoint
 
     def remove_checkpoint(path: Path) -> None:
         if path.name == "step-000001":
             raise PermissionError(errno.EACCES, "Permission denied")
         real(path)
 
-    monkeypatch.setattr("tensorkeep.checkpoint.manager.place.remove_checkpoint", remove_checkpoint)
+    monkeypatch.setattr("tensorkeep.runs.backends.remove_checkpoint", remove_checkpoint)
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, {"w": zeros(1)}).wait()
     assert manager.save(2, {"w": zeros(1)}).wait().state_bytes == MIB
@@ -314,7 +314,7 @@ def test_the_smallest_budget_is_named_at_once_and_suffices(
 
 
 def test_deciding_for_a_compression_stays_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "SMALLEST", 1)
+    monkeypatch.setattr(auto_compression, "SMALLEST", 1)
     budget = 128 * MIB
     with CheckpointManager(tmp_path, memory_budget=budget, compression="auto") as manager:
         report = manager.save(1, {"w": zeros(80), "v": zeros(60)}).wait()
@@ -333,7 +333,7 @@ def test_an_error_in_close_does_not_hide_that_of_the_block(tmp_path: Path, monke
 def test_steps_are_not_listed_if_all_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"w": zeros(1)}).wait()
-    monkeypatch.setattr("tensorkeep.checkpoint.manager.place.DiskPlace.summaries", lambda place: pytest.fail("looked"))
+    monkeypatch.setattr("tensorkeep.runs.backends.DiskPlace.summaries", lambda place: pytest.fail("looked"))
     manager.save(2, {"w": zeros(1)}).wait()
     manager.close()
 
@@ -372,7 +372,7 @@ def test_a_state_larger_than_half_of_the_memory_keeps_its_buffers(monkeypatch: p
     def available() -> int:
         return 600 * MIB - sum(pool.allocated_bytes for pool in pools)
 
-    monkeypatch.setattr("tensorkeep.checkpoint.save.memory.available_bytes", available)
+    monkeypatch.setattr("tensorkeep.checkpoint.memory.available_bytes", available)
     for _ in range(4):
         memory.working(1, delta=False)
         pool = memory.staging(500 * MIB, from_cuda=False)

@@ -10,8 +10,8 @@ import safetensors.torch
 import torch
 
 import tensorkeep
-from tensorkeep.io.commit import Commit
 from tensorkeep.state.tree import flatten
+from tensorkeep.storage.commit import Commit
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 
@@ -128,7 +128,7 @@ def test_times_begin_at_the_call(tmp_path: Path, gate: Any, monkeypatch: pytest.
         now[0] += 3
 
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("tensorkeep.checkpoint.save.begin.flatten", read)
+    monkeypatch.setattr("tensorkeep.checkpoint.saving.flatten", read)
     monkeypatch.setattr(Commit, "publish", publish)
     if background:
         pending = tensorkeep.save_async({"w": torch.ones(3)}, tmp_path / "c")

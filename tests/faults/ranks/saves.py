@@ -18,8 +18,8 @@ from torch import distributed as dist
 import tensorkeep
 from checkpoint.ranks.cases import divided
 from faults import injection as faults
-from tensorkeep.checkpoint.ranks import collective, connection
-from tensorkeep.checkpoint.ranks.group import ranks_of
+from tensorkeep.ranks import collective, group
+from tensorkeep.ranks.group import ranks_of
 
 GRACE_SECONDS = 0.15
 """In place of a second, in which the living ranks would have to arrive on a busy machine."""
@@ -94,7 +94,7 @@ def take_part(rank: int, work: str, root: str, number: int, timeout: float, faul
     broken = fault is not None and fault.rank == rank
     error: BaseException | None = None
     given: Any = {"fail_at": fault.index, "action": ACTIONS[fault.action]} if broken else {}
-    with mock.patch.object(connection, "_GRACE", GRACE_SECONDS), faults.broken(**given) as operations:
+    with mock.patch.object(group, "_GRACE", GRACE_SECONDS), faults.broken(**given) as operations:
         try:
             globals()[work](Path(root), number, group=dist.group.WORLD, timeout=timeout, threads=1)
         except BaseException as raised:
@@ -130,7 +130,7 @@ def save_again(rank: int, root: str, how: str) -> list[str]:
     owner: Any = torch if how.startswith("interrupted") else collective.Coordination
     name = "zeros" if how.startswith("interrupted") else "finish"
     real = getattr(owner, name)
-    with mock.patch.object(connection, "_GRACE", GRACE_SECONDS):
+    with mock.patch.object(group, "_GRACE", GRACE_SECONDS):
         for attempt in range(2):
             with mock.patch.object(owner, name, disturb if (rank, attempt) == (1, 0) else real):
                 errors.append(error_of_save(state, root, timeout=1.5 if (how, attempt) == ("slow", 0) else 100))
@@ -146,7 +146,7 @@ def save_beside_a_stopped_store(rank: int, root: str, port: int) -> list[str]:
     tensorkeep.save(state, Path(root) / "c", group=dist.group.WORLD, timeout=100)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
-    with mock.patch.object(connection, "_GRACE", GRACE_SECONDS), mock.patch.object(connection, "_STORE_SECONDS", 0.5):
+    with mock.patch.object(group, "_GRACE", GRACE_SECONDS), mock.patch.object(group, "_STORE_SECONDS", 0.5):
         return [error_of_save(state, root, timeout=1.5) for _ in range(2)]
 
 

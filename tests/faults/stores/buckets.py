@@ -19,9 +19,9 @@ import pytest
 
 import tensorkeep
 from store_servers import ACCESS_KEY, ACTIONS, SECRET, Fault, FaultAt, Proxy, environment_of
-from tensorkeep.io.objects import store_commit, stores
-from tensorkeep.io.objects.store_commit import is_tombstone
 from tensorkeep.paths import StorePath
+from tensorkeep.storage import store_commit, store_requests
+from tensorkeep.storage.store_commit import is_tombstone
 
 STALLED_SECONDS = 0.3
 """For so long an answer that does not end is waited for, which no clock of the tests makes shorter."""
@@ -63,11 +63,11 @@ class Bucket(NamedTuple):
 
     def keys(self, prefix: str = "") -> list[str]:
         """Return the keys of all objects, or of those below a prefix."""
-        found = obstore.list(stores._store_of(StorePath(self.url)), prefix or None).collect()
+        found = obstore.list(store_requests._store_of(StorePath(self.url)), prefix or None).collect()
         return sorted(each["path"] for each in found)
 
     def content(self, key: str) -> bytes:
-        return bytes(stores.get(StorePath(f"{self.url}/{key}")))
+        return bytes(store_requests.get(StorePath(f"{self.url}/{key}")))
 
     def leftovers(self) -> list[str]:
         """Return the keys of objects that no manifest of the bucket names, nor that of a deleted step."""
@@ -81,7 +81,7 @@ class Bucket(NamedTuple):
 
     def clear(self) -> None:
         if keys := self.keys():
-            obstore.delete(stores._store_of(StorePath(self.url)), keys)
+            obstore.delete(store_requests._store_of(StorePath(self.url)), keys)
 
 
 class Call(Protocol):

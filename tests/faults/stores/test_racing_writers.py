@@ -18,7 +18,7 @@ from faults.stores.buckets import Bucket
 from forked import ended, start
 from store_servers import FaultAt
 from tensorkeep import CheckpointManager
-from tensorkeep.io.objects.store_commit import save_of
+from tensorkeep.storage.store_commit import save_of
 from tiers import exhaustive
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]

@@ -6,7 +6,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorkeep.formats.blockfile.cuts import (
+from tensorkeep.formats.blockfile.plan import (
     LEAST_BYTES,
     RAW_GRID,
     Grid,

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.blockfile import header
 from tensorkeep.formats.blockfile.header import Header, TensorRecord
-from tensorkeep.io.source_file import SourceFile
+from tensorkeep.storage.base import SourceFile
 from tensorkeep.testing.cases import case
 
 

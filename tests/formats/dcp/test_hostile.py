@@ -14,12 +14,10 @@ from torch.distributed.checkpoint import metadata as real
 import tensorkeep
 from formats.dcp.checkpoints import grid, read, real_save, write_chunks
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
-from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats import pickles, sidecar
+from tensorkeep.formats.base import OpenSettings, Structure
 from tensorkeep.formats.dcp import FORMAT
 from tensorkeep.formats.dcp.metadata import check_tiling
-from tensorkeep.formats.pickles import inert_pickle
-from tensorkeep.formats.structure import Structure
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
@@ -245,7 +243,7 @@ def test_paths_that_conflict_or_have_large_indices_or_gaps_stay_flat(tmp_path: P
 def test_pieces_that_would_take_more_memory_than_the_file_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tensorkeep.formats.dcp.nesting.SHARED_VALUES", 10_000)
+    monkeypatch.setattr("tensorkeep.formats.dcp.reader.SHARED_VALUES", 10_000)
     write_piece(tmp_path / "expanded", torch.ones(1).expand(50))
     with pytest.raises(CorruptCheckpointError, match="overlap"):
         read(tmp_path / "expanded")
@@ -280,7 +278,7 @@ def test_audit_checks_every_chunk_of_a_tensor_outside_of_the_state(tmp_path: Pat
 def test_inert_pickle_records_calls_and_keeps_plain_values() -> None:
     value = {"a": [1, -2, 2**40, 2**100, 1.5, None, True, "ü", b"x"], "t": ((), (1,), (1, 2, 3, 4)), "d": Path("a/b")}
     for protocol in (4, 5):
-        found = inert_pickle.decode(pickle.dumps(value, protocol), {("pathlib", "PosixPath")}, "it")
+        found = pickles.decode(pickle.dumps(value, protocol), {("pathlib", "PosixPath")}, "it")
         assert found["a"] == value["a"] and found["t"] == value["t"]
         assert str(found["d"].function) == "pathlib.PosixPath" and found["d"].args == ("a", "b")
 

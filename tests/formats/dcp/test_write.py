@@ -17,10 +17,10 @@ import tensorkeep
 from formats.dcp.checkpoints import read, real_save, trained
 from formats.native.steps import flip
 from tensorkeep.errors import CorruptCheckpointError, OutOfMemoryError, StoreError, UsageError
+from tensorkeep.formats.base import WriteSettings
 from tensorkeep.formats.dcp import FORMAT, writer
-from tensorkeep.formats.write import WriteSettings
-from tensorkeep.io.parallel import Cancellation
 from tensorkeep.state.tree import flatten
+from tensorkeep.storage.parallel import Cancellation
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import difference
@@ -148,7 +148,7 @@ def test_interrupt_ends_the_save_in_the_middle_of_a_tensor(tmp_path: Path, monke
             assert cancelled.wait(60)
         return real_write(fd, data, offset)
 
-    monkeypatch.setattr("tensorkeep.formats.torch_file.stream._PIECE_BYTES", 4096)
+    monkeypatch.setattr("tensorkeep.formats.torch_file.writer._PIECE_BYTES", 4096)
     monkeypatch.setattr(os, "pwrite", interrupted)
     monkeypatch.setattr(Cancellation, "cancel", lambda self: (real_cancel(self), cancelled.set()))
     with pytest.raises(KeyboardInterrupt):

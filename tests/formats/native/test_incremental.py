@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 import tensorkeep
 from formats.native.steps import DELTA, LOSSLESS, changed, codecs, trained, weights
-from tensorkeep.formats.write import BLOCK_BYTES
+from tensorkeep.formats.base import BLOCK_BYTES
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same

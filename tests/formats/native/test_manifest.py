@@ -8,9 +8,9 @@ import torch
 
 import tensorkeep
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.io.directory import Directory
+from tensorkeep.storage.base import Directory
 from tensorkeep.testing.cases import case
 
 
@@ -28,8 +28,8 @@ def read(path: Path) -> Any:
 
 def change(path: Path, **fields: Any) -> None:
     with Directory(path) as directory:
-        body = sealed.read(directory, manifests.FILE_NAME)
-    (path / manifests.FILE_NAME).write_bytes(sealed.seal({**body, **fields}))
+        body = checksummed_json.read(directory, manifests.FILE_NAME)
+    (path / manifests.FILE_NAME).write_bytes(checksummed_json.seal({**body, **fields}))
 
 
 def test_the_outline_of_a_manifest_is_read_without_its_blocks(saved: Path) -> None:

@@ -10,11 +10,11 @@ import torch
 import tensorkeep
 from faults.test_hostile_manifests import body_of, seal
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.records import FileRecord
-from tensorkeep.io.objects.store_directory import StoreDirectory
 from tensorkeep.paths import StorePath
+from tensorkeep.storage.store_files import StoreDirectory
 from tensorkeep.testing.cases import case
 
 PATH = StorePath("s3://bucket/run/step-000002/manifest.json")
@@ -34,7 +34,7 @@ def body(tmp_path: Path) -> dict[str, Any]:
 
 
 def parse(body: dict[str, Any], path: Path = PATH) -> Any:
-    return manifests.parse(sealed.seal(body), path)
+    return manifests.parse(checksummed_json.seal(body), path)
 
 
 def shared_file(body: dict[str, Any]) -> dict[str, Any]:

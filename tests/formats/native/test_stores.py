@@ -12,9 +12,9 @@ import torch
 import tensorkeep
 from store_servers import SECRET, Fault, Proxy, always
 from tensorkeep.cli.main import main
-from tensorkeep.io.objects import stores
-from tensorkeep.io.objects.store_commit import StoreCommit, save_of
 from tensorkeep.paths import StorePath, as_path
+from tensorkeep.storage import store_requests
+from tensorkeep.storage.store_commit import StoreCommit, save_of
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 
@@ -39,7 +39,7 @@ def objects(url: str) -> dict[str, int]:
     """Return the sizes of the objects below a prefix, by name."""
     path = as_path(url)
     assert isinstance(path, StorePath)
-    return {name: status.size for name, status in stores.children(path) if status is not None}
+    return {name: status.size for name, status in store_requests.children(path) if status is not None}
 
 
 @pytest.mark.parametrize("compression", ["none", "lossless", "auto", "zstd"])
@@ -150,7 +150,7 @@ def test_a_failed_or_interrupted_save_removes_its_objects(bucket: Proxy, monkeyp
     bucket.start_again(None)
     assert not objects(url)
     # One that was killed has left its objects.
-    stores.put(StorePath(f"{url}/model-0123456789abcdef.safetensors"), b"x")
+    store_requests.put(StorePath(f"{url}/model-0123456789abcdef.safetensors"), b"x")
     with pytest.raises(tensorkeep.NotACheckpointError, match="is a folder, not a checkpoint"):
         tensorkeep.open(url)
     tensorkeep.save({"w": torch.ones(3)}, url)

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.base import OpenSettings, WriteSettings
 from tensorkeep.formats.safetensors import FORMAT
-from tensorkeep.formats.write import WriteSettings
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.format_states import load
 

@@ -11,7 +11,7 @@ import pytest
 from formats.safetensors.files import raw, read, save
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats.safetensors.writer import SafetensorsOptions
-from tensorkeep.io.source_file import SourceFile
+from tensorkeep.storage.base import SourceFile
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import leaf_bytes
 from tensorkeep.testing.format_states import noise, training_state

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.tensorstore import FORMAT
-from tensorkeep.formats.tensorstore.array_writer import ByteBudget
-from tensorkeep.formats.tensorstore.chunking import chunk_shape, divide, divisors, halve
-from tensorkeep.io.parallel import Cancelled
+from tensorkeep.formats.tensorstore.specs import chunk_shape, divide, divisors, halve
+from tensorkeep.formats.tensorstore.writer import ByteBudget
+from tensorkeep.storage.parallel import Cancelled
 
 shapes = st.lists(st.integers(1, 97), min_size=1, max_size=4)
 

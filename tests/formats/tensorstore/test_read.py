@@ -15,10 +15,10 @@ import torch
 import tensorkeep
 from formats.tensorstore.array_files import damaged, files, flip, foreign_group, save, write_array
 from tensorkeep import CorruptCheckpointError, StoreError, UnsupportedError
-from tensorkeep.formats import sealed, t5x, tensorstore
+from tensorkeep.formats import checksummed_json, t5x, tensorstore
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.directory import Directory
+from tensorkeep.storage.base import Directory
+from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.format_states import noise, training_state
@@ -37,7 +37,7 @@ def test_nested_state_round_trips(tmp_path: Path) -> None:
 
 
 def test_chunk_larger_than_a_read_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.formats.tensorstore.arrays.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("tensorkeep.formats.tensorstore.reader.BLOCK_BYTES", 4096)
     state = {"w": noise("float32", 128, 256), "rows": noise("float32", 128, 256, seed=1)}
     save({"w": state["w"]}, tmp_path / "w", chunk=None)
     save({"rows": state["rows"]}, tmp_path / "rows", chunk=1024, chunking="divisors")
@@ -112,9 +112,9 @@ def test_impossible_view_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c"
     save({"w": base, "v": base[1:]}, path)
     with Directory(path) as directory:
-        found = sealed.read(directory, "tensorkeep.json")
+        found = checksummed_json.read(directory, "tensorkeep.json")
     found["structure"]["aliases"]["v"]["of"] = "nothing"
-    (path / "tensorkeep.json").write_bytes(sealed.seal(found))
+    (path / "tensorkeep.json").write_bytes(checksummed_json.seal(found))
     for read in READERS:
         with pytest.raises(CorruptCheckpointError, match="cannot be a view of 'nothing'"):
             read(path)

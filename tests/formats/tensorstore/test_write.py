@@ -18,7 +18,7 @@ import torch
 import tensorkeep
 from formats.tensorstore.array_files import files, forbid_listing, save
 from tensorkeep import StoreError, UsageError
-from tensorkeep.formats.tensorstore import array_writer, library, listing, zarr_bfloat16
+from tensorkeep.formats.tensorstore import library, reader, writer, zarr_bfloat16
 from tensorkeep.formats.tensorstore.specs import UNSUPPORTED_DTYPES, array_keys, is_key
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.testing.cases import case
@@ -100,8 +100,8 @@ def test_float32_converts_floats_and_load_restores_their_dtype(tmp_path: Path) -
     assert difference(expected, tensorkeep.load(tmp_path / "c")) is None
 
 
-def small_budget(limit: int) -> array_writer.ByteBudget:
-    return array_writer.ByteBudget(100_000)
+def small_budget(limit: int) -> writer.ByteBudget:
+    return writer.ByteBudget(100_000)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_memory_stays_within_the_budget_except_for_a_larger_chunk(
 def test_tensors_in_stored_form_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = noise("bfloat16", 64, 32)
     seen: list[Any] = []
-    original = array_writer._Job.content
-    monkeypatch.setattr(array_writer._Job, "content", lambda job, box: seen.append(original(job, box)) or seen[-1])
+    original = writer._Job.content
+    monkeypatch.setattr(writer._Job, "content", lambda job, box: seen.append(original(job, box)) or seen[-1])
     save({"w": tensor}, tmp_path / "c", chunk=600)
     assert len(seen) >= 1
     memory = tensor.view(torch.int16).numpy()
@@ -158,7 +158,7 @@ def test_limits_and_syncing_reach_tensorstore(sync: bool, tmp_path: Path, monkey
 def test_sync_reports_folders_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "w" / "inner").mkdir(parents=True)
     forbid_listing(monkeypatch, "inner")
-    for call in (listing.sync_directories, lambda path: listing.list_tree(str(path), path)):
+    for call in (reader.sync_directories, lambda path: reader.list_tree(str(path), path)):
         with pytest.raises(StoreError, match="cannot list"):
             call(tmp_path)
 
@@ -228,7 +228,7 @@ def test_progress_ends_with_all_bytes_and_an_error_in_it_ends_the_save(tmp_path:
 def test_interrupt_ends_the_save_in_the_middle_of_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorkeep.formats.tensorstore.writer.ByteBudget", small_budget)
     submitted: list[Any] = []
-    original = array_writer._ArrayWriter.submit
+    original = writer._ArrayWriter.submit
 
     def submit(self: Any, job: Any, box: Any) -> None:
         submitted.append(box)
@@ -237,7 +237,7 @@ def test_interrupt_ends_the_save_in_the_middle_of_an_array(tmp_path: Path, monke
             assert self.cancellation._set.wait(60)
         original(self, job, box)
 
-    monkeypatch.setattr(array_writer._ArrayWriter, "submit", submit)
+    monkeypatch.setattr(writer._ArrayWriter, "submit", submit)
     with pytest.raises(KeyboardInterrupt):
         save({"w": noise("float32", 900, 100)}, tmp_path / "c", chunk="10kB", in_flight="one")
     assert (len(submitted), list(tmp_path.iterdir())) == (1, [])

@@ -17,7 +17,7 @@ import torch
 
 import tensorkeep
 from tensorkeep.cli.main import main
-from tensorkeep.formats.torch_file.allowed import allowed_names
+from tensorkeep.formats.torch_file.unpickle import allowed_names
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 

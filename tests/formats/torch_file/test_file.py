@@ -16,9 +16,8 @@ import torch
 
 import tensorkeep
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
-from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.base import OpenSettings, WriteSettings
 from tensorkeep.formats.torch_file import FORMAT
-from tensorkeep.formats.write import WriteSettings
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference, same

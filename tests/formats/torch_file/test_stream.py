@@ -11,14 +11,14 @@ import torch
 
 import tensorkeep
 from tensorkeep.errors import UnsupportedError
-from tensorkeep.formats.torch_file import stream
+from tensorkeep.formats.torch_file import writer
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.format_states import noise, training_state
 
 
 def written(value: object, path: Path) -> Path:
     """Return a file with the value twice, as DCP has many of them in one file."""
-    with stream.TorchStream(path) as file:
+    with writer.TorchStream(path) as file:
         file.save(value)
         file.save(value)
         assert file.tell() == file.finish()

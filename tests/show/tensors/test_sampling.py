@@ -8,12 +8,11 @@ import torch
 
 import tensorkeep
 from faults.injection import flip_bit
-from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.write import BLOCK_BYTES
-from tensorkeep.io.buffers import MINIMUM_BUDGET, BufferPool
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings
+from tensorkeep.formats.finding import open_reader
 from tensorkeep.show.checkpoint import read_contents
 from tensorkeep.show.tensors.sampling import choose_sample, measure
+from tensorkeep.storage.buffers import MINIMUM_BUDGET, BufferPool
 
 BLOCKS = 9
 

@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tensorkeep.io.files import Bytes
 from tensorkeep.show.tensors.statistics import Accumulator, Statistics
 from tensorkeep.state.dtypes import BY_NAME, DType
+from tensorkeep.storage.direct_io import Bytes
 
 FLOAT4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 WIDE = {"float32", "float64", "complex64", "complex128"}

@@ -14,7 +14,7 @@ import pytest
 
 from faults.injection import flip_bit
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
 from tensorkeep.testing.cases import case
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
@@ -34,7 +34,7 @@ def body_of(folder: Path) -> dict[str, Any]:
 
 
 def put(folder: Path, body: object) -> None:
-    (folder / "data.json").write_bytes(sealed.seal(body))
+    (folder / "data.json").write_bytes(checksummed_json.seal(body))
 
 
 def test_dataset_attributes(data: Path, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_tokens_beyond_the_vocabulary_are_found_when_verifying(data: Path) -> No
     tokens = np.fromfile(data / "train.bin", "<u2")
     tokens[5] = body["vocab_size"]
     tokens.tofile(data / "train.bin")
-    body["splits"]["train"]["xxh3_64"] = sealed.digest(tokens)
+    body["splits"]["train"]["xxh3_64"] = checksummed_json.digest(tokens)
     put(data, body)
     with pytest.raises(CorruptCheckpointError, match=rf"train\.bin: holds the token {body['vocab_size']}, and"):
         Dataset.open(data, verify=True)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.errors import NotACheckpointError, StoreError, UsageError
-from tensorkeep.io.parallel import Meter
+from tensorkeep.storage.parallel import Meter
 from tensorkeep.testing.cases import case
 from tensorkeep.train.data import documents
 from tensorkeep.train.data.corpus import open_source

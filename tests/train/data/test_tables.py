@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tensorkeep.errors import MissingExtraError, StoreError, UsageError
-from tensorkeep.io.parallel import Meter
+from tensorkeep.storage.parallel import Meter
 from tensorkeep.testing.cases import case
 from tensorkeep.train.data.corpus import open_source
 from tensorkeep.train.data.documents import PIECE, Reading

@@ -15,7 +15,7 @@ import torch
 import tensorkeep
 from tensorkeep.checkpoint.stateful import RandomState
 from tensorkeep.cli.train import stop_on_signals
-from tensorkeep.io.source_file import SourceFile
+from tensorkeep.storage.base import SourceFile
 from tensorkeep.testing.cases import case
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data import dataset as dataset_module

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from tensorkeep.errors import StoreError, UnsupportedError
-from tensorkeep.io.files import sync_directory
 from tensorkeep.machine import available_bytes, libc
+from tensorkeep.storage.direct_io import sync_directory
 from tensorkeep.units import format_bytes
 
 COLD_FRACTION = 0.01

@@ -9,8 +9,7 @@ from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.errors import UsageError
 from tensorkeep.state.aliases import Alias, make_view
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.leaf import Leaf, LeafKind, allocate
-from tensorkeep.state.strided import Array
+from tensorkeep.state.leaf import Array, Leaf, LeafKind, allocate
 from tensorkeep.state.tree import Flat, flatten, unflatten
 
 COPIES_IN_MEMORY = 4

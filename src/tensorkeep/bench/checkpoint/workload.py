@@ -21,9 +21,9 @@ from tensorkeep.bench.checkpoint.tools.registry import parse_tool
 from tensorkeep.bench.experiment.validation import convert
 from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, Workload
 from tensorkeep.bench.results import Measure, Subject
-from tensorkeep.checkpoint.inspect.info import info
-from tensorkeep.checkpoint.load.load import load
-from tensorkeep.checkpoint.save.save import save
+from tensorkeep.checkpoint.info import info
+from tensorkeep.checkpoint.loading import load
+from tensorkeep.checkpoint.saving import save
 from tensorkeep.errors import UsageError
 from tensorkeep.state.tree import flatten
 from tensorkeep.structs import prepared

@@ -8,13 +8,13 @@ from typing import Any
 
 from tensorkeep.bench.checkpoint.state_pair import StatePair
 from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
-from tensorkeep.checkpoint.load.load import load
-from tensorkeep.checkpoint.load.verify import VerifyReport, verify
-from tensorkeep.checkpoint.save.save import save
+from tensorkeep.checkpoint.loading import load
+from tensorkeep.checkpoint.saving import save
+from tensorkeep.checkpoint.verify import VerifyReport, verify
 from tensorkeep.errors import CorruptCheckpointError, UsageError, first_line
 from tensorkeep.formats.native import manifest
 from tensorkeep.formats.native.records import Manifest
-from tensorkeep.io.directory import Directory
+from tensorkeep.storage.base import Directory
 
 SAVED = "step-1000"
 _WINDOW_BYTES = 64

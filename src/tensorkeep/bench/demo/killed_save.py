@@ -11,9 +11,9 @@ from tensorkeep.bench.checkpoint.first_load import PROCESSES
 from tensorkeep.bench.checkpoint.gate import digest
 from tensorkeep.bench.checkpoint.state_pair import StatePair, wipe
 from tensorkeep.bench.checkpoint.tools.torch_tools import TorchTool
-from tensorkeep.checkpoint.load.load import load
-from tensorkeep.checkpoint.load.verify import verify
-from tensorkeep.checkpoint.save.save import save
+from tensorkeep.checkpoint.loading import load
+from tensorkeep.checkpoint.saving import save
+from tensorkeep.checkpoint.verify import verify
 from tensorkeep.errors import StoreError, TensorkeepError, first_line
 from tensorkeep.machine import written_bytes
 

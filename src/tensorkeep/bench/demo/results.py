@@ -13,7 +13,7 @@ from tensorkeep.bench.demo.speed import SmallRun, figures
 from tensorkeep.bench.demo.training import ComparedRuns
 from tensorkeep.bench.results import Results
 from tensorkeep.bench.run.rounds import Rounds
-from tensorkeep.checkpoint.load.verify import VerifyReport
+from tensorkeep.checkpoint.verify import VerifyReport
 from tensorkeep.units import format_bytes, format_seconds
 
 

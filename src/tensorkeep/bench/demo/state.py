@@ -8,8 +8,8 @@ from pathlib import Path
 from tensorkeep.bench.checkpoint.models import build, parse
 from tensorkeep.bench.checkpoint.probes import check_capacity
 from tensorkeep.bench.checkpoint.state_pair import COPIES_IN_MEMORY, StatePair
-from tensorkeep.checkpoint.inspect.info import info
-from tensorkeep.checkpoint.load.load import load
+from tensorkeep.checkpoint.info import info
+from tensorkeep.checkpoint.loading import load
 from tensorkeep.errors import StoreError
 
 DEFAULT_SCALE = 0.1

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.checkpoint.manager.manager import CheckpointManager
-from tensorkeep.checkpoint.manager.steps import Step
 from tensorkeep.errors import PathLike, StoreError, TensorkeepError
+from tensorkeep.manager.manager import CheckpointManager
+from tensorkeep.runs.steps import Step
 from tensorkeep.train.data.prepare import Prepared, prepare
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import lines_of

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tensorkeep.bench.checkpoint.probes import remove
 from tensorkeep.errors import BusyError
-from tensorkeep.io.files import store_errors
-from tensorkeep.io.lock import FolderLock
+from tensorkeep.storage.commit import FolderLock
+from tensorkeep.storage.direct_io import store_errors
 
 NAME = ".tensorkeep-bench"
 

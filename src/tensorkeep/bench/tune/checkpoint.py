@@ -23,11 +23,11 @@ from tensorkeep.bench.results import Settings
 from tensorkeep.bench.run.rounds import Rounds, run_rounds
 from tensorkeep.bench.run.scratch import scratch_folder
 from tensorkeep.bench.tune.stage import FEWEST_ROUNDS, Setting, Stage
-from tensorkeep.checkpoint.load.load import load
-from tensorkeep.checkpoint.save.save import save
+from tensorkeep.checkpoint.loading import load
+from tensorkeep.checkpoint.saving import save
 from tensorkeep.errors import UsageError
-from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.state.tree import flatten
+from tensorkeep.storage.buffers import DEFAULT_BUDGET
 
 DEFAULT_SECONDS = 15.0
 DEFAULT_BYTES = 512 * 10**6

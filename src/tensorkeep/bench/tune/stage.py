@@ -15,9 +15,9 @@ from tensorkeep.bench.analysis.verdicts import judge
 from tensorkeep.bench.checkpoint.measure import SAVE, STORED
 from tensorkeep.bench.results import Settings
 from tensorkeep.bench.run.rounds import Rounds
-from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
-from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.io.parallel import default_threads
+from tensorkeep.formats.base import BLOCK_BYTES, thread_bytes
+from tensorkeep.storage.buffers import DEFAULT_BUDGET
+from tensorkeep.storage.parallel import default_threads
 from tensorkeep.units import counted
 
 FEWEST_ROUNDS = 5

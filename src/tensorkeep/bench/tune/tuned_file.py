@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tensorkeep.checkpoint.settings import KEYS, TABLE, parse
 from tensorkeep.errors import UsageError
-from tensorkeep.io.commit import replace_file
-from tensorkeep.io.files import store_errors
+from tensorkeep.storage.commit import replace_file
+from tensorkeep.storage.direct_io import store_errors
 
 _MARK = "#:"
 _MOST_BYTES = 1024**2

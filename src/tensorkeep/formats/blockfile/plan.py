@@ -8,12 +8,13 @@ at the border of their ranges; the one that completes it writes it.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
+from typing import NamedTuple
 
 import msgspec
 
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.structure import Structure
-from tensorkeep.formats.write import BLOCK_BYTES, FormatOptions
+from tensorkeep.formats.base import BLOCK_BYTES, FormatOptions, Structure
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import part_file_stems
 from tensorkeep.state.tree import Flat
@@ -24,10 +25,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 FRAMEWORK_KEY = "format"
 """The metadata key by which safetensors files name the library of their tensors."""
 FRAMEWORK = "pt"
-
 CODED_SUFFIX = ".tensorkeep"
 """The suffix of data files that other tools must not take for weights: they would read coded tensors as bytes."""
-
 DEFAULT_SHARD_BYTES = 4 * 1024**3
 MAX_BLOCK_BYTES = 64 * 1024**2
 
@@ -106,7 +105,6 @@ class Block:
 
 CutSource = tuple[Source, str, Sequence[int] | None]
 """A tensor to store, its key in its part, and the starts of its blocks, as `LeafInFile` has them."""
-
 BlockKey = tuple[str, int]
 """Key of a leaf in its file, and index of the block in the leaf."""
 
@@ -192,3 +190,97 @@ def tasks_of(plan: FilePlan) -> list[list[Block]]:
             groups[-1].append(block)
             size += block.nbytes
     return groups
+
+
+# Where the boxes of tensors that many ranks write together are cut into blocks.
+#
+# The cuts lie on one grid of rows of the full tensor, so that a box saved by another number of ranks is cut in the same
+# places. A rank that reads other rows than were written reads at most two blocks more of each box.
+
+LEAST_BYTES = 128 * 1024
+"""The least bytes between two cuts of a tensor that is cut into parts; a power of two."""
+
+
+class Grid(NamedTuple):
+    """How finely tensors are cut: about every ``most_bytes`` of raw bytes, or into ``parts`` parts if that is finer.
+
+    A tensor is not cut into parts of less than 128 KiB.
+    """
+
+    most_bytes: int
+    parts: int = 1
+
+
+RAW_GRID = Grid(4 * 1024**2, parts=128)
+"""A rank that reads one of eight shards of a tensor reads little more than its own bytes."""
+CODED_GRID = Grid(4 * 1024**2)
+"""Smaller blocks take twice the time to code."""
+
+
+def rows_per_block(whole: Sequence[int], itemsize: int, grid: Grid) -> int:
+    """Return the number of rows, the indices of dimension 0, between two cuts of a tensor of this shape.
+
+    They have as many bytes as `bytes_between_cuts`, or less; at least one row.
+
+    Examples
+    --------
+    >>> rows_per_block((100_000, 4096), 2, RAW_GRID)
+    512
+    """
+    return max(1, bytes_between_cuts(whole, itemsize, grid) // max(1, prod(whole[1:]) * itemsize))
+
+
+def bytes_between_cuts(whole: Sequence[int], itemsize: int, grid: Grid) -> int:
+    """Return the bytes of a tensor of this shape between two cuts.
+
+    Examples
+    --------
+    >>> bytes_between_cuts((3200, 8640), 2, RAW_GRID)
+    524288
+    """
+    part = -(-prod(whole) * itemsize // grid.parts)
+    return min(grid.most_bytes, max(LEAST_BYTES, 1 << max(0, part - 1).bit_length()))
+
+
+def block_starts(
+    whole: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int, grid: Grid
+) -> Sequence[int]:
+    """Return the first byte of each block of a box, in the box's own C-order stream.
+
+    A box is cut where the index of its row in the full tensor is a multiple of `rows_per_block`. If one of its rows has
+    more than `bytes_between_cuts`, each row is cut separately, every so many bytes.
+
+    Examples
+    --------
+    >>> list(block_starts((100, 4), (30, 0), (40, 4), itemsize=1, grid=Grid(80)))
+    [0, 40, 120]
+    """
+    later = _starts_after_first(whole, offsets, sizes, itemsize, grid)
+    if isinstance(later, range):
+        return later if not later.start else (0, *later)
+    rows, cuts = later
+    return [row + cut for row in rows for cut in cuts]
+
+
+def block_count(whole: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int, grid: Grid) -> int:
+    """Return the number of blocks of a box, without listing them: its sizes may come from a damaged file."""
+    later = _starts_after_first(whole, offsets, sizes, itemsize, grid)
+    if isinstance(later, range):
+        return len(later) + (later.start > 0)
+    rows, cuts = later
+    return len(rows) * len(cuts)
+
+
+def _starts_after_first(
+    whole: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int, grid: Grid
+) -> range | tuple[range, range]:
+    """Return the starts on the grid, which may lack the first block; or those of rows, and those within each row."""
+    nbytes = prod(sizes) * itemsize
+    if not sizes or not nbytes:
+        return range(0, nbytes, max(1, nbytes))
+    row = nbytes // sizes[0]
+    step = bytes_between_cuts(whole, itemsize, grid)
+    if row > step:
+        return range(0, nbytes, row), range(0, row, step)
+    rows = rows_per_block(whole, itemsize, grid)
+    return range(-offsets[0] % rows * row, nbytes, rows * row)

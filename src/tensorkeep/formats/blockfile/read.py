@@ -11,14 +11,13 @@ import numpy as np
 from tensorkeep.codecs.base import CODECS, Codec, CodecError
 from tensorkeep.codecs.planes import PlanesCodec
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats.base import Reader, StoredLeaf
-from tensorkeep.formats.sealed import digest, is_wide, new_hasher
-from tensorkeep.formats.write import BLOCK_BYTES
-from tensorkeep.io.buffers import ALIGNMENT, BufferPool, round_up
-from tensorkeep.io.files import Bytes
-from tensorkeep.io.objects.store_directory import StoreFile
-from tensorkeep.io.source_file import SourceFile
+from tensorkeep.formats.base import BLOCK_BYTES, Reader, StoredLeaf
+from tensorkeep.formats.checksummed_json import digest, is_wide, new_hasher
 from tensorkeep.state.dtypes import DType
+from tensorkeep.storage.base import SourceFile
+from tensorkeep.storage.buffers import ALIGNMENT, BufferPool, round_up
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.store_files import StoreFile
 
 _HASH_BYTES = 1024**2
 """Bytes that are hashed right after they were read, while they are still in the core's cache."""
@@ -150,7 +149,7 @@ class BlockReader:
             elif not (coded or (self._verify and block.raw)):
                 block.file.read_into(block.offset + skip, target)
             else:
-                # One acquire for all buffers of the block, to avoid deadlocks: see `tensorkeep.io.buffers`.
+                # One acquire for all buffers of the block, to avoid deadlocks: see `tensorkeep.storage.buffers`.
                 aside = 0 if whole else round_up(size)
                 needed = aside + (scratch_bytes(block, size) if coded else 0)
                 with self._pool.acquire(needed) as scratch:

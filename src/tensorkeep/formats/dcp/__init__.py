@@ -8,12 +8,11 @@ from pathlib import Path
 
 from tensorkeep.errors import UsageError
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import Format, OpenSettings, Reader
+from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
 from tensorkeep.formats.dcp.metadata import FILE_NAME
 from tensorkeep.formats.dcp.reader import DcpReader
 from tensorkeep.formats.probe import first_bytes, names_in
 from tensorkeep.formats.torch_file.zip_file import begins_like_old_pickle
-from tensorkeep.formats.write import FormatOptions, WriteResult, WriteSettings
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 

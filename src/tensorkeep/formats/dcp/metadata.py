@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats.boxes import Box, box_of, box_shape
+from tensorkeep.formats.base import Box, box_of, box_shape
 from tensorkeep.formats.decoding import decoding
-from tensorkeep.formats.pickles.inert_pickle import Call, Global, decode
+from tensorkeep.formats.pickles import Call, Global, decode
 from tensorkeep.placeholder import Placeholder
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import MOST_DIMENSIONS

@@ -29,20 +29,18 @@ from torch.distributed.checkpoint.metadata import (
 
 from tensorkeep.errors import OutOfMemoryError, UnsupportedError, is_out_of_memory
 from tensorkeep.formats import sidecar
+from tensorkeep.formats.base import BLOCK_BYTES, Structure, WriteResult, WriteSettings
 from tensorkeep.formats.dcp.metadata import FILE_NAME, MARK
 from tensorkeep.formats.dcp.reader import stored_form
 from tensorkeep.formats.path_items import Item, items_of
 from tensorkeep.formats.sidecar import Sidecar
-from tensorkeep.formats.structure import Structure
-from tensorkeep.formats.torch_file.stream import TorchStream
-from tensorkeep.formats.torch_file.writer import fills_its_storage
-from tensorkeep.formats.write import BLOCK_BYTES, WriteResult, WriteSettings
-from tensorkeep.io import parallel
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.files import write_small
+from tensorkeep.formats.torch_file.writer import TorchStream, fills_its_storage
 from tensorkeep.state.aliases import Alias, make_view
 from tensorkeep.state.leaf import Leaf, Source, allocate
 from tensorkeep.state.tree import Flat
+from tensorkeep.storage import parallel
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import write_small
 
 
 def write(

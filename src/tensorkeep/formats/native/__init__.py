@@ -6,7 +6,7 @@ Specified in ``docs/reference/native-format.md``.
 from pathlib import Path
 
 from tensorkeep.errors import CorruptCheckpointError, UsageError
-from tensorkeep.formats.base import Format, OpenSettings, Reader
+from tensorkeep.formats.base import Format, OpenSettings, Reader, StagedWrite, WriteResult, WriteSettings
 from tensorkeep.formats.native.directory import is_native
 from tensorkeep.formats.native.manifest import FILE_NAME
 from tensorkeep.formats.native.open_files import OpenFiles
@@ -15,7 +15,6 @@ from tensorkeep.formats.native.pieces.reader import PiecesReader
 from tensorkeep.formats.native.pieces.records import Root
 from tensorkeep.formats.native.reader import NativeReader
 from tensorkeep.formats.native.writer import NativeWrite
-from tensorkeep.formats.write import StagedWrite, WriteResult, WriteSettings
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat

@@ -10,16 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tensorkeep.errors import PathLike, UsageError
-from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.blockfile.coded_file import CodedDataFile
-from tensorkeep.formats.blockfile.data_file import (
-    DataFile,
-    WriteContext,
-    buffers_per_thread,
-    find_codec,
-    write_files,
-)
-from tensorkeep.formats.blockfile.gather import staging_bytes
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, StagedWrite, WriteResult, WriteSettings, thread_bytes
 from tensorkeep.formats.blockfile.plan import (
     Block,
     BlockRecord,
@@ -28,7 +19,16 @@ from tensorkeep.formats.blockfile.plan import (
     blocks_of,
     tasks_of,
 )
-from tensorkeep.formats.blockfile.raw_file import RawDataFile
+from tensorkeep.formats.blockfile.write import (
+    CodedDataFile,
+    DataFile,
+    RawDataFile,
+    WriteContext,
+    buffers_per_thread,
+    find_codec,
+    staging_bytes,
+    write_files,
+)
 from tensorkeep.formats.native.incremental import ChangesFile
 from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.native.previous import PreviousCheckpoint, open_base
@@ -42,10 +42,9 @@ from tensorkeep.formats.native.records import (
     StoredRecord,
 )
 from tensorkeep.formats.native.staging import Staging
-from tensorkeep.formats.write import BLOCK_BYTES, StagedWrite, WriteResult, WriteSettings, thread_bytes
-from tensorkeep.io.buffers import BufferPool, buffer_bytes
-from tensorkeep.io.parallel import Meter
 from tensorkeep.paths import as_path
+from tensorkeep.storage.buffers import BufferPool, buffer_bytes
+from tensorkeep.storage.parallel import Meter
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class WrittenFiles:
 
 
 class BlockFilesWrite(StagedWrite):
-    """The writing of planned data files, block by block; see `tensorkeep.formats.write.StagedWrite`."""
+    """The writing of planned data files, block by block; see `tensorkeep.formats.base.StagedWrite`."""
 
     def __init__(self, plans: list[FilePlan], destination: Path, settings: WriteSettings) -> None:
         super().__init__(destination, settings)

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, TensorkeepError, UnsupportedError
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.open_files import missing_file, occupied_bytes, wrong_size
 from tensorkeep.formats.native.pieces.fragments import read_files
 from tensorkeep.formats.native.records import PIECES
 from tensorkeep.formats.probe import first_bytes, names_in
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import store_error, store_errors, write_small
-from tensorkeep.io.objects.store_commit import TOMBSTONE_NAME, StoreCommit, save_of
-from tensorkeep.io.places import read_directory
 from tensorkeep.paths import StorePath
+from tensorkeep.storage.base import Directory
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import store_error, store_errors, write_small
+from tensorkeep.storage.places import read_directory
+from tensorkeep.storage.store_commit import TOMBSTONE_NAME, StoreCommit, save_of
 
 _SUFFIXES = "|".join(map(re.escape, (manifests.FILE_NAME, SUFFIX, CODED_SUFFIX, INDEX_SUFFIX)))
 _OUR_NAMES = re.compile(rf".*({_SUFFIXES})|rank-\d{{5,}}(-[0-9a-f]{{16}})?\.json", re.DOTALL)
@@ -29,7 +29,7 @@ _OUR_NAMES = re.compile(rf".*({_SUFFIXES})|rank-\d{{5,}}(-[0-9a-f]{{16}})?\.json
 def is_native(path: Path) -> bool:
     """Return whether a path is a native checkpoint, undamaged or not, by the first bytes of its manifest."""
     start = first_bytes(path / manifests.FILE_NAME, 4096) or b""
-    return start.startswith(sealed.OPENING) or b'"format":"tensorkeep"' in start
+    return start.startswith(checksummed_json.OPENING) or b'"format":"tensorkeep"' in start
 
 
 def is_ours(name: str) -> bool:

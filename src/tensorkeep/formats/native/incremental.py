@@ -8,17 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from tensorkeep.codecs import probe, zstd
-from tensorkeep.formats.blockfile.coded_file import CodedDataFile, encode
-from tensorkeep.formats.blockfile.data_file import WriteContext
-from tensorkeep.formats.blockfile.gather import HashedReading
-from tensorkeep.formats.blockfile.notes import Description, describe, describe_longest
+from tensorkeep.formats.blockfile.header import Description, describe, describe_longest
 from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan, coded_name
 from tensorkeep.formats.blockfile.read import scratch_bytes
+from tensorkeep.formats.blockfile.write import CodedDataFile, HashedReading, WriteContext, encode
+from tensorkeep.formats.checksummed_json import digest
 from tensorkeep.formats.native.previous import DifferenceBase, PreviousCheckpoint
 from tensorkeep.formats.native.records import PlaceRecord
-from tensorkeep.formats.sealed import digest
-from tensorkeep.io.buffers import round_up
-from tensorkeep.io.files import Bytes
+from tensorkeep.storage.buffers import round_up
+from tensorkeep.storage.direct_io import Bytes
 
 NAME_PREFIX = "changes-"
 """Prefix of files with only some blocks of a part; their suffix keeps other tools from loading them as complete."""

@@ -15,10 +15,10 @@ from tensorkeep.errors import CorruptCheckpointError, StoreError
 from tensorkeep.formats.blockfile.plan import coded_name
 from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.records import FILE_NAME_PATTERN, FileRecord
-from tensorkeep.formats.sealed import MANIFEST_NAME
-from tensorkeep.io.files import close, store_errors
-from tensorkeep.io.objects.store_directory import StoreDirectory
 from tensorkeep.paths import StorePath, absolute
+from tensorkeep.storage.base import MANIFEST_NAME
+from tensorkeep.storage.direct_io import close, store_errors
+from tensorkeep.storage.store_files import StoreDirectory
 
 _PREFIX = "from-"
 _LONGEST_ORIGIN = 100

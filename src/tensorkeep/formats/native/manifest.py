@@ -1,6 +1,7 @@
 """Reading and validating ``manifest.json``, which is untrusted.
 
-The manifest carries a checksum of itself (see ``formats/sealed.py``). It is written last: a checkpoint exists if and
+The manifest carries a checksum of itself (see ``formats/checksummed_json.py``). It is written last: a checkpoint
+exists if and
 only if it has a valid manifest. The format is specified in ``docs/reference/native-format.md``.
 """
 
@@ -11,18 +12,18 @@ from typing import Any
 import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
+from tensorkeep.formats.base import StepRecord
+from tensorkeep.formats.checksummed_json import Body, Content
 from tensorkeep.formats.native.pieces.records import FragmentRecord, Root, fragment_name, save_id
 from tensorkeep.formats.native.records import FEATURES, PIECES, VERSION, Count, FileRecord, Manifest
 from tensorkeep.formats.native.rules import StoredRules, check_dtype, check_references
-from tensorkeep.formats.sealed import Body, Content
-from tensorkeep.formats.write import StepRecord
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.objects.store_commit import object_name
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.storage.base import MANIFEST_NAME, Directory
+from tensorkeep.storage.store_commit import object_name
 from tensorkeep.structs import json_decoder
 
-FILE_NAME = sealed.MANIFEST_NAME
+FILE_NAME = MANIFEST_NAME
 
 
 class TensorOutline(msgspec.Struct, frozen=True):
@@ -129,7 +130,7 @@ def _decoded(decoder: msgspec.json.Decoder[Content[Body]], content: bytes, path:
         body = decoder.decode(content).body
     except (msgspec.DecodeError, RecursionError) as error:
         # A later version may have changed any field.
-        _check_version(sealed.body_of(content, path), path)
+        _check_version(checksummed_json.body_of(content, path), path)
         raise CorruptCheckpointError(f"is not a manifest ({error})", path=path) from error
     _check_version({name: getattr(body, name) for name in ("format", "version", "features")}, path)
     return body
@@ -137,7 +138,7 @@ def _decoded(decoder: msgspec.json.Decoder[Content[Body]], content: bytes, path:
 
 def _content(directory: Directory, name: str = FILE_NAME) -> bytes:
     try:
-        return sealed.read_content(directory, name)
+        return checksummed_json.read_content(directory, name)
     except NotACheckpointError as error:
         raise NotACheckpointError("holds no manifest, so it is not a checkpoint", path=directory.path) from error
 

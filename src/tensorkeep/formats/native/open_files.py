@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.plan import BlockRecord
 from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock
@@ -13,10 +13,9 @@ from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.pieces.fragments import PlacedBox, read_fragments
 from tensorkeep.formats.native.pieces.records import Fragment, FragmentRecord, Root
 from tensorkeep.formats.native.records import FileRecord, PlaceRecord, StoredRecord
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import store_errors
-from tensorkeep.io.places import read_directory
-from tensorkeep.io.source_file import SourceFile
+from tensorkeep.storage.base import Directory, SourceFile
+from tensorkeep.storage.direct_io import store_errors
+from tensorkeep.storage.places import read_directory
 
 
 class OpenFiles:
@@ -97,7 +96,7 @@ class OpenFiles:
 
     def identity(self) -> str:
         """Return the checksum of the manifest, which has those of all blocks or of all fragments."""
-        return sealed.digest(sealed.read_content(self.directory, manifests.FILE_NAME), wide=True)
+        return checksummed_json.digest(checksummed_json.read_content(self.directory, manifests.FILE_NAME), wide=True)
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""

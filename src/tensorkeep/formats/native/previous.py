@@ -16,17 +16,16 @@ import msgspec
 from tensorkeep.closing import Closing
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, StoreError, UnsupportedError
-from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.blockfile.notes import SMALLEST_DIFFERENCE
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings
+from tensorkeep.formats.blockfile.header import SMALLEST_DIFFERENCE
 from tensorkeep.formats.blockfile.plan import Block, BlockRecord
 from tensorkeep.formats.blockfile.read import StoredBlock, digest_as
 from tensorkeep.formats.native.links import SharedFiles, share_files
 from tensorkeep.formats.native.open_files import OpenFiles, located
 from tensorkeep.formats.native.pieces.records import Root
 from tensorkeep.formats.native.records import WIDE_DIGESTS, BaseRecord, FileRecord, LeafRecord, PlaceRecord
-from tensorkeep.formats.write import BLOCK_BYTES
-from tensorkeep.io.files import Bytes
 from tensorkeep.paths import as_path
+from tensorkeep.storage.direct_io import Bytes
 
 LEAST_LIVE = 0.5
 """The fraction of a file's bytes that must still be in use for it to be shared again.

@@ -6,17 +6,16 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep.formats import sealed
-from tensorkeep.formats.base import Problem, Reader
+from tensorkeep.formats import checksummed_json
+from tensorkeep.formats.base import Problem, Reader, Structure
 from tensorkeep.formats.blockfile.read import StoredTensor, read_ahead
 from tensorkeep.formats.model_folder import notes_on_folder, unused_files
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.open_files import OpenFiles, occupied_bytes
 from tensorkeep.formats.native.records import WIDE_DIGESTS, LeafRecord, Manifest, PlaceRecord
-from tensorkeep.formats.structure import Structure
-from tensorkeep.io.files import Bytes
 from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.storage.direct_io import Bytes
 
 
 class OpenFilesReader(Reader):
@@ -45,7 +44,7 @@ class OpenFilesReader(Reader):
     def audit(self) -> Iterator[Problem]:
         """Yield the files whose header, or content, is damaged."""
         for record, file in zip(self._opened.records, self._opened.files, strict=True):
-            if sealed.digest_of(file, record.head_bytes) != record.head:
+            if checksummed_json.digest_of(file, record.head_bytes) != record.head:
                 whole = record.head_bytes == record.bytes
                 yield Problem(f"the checksum of its {'content' if whole else 'header'} is wrong", file=record.name)
 

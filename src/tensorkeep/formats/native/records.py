@@ -12,12 +12,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from tensorkeep.formats.base import AliasRecord, PartKey, StepRecord
 from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockRecord
-from tensorkeep.formats.sealed import MANIFEST_NAME
-from tensorkeep.formats.structure import AliasRecord, PartKey
-from tensorkeep.formats.write import StepRecord
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import MOST_DIMENSIONS
+from tensorkeep.storage.base import MANIFEST_NAME
 
 VERSION = 1
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES
 from tensorkeep.formats.blockfile.plan import BlockRecord
 from tensorkeep.formats.native.records import PLACES, REFERENCES, BaseRecord, FileRecord, StoredRecord
@@ -71,7 +71,7 @@ class StoredRules:
             if file.origin and not self._has_places:
                 raise self.corrupt(f"file {file.name} is of an earlier save, which needs the feature {PLACES!r}")
             # An index has a head and no blocks.
-            most = sealed.MAX_BYTES if file.head_bytes == file.bytes else MAX_HEADER_BYTES + 8
+            most = checksummed_json.MAX_BYTES if file.head_bytes == file.bytes else MAX_HEADER_BYTES + 8
             if file.head_bytes > min(file.bytes, most):
                 raise self.corrupt(f"file {file.name} cannot have a head of {file.head_bytes:,} bytes")
 

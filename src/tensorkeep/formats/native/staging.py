@@ -3,11 +3,11 @@
 import functools
 import threading
 
-from tensorkeep.formats.blockfile.gather import stage, staging_bytes
 from tensorkeep.formats.blockfile.plan import Block
-from tensorkeep.io import parallel
-from tensorkeep.io.buffers import Buffer, BufferPool
-from tensorkeep.io.parallel import POLL_SECONDS, Cancellation, Order
+from tensorkeep.formats.blockfile.write import stage, staging_bytes
+from tensorkeep.storage import parallel
+from tensorkeep.storage.buffers import Buffer, BufferPool
+from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation, Order
 
 
 class Staging:

@@ -4,26 +4,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tensorkeep.formats import sealed
-from tensorkeep.formats.blockfile.data_file import DataFile, index_content
+from tensorkeep.formats import checksummed_json
+from tensorkeep.formats.base import BLOCK_BYTES, AliasRecord, WriteResult, WriteSettings
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, INDEX_SUFFIX, SUFFIX, plan_files
+from tensorkeep.formats.blockfile.write import DataFile, index_content
 from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.block_write import BlockFilesWrite, features_of, stored_blocks
 from tensorkeep.formats.native.directory import commit_to, publish
 from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.native.records import VERSION, FileRecord, LeafRecord, Manifest
-from tensorkeep.formats.structure import AliasRecord
-from tensorkeep.formats.write import BLOCK_BYTES, WriteResult, WriteSettings
-from tensorkeep.io.objects.store_commit import object_name
-from tensorkeep.io.places import write_file
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
+from tensorkeep.storage.places import write_file
+from tensorkeep.storage.store_commit import object_name
 from tensorkeep.version import __version__
 
 
 class NativeWrite(BlockFilesWrite):
-    """The writing of a native checkpoint by one process; see `tensorkeep.formats.write.StagedWrite`."""
+    """The writing of a native checkpoint by one process; see `tensorkeep.formats.base.StagedWrite`."""
 
     def __init__(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> None:
         suffix = SUFFIX if settings.compression == "none" else CODED_SUFFIX
@@ -39,7 +38,7 @@ class NativeWrite(BlockFilesWrite):
             records = list(written.records)
             if not written.reused and settings.compression == "none":
                 records += _write_indexes(commit.path, written.files, commit.save_id)
-            content = sealed.seal(self._manifest(written.files, records + written.linked, written.numbers))
+            content = checksummed_json.seal(self._manifest(written.files, records + written.linked, written.numbers))
             with as_a_reader():
                 manifests.parse(content, self._destination / manifests.FILE_NAME)
             self._cancellation.check()
@@ -87,4 +86,4 @@ def _write_indexes(directory: Path, files: Sequence[DataFile], save_id: str) -> 
             name = object_name(shards[0].name.rsplit("-00001-of-", 1)[0] + INDEX_SUFFIX, save_id)
             content = index_content(shards)
             write_file(directory / name, content)
-            yield FileRecord(name, len(content), len(content), sealed.digest(content))
+            yield FileRecord(name, len(content), len(content), checksummed_json.digest(content))

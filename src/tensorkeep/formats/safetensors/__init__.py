@@ -8,10 +8,9 @@ their dotted names and `tensorkeep.load` returns the nested state.
 
 from pathlib import Path
 
-from tensorkeep.formats.base import Format, OpenSettings, Reader
+from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteResult, WriteSettings
 from tensorkeep.formats.safetensors.reader import SafetensorsReader, locate
 from tensorkeep.formats.safetensors.writer import SafetensorsOptions, check_compression, check_store, write
-from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
-from tensorkeep.formats.base import OpenSettings, Reader
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, Structure
 from tensorkeep.formats.blockfile import header
-from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, Header, TensorRecord
-from tensorkeep.formats.blockfile.notes import METADATA_KEY, Notes, parse
+from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, METADATA_KEY, Header, Notes, TensorRecord, parse
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, FRAMEWORK_KEY, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out, read_ahead
 from tensorkeep.formats.model_folder import (
@@ -28,17 +27,13 @@ from tensorkeep.formats.model_folder import (
     unused_files,
 )
 from tensorkeep.formats.probe import check_is_no_other, file_mode, first_bytes, names_in
-from tensorkeep.formats.sealed import MANIFEST_NAME
-from tensorkeep.formats.structure import Structure
-from tensorkeep.formats.write import BLOCK_BYTES
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import Bytes
-from tensorkeep.io.objects.store_commit import save_of
-from tensorkeep.io.places import read_directory
-from tensorkeep.io.source_file import SourceFile
 from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.names import DEFAULT_PART, assign_names
+from tensorkeep.storage.base import MANIFEST_NAME, Directory, SourceFile
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.places import read_directory
+from tensorkeep.storage.store_commit import save_of
 
 _SHARDING = "DCP_SHARDING_INFO"
 _OF_WRITER = (_SHARDING, "DCP_VERSION")

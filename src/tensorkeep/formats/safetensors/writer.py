@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import UnsupportedError, UsageError
-from tensorkeep.formats.blockfile.coded_file import CodedDataFile
-from tensorkeep.formats.blockfile.data_file import DataFile, WriteContext, find_codec, index_content, write_files
-from tensorkeep.formats.blockfile.notes import METADATA_KEY
+from tensorkeep.formats.base import Structure, WriteResult, WriteSettings
+from tensorkeep.formats.blockfile.header import METADATA_KEY
 from tensorkeep.formats.blockfile.plan import (
     CODED_SUFFIX,
     FRAMEWORK,
@@ -19,21 +18,27 @@ from tensorkeep.formats.blockfile.plan import (
     FilePlan,
     plan_files,
 )
-from tensorkeep.formats.blockfile.raw_file import RawDataFile
+from tensorkeep.formats.blockfile.write import (
+    CodedDataFile,
+    DataFile,
+    RawDataFile,
+    WriteContext,
+    find_codec,
+    index_content,
+    write_files,
+)
 from tensorkeep.formats.model_folder import read_index
 from tensorkeep.formats.probe import file_mode
 from tensorkeep.formats.safetensors.reader import begins_like_safetensors, locate
-from tensorkeep.formats.structure import Structure
-from tensorkeep.formats.write import WriteResult, WriteSettings
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import write_small
-from tensorkeep.io.objects.uploads import ObjectCommit
-from tensorkeep.io.parallel import Cancellation, Meter, Pace
 from tensorkeep.paths import StorePath
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.tree import Flat
+from tensorkeep.storage.base import Directory
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import write_small
+from tensorkeep.storage.parallel import Cancellation, Meter, Pace
+from tensorkeep.storage.store_files import ObjectCommit
 
 
 class SafetensorsOptions(BlockFileOptions, frozen=True):

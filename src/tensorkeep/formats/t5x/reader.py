@@ -1,32 +1,265 @@
 """Reader of T5X checkpoints, written by Tensorkeep or T5X; untrusted."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import OpenSettings, StoredLeaf
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, StoredLeaf, Structure
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar, TensorNote
-from tensorkeep.formats.structure import Structure
-from tensorkeep.formats.t5x import flax_msgpack
-from tensorkeep.formats.t5x.tree import FILE_NAME, MARK, is_spec, key_of, leaves_of, read_tree
-from tensorkeep.formats.tensorstore.arrays import ArraysReader, KnownArray
 from tensorkeep.formats.tensorstore.library import ArrayDirectory
-from tensorkeep.formats.tensorstore.listing import list_array
-from tensorkeep.formats.tensorstore.specs import StoredType
-from tensorkeep.formats.write import BLOCK_BYTES
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import Bytes
+from tensorkeep.formats.tensorstore.reader import ArraysReader, KnownArray, list_array
+from tensorkeep.formats.tensorstore.specs import Layout, StoredType
 from tensorkeep.state.dtypes import BY_NAME, DType, of_numpy
 from tensorkeep.state.leaf import allocate
 from tensorkeep.state.tree import flatten, state_leaves
+from tensorkeep.storage.base import Directory
+from tensorkeep.storage.direct_io import Bytes
+
+# Flax's msgpack, the encoding of T5X's ``checkpoint`` file.
+#
+# It stores plain values, and those of numpy in three extension types. Type 1 is an array: msgpack of its shape, the
+# name
+# of its dtype, and its bytes in C order. Type 2 is a complex number, type 3 a numpy scalar (an array without
+# dimensions).
+# An array of more than 2**30 bytes is split: a dict with the key ``__msgpack_chunked_array__``, its shape, and flat
+# arrays under ``chunks``; lists are dicts with keys "0", "1"... The format is that of ``flax/serialization.py``.
+
+_ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
+CHUNKED = "__msgpack_chunked_array__"
+MAX_ARRAY_BYTES = 2**30
+"""Of an array that is not split."""
+
+
+def encode(value: object) -> bytes:
+    """Return the msgpack of a tree of dicts, lists, plain values and numpy arrays.
+
+    Raises OverflowError if an integer has more than 64 bits.
+
+    Examples
+    --------
+    >>> decode(encode({"step": np.int32(3), "rate": 0.5}))
+    {'step': np.int32(3), 'rate': 0.5}
+    """
+    return msgspec.msgpack.encode(value, enc_hook=_encode)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return msgspec.msgpack.Ext(_ARRAY, _pack(value)) if value.nbytes <= MAX_ARRAY_BYTES else _split(value)
+    if isinstance(value, np.generic):
+        return msgspec.msgpack.Ext(_SCALAR, _pack(np.asarray(value)))
+    raise NotImplementedError(f"msgpack cannot hold a {type(value).__name__}")
+
+
+def _pack(array: npt.NDArray[Any]) -> bytes:
+    return msgspec.msgpack.encode((array.shape, array.dtype.name, array.tobytes("C")))
+
+
+def _split(array: npt.NDArray[Any]) -> dict[str, Any]:
+    flat = array.reshape(-1)
+    step = max(1, MAX_ARRAY_BYTES // array.itemsize)
+    pieces = [flat[start : start + step] for start in range(0, flat.size, step)]
+    return {CHUNKED: True, "shape": _numbered(list(array.shape)), "chunks": _numbered(pieces)}
+
+
+def _numbered(values: list[Any]) -> dict[str, Any]:
+    return {str(index): value for index, value in enumerate(values)}
+
+
+def decode(content: bytes) -> Any:
+    """Return the value that `encode` was given; tuples come back as lists, split arrays as dicts (see `join`).
+
+    Raises CorruptCheckpointError if it is not valid msgpack, or an array in it is malformed; UnsupportedError if it has
+    an unknown extension type or dtype.
+    """
+    try:
+        return msgspec.msgpack.decode(content, ext_hook=_decode)
+    except TensorkeepError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, TypeError) as error:
+        raise CorruptCheckpointError(f"is not msgpack as Flax writes it ({error})") from error
+
+
+def _decode(code: int, data: memoryview) -> Any:
+    if code == _COMPLEX:
+        real, imaginary = msgspec.msgpack.decode(data, type=tuple[float, float])
+        return complex(real, imaginary)
+    if code not in (_ARRAY, _SCALAR):
+        raise UnsupportedError(f"holds the msgpack extension type {code}, which Flax does not write")
+    shape, name, content = msgspec.msgpack.decode(data, type=tuple[tuple[int, ...], str, bytes])
+    dtype = BY_NAME.get(name)
+    if dtype is None or not dtype.has_numpy:
+        raise UnsupportedError(f"holds an array of dtype {name!r}, which is not supported")
+    if len(shape) > 32 or any(length < 0 for length in shape) or prod(shape) * dtype.itemsize != len(content):
+        raise ValueError(f"{len(content):,} bytes for a {name} array of shape {list(shape)}")
+    array = np.frombuffer(content, dtype.numpy).reshape(shape)
+    if code == _SCALAR and shape:
+        raise ValueError("a scalar has dimensions")
+    # A copy, because an array over bytes is read-only.
+    return array[()] if code == _SCALAR else array.copy()
+
+
+def is_split(value: Any) -> bool:
+    """Return whether a value is an array that `encode` has split."""
+    return isinstance(value, dict) and value.get(CHUNKED) is True
+
+
+def join(value: dict[str, Any]) -> npt.NDArray[Any]:
+    """Return an array that was split.
+
+    Raises ValueError if the pieces do not make up the shape.
+    """
+    shape, pieces = _listed(value.get("shape")), _listed(value.get("chunks"))
+    if not all(type(length) is int and length >= 0 for length in shape) or len(shape) > 32:
+        raise ValueError("a split array has no valid shape")
+    if not pieces or not all(isinstance(piece, np.ndarray) and piece.ndim == 1 for piece in pieces):
+        raise ValueError("a split array has no valid pieces")
+    if len({piece.dtype for piece in pieces}) > 1 or sum(piece.size for piece in pieces) != prod(shape):
+        raise ValueError("the pieces of a split array do not make up its shape")
+    return np.concatenate(pieces).reshape(shape)
+
+
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, dict) or set(value) != {str(index) for index in range(len(value))}:
+        raise ValueError("the pieces of a split array are not numbered")
+    return [value[str(index)] for index in range(len(value))]
+
+
+# The tree in T5X's ``checkpoint`` file: parameters by key, each a value or an array's spec.
+#
+# A spec is a dict with TensorStore's ``driver``, ``kvstore`` and ``metadata``. Only the name of the array's
+# directory is
+# used; dtype, shape, chunks and compressor are those in the directory's ``.zarray``.
+
+FILE_NAME = "checkpoint"
+VERSION = 3
+MARK = "tensorkeep"
+"""A key beside ``version`` and ``optimizer``, which T5X ignores: the checkpoint must have a sidecar."""
+_MAX_BYTES = 4 * 1024**3
+_PLACEHOLDER = "PLACEHOLDER://"
+Keys = tuple[str, ...]
+
+
+def spec_of(key: str, layout: Layout, compressor: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the spec of an array, as T5X writes it."""
+    return {
+        "driver": "zarr",
+        "dtype": layout.types.stored.name,
+        "kvstore": {"driver": "file", "path": key},
+        "metadata": {"shape": list(layout.shape), "chunks": list(layout.chunk), "compressor": compressor},
+    }
+
+
+def is_spec(value: Any) -> bool:
+    """Return whether a value is the spec of an array."""
+    return isinstance(value, dict) and "driver" in value and ("kvstore" in value or "path" in value)
+
+
+def key_of(spec: dict[str, Any]) -> str:
+    """Return the name of an array's directory, which is beside the file.
+
+    Raises UnsupportedError if it is not a zarr v2 array; ValueError if the spec names a directory elsewhere, or none.
+    """
+    if spec["driver"] != "zarr":
+        raise UnsupportedError(f"is stored by TensorStore's driver {spec['driver']!r}; T5X writes 'zarr'")
+    kvstore = spec.get("kvstore")
+    path = kvstore.get("path") if isinstance(kvstore, dict) else None
+    # Checkpoints on Google Cloud Storage have the path at the top. The bucket's name is a dummy.
+    path = path if path is not None else spec.get("path")
+    if not isinstance(path, str):
+        raise ValueError("its spec names no directory")
+    key = path.removesuffix("/")
+    # One plain name beside the file: no separator, no parent.
+    if not re.fullmatch(r"(?!\.\.?$)[^/\\\0]{1,255}", key):
+        raise ValueError(f"its spec names {path!r}, which is not in the checkpoint's directory")
+    return key
+
+
+def read_tree(directory: Directory) -> dict[str, Any]:
+    """Return the content of a directory's ``checkpoint`` file.
+
+    Raises NotACheckpointError if the file is missing; CorruptCheckpointError if it is damaged; UnsupportedError if it
+    is of another version than 3.
+    """
+    path = directory.path / FILE_NAME
+    try:
+        file = directory.open(FILE_NAME)
+    except NotACheckpointError as error:
+        raise NotACheckpointError(
+            "is not a T5X checkpoint: it holds no file 'checkpoint'", path=directory.path
+        ) from error
+    with file, decoding(path):
+        if file.size > _MAX_BYTES:
+            raise CorruptCheckpointError(f"{file.size:,} bytes of msgpack are too many")
+        tree = decode(file.read(0, file.size))
+        if not isinstance(tree, dict) or not isinstance(tree.get("optimizer"), dict):
+            raise CorruptCheckpointError("holds no optimizer, so T5X did not write it")
+        if is_spec(tree["optimizer"]) or is_split(tree["optimizer"]):
+            raise CorruptCheckpointError("its optimizer is a single array instead of a tree")
+        _check_version(tree.get("version"))
+    return tree
+
+
+def _check_version(version: Any) -> None:
+    if isinstance(version, np.integer):
+        version = int(version)
+    if type(version) is int and version == VERSION:
+        return
+    if not isinstance(version, int | str | None):
+        raise UnsupportedError(f"its version is a {type(version).__name__}, not a number")
+    if type(version) is int and version > VERSION:
+        raise UnsupportedError(f"is of T5X's version {version}, this release reads {VERSION}")
+    raise UnsupportedError(
+        f"is of T5X's version {str(version)[:40]}, which stored bfloat16 as uint16; the two cannot be distinguished",
+        remedy="restore it with T5X and save it again; it then is of version 3",
+    )
+
+
+def leaves_of(tree: dict[str, Any], path: Path) -> Iterator[tuple[Keys, Any]]:
+    """Yield the leaves of a tree with the keys that lead to them: values, lists, specs and split arrays.
+
+    Raises CorruptCheckpointError if a key is not text; UnsupportedError if a list holds an array, or a value is a
+    placeholder of Orbax.
+    """
+    waiting: list[tuple[Keys, Any]] = [((), tree)]
+    while waiting:
+        keys, value = waiting.pop()
+        with decoding(path, ".".join(keys)):
+            if isinstance(value, dict) and not is_spec(value) and not is_split(value):
+                if not all(type(key) is str for key in value):
+                    raise CorruptCheckpointError("has a key that is not text")
+                waiting += [((*keys, key), child) for key, child in reversed(value.items())]
+                continue
+            _check_leaf(value)
+        yield keys, value
+
+
+def _check_leaf(leaf: Any) -> None:
+    """Refuse placeholders, and arrays in lists: they would come back as dicts."""
+    waiting: list[Any] = [leaf]
+    while waiting:
+        value = waiting.pop()
+        if value is not leaf and (is_spec(value) or is_split(value)):
+            raise UnsupportedError("has an array in a list, where T5X writes a dict")
+        if isinstance(value, str) and value.startswith(_PLACEHOLDER):
+            raise UnsupportedError(
+                f"is only a placeholder ({value}): Orbax wrote the array, beside T5X's file",
+                remedy="load it with Orbax and save it again",
+            )
+        if isinstance(value, list) or (isinstance(value, dict) and value is not leaf):
+            waiting += value.values() if isinstance(value, dict) else value
+
 
 _ZARR = 2
 
@@ -180,8 +413,8 @@ def _known_array(
 
 def _decode_value(value: Any) -> Any:
     """Return a value as it is in the state: arrays as tensors, if torch has the dtype."""
-    if flax_msgpack.is_split(value):
-        value = flax_msgpack.join(value)
+    if is_split(value):
+        value = join(value)
     dtype = of_numpy(value.dtype) if isinstance(value, np.ndarray) else None
     if dtype is None or not dtype.has_torch:
         return value

@@ -9,28 +9,32 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.formats import sidecar
+from tensorkeep.formats.base import Structure, WriteResult, WriteSettings
 from tensorkeep.formats.path_items import Item, items_of
 from tensorkeep.formats.sidecar import Sidecar
-from tensorkeep.formats.structure import Structure
-from tensorkeep.formats.t5x import flax_msgpack
-from tensorkeep.formats.t5x.tree import FILE_NAME, MARK, VERSION, Keys, is_spec, spec_of
-from tensorkeep.formats.tensorstore.array_writer import ByteBudget, write_arrays
-from tensorkeep.formats.tensorstore.compressors import Compressor, parse_compressor
+from tensorkeep.formats.t5x import reader
+from tensorkeep.formats.t5x.reader import FILE_NAME, MARK, VERSION, Keys, is_spec, spec_of
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, tensorstore
-from tensorkeep.formats.tensorstore.listing import list_tree, sync_directories
-from tensorkeep.formats.tensorstore.options import T5XOptions, TensorStoreOptions
-from tensorkeep.formats.tensorstore.specs import Layout, array_keys, stored_type
-from tensorkeep.formats.tensorstore.writer import refuse_compression
-from tensorkeep.formats.write import WriteResult, WriteSettings
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import write_small
-from tensorkeep.io.parallel import Meter
+from tensorkeep.formats.tensorstore.reader import list_tree, sync_directories
+from tensorkeep.formats.tensorstore.specs import (
+    Compressor,
+    Layout,
+    T5XOptions,
+    TensorStoreOptions,
+    array_keys,
+    parse_compressor,
+    stored_type,
+)
+from tensorkeep.formats.tensorstore.writer import ByteBudget, refuse_compression, write_arrays
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
+from tensorkeep.storage.base import Directory
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import write_small
+from tensorkeep.storage.parallel import Meter
 
 _TARGET = "target"
-_RESERVED = frozenset(("driver", flax_msgpack.CHUNKED))
+_RESERVED = frozenset(("driver", reader.CHUNKED))
 """Keys of a dict that would be taken for a spec or for a split array."""
 
 
@@ -56,7 +60,7 @@ def write(
             written |= write_arrays(directory, sources, chosen, budget=budget, threads=settings.threads, meter=meter)
         target, places = _build_target(flat, _tree_leaves(flat, keys, written, options))
         tree = {"version": VERSION, "optimizer": {_TARGET: target, "state": {"step": _step(flat)}}, MARK: 1}
-        write_small(commit.path / FILE_NAME, flax_msgpack.encode(tree))
+        write_small(commit.path / FILE_NAME, reader.encode(tree))
         if options.sync:
             sync_directories(commit.path)
         names = [FILE_NAME, *(f"{key}/.zarray" for key in keys.values())]

@@ -7,10 +7,9 @@ are read, too. The package ``tensorstore`` is imported on first use: the extra `
 from pathlib import Path
 from typing import ClassVar
 
-from tensorkeep.formats.base import Format, OpenSettings, Reader
-from tensorkeep.formats.tensorstore import discovery
-from tensorkeep.formats.tensorstore.options import TensorStoreOptions
-from tensorkeep.formats.write import FormatOptions, WriteResult, WriteSettings
+from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
+from tensorkeep.formats.tensorstore import reader
+from tensorkeep.formats.tensorstore.specs import TensorStoreOptions
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
@@ -27,7 +26,7 @@ class TensorStoreFormat(Format):
     options: ClassVar[type[FormatOptions]] = TensorStoreOptions
 
     def recognises(self, path: Path) -> bool:
-        return discovery.recognises(path)
+        return reader.recognises(path)
 
     def open(self, path: Path, settings: OpenSettings) -> Reader:
         from tensorkeep.formats.tensorstore.reader import TensorStoreReader

@@ -2,41 +2,351 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from math import isqrt, prod
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET, UnsetType
 
-from tensorkeep.formats.boxes import grow
-from tensorkeep.formats.sealed import digest
+from tensorkeep.errors import UsageError
+from tensorkeep.formats.base import FormatOptions, grow
+from tensorkeep.formats.checksummed_json import digest
 from tensorkeep.formats.sidecar import FILE_NAME
-from tensorkeep.formats.tensorstore.chunking import Shape, chunk_shape
-from tensorkeep.formats.tensorstore.compressors import AS_DOCUMENTED, Compressor, parse_compressor
 from tensorkeep.formats.tensorstore.library import ArrayDirectory
-from tensorkeep.formats.tensorstore.options import TensorStoreOptions
-from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME, DType
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.units import parse_bytes
+
+# The chunk shape of an array: a limit on its size, and two algorithms that choose it.
+#
+# ``halving`` halves the largest dimension until a chunk is small enough, whether or not the result divides the array;
+# chunks at the edges are then padded. ``divisors``, as in T5X, takes the next smaller divisor of the dimension instead,
+# so that no chunk is padded; a dimension of prime length goes from full to 1 in one step.
+
+Shape = tuple[int, ...]
+Algorithm = Literal["halving", "divisors"]
+
+
+def chunk_shape(shape: Sequence[int], itemsize: int, chunk: int | str | None, algorithm: Algorithm) -> Shape:
+    """Return the shape of an array's chunks; no length is below 1, nor above the array's unless the array is empty.
+
+    ``chunk`` is as in `ArrayOptions`: elements or bytes per chunk, limits that the algorithm observes, or a length
+    along each dimension, or None for one chunk. Raises UsageError for any other value.
+
+    Examples
+    --------
+    >>> chunk_shape((32000, 3200), 4, "64MiB", "halving")
+    (4000, 3200)
+    >>> chunk_shape((32000, 3), 4, "64", "halving")
+    (64, 3)
+    """
+    full = tuple(max(1, length) for length in shape)
+    if chunk is None:
+        return full
+    if isinstance(chunk, str) and re.fullmatch(r"[1-9]\d{0,17}", chunk):
+        return tuple(min(int(chunk), length) for length in full)
+    try:
+        limit = parse_bytes(chunk)
+    except UsageError:
+        limit = 0
+    if limit < 1:
+        raise UsageError(
+            f"the option chunk is {chunk!r}",
+            remedy='give a number of elements (262144), a size ("64MiB"), a length for each dimension ("64"), or None',
+        )
+    # Divisors are found by trial division, and an empty array may have a dimension of any length.
+    shrink = divide if algorithm == "divisors" and 0 not in shape else halve
+    return shrink(full, limit if isinstance(chunk, int) else limit // itemsize)
+
+
+def halve(shape: Sequence[int], max_elements: int) -> Shape:
+    """Return a chunk of at most so many elements, at least 1, by halving the first of the largest dimensions."""
+    return _shrink(shape, max_elements, lambda length, _: length // 2)
+
+
+def divide(shape: Sequence[int], max_elements: int) -> Shape:
+    """Return a chunk of at most so many elements, at least 1, with lengths that divide the array's."""
+    return _shrink(
+        shape, max_elements, lambda length, axis: max(each for each in divisors(shape[axis]) if each < length)
+    )
+
+
+def _shrink(shape: Sequence[int], max_elements: int, smaller: Callable[[int, int], int]) -> Shape:
+    chunk = list(shape)
+    while chunk and prod(chunk) > max(1, max_elements) and max(chunk) > 1:
+        axis = chunk.index(max(chunk))
+        chunk[axis] = smaller(chunk[axis], axis)
+    return tuple(chunk)
+
+
+@lru_cache(maxsize=256)
+def divisors(number: int) -> list[int]:
+    """Return every divisor of a positive number, ascending.
+
+    Examples
+    --------
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+# TensorStore's compressors for zarr v2 and v3: options, metadata, checksums.
+
+AS_DOCUMENTED = "as-documented"
+"""Leaves the key ``compressor`` out of zarr v2 metadata: TensorStore then compresses with Blosc-LZ4."""
+_BLOSC = tuple(f"blosc-{name}" for name in ("lz4", "lz4hc", "zstd", "zlib", "snappy", "blosclz"))
+_LEVELS = {
+    "gzip": range(10),
+    "zlib": range(10),
+    "zstd": range(-131072, 23),
+    "bz2": range(1, 10),
+    **dict.fromkeys(_BLOSC, range(10)),
+}
+KNOWN = {2: ("gzip", "zlib", "zstd", "bz2", *_BLOSC), 3: ("gzip", "zstd", *_BLOSC)}
+"""The names by zarr version."""
+_CHECKS = {"gzip": "CRC-32 of every chunk", "zlib": "Adler-32 of every chunk", "bz2": "CRC-32 of every chunk"}
+
+
+@dataclass(frozen=True, slots=True)
+class Compressor:
+    """A compressor by its name in `KNOWN`, and its level, or None for TensorStore's default."""
+
+    name: str
+    level: int | None = None
+
+    def zarr2(self) -> dict[str, Any]:
+        """Return the value of ``compressor`` in zarr v2 metadata."""
+        return {"id": self.name.partition("-")[0]} | self._configuration()
+
+    def zarr3(self) -> dict[str, Any]:
+        """Return the codec in zarr v3 metadata."""
+        configuration = self._configuration()
+        return {"name": self.name.partition("-")[0]} | ({"configuration": configuration} if configuration else {})
+
+    def _configuration(self) -> dict[str, Any]:
+        inner = self.name.partition("-")[2]
+        level = {} if self.level is None else {"clevel" if inner else "level": self.level}
+        return {"cname": inner} | level if inner else level
+
+
+def parse_compressor(compressor: str | None, zarr: int) -> Compressor | str | None:
+    """Return what the option ``compressor`` stands for: a `Compressor`, `AS_DOCUMENTED`, or None for raw chunks.
+
+    Raises UsageError if this version of zarr has no such compressor or level.
+
+    Examples
+    --------
+    >>> parse_compressor("zstd:1", 3)
+    Compressor(name='zstd', level=1)
+    """
+    if compressor is None or compressor == "none":
+        return None
+    known = ", ".join(["None", *([AS_DOCUMENTED] if zarr == 2 else []), *KNOWN[zarr]])
+    if compressor == AS_DOCUMENTED:
+        if zarr == 2:
+            return AS_DOCUMENTED
+        raise UsageError(
+            f"compressor={AS_DOCUMENTED!r} exists for zarr v2 only",
+            remedy=f"give zarr=2, or choose one of: {known}",
+        )
+    name, colon, level = compressor.partition(":")
+    if name not in KNOWN[zarr]:
+        raise UsageError(
+            f"zarr v{zarr} arrays have no compressor {compressor!r}",
+            remedy=f'choose one of: {known}; some with a level, as in "zstd:1"',
+        )
+    return Compressor(name, _parse_level(name, level) if colon else None)
+
+
+def _parse_level(name: str, text: str) -> int:
+    allowed = _LEVELS[name]
+    try:
+        level = int(text)
+    except ValueError:
+        level = allowed.start - 1
+    if level not in allowed:
+        raise UsageError(
+            f"compressor {name} has no level {text!r}", remedy=f"give {allowed.start} to {allowed.stop - 1}"
+        )
+    return level
+
+
+def checksum_of(metadata: dict[str, Any]) -> str | None:
+    """Return the checksum that covers an array's chunks, from its zarr metadata; None without one."""
+    if "codecs" not in metadata:
+        return _CHECKS.get((metadata.get("compressor") or {}).get("id", ""))
+    codecs = dict(_codecs(metadata["codecs"]))
+    if "crc32c" in codecs:
+        return "CRC-32C of every chunk"
+    if codecs.get("zstd", {}).get("checksum"):
+        return "XXH64 of every chunk"
+    return _CHECKS["gzip"] if "gzip" in codecs else None
+
+
+def codec_of(metadata: dict[str, Any]) -> str:
+    """Return the codec of an array's chunks in one word, from its zarr metadata; ``"raw"`` without compression."""
+    compressor = metadata.get("compressor")
+    found = {compressor["id"]: compressor} if compressor else dict(_codecs(metadata.get("codecs") or []))
+    for name in found.keys() & {"blosc", "bz2", "gzip", "zlib", "zstd"}:
+        inner = found[name].get("cname")
+        return f"{name}-{inner}" if inner else name
+    return "raw"
+
+
+def _codecs(codecs: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the configuration of each zarr v3 codec, with those inside of shards."""
+    for codec in codecs:
+        configuration = codec.get("configuration") or {}
+        yield codec["name"], configuration
+        if codec["name"] == "sharding_indexed":
+            yield from _codecs(configuration.get("codecs") or [])
+
+
+# The options of the formats ``tensorstore`` and ``t5x``: how arrays are written.
+
+Limit = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+
+
+class ArrayOptions(FormatOptions, frozen=True):
+    """Options that both formats share.
+
+    Attributes
+    ----------
+    chunk : int, str or None
+        Elements per chunk (``262144``), bytes of the stored dtype per chunk (``"64MiB"``), the length along each
+        dimension (``"64"``), or None for one chunk per array.
+    chunking : str
+        ``"halving"``: the largest dimension is halved until a chunk is small enough. ``"divisors"``: it shrinks to its
+        next smaller divisor instead.
+    compressor : str or None
+        A name of `compressors.KNOWN`, with a level after a colon (``"zstd:1"``); for zarr 2 also ``"as-documented"``.
+        None stores raw chunks.
+    concurrency, copy_concurrency : int or None
+        TensorStore's limits on concurrent file operations, and on concurrent encoding and decoding; None for its own.
+    dtype : str
+        ``"keep"``, or ``"float32"``: floating-point arrays are stored as that.
+    in_flight : str
+        ``"all"`` arrays are written at once, as far as the memory budget allows, or ``"one"`` after the other.
+    sync : bool
+        Whether every file is made durable.
+    """
+
+    chunk: int | str | None = "32MiB"
+    chunking: Algorithm = "halving"
+    compressor: str | None = None
+    concurrency: Limit | None = None
+    copy_concurrency: Limit | None = None
+    dtype: Literal["keep", "float32"] = "keep"
+    in_flight: Literal["all", "one"] = "all"
+    sync: bool = True
+
+    def non_default(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, by name."""
+        defaults = msgspec.structs.asdict(type(self)())
+        given = msgspec.structs.asdict(self)
+        return {name: value for name, value in sorted(given.items()) if value != defaults[name]}
+
+
+class TensorStoreOptions(ArrayOptions, frozen=True):
+    """Options of ``tensorkeep.save(..., format="tensorstore")``.
+
+    Attributes
+    ----------
+    zarr : int
+        3 or 2.
+    checksum : str or None
+        ``"crc32c"`` of every chunk (zarr 3 only, its default), or None.
+    shard_bytes : int, str or None
+        Bytes of a shard, one file of many chunks (zarr 3 only); None for a file per chunk.
+    kvstore : str
+        ``"file"``: a directory of files for each array. ``"ocdbt"``: one database for all arrays.
+
+    Raises
+    ------
+    UsageError
+        If a value is malformed, or zarr 2 does not support it.
+
+    Examples
+    --------
+    >>> options = TensorStoreOptions(compressor="zstd:1", chunk="4MiB")
+    >>> options.zarr, options.has_checksum, options.shard_limit
+    (3, True, None)
+    """
+
+    zarr: Literal[2, 3] = 3
+    checksum: Literal["crc32c"] | UnsetType | None = UNSET
+    shard_bytes: int | str | None = None
+    kvstore: Literal["file", "ocdbt"] = "file"
+
+    def __post_init__(self) -> None:
+        chunk_shape((1,), 1, self.chunk, self.chunking)
+        parse_compressor(self.compressor, self.zarr)
+        if self.zarr == 2 and self.checksum == "crc32c":
+            raise UsageError("zarr v2 arrays have no checksum", remedy="give zarr=3, or checksum=None")
+        if self.zarr == 2 and self.shard_limit is not None:
+            raise UsageError("zarr v2 arrays have no shards", remedy="give zarr=3, or leave shard_bytes out")
+
+    @property
+    def has_checksum(self) -> bool:
+        """Whether each chunk gets a CRC-32C."""
+        return self.zarr == 3 and self.checksum is not None
+
+    @property
+    def encodes(self) -> bool:
+        """Whether a chunk is not stored as its bytes alone."""
+        return self.has_checksum or parse_compressor(self.compressor, self.zarr) is not None
+
+    @property
+    def shard_limit(self) -> int | None:
+        """``shard_bytes`` as a number."""
+        return None if self.shard_bytes is None else max(1, parse_bytes(self.shard_bytes))
+
+
+class T5XOptions(ArrayOptions, frozen=True):
+    """Options of ``tensorkeep.save(..., format="t5x")``; the defaults are T5X's.
+
+    ``dtype="float32"`` converts only narrower floats, so no value is lost, but the bits of a NaN may change.
+
+    Examples
+    --------
+    >>> T5XOptions(dtype="keep").chunking
+    'divisors'
+    """
+
+    chunk: int | str | None = "64MiB"
+    chunking: Algorithm = "divisors"
+    compressor: str | None = "gzip"
+    concurrency: Limit | None = 128
+    dtype: Literal["keep", "float32"] = "float32"
+
+    def __post_init__(self) -> None:
+        self.as_arrays()
+
+    def as_arrays(self) -> TensorStoreOptions:
+        """Return the same options for the arrays of a checkpoint, which are zarr v2."""
+        return TensorStoreOptions(zarr=2, **msgspec.structs.asdict(self))
+
 
 METADATA_FILE = {2: ".zarray", 3: "zarr.json"}
 _DRIVER = {2: "zarr", 3: "zarr3"}
 _MAX_KEY = 200
-
 MAX_DIMENSIONS = 32
 """TensorStore's limit."""
-
 MARK = f'"tensorkeep":"{FILE_NAME}"'
 """An attribute of the group, so that a missing sidecar is noticed."""
-
 GROUP_FILES = {
     2: {".zgroup": b'{"zarr_format":2}', ".zattrs": b"{%s}" % MARK.encode()},
     3: {"zarr.json": b'{"zarr_format":3,"node_type":"group","attributes":{%s}}' % MARK.encode()},
 }
 """By version of zarr: the files that make the directory a group, so that zarr-python opens all arrays at once."""
-
 _RESERVED = frozenset((FILE_NAME, "zarr.json", "c", "d", "manifest.ocdbt", "checkpoint"))
-
 UNSUPPORTED_DTYPES = frozenset(
     ("complex32", "float4_e2m1fn_x2", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn", "uint4", "uint2")
 )

@@ -6,13 +6,11 @@ A folder with ``pytorch_model.bin``, or with an index of several such files, is 
 from pathlib import Path
 
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.base import Format, OpenSettings, Reader
+from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteResult, WriteSettings
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, SUFFIX
-from tensorkeep.formats.torch_file.folder import TorchFolderReader, locate
-from tensorkeep.formats.torch_file.reader import TorchReader
+from tensorkeep.formats.torch_file.reader import TorchFolderReader, TorchReader, locate
 from tensorkeep.formats.torch_file.writer import write
 from tensorkeep.formats.torch_file.zip_file import is_old_pickle, is_torch_zip
-from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 

@@ -1,23 +1,252 @@
 """Writing a ``torch.save`` file: torch pickles the state, its storages are copied, hashed and written here."""
 
+import ctypes
 import functools
 import io
+import pickle
 import re
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import PickleError
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, Any, cast
 
+import numpy as np
+
+from tensorkeep.closing import Closing
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, first_line
-from tensorkeep.formats.torch_file.stream import TorchStream
+from tensorkeep.formats.base import BLOCK_BYTES, WriteResult, WriteSettings
 from tensorkeep.formats.torch_file.unpickle import restricted_load
-from tensorkeep.formats.write import BLOCK_BYTES, WriteResult, WriteSettings
-from tensorkeep.io import parallel
-from tensorkeep.io.commit import Commit
 from tensorkeep.state.aliases import make_view
-from tensorkeep.state.leaf import Leaf, Source, allocate
-from tensorkeep.state.skeleton_reader import LeafSpec
-from tensorkeep.state.strided import Array, is_lazy
+from tensorkeep.state.leaf import Array, Leaf, Source, allocate, is_lazy
+from tensorkeep.state.skeleton import LeafSpec
 from tensorkeep.state.tree import Flat, leaf_specs, unflatten
+from tensorkeep.storage import parallel
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import Bytes, DirectFile
+from tensorkeep.storage.parallel import Cancellation, Meter
+
+if TYPE_CHECKING:
+    import torch
+
+
+# The files of ``torch.save``: torch makes the pickle and the zip container, the storages are written here.
+#
+# Torch reads a storage twice, for its CRC-32 and to write it: if the tensor changes in between, the file is damaged. So
+# torch leaves the storages out (`torch.serialization.skip_data`), and each is copied, hashed and written piece by
+# piece.
+# Torch records 0 as their CRC-32, in the descriptor behind each storage and in the zip directory; that is replaced. The
+# files are those that torch writes alone, except for ``serialization_id``, torch's hash of all CRC-32.
+
+_PIECE_BYTES = 1024**2
+# Of a zip file. A descriptor, behind a record, has the CRC-32 after these bytes. An entry of the directory has it at an
+# offset, as it has the lengths of its name and of two fields behind that, and the name.
+_DESCRIPTOR = b"PK\x07\x08"
+_ENTRY, _ENTRY_CRC, _ENTRY_LENGTHS, _ENTRY_NAME = b"PK\x01\x02", 16, 28, 46
+_STORAGES = b"/data/"
+
+
+class TorchStream(Closing):
+    """A new file for one or several calls of `save`; a context manager that closes it.
+
+    The meter counts the bytes written, up to its total: the bytes of the zip container come on top of those of the
+    tensors.
+    """
+
+    def __init__(self, path: Path, *, cancellation: Cancellation | None = None, meter: Meter | None = None) -> None:
+        self._file = DirectFile(path, direct=False)
+        self._cancellation = cancellation
+        self._meter = meter
+        self._uncounted = meter.total if meter is not None else 0
+        self._small = bytearray()
+        self._piece = np.empty(_PIECE_BYTES, np.uint8)
+        self._offset = 0
+
+    def save(self, value: object) -> None:
+        """Append what ``torch.save`` writes for a value."""
+        import torch
+
+        container = _Container(self)
+        try:
+            with torch.serialization.skip_data():
+                torch.save(value, cast(IO[bytes], container), pickle_module=container.pickle_module)
+        except Exception:
+            container.raise_failure()
+            raise
+        finally:
+            container.forget_storages()
+        container.raise_failure()
+        if not container.complete:
+            raise _unexpected()
+
+    def append(self, data: Any) -> None:
+        """Append bytes; many small ones are written at once."""
+        if self._cancellation is not None:
+            self._cancellation.check()
+        # Torch makes some forty writes of a few bytes for each tensor.
+        if len(self._small) + len(data) > _PIECE_BYTES:
+            self._flush_small()
+        if len(data) < _PIECE_BYTES:
+            self._small += data
+        else:
+            self._write(np.frombuffer(data, np.uint8))
+        if self._meter is not None:
+            counted = min(len(data), self._uncounted)
+            self._uncounted -= counted
+            self._meter.add(counted)
+
+    def append_storage(self, storage: "torch.UntypedStorage") -> int:
+        """Append the bytes of a storage, and return their CRC-32."""
+        import torch
+
+        if storage.device.type != "cpu":
+            storage = cast(Any, storage).cpu()
+        # By its address: after a call of `Tensor.numpy`, torch would never again let the caller resize the tensor.
+        content = np.frombuffer((ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr()), np.uint8)
+        hashed = torch.serialization.get_crc32_options()
+        crc = 0
+        for start in range(0, len(content), _PIECE_BYTES):
+            piece = self._piece[: len(content) - start]
+            np.copyto(piece, content[start : start + len(piece)])
+            crc = zlib.crc32(piece, crc) if hashed else 0
+            self.append(piece.data)
+        return crc
+
+    def _flush_small(self) -> None:
+        small, self._small = self._small, bytearray()
+        if small:
+            self._write(np.frombuffer(small, np.uint8))
+
+    def _write(self, content: Bytes) -> None:
+        self._file.write(self._offset, content)
+        self._offset += len(content)
+
+    def tell(self) -> int:
+        return self._offset + len(self._small)
+
+    def finish(self) -> int:
+        """Make the file durable and return its size."""
+        self._flush_small()
+        self._file.finish(self._offset)
+        return self._offset
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class _Container:
+    """The file object that torch writes one zip container to; it puts the storages and their CRC-32 in.
+
+    The first error is kept, and nothing is written after it: torch's zip writer does not survive an exception that
+    passes through it. ``complete`` is whether the zip directory was written.
+    """
+
+    def __init__(self, stream: TorchStream) -> None:
+        self.pickle_module, self._storages = _recording_pickle()
+        self.complete = False
+        self._stream = stream
+        self._checksums: dict[int, int] = {}
+        self._unwritten = self._storages_with_bytes()
+        self._descriptor_crc: int | None = None
+        self._failure: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        """Write a piece of the container."""
+        self._guarded(self._write_piece, data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int) -> int:
+        """Write the storage that torch leaves out here."""
+        self._guarded(self._write_storage, offset)
+        return self.tell()
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def flush(self) -> None:
+        """Do nothing; torch calls it."""
+
+    def _guarded(self, write: Callable[[Any], None], argument: Any) -> None:
+        if self._failure is None:
+            try:
+                write(argument)
+            except BaseException as error:
+                self._failure = error
+
+    def raise_failure(self) -> None:
+        """Raise the error that was kept, if there is one."""
+        if self._failure is not None:
+            raise self._failure
+
+    def forget_storages(self) -> None:
+        """Drop the references to the storages: the pickler's class has one until the next garbage collection."""
+        self._storages.clear()
+
+    def _storages_with_bytes(self) -> "Iterator[tuple[int, torch.UntypedStorage]]":
+        for number, storage in enumerate(self._storages.values()):
+            if storage.nbytes():
+                yield number, storage
+
+    def _write_storage(self, nbytes: int) -> None:
+        number, storage = next(self._unwritten, (0, None))
+        if storage is None or storage.nbytes() != nbytes:
+            raise _unexpected()
+        self._descriptor_crc = self._checksums[number] = self._stream.append_storage(storage)
+
+    def _write_piece(self, data: Any) -> None:
+        if self._descriptor_crc is not None:
+            if bytes(data[:8]) != _DESCRIPTOR + bytes(4):
+                raise _unexpected()
+            data = _DESCRIPTOR + struct.pack("<I", self._descriptor_crc) + bytes(data[8:])
+            self._descriptor_crc = None
+        elif data[:4] == _ENTRY:
+            data = self._directory_with_checksums(bytearray(data))
+            self.complete = True
+        self._stream.append(data)
+
+    def _directory_with_checksums(self, directory: bytearray) -> bytearray:
+        at = storages = 0
+        while at < len(directory):
+            lengths = struct.unpack_from("<HHH", directory, at + _ENTRY_LENGTHS)
+            name = directory[at + _ENTRY_NAME : at + _ENTRY_NAME + lengths[0]]
+            _, is_storage, number = name.rpartition(_STORAGES)
+            if is_storage:
+                struct.pack_into("<I", directory, at + _ENTRY_CRC, self._checksums.get(int(number), 0))
+                storages += 1
+            at += _ENTRY_NAME + sum(lengths)
+        if storages != len(self._storages) or next(self._unwritten, None) is not None:
+            raise _unexpected()
+        return directory
+
+
+def _unexpected() -> UnsupportedError:
+    import torch
+
+    return UnsupportedError(
+        f"torch {torch.__version__} writes its files in another way than the versions that Tensorkeep supports",
+        remedy='use format="native"',
+    )
+
+
+def _recording_pickle() -> "tuple[ModuleType, dict[int, torch.UntypedStorage]]":
+    """Return a pickle module for ``torch.save``, and the storages in the order in which torch will number them."""
+    import torch
+
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                storages.setdefault(storage._cdata, storage)
+            return NotImplemented
+
+    module = ModuleType("pickle")
+    module.__dict__["Pickler"] = Pickler
+    return module, storages
 
 
 def write(

@@ -17,11 +17,11 @@ from tensorkeep.errors import (
     UnsupportedError,
 )
 from tensorkeep.formats.mapped_file import stream_of
-from tensorkeep.formats.pickles.inert_pickle import Recorder
+from tensorkeep.formats.pickles import Recorder
 from tensorkeep.formats.probe import check_is_no_other, first_bytes
-from tensorkeep.io.files import Bytes, store_error, store_errors
-from tensorkeep.io.places import open_file
 from tensorkeep.machine import available_bytes, memory_file
+from tensorkeep.storage.direct_io import Bytes, store_error, store_errors
+from tensorkeep.storage.places import open_file
 
 PICKLE = "data.pkl"
 

@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from tensorkeep.checkpoint.load.ranges import Range, grouped, reading_threads
-from tensorkeep.formats.base import Reader, StoredLeaf
-from tensorkeep.formats.write import BLOCK_BYTES
-from tensorkeep.io import parallel
-from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.files import Bytes
-from tensorkeep.io.parallel import Meter, Progress
+from tensorkeep.checkpoint.ranges import Range, grouped, reading_threads
+from tensorkeep.formats.base import BLOCK_BYTES, Reader, StoredLeaf
 from tensorkeep.show.tensors.statistics import Accumulator, Statistics
+from tensorkeep.storage import parallel
+from tensorkeep.storage.buffers import BufferPool
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.parallel import Meter, Progress
 from tensorkeep.units import format_bytes
 
 DEFAULT_SAMPLE = 2 * 1024**3

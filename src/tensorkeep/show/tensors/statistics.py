@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tensorkeep.io.files import Bytes
 from tensorkeep.show.tensors.codes import INFINITE, NAN, Codes, codes_of, encoded, numbers_of
 from tensorkeep.show.tensors.histogram import Distribution, Histogram, histogram_of
 from tensorkeep.state.dtypes import DType
+from tensorkeep.storage.direct_io import Bytes
 
 _PIECE = 2**17
 """Numbers that are computed with at once: their float64 copies take 1 MiB, beside the buffers of the budget."""

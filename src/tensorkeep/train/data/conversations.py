@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from tensorkeep.errors import StoreError, UsageError
-from tensorkeep.io.parallel import Meter, Progress
+from tensorkeep.storage.parallel import Meter, Progress
 from tensorkeep.structs import prepared
 from tensorkeep.train.data.corpus import Source, TextFile
 from tensorkeep.train.data.dataset import CONVERSATIONS, SPLITS, Layout

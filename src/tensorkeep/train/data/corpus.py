@@ -18,8 +18,8 @@ from typing import IO, Annotated, Literal
 import msgspec
 
 from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, UsageError
-from tensorkeep.io.files import store_error, store_errors
 from tensorkeep.paths import checked_path
+from tensorkeep.storage.direct_io import store_error, store_errors
 from tensorkeep.structs import prepared
 
 STDIN = "-"

@@ -2,7 +2,7 @@
 
 A folder of prepared data holds ``train.bin`` and ``validation.bin``, which are nothing but tokens (uint16 or uint32,
 little-endian), and ``data.json``, which describes them and carries a checksum of itself (see
-`tensorkeep.formats.sealed`); its body is a `Layout`.
+`tensorkeep.formats.checksummed_json`); its body is a `Layout`.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,14 +16,13 @@ import msgspec
 import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, UnsupportedError
-from tensorkeep.formats import sealed
-from tensorkeep.formats.sealed import new_hasher
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import store_errors
-from tensorkeep.io.parallel import Meter, Progress
-from tensorkeep.io.places import read_directory
-from tensorkeep.io.source_file import SourceFile
+from tensorkeep.formats import checksummed_json
+from tensorkeep.formats.checksummed_json import new_hasher
 from tensorkeep.paths import checked_path
+from tensorkeep.storage.base import Directory, SourceFile
+from tensorkeep.storage.direct_io import store_errors
+from tensorkeep.storage.parallel import Meter, Progress
+from tensorkeep.storage.places import read_directory
 from tensorkeep.structs import prepared
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens, token_dtype
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
@@ -109,7 +108,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return 16 hexadecimal digits that depend on every token, the tokenizer and the weights, and nothing else."""
         parts = [tokenizer.digest, self.dtype, *(self.splits[split].xxh3_64 for split in SPLITS)]
         parts += [f"{part.tokens}:{part.weight!r}" for part in self.mixture or ()]
-        return sealed.digest(" ".join(parts).encode())
+        return checksummed_json.digest(" ".join(parts).encode())
 
 
 class FileStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,7 +311,7 @@ def _read_layout(directory: Directory) -> tuple[Layout, Tokenizer]:
     """Return the layout and the tokenizer of a folder; the sizes of the other files are not checked yet."""
     path = directory.path / FILE
     try:
-        body = sealed.read(directory, FILE)
+        body = checksummed_json.read(directory, FILE)
     except NotACheckpointError as error:
         raise NotACheckpointError(
             f"is not prepared data: it holds no {FILE}",

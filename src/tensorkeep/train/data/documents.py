@@ -11,9 +11,9 @@ import msgspec
 import xxhash
 
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.sealed import new_hasher
-from tensorkeep.io.files import store_error
-from tensorkeep.io.parallel import Meter
+from tensorkeep.formats.checksummed_json import new_hasher
+from tensorkeep.storage.direct_io import store_error
+from tensorkeep.storage.parallel import Meter
 from tensorkeep.train.data.corpus import Source, TextFile
 from tensorkeep.train.data.dataset import TRAIN, VALIDATION
 from tensorkeep.train.data.tables import Table

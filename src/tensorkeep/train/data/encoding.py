@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError
-from tensorkeep.io.files import store_errors
 from tensorkeep.machine import usable_processors
+from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens
 
 _WORKER = "tensorkeep.train.data.encoding_worker"

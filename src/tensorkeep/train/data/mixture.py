@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from tensorkeep.errors import PathLike, UsageError
-from tensorkeep.formats import sealed
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.files import write_small
-from tensorkeep.io.parallel import Meter, Progress
+from tensorkeep.formats import checksummed_json
 from tensorkeep.paths import checked_path
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import write_small
+from tensorkeep.storage.parallel import Meter, Progress
 from tensorkeep.train.data.batches import check_weights
 from tensorkeep.train.data.corpus import STDIN, STDLIB, open_source
 from tensorkeep.train.data.dataset import (
@@ -163,7 +163,7 @@ def prepare_mixture(
         layout = _mix(parts, [weight / total for weight in weights.values()], list(weights), source, commit.path)
         for leftover in commit.path.glob("part-*"):
             shutil.rmtree(leftover)
-        write_small(commit.path / FILE, sealed.seal(layout))
+        write_small(commit.path / FILE, checksummed_json.seal(layout))
         commit.publish()
         return Prepared(commit.destination, layout.description(shared))
 
@@ -243,7 +243,7 @@ def _mix(parts: list[Dataset], weights: list[float], names: list[str], source: s
         encoding=origins[0]["encoding"],
         **{name: sum(each[name] for each in origins) for name in ("files", "bytes", "characters")},
         documents=documents,
-        xxh3_64=sealed.digest(" ".join(each["xxh3_64"] for each in origins).encode()),
+        xxh3_64=checksummed_json.digest(" ".join(each["xxh3_64"] for each in origins).encode()),
     )
     mixture = [
         MixturePart(source=name, weight=weight, tokens=len(part.train), fingerprint=part.fingerprint)

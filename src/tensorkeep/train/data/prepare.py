@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import DestinationExistsError, PathLike, StoreError, UsageError
-from tensorkeep.formats import sealed
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.files import write_small
-from tensorkeep.io.parallel import Meter, Progress
+from tensorkeep.formats import checksummed_json
 from tensorkeep.paths import checked_path
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import write_small
+from tensorkeep.storage.parallel import Meter, Progress
 from tensorkeep.train.data.conversations import first_fields, has_conversations, write_conversations
 from tensorkeep.train.data.corpus import DEFAULT_FIELD, Source, open_source, pattern_of
 from tensorkeep.train.data.dataset import CONVERSATIONS, FILE, SPLITS, VALIDATION, Dataset, Layout, Split, file_name
@@ -141,7 +141,7 @@ def prepare(
         except UsageError as error:  # of the tokenizer, which does not know the source
             error.path = error.path or corpus.spec
             raise
-        write_small(commit.path / FILE, sealed.seal(layout))
+        write_small(commit.path / FILE, checksummed_json.seal(layout))
         for note in _notes(corpus, layout, seed):
             logger.warning("%s: %s", corpus.spec, note)
         commit.publish()

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from tensorkeep.errors import OutOfMemoryError, UsageError, first_line, import_extra
-from tensorkeep.io.files import store_error
+from tensorkeep.storage.direct_io import store_error
 from tensorkeep.train.data.corpus import TextFile
 
 _ROWS_AT_ONCE = 256

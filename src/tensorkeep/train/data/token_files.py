@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from tensorkeep.closing import Closing
-from tensorkeep.formats.sealed import new_hasher
-from tensorkeep.io.files import DirectFile
+from tensorkeep.formats.checksummed_json import new_hasher
+from tensorkeep.storage.direct_io import DirectFile
 from tensorkeep.train.data.dataset import (
     FORMAT,
     MIXTURE_VERSION,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from tensorkeep.io.files import store_errors
+from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.train.run.state import Run
 
 FOLDER = "profile"

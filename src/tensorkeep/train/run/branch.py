@@ -8,12 +8,12 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
-from tensorkeep.checkpoint.manager.address import find_checkpoint
-from tensorkeep.checkpoint.manager.manager import CheckpointManager
-from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.errors import NotACheckpointError, PathLike, UsageError
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.files import store_errors
+from tensorkeep.manager.manager import CheckpointManager
+from tensorkeep.runs.address import find_checkpoint
+from tensorkeep.runs.backends import place_of
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import is_prepared

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, UsageError
-from tensorkeep.io.parallel import Progress
+from tensorkeep.storage.parallel import Progress
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import TRAIN, Dataset, FileStatus
 from tensorkeep.train.data.mixture import absolute_source, prepare_mixture

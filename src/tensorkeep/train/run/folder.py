@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 
 from tensorkeep import machine
-from tensorkeep.checkpoint.manager.address import CHECKPOINTS, split_address
-from tensorkeep.checkpoint.manager.place import place_of
 from tensorkeep.errors import (
     CorruptCheckpointError,
     DestinationExistsError,
@@ -20,11 +18,13 @@ from tensorkeep.errors import (
     PathLike,
     UsageError,
 )
-from tensorkeep.formats import sealed
-from tensorkeep.io.commit import replace_file
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import store_error
+from tensorkeep.formats import checksummed_json
 from tensorkeep.paths import absolute, checked_path
+from tensorkeep.runs.address import CHECKPOINTS, split_address
+from tensorkeep.runs.backends import place_of
+from tensorkeep.storage.base import Directory
+from tensorkeep.storage.commit import replace_file
+from tensorkeep.storage.direct_io import store_error
 from tensorkeep.structs import prepared
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset, FileStatus
@@ -260,7 +260,7 @@ class RunFolder:
             surroundings=surroundings,
             origin=origin,
         )
-        replace_file(self.path / TOKENIZER, sealed.seal(dataset.tokenizer.as_dict()))
+        replace_file(self.path / TOKENIZER, checksummed_json.seal(dataset.tokenizer.as_dict()))
         # Last: the run exists once its record does.
         self._write_record(record)
         (self.path / _STARTING).unlink(missing_ok=True)
@@ -288,7 +288,7 @@ class RunFolder:
         Raises NotACheckpointError or CorruptCheckpointError if it is missing or damaged.
         """
         with Directory(self.path) as directory:
-            return tokenizer_from_dict(sealed.read(directory, TOKENIZER))
+            return tokenizer_from_dict(checksummed_json.read(directory, TOKENIZER))
 
     def check_data(self, dataset: Dataset) -> None:
         """Raise UsageError if a dataset is not the one that the run started with."""
@@ -309,7 +309,7 @@ def now() -> str:
 def _earlier_identity(record: RunRecord) -> str:
     """Return the identity of a run whose record has none; it is stored when the run resumes."""
     start = [record.config.as_dict(), record.data.fingerprint, record.started, record.environment]
-    return sealed.digest(msgspec.json.encode(start, order="sorted"))
+    return checksummed_json.digest(msgspec.json.encode(start, order="sorted"))
 
 
 def _git() -> GitState | None:

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from tensorkeep.errors import StoreError, first_line
-from tensorkeep.io.commit import replace_file
-from tensorkeep.io.files import store_errors
+from tensorkeep.storage.commit import replace_file
+from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.train.monitor.trackers import Tracker, figures_of
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tensorkeep.checkpoint.manager.manager import CheckpointManager
-from tensorkeep.checkpoint.manager.retention import KeepBest
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.blockfile.data_file import find_codec
+from tensorkeep.formats.blockfile.write import find_codec
+from tensorkeep.manager.manager import CheckpointManager
+from tensorkeep.runs.retention import KeepBest
 from tensorkeep.train.answers import training_batches
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.ineffective import ineffective_settings

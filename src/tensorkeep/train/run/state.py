@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.stateful import RandomState
+from tensorkeep.manager.manager import CheckpointManager
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.batches import BatchSource
 from tensorkeep.train.data.dataset import Dataset

@@ -4,12 +4,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tensorkeep.checkpoint.load.load import load
-from tensorkeep.checkpoint.manager.address import find_checkpoint
-from tensorkeep.checkpoint.manager.manager import CheckpointManager
-from tensorkeep.checkpoint.manager.place import place_of
-from tensorkeep.checkpoint.manager.steps import Step
+from tensorkeep.checkpoint.loading import load
 from tensorkeep.errors import NotACheckpointError, PathLike, UsageError
+from tensorkeep.manager.manager import CheckpointManager
+from tensorkeep.runs.address import find_checkpoint
+from tensorkeep.runs.backends import place_of
+from tensorkeep.runs.steps import Step
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.data import mask_documents

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tensorkeep.errors import NotFoundError, PathLike, UsageError
-from tensorkeep.io.files import store_errors
+from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.structs import prepared
 from tensorkeep.train.data.documents import UTF8_MARK
 from tensorkeep.train.data.tokenizers.base import Tokenizer

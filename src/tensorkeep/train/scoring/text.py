@@ -8,8 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from tensorkeep.errors import PathLike, UsageError
-from tensorkeep.io.parallel import Meter
-from tensorkeep.io.parallel import Progress as ReadingProgress
+from tensorkeep.storage.parallel import Meter
+from tensorkeep.storage.parallel import Progress as ReadingProgress
 from tensorkeep.train.data.batches import Batch
 from tensorkeep.train.data.conversations import has_conversations
 from tensorkeep.train.data.corpus import DEFAULT_FIELD, open_source

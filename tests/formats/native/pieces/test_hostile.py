@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import tensorkeep
 from simulated_ranks import box, save_by_ranks
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
 from tensorkeep.testing.cases import case
 
 STATE = {"w": torch.arange(24.0).reshape(6, 4), "b": torch.arange(7), "scalar": torch.tensor(1.0), "e": torch.empty(0)}
@@ -56,12 +56,12 @@ class Forgery:
 
     def write(self) -> Path:
         for rank, fragment in enumerate(self.fragments):
-            name, content = f"rank-{rank:05d}.json", sealed.seal(fragment)
+            name, content = f"rank-{rank:05d}.json", checksummed_json.seal(fragment)
             (self.path / name).write_bytes(content)
             for record in self.root["fragments"]:
                 if record["name"] == name:
-                    record |= {"bytes": len(content), "digest": sealed.digest(content, wide=True)}
-        (self.path / "manifest.json").write_bytes(sealed.seal(self.root))
+                    record |= {"bytes": len(content), "digest": checksummed_json.digest(content, wide=True)}
+        (self.path / "manifest.json").write_bytes(checksummed_json.seal(self.root))
         return self.path
 
 

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.bench.results import Settings
-from tensorkeep.checkpoint.save.save import save
+from tensorkeep.checkpoint.saving import save
 from tensorkeep.formats.base import FORMATS
-from tensorkeep.io.parallel import default_threads
+from tensorkeep.storage.parallel import default_threads
 
 if TYPE_CHECKING:
     import torch

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from tensorkeep.bench.checkpoint.tools.base import Threads, Tool
-from tensorkeep.checkpoint.load.load import load
-from tensorkeep.checkpoint.save.save import save
-from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.io.parallel import default_threads
+from tensorkeep.checkpoint.loading import load
+from tensorkeep.checkpoint.saving import save
+from tensorkeep.storage.buffers import DEFAULT_BUDGET
+from tensorkeep.storage.parallel import default_threads
 
 
 class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
@@ -27,7 +27,7 @@ class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
 
     @classmethod
     def parse(cls, settings: Mapping[str, object]) -> Self:
-        from tensorkeep.formats.blockfile.data_file import find_codec
+        from tensorkeep.formats.blockfile.write import find_codec
 
         tool = super().parse(settings)
         if tool.compression != "auto":

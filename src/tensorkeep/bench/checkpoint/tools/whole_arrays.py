@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from tensorkeep.formats.t5x.reader import read_contents
-from tensorkeep.formats.tensorstore.arrays import KnownArray, check_array, start_open
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, context
-from tensorkeep.formats.tensorstore.reader import read_own
+from tensorkeep.formats.tensorstore.reader import KnownArray, check_array, read_own, start_open
 from tensorkeep.formats.tensorstore.specs import StoredType
-from tensorkeep.io.directory import Directory
 from tensorkeep.state.aliases import make_view
+from tensorkeep.storage.base import Directory
 
 if TYPE_CHECKING:
     import torch

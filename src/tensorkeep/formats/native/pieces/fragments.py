@@ -8,8 +8,9 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
-from tensorkeep.formats import sealed
-from tensorkeep.formats.blockfile.cuts import block_count, block_starts
+from tensorkeep.formats import checksummed_json
+from tensorkeep.formats.blockfile.plan import block_count, block_starts
+from tensorkeep.formats.checksummed_json import Content
 from tensorkeep.formats.native.pieces.records import (
     FRAGMENT_FORMAT,
     FRAGMENT_VERSION,
@@ -21,10 +22,9 @@ from tensorkeep.formats.native.pieces.records import (
 )
 from tensorkeep.formats.native.records import FEATURES, FileRecord
 from tensorkeep.formats.native.rules import StoredRules, check_references
-from tensorkeep.formats.sealed import Content
 from tensorkeep.formats.tiling import find_flaw
-from tensorkeep.io.directory import Directory
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.storage.base import Directory
 from tensorkeep.structs import json_decoder
 
 Body = TypeVar("Body", Fragment, FragmentFiles)
@@ -78,7 +78,7 @@ def _read(directory: Directory, root: Root, rank: int, decoder: msgspec.json.Dec
     record = root.fragments[rank]
     path = directory.path / record.name
     content = read_content(directory, record.name)
-    if (len(content), sealed.digest(content, wide=True)) != (record.bytes, record.digest):
+    if (len(content), checksummed_json.digest(content, wide=True)) != (record.bytes, record.digest):
         raise CorruptCheckpointError(
             "is not the fragment that the manifest lists",
             path=path,
@@ -90,7 +90,7 @@ def _read(directory: Directory, root: Root, rank: int, decoder: msgspec.json.Dec
 def read_content(directory: Directory, name: str) -> bytes:
     """Return the bytes of a fragment whose own checksum is right; CorruptCheckpointError if it is missing."""
     try:
-        return sealed.read_content(directory, name)
+        return checksummed_json.read_content(directory, name)
     except NotACheckpointError as error:
         raise CorruptCheckpointError(
             "the manifest lists this fragment, but it is missing", path=directory.path / name

@@ -9,10 +9,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
-from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.blockfile.cuts import Grid, block_starts
-from tensorkeep.formats.blockfile.plan import Block
-from tensorkeep.formats.boxes import box_of, intersection
+from tensorkeep.formats.base import OpenSettings, box_of, intersection
+from tensorkeep.formats.blockfile.plan import Block, Grid, block_starts
 from tensorkeep.formats.native.pieces.records import BoxRecord, Root
 from tensorkeep.formats.native.previous import NARROW_DIGESTS, Located, PreviousCheckpoint
 from tensorkeep.formats.native.records import WIDE_DIGESTS, BaseRecord, PlaceRecord

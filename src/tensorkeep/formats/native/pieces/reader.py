@@ -4,12 +4,13 @@ from bisect import bisect
 from collections.abc import Sequence
 from math import prod
 
-from tensorkeep.formats.base import OpenSettings, StoredLeaf
-from tensorkeep.formats.blockfile.cuts import block_starts, bytes_between_cuts, rows_per_block
-from tensorkeep.formats.blockfile.read import StoredTensor
-from tensorkeep.formats.box_copies import BoxTarget, words
-from tensorkeep.formats.boxes import (
+from tensorkeep.formats.base import (
+    BLOCK_BYTES,
     Box,
+    BoxTarget,
+    OpenSettings,
+    StoredLeaf,
+    Structure,
     as_range,
     box_of,
     box_shape,
@@ -17,18 +18,19 @@ from tensorkeep.formats.boxes import (
     intersection,
     range_to_boxes,
     relative,
+    words,
 )
+from tensorkeep.formats.blockfile.plan import block_starts, bytes_between_cuts, rows_per_block
+from tensorkeep.formats.blockfile.read import StoredTensor
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.pieces.records import Root, TensorRecord
 from tensorkeep.formats.native.reader import OpenFilesReader
 from tensorkeep.formats.native.records import WIDE_DIGESTS
-from tensorkeep.formats.structure import Structure
-from tensorkeep.formats.write import BLOCK_BYTES
-from tensorkeep.io.buffers import BufferPool, round_up
-from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Leaf
+from tensorkeep.storage.buffers import BufferPool, round_up
+from tensorkeep.storage.direct_io import Bytes
 
 
 class PiecesReader(OpenFilesReader):

@@ -10,11 +10,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from tensorkeep.formats.blockfile.cuts import Grid
-from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockRecord
+from tensorkeep.formats.base import AliasRecord, PartKey, StepRecord
+from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockRecord, Grid
 from tensorkeep.formats.native.records import Count, FileRecord, PlaceRecord, Shape, StoredRecord
-from tensorkeep.formats.structure import AliasRecord, PartKey
-from tensorkeep.formats.write import StepRecord
 from tensorkeep.state.dtypes import BY_NAME
 
 FRAGMENT_FORMAT = "tensorkeep-fragment"

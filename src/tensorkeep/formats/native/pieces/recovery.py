@@ -5,17 +5,16 @@ import os
 from pathlib import Path
 
 from tensorkeep.errors import BusyError, CorruptCheckpointError, DestinationExistsError, TensorkeepError
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.native.directory import is_replaceable
 from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.pieces.fragments import parse_fragment, read_content
 from tensorkeep.formats.native.pieces.records import FragmentRecord, FragmentReport, fragment_name
 from tensorkeep.formats.native.pieces.root import Plan, read_plan, write_root
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import store_errors
-from tensorkeep.io.temporaries import list_temporaries, prefix
+from tensorkeep.storage.base import MANIFEST_NAME, Directory
+from tensorkeep.storage.commit import Commit, list_temporaries, prefix
+from tensorkeep.storage.direct_io import store_errors
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +82,12 @@ def _complete(temporary: Path, plan: Plan) -> None:
             reports.append(
                 FragmentReport(
                     rank,
-                    FragmentRecord(name, len(content), sealed.digest(content, wide=True)),
+                    FragmentRecord(name, len(content), checksummed_json.digest(content, wide=True)),
                     [file.name for file in fragment.files],
                     fragment.leaves,
                     [(box.leaf, box.offsets, box.sizes) for box in fragment.boxes],
                 )
             )
-    (temporary / sealed.MANIFEST_NAME).unlink(missing_ok=True)  # its writer died before the rename
+    (temporary / MANIFEST_NAME).unlink(missing_ok=True)  # its writer died before the rename
     write_root(temporary, root, reports)
     OpenFiles(temporary, OpenSettings()).close()

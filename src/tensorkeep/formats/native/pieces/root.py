@@ -10,19 +10,18 @@ from pathlib import Path
 import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
+from tensorkeep.formats.base import AliasRecord, WriteSettings
 from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.pieces.fragments import check_box, check_tiling
 from tensorkeep.formats.native.pieces.records import FragmentReport, Root, TensorRecord
 from tensorkeep.formats.native.records import PIECES, VERSION
-from tensorkeep.formats.structure import AliasRecord
-from tensorkeep.formats.write import WriteSettings
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import store_errors, sync_directory, write_small
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
+from tensorkeep.storage.base import Directory
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import store_errors, sync_directory, write_small
 from tensorkeep.structs import json_decoder
 from tensorkeep.version import __version__
 
@@ -38,7 +37,7 @@ class Plan(msgspec.Struct, frozen=True):
     root: Root
 
 
-_PLAN_DECODER = json_decoder(sealed.Content[Plan])
+_PLAN_DECODER = json_decoder(checksummed_json.Content[Plan])
 
 
 def plan_root(
@@ -80,21 +79,21 @@ def write_plan(commit: Commit, root: Root) -> None:
     path = commit.path / PLAN_NAME
     with as_a_reader():
         check_plan(root, path)
-    write_small(path, sealed.seal(Plan(commit.destination.name, commit.overwrite, root)))
+    write_small(path, checksummed_json.seal(Plan(commit.destination.name, commit.overwrite, root)))
     with store_errors(commit.path, "make the plan durable"):
         sync_directory(commit.path)
 
 
 def check_plan(root: Root, path: Path) -> None:
     """Check a root without fragments as a reader will; raises as `manifests.parse_root`."""
-    manifests.parse_root(sealed.seal(root), path, with_fragments=False)
+    manifests.parse_root(checksummed_json.seal(root), path, with_fragments=False)
 
 
 def read_plan(directory: Directory) -> Plan | None:
     """Return the plan of a save that was not finished; None if it does not exist, or is damaged."""
     path = directory.path / PLAN_NAME
     try:
-        plan = _PLAN_DECODER.decode(sealed.read_content(directory, PLAN_NAME)).body
+        plan = _PLAN_DECODER.decode(checksummed_json.read_content(directory, PLAN_NAME)).body
         check_plan(plan.root, path)
     except (CorruptCheckpointError, NotACheckpointError, UnsupportedError, msgspec.DecodeError, RecursionError):
         return None
@@ -126,7 +125,7 @@ def root_content(path: Path, plan: Root, fragments: Sequence[FragmentReport]) ->
         found = [report.rank for report in ordered]
         raise CorruptCheckpointError(f"the fragments are those of ranks {found}, not of {plan.ranks} ranks", path=path)
     _check_reports(plan, ordered, path)
-    content = sealed.seal(msgspec.structs.replace(plan, fragments=[report.record for report in ordered]))
+    content = checksummed_json.seal(msgspec.structs.replace(plan, fragments=[report.record for report in ordered]))
     manifests.parse(content, path)
     return content
 

@@ -5,10 +5,21 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from tensorkeep.formats import sealed
-from tensorkeep.formats.blockfile.cuts import CODED_GRID, RAW_GRID, Grid, block_starts
-from tensorkeep.formats.blockfile.data_file import DataFile
-from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, SUFFIX, CutSource, FilePlan, plan_part, shard_limit
+from tensorkeep.formats import checksummed_json
+from tensorkeep.formats.base import PartKey, WriteResult, WriteSettings
+from tensorkeep.formats.blockfile.plan import (
+    CODED_GRID,
+    CODED_SUFFIX,
+    RAW_GRID,
+    SUFFIX,
+    CutSource,
+    FilePlan,
+    Grid,
+    block_starts,
+    plan_part,
+    shard_limit,
+)
+from tensorkeep.formats.blockfile.write import DataFile
 from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native.block_write import BlockFilesWrite, features_of, stored_blocks
 from tensorkeep.formats.native.options import NativeOptions
@@ -26,13 +37,11 @@ from tensorkeep.formats.native.pieces.records import (
     save_id,
 )
 from tensorkeep.formats.native.records import FileRecord
-from tensorkeep.formats.structure import PartKey
-from tensorkeep.formats.write import WriteResult, WriteSettings
-from tensorkeep.io.objects.store_commit import object_name
-from tensorkeep.io.places import write_file
 from tensorkeep.paths import StorePath
 from tensorkeep.state.names import part_file_stems
 from tensorkeep.state.sharded import Piece
+from tensorkeep.storage.places import write_file
+from tensorkeep.storage.store_commit import object_name
 
 
 class Together(Protocol):
@@ -60,7 +69,7 @@ class Together(Protocol):
 
 
 class PiecesWrite(BlockFilesWrite):
-    """The writing of the boxes of one rank; see `tensorkeep.formats.write.StagedWrite`.
+    """The writing of the boxes of one rank; see `tensorkeep.formats.base.StagedWrite`.
 
     ``parts`` has the part and the key of every tensor of the whole state, so that all ranks name files alike. The
     result of `run` counts what this rank wrote. `Together.begin` and `Together.finish` are called in `run`.
@@ -92,7 +101,7 @@ class PiecesWrite(BlockFilesWrite):
         written = self._write_over_base(directory, kind, ranks=self._together.size, save_id=of_save)
         records = written.records + written.linked
         fragment = self._fragment(written.files, records, written.numbers, save)
-        content = sealed.seal(fragment)
+        content = checksummed_json.seal(fragment)
         path = directory / object_name(fragment_name(self._together.rank), of_save)
         with as_a_reader():
             self._check(content, path, save)
@@ -102,7 +111,7 @@ class PiecesWrite(BlockFilesWrite):
         self._together.finish(
             FragmentReport(
                 self._together.rank,
-                FragmentRecord(path.name, len(content), sealed.digest(content, wide=True)),
+                FragmentRecord(path.name, len(content), checksummed_json.digest(content, wide=True)),
                 [record.name for record in records],
                 fragment.leaves,
                 [(box.leaf, box.offsets, box.sizes) for box in fragment.boxes],

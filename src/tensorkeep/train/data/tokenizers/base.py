@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.errors import UsageError, import_extra
-from tensorkeep.formats import sealed
+from tensorkeep.formats import checksummed_json
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 """A 1-D array of uint16 or uint32."""
@@ -64,7 +64,7 @@ class Tokenizer(ABC):
     @cached_property
     def digest(self) -> str:
         """The xxh3-64 of `as_dict`, as 16 hexadecimal digits: equal for equal tokenizers."""
-        return sealed.digest(msgspec.json.encode(self.as_dict()))
+        return checksummed_json.digest(msgspec.json.encode(self.as_dict()))
 
     def encode(self, text: str) -> Tokens:
         """Return the tokens of a text.

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, MissingExtraError, UnsupportedError
-from tensorkeep.io.files import store_errors
+from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.structs import prepared
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens, library
 from tensorkeep.train.data.tokenizers.bpe import byte_notation

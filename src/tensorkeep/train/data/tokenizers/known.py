@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UsageError
-from tensorkeep.formats import sealed
-from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import store_errors
+from tensorkeep.formats import checksummed_json
+from tensorkeep.storage.base import Directory
+from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.train.data.tokenizers.base import Documents, Tokenizer, library
 from tensorkeep.train.data.tokenizers.bpe import DEFAULT_VOCAB_SIZE, SMALLEST_VOCAB_SIZE, BpeTokenizer
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer, CharTokenizer
@@ -123,11 +123,11 @@ def tokenizer_at(folder: Path) -> Tokenizer | None:
         if not path.is_file():
             return read_tokenizer(folder)
         with path.open("rb") as file:
-            is_sealed = file.read(len(sealed.OPENING)) == sealed.OPENING
+            is_sealed = file.read(len(checksummed_json.OPENING)) == checksummed_json.OPENING
     if not is_sealed:
         return read_tokenizer(folder)
     with Directory(folder) as directory:
-        return tokenizer_from_dict(sealed.read(directory, FILE))
+        return tokenizer_from_dict(checksummed_json.read(directory, FILE))
 
 
 def tokenizer_from_dict(stored: dict[str, Any]) -> Tokenizer:

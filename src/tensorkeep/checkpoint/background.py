@@ -1,0 +1,477 @@
+"""One save while it is copied, written and waited for, its report, and the handle that the caller has."""
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from tensorkeep.checkpoint.memory import SaveMemory
+from tensorkeep.errors import BusyError, UsageError
+from tensorkeep.formats.base import StagedWrite, WriteResult
+from tensorkeep.storage.parallel import Cancelled, Signal, default_threads, reset_in_child, shielded, start_thread
+
+# One save while it is copied, written and waited for, its report, and the handle that the caller has.
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport(WriteResult):
+    """What a save wrote and what it cost.
+
+    Attributes
+    ----------
+    path, format, compression : str
+        As written, also where they were inferred or chosen by measuring.
+    state_bytes, tensors : int
+        Raw bytes of the tensors, where shared storage counts once, and how many were stored.
+    stored_bytes, new_bytes : int
+        Bytes on disk of all files of the checkpoint, and of those that this save wrote; the rest is shared with
+        earlier checkpoints.
+    seconds : float
+        From the call until the checkpoint was durable and visible.
+    durable_seconds : float
+        The same value as ``seconds``.
+    stall_seconds : float
+        How long the caller was blocked: all of it, except for `tensorkeep.save_async`.
+    peak_buffer_bytes : int
+        The peak of host buffer memory of this save.
+    direct_io : bool
+        Whether the page cache was bypassed (``O_DIRECT``); some file systems refuse that.
+    auto : dict or None
+        For ``compression="auto"``: the measured rates, the predictions, and the reason for the choice.
+    settings_from : str or None
+        The settings file, if at least one of its values was used.
+    base, base_refused : str or None
+        The earlier checkpoint that unchanged blocks were taken from, and why some or all of its blocks were not.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> report = tensorkeep.save({"w": torch.zeros(1000)}, f"{folder.name}/c")
+    >>> report.tensors, report.state_bytes, report.new_bytes == report.stored_bytes
+    (1, 4000, True)
+    >>> folder.cleanup()
+    """
+
+    path: str
+    format: str
+    compression: str
+    state_bytes: int
+    tensors: int
+    seconds: float
+    stall_seconds: float
+    durable_seconds: float
+    auto: dict[str, Any] | None = None
+    settings_from: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, as ``--json`` prints it."""
+        return asdict(self)
+
+
+@dataclass(eq=False)
+class SaveJob:
+    """A save whose arguments are checked; made by `begin_save`.
+
+    Either `run` is called, in the caller's thread. Or `copy` is, in the caller's thread, and `write`, in another one,
+    after it or at the same time; that thread then sets ``finished``. If ``state_fits_in_buffers`` is False,
+    the state is copied while it is written. A forked child cannot wait for the save: ``process`` is the one that began
+    it.
+    """
+
+    path: str
+    staged: StagedWrite | None  # None after the end
+    make_report: Callable[..., SaveReport]
+    memory: SaveMemory
+    started: float
+    state_fits_in_buffers: bool
+    on_durable: Callable[[], None] | None
+    process: int = field(default_factory=os.getpid)
+    copied: Signal = field(default_factory=Signal)
+    finished: Signal = field(default_factory=Signal)
+    thread: threading.Thread | None = None
+    stall_seconds: float | None = None
+    report: SaveReport | None = None
+    error: BaseException | None = None
+
+    def run(self) -> SaveReport:
+        """Write the checkpoint; return when it is durable."""
+        assert self.staged is not None
+        written = self.staged.run()
+        seconds = time.perf_counter() - self.started
+        self.copied.wait()
+        stall_seconds = seconds if self.stall_seconds is None else self.stall_seconds
+        written = replace(written, peak_buffer_bytes=max(written.peak_buffer_bytes, self.memory.peak_bytes))
+        report = self.make_report(
+            **asdict(written), seconds=seconds, durable_seconds=seconds, stall_seconds=stall_seconds
+        )
+        if self.on_durable is not None:
+            self.on_durable()
+        return report
+
+    def copy(self) -> None:
+        """Copy the state, unless that was done; when this returns, the caller may change it."""
+        if self.copied.is_set():
+            return
+        assert self.staged is not None
+        # If the writing fails meanwhile, it cancels the copying; its own error is raised by `result`.
+        with suppress(Cancelled):
+            # Copying is bound by memory bandwidth, and the caller waits: one thread a core.
+            self.staged.stage(max(1, default_threads() // 2))
+        self.stall_seconds = time.perf_counter() - self.started
+        self.copied.set()
+
+    def write(self) -> None:
+        """Write the checkpoint, keeping an error for `result`."""
+        try:
+            self.report = self.run()
+        except BaseException as error:
+            self.error = error
+            _unreported.add(self)
+        finally:
+            # Drop the references, so that the caller's tensors and the manager can be freed.
+            self.staged = self.on_durable = None
+
+    def abandon(self, error: BaseException) -> None:
+        """End a save that no thread writes; `result` raises the error. A second call completes an interrupted one."""
+        self.error = error
+        if self.staged is not None:
+            self.staged.abandon()
+        self.staged = self.on_durable = None
+        self.finished.set()
+
+    def supersede(self) -> None:
+        """End a save that was copied and not written, in favour of a later one."""
+        logger.info("%s is not written: a later save took its place in the queue", self.path)
+        message = "was not written: a later save took its place in the queue"
+        self.abandon(BusyError(message, path=self.path, remedy="save less often"))
+
+    def cancel(self) -> None:
+        """Stop the thread that writes, and wait for it; its error is dropped, because the caller has another one."""
+        self.stop()
+        self.copied.set()
+        self.finished.wait()
+        _unreported.discard(self)
+
+    def stop(self) -> None:
+        """Make the writing stop as soon as it can."""
+        staged = self.staged
+        if staged is not None:
+            staged.cancel()
+
+    def hurry(self) -> None:
+        """Let the thread that writes use all processors, as the caller waits for it now."""
+        staged = self.staged
+        if staged is not None:
+            staged.hurry()
+
+    def has_unreported_error(self) -> bool:
+        """Return whether it is over, has failed, and `result` has not raised the error yet."""
+        return self in _unreported
+
+    def result(self) -> SaveReport:
+        """Return the report of a save that is over, or raise its error."""
+        if self.error is not None:
+            _unreported.discard(self)
+            raise self.error
+        assert self.report is not None
+        return self.report
+
+
+def run_now(prepare: Callable[[], SaveJob], *, alone: bool) -> SaveJob:
+    """Make a save and write it; return it when the checkpoint is durable.
+
+    If the process saves ``alone``, no handler of a signal can raise in it. Otherwise an interrupt must end the waiting
+    for other ranks.
+    """
+    jobs: list[SaveJob] = []
+
+    def work() -> SaveJob:
+        jobs.append(job := prepare())
+        try:
+            job.report = job.run()
+        finally:
+            job.staged = job.on_durable = None
+            job.finished.set()
+        return job
+
+    def stop() -> None:
+        for job in jobs:
+            job.stop()
+
+    return shielded(work, stop) if alone else work()
+
+
+_unreported: set[SaveJob] = set()
+"""Saves that failed and whose error `result` has not raised yet."""
+
+
+def _log_unreported() -> None:
+    for job in list(_unreported):
+        if job.process == os.getpid():
+            logger.error("NOT SAVED: %s: %s", job.path, job.error)
+
+
+atexit.register(_log_unreported)
+
+
+class PendingSave:
+    """A save that runs in the background; returned by `tensorkeep.save_async` and `CheckpointManager.save`.
+
+    Its error is never lost: `wait` raises it, the next save of a manager raises it, and if neither is called, it is
+    logged when the interpreter exits.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> pending = tensorkeep.save_async({"w": torch.zeros(1000)}, f"{folder.name}/step-1")
+    >>> pending.wait().state_bytes
+    4000
+    >>> pending.done()
+    True
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, job: SaveJob) -> None:
+        self._job = job
+
+    def __repr__(self) -> str:
+        return f"<PendingSave {self.path!r}: {'over' if self.done() else 'running'}>"
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint appears."""
+        return self._job.path
+
+    @property
+    def report(self) -> SaveReport | None:
+        """The report; None while the save runs, and if it failed."""
+        return self._job.report if self.done() else None
+
+    def done(self) -> bool:
+        """Return whether the save is over, successfully or not."""
+        return self._job.finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the checkpoint is durable and visible, at most for ``timeout`` seconds; return the report.
+
+        Raises
+        ------
+        TimeoutError
+            If the save is still running after that time.
+        BusyError
+            If another process writes to the path, or a later save took the place of this one in a manager's queue.
+        DestinationExistsError, StoreError
+            If something appeared at the path after the call, or the disk failed. What was there before is intact.
+        UsageError
+            If another process began the save; a forked child cannot wait for it.
+        """
+        if os.getpid() != self._job.process:
+            raise UsageError("was started by another process", path=self.path, remedy="wait for it there")
+        self._job.hurry()
+        if not self._job.finished.wait(timeout):
+            raise TimeoutError(f"{self.path}: the save is still running after {timeout} s")
+        return self._job.result()
+
+
+# The background thread of saves: one save is written at a time, and the next one waits or is queued.
+#
+# The whole path of a background save is here. `SaveQueue.add` runs in the caller's thread: it copies the state
+# (`SaveJob.copy`) and starts a thread. That thread, `SaveQueue._write_jobs`, writes the copy, then whatever was queued
+# meanwhile, and ends.
+
+WhenBusy = Literal["wait", "replace"]
+Prepare = Callable[[SaveMemory], SaveJob]
+"""Checks a save and makes the job, with the memory that it may use."""
+
+
+class SaveQueue:
+    """The saves of one manager, or the only one of `tensorkeep.save_async`, and their memory.
+
+    Saves are added by one thread at a time: see `one_at_a_time`. With ``"wait"`` a save waits until the one before is
+    over. With ``"replace"`` it is copied and queued, in place of the one that is queued already; if memory cannot hold
+    a second copy, it waits. Each copy then has half of the budget. Without ``keep_buffers`` they are freed after each
+    save. Without ``alone`` other ranks save with this process; see `run_now`.
+    """
+
+    def __init__(
+        self, when_busy: WhenBusy, budget: int | None, *, keep_buffers: bool = True, alone: bool = True
+    ) -> None:
+        self._alone = alone
+        self._budget = None if budget is None else budget // copies_of(when_busy)
+        self._copies = copies_of(when_busy)
+        self._keep_buffers = keep_buffers
+        self._reset()
+        # A forked child does not have the thread that writes; the saves of its parent are not its own.
+        reset_in_child(self, SaveQueue._reset)
+
+    def _reset(self) -> None:
+        self._memories = [SaveMemory(self._budget) for _ in range(self._copies)]
+        self._running: SaveJob | None = None
+        self._queued: SaveJob | None = None
+        self._ended: list[SaveJob] = []
+        # No handler of a signal can raise between taking such a lock and entering its block. A condition, and a
+        # function with @contextmanager, are entered by Python code.
+        self._lock = threading.Lock()
+        self._adding = threading.RLock()  # as it knows its thread
+
+    # Called in the thread that saves
+
+    def one_at_a_time(self) -> AbstractContextManager[object]:
+        """Return a context in which other threads that save wait; UsageError if this thread is saving already."""
+        if self._adding._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks it
+            raise UsageError(
+                "save() was called while this thread is in save(), probably by a signal handler",
+                remedy="let the handler note the signal, and save after the step: see OnSignal",
+            )
+        return self._adding
+
+    def wait_for_place(self) -> None:
+        """Wait until a save can be added, if it has to wait."""
+        if len(self._memories) == 1:
+            self.drain()
+
+    def add(self, prepare: Prepare) -> SaveJob:
+        """Start a save, or queue it; when this returns, its state may change."""
+        running = self._running
+        # A queued save has the other memory. It is replaced only after the new one is known to be valid.
+        memory = next(each for each in self._memories if not running or each is not running.memory)
+        job = shielded(partial(prepare, memory)) if self._alone else prepare(memory)
+        if running is not None and job.state_fits_in_buffers:
+            self._enqueue(job)
+        else:
+            self.drain()
+            self._start(job)
+        return job
+
+    def run(self, prepare: Prepare) -> SaveJob:
+        """Run a save in this thread."""
+        self.drain()
+        return run_now(partial(prepare, self._memories[0]), alone=self._alone)
+
+    def _enqueue(self, job: SaveJob) -> None:
+        try:
+            with self._lock:
+                if self._queued is not None:
+                    self._queued.supersede()
+                    self._queued = None
+            job.copy()
+            with self._lock:
+                if self._running is not None:
+                    self._queued = job
+                    return
+        except BaseException as error:
+            if not self._has(job):
+                job.abandon(error)
+            raise
+        self._start(job)
+
+    def _has(self, job: SaveJob) -> bool:
+        """Return whether a save is queued, or was and the thread has taken it: its copies are needed."""
+        with self._lock:
+            return job is self._queued or job is self._running or job in self._ended
+
+    def _start(self, job: SaveJob) -> None:
+        """Copy the state and let a new thread write it."""
+        try:
+            with self._lock:
+                self._running = job
+            if job.state_fits_in_buffers:
+                # Before the thread starts, which would take memory bandwidth and cores from the copying.
+                job.copy()
+            # Not a daemon: an interpreter that exits waits for it.
+            job.thread = threading.Thread(target=self._write_jobs, args=(job,), name="tensorkeep-save")
+            shielded(partial(start_thread, job.thread))
+            job.copy()
+        except BaseException as error:
+            self._stop(job, error)
+            raise
+
+    def _stop(self, job: SaveJob, error: BaseException) -> None:
+        """End a save whose copying or starting has failed or was interrupted."""
+        if not job.finished.is_set() and (job.thread is None or job.thread.ident is None):
+            job.abandon(error)
+        job.cancel()
+        with self._lock:
+            if self._running is job:
+                self._running = None
+
+    # Called in the thread that writes
+
+    def _write_jobs(self, first: SaveJob) -> None:
+        """Write a save, and then what is queued by the time it is over."""
+        job: SaveJob | None = first
+        while job is not None:
+            job.write()
+            if not self._keep_buffers:
+                job.memory.close()
+            ended, job = job, self._next_after(job)
+            ended.finished.set()
+
+    def _next_after(self, ended: SaveJob) -> SaveJob | None:
+        with self._lock:
+            self._ended.append(ended)
+            job, self._queued = self._queued, None
+            if job is not None and job.error is not None:
+                # It was superseded, perhaps not completely: the save that took its place was interrupted.
+                job.abandon(job.error)
+                job = None
+            self._running = job
+            return job
+
+    # Waiting
+
+    def is_busy(self) -> bool:
+        """Return whether a save is running."""
+        return self._running is not None
+
+    def drain(self) -> None:
+        """Wait until nothing is running or queued, whether it succeeds or fails."""
+        while (job := self._running) is not None:
+            job.hurry()
+            job.finished.wait()
+            with self._lock:
+                # The thread that writes has the next one by now, unless this one was abandoned.
+                if self._running is job:
+                    self._running = None
+        with self._lock:
+            ended = list(self._ended)
+        for job in ended:
+            job.finished.wait()
+
+    def raise_failure(self) -> None:
+        """Raise the error of a failed save, if it was not raised before."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for position, job in enumerate(ended):
+            job.finished.wait()
+            if job.has_unreported_error():
+                with self._lock:
+                    self._ended = ended[position + 1 :] + self._ended
+                job.result()
+
+    def close(self) -> None:
+        """Free the buffers."""
+        for memory in self._memories:
+            memory.close()
+
+
+def copies_of(when_busy: str, *, ranks: bool = False) -> int:
+    """Return how many copies of a state there can be at once; UsageError for an unknown ``when_busy``.
+
+    With ``ranks`` saves wait: on one rank a save may have begun that another one would replace.
+    """
+    copies = {"wait": 1} if ranks else {"wait": 1, "replace": 2}
+    if when_busy not in copies:
+        remedy = 'with group=, give "wait"' if ranks else 'give "wait" or "replace"'
+        raise UsageError(f"when_busy is {when_busy!r}", remedy=remedy)
+    return copies[when_busy]

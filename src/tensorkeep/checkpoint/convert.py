@@ -1,0 +1,174 @@
+"""`tensorkeep.convert`: write a checkpoint again, in another format, without loading all of it."""
+
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tensorkeep.checkpoint.arguments import MemorySize
+from tensorkeep.checkpoint.background import SaveReport, run_now
+from tensorkeep.checkpoint.match import refuse_placeholders, select_tensors
+from tensorkeep.checkpoint.memory import SaveMemory
+from tensorkeep.checkpoint.progress import ProgressOption, drawn
+from tensorkeep.checkpoint.ranges import reading_threads
+from tensorkeep.checkpoint.saving import DEFAULT_FORMAT, begin_save, check_request, format_by_suffix
+from tensorkeep.checkpoint.settings import SettingsSource
+from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.formats.base import OpenSettings, Reader
+from tensorkeep.formats.finding import open_reader
+from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
+from tensorkeep.paths import StorePath, absolute, as_path, checked_path
+from tensorkeep.runs.address import checkpoint_path
+from tensorkeep.state.leaf import Source
+from tensorkeep.state.tree import Flat, prune
+
+
+def convert(
+    src: PathLike,
+    dst: PathLike,
+    *,
+    to: str | None = None,
+    compression: str | None = None,
+    select: str | Iterable[str] | None = None,
+    overwrite: bool = False,
+    drop_metadata: bool = False,
+    verify: bool = True,
+    format: str | None = None,
+    allow: Allow | None = None,
+    progress: ProgressOption = None,
+    threads: int | None = None,
+    memory_budget: MemorySize | None = None,
+    settings: SettingsSource | None = None,
+    **options: Any,
+) -> SaveReport:
+    """Write a checkpoint again, in another format or with another compression.
+
+    Blocks are read and written one after another, so that any size fits into the memory budget, with two exceptions:
+    the whole state is in memory for ``"torch"``, one tensor for each writing thread for ``"dcp"``. The source is never
+    changed.
+
+    Parameters
+    ----------
+    src : path-like
+        A checkpoint of any format, or a step of a run such as ``"run"`` or ``"run@1200"``; see `tensorkeep.load`.
+    dst : path-like
+        The path of the new checkpoint, or its URL in an object store; missing parent folders are created.
+    to : str, optional
+        The format to write: ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"``, ``"tensorstore"``, ``"t5x"``, or a
+        plug-in's. By default the suffix of ``dst`` decides, as in `tensorkeep.save`: ``.safetensors``; ``.pt``,
+        ``.pth`` and ``.bin`` for torch; ``.zarr`` for tensorstore; all else is native. Another format than that of its
+        suffix is refused.
+    select : str or list of str, optional
+        Globs on the names of tensors; only these are converted.
+    drop_metadata : bool
+        Leave out the user's metadata, for formats that cannot store it.
+    verify : bool
+        Check every block that is read against its checksum, where the format has any.
+    format : str, optional
+        The format of the source; found by looking at the files by default.
+    allow : str, class, or list of them, optional
+        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
+        read as dicts; their code is not run.
+    memory_budget : int or str, optional
+        Limit in bytes for all buffers of reading and writing together; 256 MiB by default.
+    compression, overwrite, progress, threads, settings, **options : optional
+        For the new checkpoint, the same as those of `tensorkeep.save`.
+
+    Raises
+    ------
+    NotFoundError, NotACheckpointError
+        If ``src`` is missing, or not a checkpoint.
+    CorruptCheckpointError
+        If the source is damaged. Nothing becomes visible at ``dst``.
+    UnsupportedError
+        If the format ``to`` cannot store this state, its dtypes or its metadata; or the source has a `Placeholder`,
+        which ``select="*"`` leaves out.
+    UsageError
+        If an argument is wrong, a pattern matches nothing, ``dst`` is inside of ``src``, or its suffix means another
+        format than ``to``.
+    DestinationExistsError, BusyError, StoreError
+        If something is at ``dst`` and ``overwrite`` is not set, another process writes there, or the disk failed.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> _ = tensorkeep.save({"w": torch.ones(3)}, f"{folder.name}/a")
+    >>> tensorkeep.convert(f"{folder.name}/a", f"{folder.name}/b.safetensors").format
+    'safetensors'
+    >>> folder.cleanup()
+    """
+    src, dst = checkpoint_path(src), checked_path(dst, stores=True)
+    _check_outside(src, dst)
+    to = format_for(dst, to)
+    request = check_request(dst, compression, to, overwrite, None, None, threads, memory_budget, settings, options)
+    with (
+        drawn(progress, "converting") as callback,
+        closing(SaveMemory(request.memory_budget)) as memory,
+        open_reader(
+            src, OpenSettings(verify=verify, pool=memory.single_pool(), allow=allowed_names(allow)), format
+        ) as reader,
+    ):
+        write = replace(
+            request.write,
+            progress=callback,
+            metadata={} if drop_metadata else reader.metadata,
+            threads=reading_threads(request.write.threads, memory.single_pool(), reader),
+            step=reader.step,
+        )
+        selected = _selected(reader, select)
+        return run_now(partial(begin_save, selected, replace(request, write=write), memory), alone=True).result()
+
+
+def format_for(dst: PathLike, to: str | None = None) -> str:
+    """Return the format of a converted checkpoint of this name: ``to``, or else the one that its suffix means.
+
+    Raises UsageError if the suffix means another format than ``to``: readers would take one for the other.
+    """
+    by_suffix = format_by_suffix(dst)
+    if to is not None and by_suffix not in (to, DEFAULT_FORMAT):
+        suffix = Path(dst).suffix
+        raise UsageError(
+            f"the suffix {suffix} is that of the format {by_suffix}, not of {to}",
+            path=dst,
+            remedy=f"leave the suffix out, or write {by_suffix} (to={by_suffix!r}, --to {by_suffix})",
+        )
+    return to or by_suffix
+
+
+def _check_outside(src: PathLike, dst: PathLike) -> None:
+    if _resolved(src) in _resolved(dst).parents:
+        raise UsageError(
+            "the destination is inside the source, which is never changed",
+            path=dst,
+            remedy="choose a path outside of the source",
+        )
+
+
+def _resolved(path: PathLike) -> Path:
+    place = as_path(path)
+    return place if isinstance(place, StorePath) else absolute(place, follow_links=True)
+
+
+def _selected(reader: Reader, select: str | Iterable[str] | None) -> Flat[Source]:
+    flat = reader.flat
+    if select is None:
+        refuse_placeholders(reader, flat.skeleton)
+        return flat
+    chosen = set(select_tensors(reader, reader.entries, select))
+    orphans = [n for n in chosen if n in flat.aliases and flat.aliases[n].of not in chosen]
+    if orphans:
+        base = flat.aliases[orphans[0]].of
+        raise UsageError(
+            f"{orphans[0]!r} is a view of {base!r}, which is not selected",
+            path=reader.path,
+            remedy=f"select {base!r} as well",
+        )
+    return Flat(
+        skeleton=prune(flat.skeleton, chosen),
+        leaves={name: leaf for name, leaf in flat.leaves.items() if name in chosen},
+        aliases={name: alias for name, alias in flat.aliases.items() if name in chosen},
+        parts={name: part for name, part in flat.parts.items() if name in chosen},
+    )

@@ -1,0 +1,160 @@
+"""`tensorkeep.info`: what a checkpoint contains, without reading a tensor; the report and its JSON."""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+
+from tensorkeep.codecs import coder
+from tensorkeep.errors import PathLike
+from tensorkeep.formats.base import Entry, OpenSettings, Reader
+from tensorkeep.formats.finding import open_reader
+from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
+from tensorkeep.runs.address import checkpoint_path
+from tensorkeep.state.tree import placeholders
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Totals of some tensors: their number, elements, raw bytes and stored bytes."""
+
+    tensors: int
+    elements: int
+    nbytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InfoReport:
+    """What a checkpoint contains; returned by `tensorkeep.info`.
+
+    Attributes
+    ----------
+    path, format : str
+    total : Total
+    by_dtype, by_part, by_codec : dict of str to Total
+        Tensors that share the storage of another one are counted in ``by_codec`` as ``alias``, with no bytes.
+    entries : list of Entry
+        Every tensor, in the state's order.
+    metadata, details : dict
+        What was given when it was saved, and what the format adds: version, writer, files... For a native checkpoint
+        also the ``space`` that it takes on the disk; for an incremental one its ``history``: the bytes that its save
+        wrote, and those of the files that it shares with earlier ones; for one that many ranks saved, its ``ranks`` and
+        the ``layouts`` of sharded tensors.
+    coder : str or None
+        What decodes it on this machine, such as ``"compiled (avx2)"``; None if no tensor is stored as byte planes.
+    placeholders : dict of str to str
+        What each value is that cannot be read, by name; see `Placeholder`.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> saved = tensorkeep.save({"model": {"w": torch.zeros(10, 10)}}, f"{folder.name}/c")
+    >>> report = tensorkeep.info(saved.path)
+    >>> report.largest(1)[0].name, {dtype: total.nbytes for dtype, total in report.by_dtype.items()}
+    ('model.w', {'float32': 400})
+    >>> folder.cleanup()
+    """
+
+    path: str
+    format: str
+    total: Total
+    by_dtype: dict[str, Total]
+    by_part: dict[str, Total]
+    by_codec: dict[str, Total]
+    entries: list[Entry]
+    metadata: dict[str, Any]
+    details: dict[str, Any]
+    coder: str | None = None
+    placeholders: dict[str, str] = field(default_factory=dict)
+
+    def largest(self, count: int) -> list[Entry]:
+        """Return the largest tensors, largest first."""
+        return sorted(self.entries, key=lambda entry: -entry.nbytes)[:count]
+
+    def as_dict(self, *, largest: int = 10) -> dict[str, Any]:
+        """Return the report as plain values, as ``--json`` prints it, with the largest tensors instead of all."""
+        return {
+            **{key: value for key, value in asdict(self).items() if key != "entries"},
+            "largest": [describe(entry) for entry in self.largest(largest)],
+        }
+
+
+def describe(entry: Entry) -> dict[str, Any]:
+    """Return an entry as plain values."""
+    return {**msgspec.structs.asdict(entry), "dtype": entry.dtype.name, "shape": list(entry.shape)}
+
+
+def info(path: PathLike, *, format: str | None = None, allow: Allow | None = None) -> InfoReport:
+    """Return what a checkpoint of any format contains; no tensor is read.
+
+    Parameters
+    ----------
+    path : path-like
+        A checkpoint, or a step of a run such as ``"run"`` or ``"run@1200"``; see `tensorkeep.load`.
+    format : str, optional
+        The name of the format, instead of looking at the files.
+    allow : str, class, or list of them, optional
+        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
+        read as dicts; their code is not run.
+
+    Raises
+    ------
+    NotFoundError, NotACheckpointError
+        If nothing is at the path, or not a checkpoint.
+    CorruptCheckpointError, UnsupportedError, StoreError
+        If its description is damaged, or has a version, dtype or codec that this installation does not know, or the
+        disk failed.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> report = tensorkeep.save({"model": {"w": torch.zeros(10, 10)}}, f"{folder.name}/c")
+    >>> found = tensorkeep.info(report.path)
+    >>> found.total.tensors, found.total.elements, [entry.name for entry in found.entries]
+    (1, 100, ['model.w'])
+    >>> folder.cleanup()
+    """
+    path = checkpoint_path(path)
+    with open_reader(path, OpenSettings(allow=allowed_names(allow)), format) as reader:
+        return report_of(path, reader)
+
+
+def report_of(path: PathLike, reader: Reader) -> InfoReport:
+    """Return what an open checkpoint contains."""
+    entries = list(reader.entries.values())
+    return InfoReport(
+        path=os.fspath(path),
+        format=reader.format,
+        total=_total(entries),
+        by_dtype=_totals(entries, lambda entry: entry.dtype.name),
+        by_part=_totals(entries, lambda entry: entry.part),
+        by_codec=_totals(entries, lambda entry: entry.codec),
+        entries=entries,
+        metadata=reader.metadata,
+        details=reader.details,
+        coder=coder.describe() if any("planes" in entry.codec.split("+") for entry in entries) else None,
+        placeholders={found.name: found.what for found in placeholders(reader.flat.skeleton)},
+    )
+
+
+def _totals(entries: Iterable[Entry], key: Callable[[Entry], str]) -> dict[str, Total]:
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(key(entry), []).append(entry)
+    return {name: _total(group) for name, group in groups.items()}
+
+
+def _total(entries: list[Entry]) -> Total:
+    # A tensor that shares the storage of another one counts, but takes no bytes.
+    own = [entry for entry in entries if entry.alias_of is None]
+    return Total(
+        tensors=len(entries),
+        elements=sum(entry.nbytes // entry.dtype.itemsize for entry in own),
+        nbytes=sum(entry.nbytes for entry in own),
+        stored_bytes=sum(entry.stored_bytes for entry in own),
+    )

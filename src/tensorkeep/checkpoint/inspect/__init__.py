@@ -1,1 +1,0 @@
-"""Looking at checkpoints: info, diff, convert."""

@@ -1,1 +1,0 @@
-"""Loading: full states, tensors that exist already, lazy slices."""

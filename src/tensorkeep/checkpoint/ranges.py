@@ -1,0 +1,284 @@
+"""The first touch of new memory, with the page size that is the faster one at the moment.
+
+New memory has no pages yet; the kernel provides and clears each when it is first written. That takes longer than
+copying a file from the page cache, and which page size is faster changes from one moment to the next. On a machine with
+free memory, huge pages (2 MiB) are ready four times as fast as small ones (4 KiB). On a virtual machine that has
+returned its free memory to the host, each huge page must be fetched back whole, and takes four times as long as small
+pages, which the kernel takes from fragments that were not returned. So both sizes are timed while they are used.
+"""
+
+import ctypes
+import mmap
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import Literal
+
+from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.formats.base import BLOCK_BYTES, Reader, box_of, thread_bytes
+from tensorkeep.machine import libc
+from tensorkeep.state.aliases import make_view
+from tensorkeep.state.leaf import Leaf, LeafKind, allocate
+from tensorkeep.state.sharded import Piece, ShardedLeaf, bytes_here, row_ranges
+from tensorkeep.storage import parallel
+from tensorkeep.storage.buffers import BufferPool, round_down, round_up
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.parallel import Meter, Progress
+
+# The first touch of new memory, with the page size that is the faster one at the moment.
+#
+# New memory has no pages yet; the kernel provides and clears each when it is first written. That takes longer than
+# copying a file from the page cache, and which page size is faster changes from one moment to the next. On a
+# machine with
+# free memory, huge pages (2 MiB) are ready four times as fast as small ones (4 KiB). On a virtual machine that has
+# returned its free memory to the host, each huge page must be fetched back whole, and takes four times as long as small
+# pages, which the kernel takes from fragments that were not returned. So both sizes are timed while they are used.
+
+_HUGE_PAGE = 2 * 1024**2
+_FIRST_INTERVAL = 8
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
+PageSize = Literal["small", "huge"]
+
+
+class NewPages:
+    """Makes the pages of new memory present, for the reads of one load; from any thread.
+
+    A piece of 2 MiB at a time is populated by ``madvise(MADV_POPULATE_WRITE)``, with the page size that took less
+    processor time the last time. The slower one is timed again after 8, 16, 32, ... pieces. A kernel before Linux 5.14
+    populates nothing, and the memory is then touched by the read itself.
+    """
+
+    def __init__(self) -> None:
+        # Processor seconds of the last piece, 0 before the first, so that both are tried. Threads share them without a
+        # lock: an update that is lost is soon measured again.
+        self._seconds: dict[PageSize, float] = {"small": 0.0, "huge": 0.0}
+        self._interval = self._pieces_left = _FIRST_INTERVAL
+
+    def populate(self, memory: Bytes) -> None:
+        """Make the pages of some memory present; what is present already stays as it is."""
+        begin = memory.ctypes.data
+        end = begin + len(memory)
+        first, last = round_up(begin, _HUGE_PAGE), round_down(end, _HUGE_PAGE)
+        if first >= last:
+            return
+        advised: PageSize = "small"
+        for address in range(first, last, _HUGE_PAGE):
+            wanted = self._choose()
+            if wanted != advised:
+                _advise(address, last, mmap.MADV_HUGEPAGE if wanted == "huge" else mmap.MADV_NOHUGEPAGE)
+                advised = wanted
+            started = time.thread_time()
+            _advise(address, address + _HUGE_PAGE, _MADV_POPULATE_WRITE)
+            self._seconds[wanted] = time.thread_time() - started
+        for start, stop in ((round_up(begin), first), (last, round_down(end))):
+            _advise(start, stop, _MADV_POPULATE_WRITE)
+
+    def _choose(self) -> PageSize:
+        faster, slower = sorted(self._seconds, key=self._seconds.__getitem__)
+        self._pieces_left -= 1
+        if self._pieces_left > 0:
+            return faster
+        self._interval *= 2
+        self._pieces_left = self._interval
+        return slower
+
+
+def _advise(start: int, stop: int, advice: int) -> None:
+    # Advice that the kernel declines changes only the speed.
+    if start < stop:
+        libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
+
+
+# Reading tensors in ranges: many in parallel, or one, stored itself or a view of a stored tensor.
+
+_COPY_BYTES = 4 * 1024**2
+Range = tuple[str, int, int]
+"""A tensor's name and a range of its raw bytes."""
+
+
+def read_all(
+    reader: Reader,
+    destinations: Mapping[str, Leaf | None],
+    *,
+    threads: int,
+    pool: BufferPool,
+    untouched: Collection[str] = (),
+    progress: Progress | None = None,
+    on_error: Callable[[Exception], None] | None = None,
+    extent: Callable[[str], int] | None = None,
+) -> None:
+    """Read stored tensors in parallel into their destinations; with None a tensor is checked and discarded.
+
+    The destinations of ``untouched`` names are newly allocated.
+    ``on_error`` is called with the error of a range that cannot be read, after which the others are still read; without
+    it the first error is raised. ``extent`` returns how many bytes of a tensor to read from its start, instead of all.
+    """
+    shards = {name: leaf for name, leaf in destinations.items() if isinstance(leaf, ShardedLeaf)}
+    sizes = {
+        name: extent(name) if extent else reader.flat.leaves[name].nbytes for name in destinations if name not in shards
+    }
+    meter = Meter(sum(sizes.values()) + sum(map(bytes_here, shards.values())), progress)
+    pages = NewPages()
+
+    def task(ranges: list[Range]) -> None:
+        with reader.ahead(ranges):
+            for name, start, stop in ranges:
+                try:
+                    _read(reader, name, start, stop, destinations[name], pool, pages if name in untouched else None)
+                except Exception as error:
+                    if on_error is None:
+                        raise
+                    on_error(error)
+                meter.add(stop - start)
+
+    def read_part(read: Callable[[], None], nbytes: int) -> None:
+        read()
+        meter.add(nbytes)
+
+    pieces = (
+        partial(read_part, read, nbytes)
+        for name, leaf in shards.items()
+        for piece in leaf.pieces()
+        for read, nbytes in reads_of(reader, name, piece, pool)
+    )
+    # A block's stored bytes, and its raw bytes if they cannot be decoded in place.
+    block_bytes = max(map(reader.block_bytes, destinations), default=BLOCK_BYTES)
+    usable = pool.threads(threads, thread_bytes(block_bytes, buffers=reader.buffers))
+    whole = ((name, *each) for name, nbytes in sizes.items() for each in grid(0, nbytes, reader.block_bytes(name)))
+    parallel.run(chain((partial(task, group) for group in grouped(whole)), pieces), usable)
+
+
+def reads_of(reader: Reader, name: str, piece: Piece, pool: BufferPool) -> Iterator[tuple[Callable[[], None], int]]:
+    """Yield what fills the parts of a piece with a stored tensor, from any thread, and the bytes of each part."""
+    block_bytes = reader.block_bytes(name)
+    if piece.shape[1:] == piece.whole[1:]:
+        # Full rows are one range of the tensor. Cut at its blocks, which may end within a row, it is read once.
+        first = sum(piece.offsets[:1]) * prod(piece.whole[1:]) * piece.dtype.itemsize
+        for start, stop in grid(first, first + piece.nbytes, block_bytes):
+            yield partial(_read, reader, name, start, stop, piece, pool, first=first), stop - start
+        return
+    for part in row_ranges(piece, block_bytes):
+        yield partial(reader.read_box, name, part.offsets, part, pool), part.nbytes
+
+
+def _read(
+    reader: Reader,
+    name: str,
+    start: int,
+    stop: int,
+    leaf: Leaf | None,
+    pool: BufferPool,
+    pages: NewPages | None = None,
+    *,
+    first: int = 0,
+) -> None:
+    """Read a range of a stored tensor into a leaf that begins at its byte ``first``; without a leaf, only check it.
+
+    ``pages`` populates the leaf's memory, which is newly allocated.
+    """
+    host = None if leaf is None else leaf.host_bytes()
+    if host is not None:
+        out = host[start - first : stop - first]
+        if pages is not None:
+            pages.populate(out)
+        reader.read(name, start, stop, out)
+        return
+    with pool.acquire(stop - start) as buffer:
+        reader.read(name, start, stop, buffer[: stop - start])
+        if leaf is not None:
+            leaf.write(start - first, stop - first, buffer[: stop - start])
+
+
+def grid(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    """Yield a range, cut at the multiples of ``step``."""
+    while start < stop:
+        end = min((start // step + 1) * step, stop)
+        yield start, end
+        start = end
+
+
+def grouped(ranges: Iterable[Range]) -> Iterator[list[Range]]:
+    """Group small ranges: a thread should not be woken for a few bytes."""
+    group: list[Range] = []
+    size = 0
+    for name, start, stop in ranges:
+        if group and size + stop - start > BLOCK_BYTES:
+            yield group
+            group, size = [], 0
+        group.append((name, start, stop))
+        size += stop - start
+    if group:
+        yield group
+
+
+def reading_threads(wanted: int, pool: BufferPool, *readers: Reader) -> int:
+    """Return how many threads can each read a range of 16 MiB and work with it, in a budget of three such buffers."""
+    # To read a range of a larger block, the reader also holds that whole block and its stored bytes.
+    block_bytes = max((each.block_bytes(name) for each in readers for name in each.flat.leaves), default=BLOCK_BYTES)
+    beside = 0 if block_bytes <= BLOCK_BYTES else 2
+    beside += max(reader.buffers for reader in readers) - 2
+    each_thread = thread_bytes(BLOCK_BYTES, buffers=3) + thread_bytes(block_bytes, buffers=beside)
+    return pool.threads(wanted, each_thread)
+
+
+def contiguous_in(reader: Reader, name: str) -> tuple[str, int] | None:
+    """Return the stored tensor in which a tensor is contiguous, and the byte where it begins; None for other views."""
+    alias = reader.flat.aliases.get(name)
+    if alias is None:
+        return name, 0
+    return (alias.of, alias.offset_elements * reader.entries[name].dtype.itemsize) if alias.is_contiguous else None
+
+
+def fill(
+    reader: Reader, name: str, leaf: Leaf, pool: BufferPool, pages: NewPages | None = None, *, start: int = 0
+) -> None:
+    """Fill a leaf with the bytes of a tensor from ``start`` on, a multiple of the item size, in this thread.
+
+    ``pages`` populates the leaf's memory, which is newly allocated. For a view that is not contiguous, the full stored
+    tensor is loaded, and ``start`` is 0.
+    """
+    place = contiguous_in(reader, name)
+    if place is None:
+        copy_range(strided_view(reader, name, "tensor" if leaf.is_torch else "ndarray", pool), 0, leaf, pool)
+        return
+    stored, offset = place
+    first = offset + start
+    for begin, end in grid(first, first + leaf.nbytes, reader.block_bytes(stored)):
+        _read(reader, stored, begin, end, leaf, pool, pages, first=first)
+
+
+def fill_from_view(reader: Reader, leaf: ShardedLeaf, pool: BufferPool) -> None:
+    """Fill a DTensor from a view of a stored tensor, which is loaded in full unless the view is all of it."""
+    alias = reader.flat.aliases[leaf.name]
+    if alias.is_full(reader.flat.leaves[alias.of].shape):
+        for piece in leaf.pieces():
+            for read, _ in reads_of(reader, alias.of, piece, pool):
+                read()
+        return
+    kind: LeafKind = "tensor"
+    full = Leaf(leaf.name, kind, leaf.dtype, allocate(kind, leaf.dtype, leaf.shape))
+    fill(reader, leaf.name, full, pool, NewPages())
+    for piece in leaf.pieces():
+        own = full.array[box_of(piece.offsets, piece.shape)]
+        copy_range(Leaf(leaf.name, kind, leaf.dtype, own), 0, piece, pool)
+
+
+def strided_view(reader: Reader, name: str, kind: LeafKind, pool: BufferPool) -> Leaf:
+    """Return a view that is not contiguous, having loaded the stored tensor into new memory."""
+    alias, entry = reader.flat.aliases[name], reader.entries[name]
+    base = Leaf(alias.of, kind, entry.dtype, allocate(kind, entry.dtype, reader.flat.leaves[alias.of].shape))
+    fill(reader, alias.of, base, pool, NewPages())
+    try:
+        return Leaf(name, kind, entry.dtype, make_view(base.array, alias))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CorruptCheckpointError(f"the view cannot be made ({error})", path=reader.path, name=name) from error
+
+
+def copy_range(source: Leaf, start: int, target: Leaf, pool: BufferPool) -> None:
+    """Fill a leaf from the bytes of another one from ``start`` on, 4 MiB at a time."""
+    for begin, end in grid(0, target.nbytes, _COPY_BYTES):
+        with pool.acquire(end - begin) as buffer:
+            source.read(start + begin, start + end, buffer[: end - begin])
+            target.write(begin, end, buffer[: end - begin])

@@ -1,1 +1,0 @@
-"""Saving and loading one checkpoint by many ranks together, on `torch.distributed`."""

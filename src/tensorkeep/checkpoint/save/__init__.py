@@ -1,1 +1,0 @@
-"""Saving a state: at once or in the background, with a chosen or measured compression."""

@@ -1,0 +1,475 @@
+"""The one path of every save: check the arguments, choose the compression, plan the writing, return a job."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tensorkeep.checkpoint import auto_compression
+from tensorkeep.checkpoint.arguments import MemorySize, thread_count
+from tensorkeep.checkpoint.background import PendingSave, SaveJob, SaveQueue, SaveReport, run_now
+from tensorkeep.checkpoint.memory import SaveMemory, checked_budget
+from tensorkeep.checkpoint.progress import ProgressOption, callback_only, drawn
+from tensorkeep.checkpoint.settings import SettingsSource, read_settings
+from tensorkeep.checkpoint.stateful import expand, for_rank
+from tensorkeep.errors import DestinationExistsError, PathLike, UnsupportedError, UsageError
+from tensorkeep.formats.base import FORMATS, StagedWrite, StepRecord, WriteSettings, check_saveable
+from tensorkeep.formats.native.options import NativeOptions
+from tensorkeep.formats.probe import first_bytes
+from tensorkeep.paths import StorePath, as_path, check_url, checked_path
+from tensorkeep.ranks.collective import PREPARING, CollectiveWrite, agree, as_flat
+from tensorkeep.ranks.group import Ranks, ranks_of, reported_to_others, together
+from tensorkeep.state import cuda
+from tensorkeep.state.leaf import Leaf, Source
+from tensorkeep.state.tree import Flat, flatten
+from tensorkeep.storage.base import MANIFEST_NAME
+from tensorkeep.storage.parallel import Progress
+from tensorkeep.units import parse_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# The one path of every save: check the arguments, choose the compression, plan the writing, return a job.
+
+DEFAULT_FORMAT = "native"
+_BY_SUFFIX = {
+    **dict.fromkeys((".safetensors", ".tensorkeep"), "safetensors"),
+    **dict.fromkeys((".pt", ".pth", ".bin"), "torch"),
+    ".zarr": "tensorstore",
+}
+"""Formats by the suffixes that mean one to every tool. ``.ckpt`` does not: it is any trainer's checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """The checked arguments of one save, with the settings file applied.
+
+    ``write`` lacks its pool, and its compression may still be ``"auto"``. ``started`` is ``time.perf_counter()`` at the
+    caller's call.
+    """
+
+    path: PathLike
+    format: str
+    write: WriteSettings
+    memory_budget: int | None
+    settings_from: str | None
+    started: float
+
+
+def check_request(
+    path: PathLike,
+    compression: str | None = None,
+    format: str | None = None,
+    overwrite: bool = False,
+    metadata: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+    threads: int | None = None,
+    memory_budget: MemorySize | None = None,
+    settings: SettingsSource | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    step: StepRecord | None = None,
+    copy: bool = False,
+    started: float | None = None,
+) -> SaveRequest:
+    """Check the arguments of a save, and take what they leave open from the settings; see `tensorkeep.save`.
+
+    With ``copy`` the state is copied first. The memory budget of the settings is then not used: it was measured for the
+    buffers of a save without a copy.
+    """
+    started = time.perf_counter() if started is None else started
+    path = checked_path(path, stores=True)
+    if isinstance(base := options.get("base"), str | os.PathLike):
+        options = {**options, "base": checked_path(base, stores=True)}
+    format = format or format_by_suffix(path)
+    given = {**options, "compression": compression, "threads": threads, "memory_budget": memory_budget}
+    table = read_settings(settings)
+    left_out = ["memory_budget"] if copy else []
+    used = {k: v for k, v in table.values_for(format).items() if given.get(k) is None and k not in left_out}
+    taken = {**given, **used}
+    if "direct_io" in used:
+        options = {**options, "direct_io": used["direct_io"]}
+    write = WriteSettings(
+        overwrite=overwrite,
+        metadata=_checked_metadata(metadata or {}),
+        compression=taken["compression"] or "none",
+        threads=thread_count(taken["threads"]),
+        progress=progress,
+        options=FORMATS.get(format).parse_options(options),
+        step=step,
+    )
+    check_store(path, format)
+    FORMATS.get(format).check(as_path(path), write)
+    budget = None if taken["memory_budget"] is None else parse_bytes(taken["memory_budget"])
+    return SaveRequest(path, format, write, budget, table.path if used else None, started)
+
+
+def check_store(path: PathLike, format: str) -> None:
+    """Raise if the path is the URL of a store that cannot be written to, or not in this format."""
+    place = as_path(path)
+    if not isinstance(place, StorePath):
+        return
+    check_url(place)
+    if place.scheme in ("http", "https"):
+        raise UnsupportedError(
+            f"{place.scheme}:// is only read from", path=path, remedy="save to s3://, gs://, az:// or a disk"
+        )
+    if not FORMATS.get(format).writes_to_stores:
+        raise UnsupportedError(
+            f"format {format!r} is not written to object stores",
+            path=path,
+            remedy="save in the native format (leave out the suffix and `format`), or to a disk, and upload it",
+        )
+
+
+def format_by_suffix(path: PathLike) -> str:
+    """Return the format in which a checkpoint of this name is saved."""
+    return _BY_SUFFIX.get(Path(path).suffix.lower(), DEFAULT_FORMAT)
+
+
+def flat_state(state: object, ranks: Ranks | None = None) -> Flat[Leaf]:
+    """Return a state taken apart into leaves that other threads may read now; raise as `flatten`.
+
+    Objects with a ``state_dict()`` are replaced by what it returns. With ``ranks`` it may have DTensors and `PerRank`.
+    """
+    own, _ = for_rank(state, ranks.rank if ranks else None)
+    flat = flatten(expand(own), sharded=ranks is not None)
+    cuda.wait_for_caller(flat.leaves.values())
+    return flat
+
+
+def begin_save(
+    flat: Flat[Source],
+    request: SaveRequest,
+    memory: SaveMemory,
+    *,
+    copy: bool = False,
+    on_durable: Callable[[], None] | None = None,
+    ranks: Ranks | None = None,
+) -> SaveJob:
+    """Return a save that is ready to run; nothing is copied or written yet. With ``ranks`` this is collective.
+
+    ``memory`` must stay open until the save is over. With ``copy`` the state will be copied, so that the caller need
+    not wait for the writing. ``on_durable`` is called when the checkpoint is durable, by the thread that writes; its
+    error becomes that of the save.
+    """
+    begin = partial(_begin, flat, request, memory, copy=copy, on_durable=on_durable, ranks=ranks)
+    if ranks is None:
+        return begin()
+    with ranks.caller.lock:
+        with together(ranks, PREPARING):
+            job = begin()
+        assert isinstance(job.staged, CollectiveWrite)
+        job.staged.take_turn()
+    return job
+
+
+def _begin(
+    flat: Flat[Source],
+    request: SaveRequest,
+    memory: SaveMemory,
+    *,
+    copy: bool,
+    on_durable: Callable[[], None] | None,
+    ranks: Ranks | None,
+) -> SaveJob:
+    path, settings = as_path(request.path), request.write
+    shared = None
+    if ranks is not None:
+        shared = agree(ranks, flat, _arguments_of_all(request))  # type: ignore[arg-type]  # of a state in memory
+        flat = as_flat(shared.pieces)
+    whole: Flat[Source] = flat if shared is None else shared.flat
+    check_saveable(whole)
+    if (ranks is None or ranks.is_coordinator) and not settings.overwrite and _is_taken(path):
+        raise DestinationExistsError(
+            "exists already", path=path, remedy="choose another path, or replace it (overwrite=True)"
+        )
+    if not copy:
+        settings = replace(settings, pool=memory.single_pool())
+    decision: dict[str, Any] | None = None
+    if settings.compression == "auto" and request.format in auto_compression.FORMATS:
+        if ranks is None or ranks.is_coordinator:
+            decision = asdict(auto_compression.decide(flat, path, settings, measure=partial(_measure, memory)))
+        if ranks is not None:
+            decision = ranks.caller.exchange(decision, "measuring")[0]
+        assert decision is not None
+        settings = replace(settings, compression=decision["compression"])
+    if copy:
+        delta = isinstance(settings.options, NativeOptions) and settings.options.delta
+        settings = replace(
+            settings, pool=memory.working(settings.threads, delta=delta, in_store=isinstance(path, StorePath))
+        )
+    write: StagedWrite
+    if ranks is None or shared is None:
+        write = FORMATS.get(request.format).begin(flat, path, settings)
+    else:
+        write = CollectiveWrite(ranks, shared, path, settings)
+    fits = True
+    if copy:
+        needed = write.staging_bytes()
+        staging = memory.staging(needed, from_cuda=cuda.on_cuda(flat.leaves.values()))  # type: ignore[arg-type]
+        write.prepare(staging)
+        fits = needed <= staging.budget
+    make_report = partial(
+        SaveReport,
+        path=os.fspath(request.path),
+        format=request.format,
+        compression=settings.compression,
+        state_bytes=sum(leaf.nbytes for leaf in whole.leaves.values()),
+        tensors=len(whole.leaves),
+        auto=decision,
+        settings_from=request.settings_from,
+    )
+    job = SaveJob(os.fspath(request.path), write, make_report, memory, request.started, fits, on_durable)
+    if not copy:
+        job.copied.set()
+    return job
+
+
+def _is_taken(path: Path) -> bool:
+    """Return whether something is at a path; in a store, a checkpoint. The commit looks more closely."""
+    if not isinstance(path, StorePath):
+        return os.path.lexists(path)
+    # A bucket itself is not an object.
+    return any(first_bytes(place, 1) is not None for place in (path / MANIFEST_NAME, path) if path.key)
+
+
+def _arguments_of_all(request: SaveRequest) -> dict[str, Any]:
+    """Return the arguments that must be the same on all ranks; of the others, those of the coordinator count."""
+    if request.format != "native":
+        raise UsageError(
+            f"format {request.format!r} is written by one process",
+            path=request.path,
+            remedy="leave out `format` and the path's suffix; `tensorkeep convert` writes other formats afterwards",
+        )
+    options = request.write.options_as(NativeOptions)
+    return {
+        "path": os.fspath(request.path),
+        "compression": request.write.compression,
+        "step": None if request.write.step is None else request.write.step.number,
+        "incremental": options.wide_digests,
+        "delta": options.delta,
+    }
+
+
+def _measure(
+    memory: SaveMemory, flat: Flat[Source], destination: Path, settings: WriteSettings
+) -> auto_compression.Rates:
+    """Measure with the memory that the save will have, which is freed for it."""
+    memory.close()
+    with memory.single_pool() as pool:
+        return auto_compression.measure(flat, destination, replace(settings, pool=pool))
+
+
+def _checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the metadata, having checked that JSON keeps it unchanged."""
+    try:
+        copied: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(metadata))
+        same = isinstance(metadata, dict) and copied == metadata
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the metadata cannot be stored as JSON ({error})", remedy="give plain values") from error
+    if not same:
+        raise UsageError(
+            "the metadata would come back changed: JSON has no tuples, bytes or NaN, and its keys are strings",
+            remedy="give a dict of strings, numbers, booleans, None, lists and such dicts, or put it into the state",
+        )
+    return copied
+
+
+# `tensorkeep.save` and `tensorkeep.save_async`.
+
+
+def save(
+    state: object,
+    path: PathLike,
+    *,
+    compression: str | None = None,
+    format: str | None = None,
+    overwrite: bool = False,
+    metadata: dict[str, Any] | None = None,
+    progress: ProgressOption = None,
+    threads: int | None = None,
+    memory_budget: MemorySize | None = None,
+    settings: SettingsSource | None = None,
+    group: "ProcessGroup | None" = None,
+    timeout: float | None = None,
+    **options: Any,
+) -> SaveReport:
+    """Save a nested state. It becomes visible completely or not at all, and is durable on return.
+
+    Parameters
+    ----------
+    state : nested dict, list, tuple of tensors, arrays, plain values and objects
+        For example ``{"model": model, "optimizer": optimizer, "step": 100}``, or one model. Objects with a
+        ``state_dict()`` are replaced by what it returns. Tensors of any shape, strides and device; sparse, nested,
+        quantised and sub-byte ones are refused, with a remedy.
+    path : path-like
+        The path of the new checkpoint; missing parent folders are created. Or its URL in an object store, such as
+        ``"s3://bucket/run/step-100"``; native format, and single safetensors files without compression.
+    compression : str, optional
+        ``"none"``, the default; ``"lossless"``, about a third smaller for bf16 weights, bit-exact; ``"auto"``, which
+        measures for a moment and takes the faster of the two (``report.auto["reason"]`` gives the reason; for object
+        stores it is ``"lossless"``); or the name of a codec.
+    format : str, optional
+        ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"`` (torch's distributed checkpoints), ``"tensorstore"``
+        (Zarr arrays), ``"t5x"``, or a plug-in's. By default the path's suffix decides: ``.safetensors`` and
+        ``.tensorkeep`` are single safetensors files, ``.pt``, ``.pth`` and ``.bin`` torch files, ``.zarr`` is
+        tensorstore, all else is native.
+    overwrite : bool
+        Replace an existing checkpoint of the same format. It stays intact until the new one is durable.
+    metadata : dict, optional
+        JSON values of your own, stored beside the state.
+    progress : bool or callable, optional
+        True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
+        the writing threads, one call at a time.
+    threads : int, optional
+        Writing threads; twice the cores, between 2 and 8, by default.
+    memory_budget : int or str, optional
+        Limit in bytes for all buffers together, whatever the size of the state, also as ``"512MiB"``; 256 MiB by
+        default.
+    settings : path-like or mapping, optional
+        A settings file with a table ``[save]``, as ``tensorkeep tune checkpoint`` writes it, or the content of that
+        table. It provides ``compression`` (native format only), ``threads``, ``memory_budget`` and ``direct_io``
+        where the call leaves them open.
+    group : torch.distributed.ProcessGroup, optional
+        The ranks that save together, such as ``torch.distributed.group.WORLD``; native format only. All of them call
+        this with the same arguments, and it returns on all of them, or raises on all. The state may have DTensors, of
+        which each rank writes its part; a tensor that several ranks have in full must be the same on all of them, and
+        is written once; plain values must be the same, unless they are wrapped by `tensorkeep.distributed.PerRank`;
+        the ranks may have different keys. Other processes load the result as one checkpoint.
+    timeout : float, optional
+        Seconds to wait for the other ranks; 30 minutes by default.
+    **options
+        Options of the format. Native: ``shard_bytes``, the size after which a new file begins; ``direct_io=False``, to
+        write through the page cache (safetensors as well); ``incremental=True``, so that later checkpoints can build
+        on this one; ``base=PATH``, to build on that checkpoint and write only the blocks that have changed; and
+        ``delta=True``, to store these as differences where that is smaller (``compression="lossless"`` only).
+        Safetensors: ``shard_bytes``, ``direct_io``, and ``force=True``, to compress tensors although other tools would
+        read their bytes as tensors of uint8; a file named ``*.tensorkeep`` needs no ``force``.
+
+    Raises
+    ------
+    UnsupportedLeafError, UsageError
+        If a value of the state cannot be saved, whose key is named; if an argument, an option or a setting is wrong.
+    UnsupportedError
+        If the format is unknown, or cannot store this state.
+    DestinationExistsError
+        If something is at ``path`` and ``overwrite`` is not set, or it is not a checkpoint of this format.
+    BusyError, StoreError
+        If another process is writing to ``path``, or the disk failed or is full, or the network. What was there
+        before is intact.
+    RanksDisagreeError
+        If another rank has failed, has ended, does not answer in time, or has other arguments or values; it is named.
+
+    Notes
+    -----
+    Another thread or process may change values of tensors during the call, but not resize or free their memory. The
+    checkpoint still verifies, because its checksums are those of the bytes that it stores. But tensors are read piece
+    by piece, so that it may have old and new values of them. For the values of one moment, change nothing until the
+    call returns; `save_async` returns earlier.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> state = {"model": {"w": torch.zeros(1000, dtype=torch.bfloat16)}, "step": 100}
+    >>> report = tensorkeep.save(state, f"{folder.name}/step-100", compression="lossless")
+    >>> report.state_bytes, report.compression
+    (2000, 'lossless')
+    >>> tensorkeep.load(f"{folder.name}/step-100")["step"]
+    100
+    >>> folder.cleanup()
+    """
+    ranks = ranks_of(group, timeout)
+    with drawn(progress, "saving") as callback, ExitStack() as stack:
+        with reported_to_others(ranks, PREPARING):
+            request = check_request(
+                path, compression, format, overwrite, metadata, callback, threads, memory_budget, settings, options
+            )
+            memory = stack.enter_context(closing(SaveMemory(request.memory_budget)))
+            flat = flat_state(state, ranks)
+        return run_now(partial(begin_save, flat, request, memory, ranks=ranks), alone=ranks is None).result()
+
+
+def save_async(
+    state: object,
+    path: PathLike,
+    *,
+    compression: str | None = None,
+    format: str | None = None,
+    overwrite: bool = False,
+    metadata: dict[str, Any] | None = None,
+    progress: ProgressOption = None,
+    threads: int | None = None,
+    memory_budget: MemorySize | None = None,
+    settings: SettingsSource | None = None,
+    group: "ProcessGroup | None" = None,
+    timeout: float | None = None,
+    **options: Any,
+) -> PendingSave:
+    """Save a nested state in the background; it may change as soon as this returns.
+
+    The caller waits while the state is copied to host memory. The checkpoint becomes visible later, completely or not
+    at all; ``wait()`` of the result returns the report, or raises the error of the save, and an interpreter that exits
+    waits for it. Each call allocates new memory for the copy;
+    `tensorkeep.CheckpointManager` reuses it, which makes the copying several times faster.
+
+    Parameters
+    ----------
+    state : nested dict, list, tuple of tensors, arrays, plain values and objects
+    path : path-like
+        The path of the new checkpoint, or its URL in an object store; missing parent folders are created.
+    memory_budget : int or str, optional
+        Limit in bytes for the copy and all other buffers together, at least 128 MiB. For a larger state the caller
+        waits until the last of it is copied; formats other than ``"native"`` refuse it. By default what the state
+        needs, but at most half of the available memory. That of ``settings`` is not used.
+    progress : callable, optional
+        Called with (bytes done, bytes in all), from the writing threads, one call at a time.
+    compression, format, overwrite, metadata, threads, settings, group, timeout, **options : optional
+        The same as those of `tensorkeep.save`. With ``group`` the ranks wait for each other before the copying begins,
+        and ``wait()`` returns, or raises, on all of them.
+
+    Raises
+    ------
+    UnsupportedLeafError, UsageError
+        If a value of the state cannot be saved, whose key is named; if an argument, an option or a setting is wrong, or
+        the budget is too small for this format.
+    UnsupportedError
+        If the format is unknown, or cannot store this state.
+    DestinationExistsError
+        If something is at ``path`` and ``overwrite`` is not set.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> weight = torch.ones(1000)
+    >>> pending = tensorkeep.save_async({"w": weight}, f"{folder.name}/step-100")
+    >>> _ = weight.zero_()  # the copy is not affected
+    >>> report = pending.wait()
+    >>> float(tensorkeep.load(report.path)["w"].sum())
+    1000.0
+    >>> folder.cleanup()
+    """
+    ranks = ranks_of(group, timeout)
+    with reported_to_others(ranks, PREPARING):
+        budget = checked_budget(memory_budget, delta=bool(options.get("delta")))
+        callback = callback_only(progress)
+        request = check_request(
+            path, compression, format, overwrite, metadata, callback, threads, None, settings, options, copy=True
+        )
+        flat = flat_state(state, ranks)
+    queue = SaveQueue("wait", budget, keep_buffers=False, alone=ranks is None)
+    try:
+        return PendingSave(queue.add(lambda memory: begin_save(flat, request, memory, copy=True, ranks=ranks)))
+    except BaseException:
+        queue.close()
+        raise

@@ -1,0 +1,545 @@
+"""Copying and hashing the raw bytes of a task's blocks."""
+
+import functools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+
+from tensorkeep.codecs import probe
+from tensorkeep.codecs.base import CODECS, Codec, Reading
+from tensorkeep.errors import UsageError
+from tensorkeep.formats.base import BLOCK_BYTES, thread_bytes
+from tensorkeep.formats.blockfile import header
+from tensorkeep.formats.blockfile.header import METADATA_KEY, Description, describe, describe_longest
+from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan, tasks_of
+from tensorkeep.formats.checksummed_json import Hasher, digest, new_hasher
+from tensorkeep.paths import StorePath
+from tensorkeep.state.cuda import side_stream
+from tensorkeep.storage import parallel
+from tensorkeep.storage.buffers import ALIGNMENT, Buffer, BufferPool, aligned_copy, round_down, round_up
+from tensorkeep.storage.direct_io import Bytes, DirectFile
+from tensorkeep.storage.parallel import Cancellation, Meter, Order, Pace
+from tensorkeep.storage.store_commit import object_name
+from tensorkeep.storage.store_files import Upload, part_bytes
+
+# Copying and hashing the raw bytes of a task's blocks.
+
+_HASH_BYTES = 1024**2
+"""Bytes that are hashed right after they were copied, while they are still in the core's cache."""
+
+
+def slices_of(blocks: list[Block]) -> Iterator[tuple[Block, slice]]:
+    """Yield each block's place in a buffer that holds a task's bytes with the alignment that they have in the file."""
+    at = (blocks[0].leaf.start + blocks[0].start) % ALIGNMENT
+    for block in blocks:
+        yield block, slice(at, at + block.nbytes)
+        at += block.nbytes
+
+
+def bytes_of(blocks: list[Block]) -> int:
+    """Return the raw bytes of a task's blocks."""
+    return sum(block.nbytes for block in blocks)
+
+
+def staging_bytes(blocks: list[Block]) -> int:
+    """Return the size of a buffer that holds a task's blocks, with the whole pages at either end."""
+    return round_up((blocks[0].leaf.start + blocks[0].start) % ALIGNMENT + bytes_of(blocks))
+
+
+def stage(blocks: list[Block], buffer: Bytes) -> None:
+    """Copy a task's blocks from the state into a buffer of `staging_bytes`."""
+    for block, place in slices_of(blocks):
+        raw = block.leaf.source.host_bytes()
+        if raw is None:
+            with side_stream(block.leaf.source):
+                block.leaf.source.read(block.start, block.stop, buffer[place])
+        else:
+            np.copyto(buffer[place], raw[block.start : block.stop])
+
+
+class HashedReading:
+    """Reads the raw bytes of a block once and hashes them; see `tensorkeep.codecs.base.Reading`.
+
+    So what is hashed is what is coded even if the state changes. ``aside`` is memory for a copy of the block, which
+    others may change; None if nothing changes it.
+    """
+
+    def __init__(self, aside: Bytes | None, *, wide: bool) -> None:
+        self.aside = aside
+        self._hasher: Hasher = new_hasher(wide=wide)
+
+    def read(self, piece: Bytes) -> Bytes:
+        if self.aside is None:
+            self.hash(piece)
+            return piece
+        copy = self.aside[: piece.size]
+        for at in range(0, piece.size, _HASH_BYTES):
+            np.copyto(copy[at : at + _HASH_BYTES], piece[at : at + _HASH_BYTES])
+            self.hash(copy[at : at + _HASH_BYTES])
+        return copy
+
+    def hash(self, piece: Bytes) -> None:
+        self._hasher.update(piece)
+
+    def hexdigest(self) -> str:
+        """Return the checksum of all pieces."""
+        return self._hasher.hexdigest()
+
+
+def copy_and_hash(block: Block, out: Bytes, *, wide: bool) -> str:
+    """Copy a block's raw bytes to ``out``; return their checksum."""
+    raw = block.leaf.source.host_bytes()
+    if raw is None:
+        block.leaf.source.read(block.start, block.stop, out)
+        return digest(out, wide=wide)
+    reading = HashedReading(out, wide=wide)
+    reading.read(raw[block.start : block.stop])
+    return reading.hexdigest()
+
+
+# A data file that many threads write at once.
+#
+# A task reads its blocks from the state, or from a copy that was staged before, so that the state may change meanwhile.
+
+StagedTask = Callable[[], Buffer]
+"""Returns the copy of a task's bytes that was staged, as `tensorkeep.formats.blockfile.write.stage` lays it out."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteContext:
+    """What the data files of one save share.
+
+    ``direct`` bypasses the page cache where the file system allows it. The checksums of raw bytes have 128 bits if
+    ``wide``. A probe chooses the codec of each block if ``codec`` is None. ``save_id`` is in the names of the files, if
+    it is not empty.
+    """
+
+    pool: BufferPool
+    meter: Meter
+    cancellation: Cancellation
+    pace: Pace
+    direct: bool = True
+    wide: bool = False
+    codec: Codec | None = None
+    save_id: str = ""
+
+
+class DataFile(ABC):
+    """One data file, or object of a store, that is being written.
+
+    It is open only from its first task to its last: a state may have a thousand parts.
+
+    Attributes
+    ----------
+    name : str
+        The plan's file name after the prefix, with the id of the save.
+    tasks : list of list of Block
+        The blocks of each task.
+    records : dict of (str, int) to BlockRecord
+        The blocks written so far.
+    header_size : int
+        Bytes of the header, a multiple of 4096; 0 if it has none.
+    size, header_digest, offsets, direct
+        Once the file is finished: its bytes, the header's xxh3-64, the first byte of each tensor by key, and whether
+        the page cache was bypassed.
+    """
+
+    header_comes_first: ClassVar[bool]
+    """Whether the header is known before the data. An object of a store has a header only then."""
+
+    def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, *, prefix: str = "") -> None:
+        self.plan = plan
+        self.name = object_name(prefix + plan.name, context.save_id)
+        self.in_store = isinstance(directory, StorePath)
+        self.tasks = tasks_of(plan)
+        self.records: dict[BlockKey, BlockRecord] = {}
+        has_header = self.header_comes_first or not self.in_store
+        self.header_size = len(self._header(self._longest_description(), None)) if has_header else 0
+        self.header_digest = ""
+        self.size = self.header_size + plan.raw_bytes
+        self.offsets: dict[str, int] = {}
+        self.direct = True
+        self._path = directory / self.name
+        self._context = context
+        self._tasks_left = len(self.tasks)
+        self._lock = threading.Lock()
+        self._open_file: DirectFile | Upload | None = None
+
+    @abstractmethod
+    def _longest_description(self) -> Description:
+        """Return the description with the longest possible header, for which space is reserved."""
+
+    @abstractmethod
+    def _write(self, number: int, staged: Buffer | None) -> None:
+        """Write a task's blocks, from the staged copy if there is one, and record them."""
+
+    def _description(self) -> Description:
+        return describe(self.plan, self.records)
+
+    def _create(self) -> DirectFile | Upload:
+        if not isinstance(self._path, StorePath):
+            return DirectFile(self._path, direct=self._context.direct)
+        context = self._context
+        return Upload(
+            self._path, context.pool, context.cancellation, most_bytes=self._most_bytes, progress=context.meter.add
+        )
+
+    @property
+    def _most_bytes(self) -> int:
+        return self.header_size + self.plan.raw_bytes
+
+    @property
+    def upload_bytes(self) -> int:
+        """The memory that an upload takes besides the buffers of the threads."""
+        return part_bytes(self._most_bytes) if self.in_store else 0
+
+    def write_task(self, number: int, take: StagedTask | None = None) -> None:
+        """Write the blocks of a task; tasks start in order and each runs once. The last one makes the file durable.
+
+        If ``take`` is given, the copy that it returns is written instead of the state, and released.
+        """
+        staged = take() if take else None
+        try:
+            self._write(number, staged)
+        finally:
+            if staged:
+                staged.release()
+        with self._lock:
+            self._tasks_left -= 1
+            last = self._tasks_left == 0
+        if last:
+            self.finish()
+
+    def _put(self, offset: int, data: Bytes, memory: Buffer, raw_bytes: int) -> None:
+        """Write the bytes of a task, which are in a buffer, and report its raw bytes as done, when they are."""
+        file = self._file
+        if isinstance(file, Upload):
+            file.write(offset, data, memory, counts=raw_bytes)
+        else:
+            file.write(offset, data)
+            self._context.meter.add(raw_bytes)
+
+    def finish(self) -> None:
+        """Write the header, cut the file to size and make it durable; a second call does nothing."""
+        if self.header_digest:
+            return
+        description = self._description()
+        content = self._header(description, self.header_size) if self.header_size else b""
+        if not self.in_store:
+            self._file.write(0, aligned_copy(content))
+        self.direct = self._file.direct
+        self._file.finish(self.size)
+        self.offsets = {record.name: self.header_size + record.start for record in description[0]}
+        self.header_digest = digest(content)
+
+    def close(self) -> None:
+        """Close the file, finished or not."""
+        if self._open_file is not None:
+            self._open_file.close()
+
+    @property
+    def _file(self) -> DirectFile | Upload:
+        with self._lock:
+            if self._open_file is None:
+                self._open_file = self._create()
+            return self._open_file
+
+    def _header(self, description: Description, size: int | None) -> bytes:
+        records, notes = description
+        metadata = dict(self.plan.metadata)
+        if notes is not None:
+            metadata[METADATA_KEY] = msgspec.json.encode(notes).decode()
+        if self.plan.header_order:
+            by_name = {record.name: record for record in records}
+            records = [by_name[name] for name in self.plan.header_order]
+        return header.build(records, metadata, size=size)
+
+
+def write_files(
+    files: Sequence[DataFile],
+    context: WriteContext,
+    threads: int,
+    *,
+    take: Callable[[int], Buffer] | None = None,
+    delta: bool = False,
+) -> None:
+    """Write data files from many threads, fewer if the pool's budget is too small; each is durable on return.
+
+    If ``take`` is given, it returns the staged copy of a task, by its number among the tasks of all files. With
+    ``delta``, blocks may be stored as differences, which takes more memory.
+    """
+    try:
+        tasks: list[Callable[[], None]] = []
+        for file in files:
+            for number in range(len(file.tasks)):
+                staged = functools.partial(take, len(tasks)) if take else None
+                tasks.append(functools.partial(file.write_task, number, staged))
+        each = thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=take is not None, delta=delta))
+        each += max((file.upload_bytes for file in files), default=0)
+        parallel.run(tasks, context.pool.threads(threads, each), context.cancellation)
+        context.cancellation.check()
+        for file in files:
+            file.finish()  # a file without a byte of data has no task
+    finally:
+        for file in files:
+            file.close()
+
+
+def buffers_per_thread(*, staged: bool, delta: bool) -> int:
+    """Return how many block-sized buffers one writing thread may use at once.
+
+    One for coded bytes; unless they were staged, one for raw bytes, which are gathered or copied, and one that a source
+    in another checkpoint reads into; for differences, one each for the earlier block, its stored bytes and the
+    difference.
+    """
+    return (1 if staged else 3) + (3 if delta else 0)
+
+
+def find_codec(compression: str) -> Codec | None:
+    """Return the codec that a save names; None for ``"lossless"``, which chooses one for each block.
+
+    Raises UsageError if the compression is unknown.
+    """
+    if compression == "lossless":
+        return None
+    if compression == "none":
+        return CODECS.get("raw")
+    if compression not in CODECS.names():
+        known = ", ".join(["none", "lossless", "auto", *CODECS.names()])
+        raise UsageError(f"there is no compression {compression!r}", remedy=f"choose one of: {known}")
+    return CODECS.get(compression)
+
+
+def index_content(files: Iterable[DataFile], order: Iterable[str] | None = None) -> bytes:
+    """Return the bytes of the index that Hugging Face tools read for finished files, with the keys in this order."""
+    homes = {key: file.name for file in files for key in file.offsets}
+    total = sum(file.size - file.header_size for file in files)
+    content: bytes = msgspec.json.encode(
+        {"metadata": {"total_size": total}, "weight_map": {key: homes[key] for key in order or homes}}
+    )
+    return content
+
+
+# Data files of raw tensors: every offset is known before anything is written.
+
+
+class RawDataFile(DataFile):
+    """A data file whose tensors are stored as they are."""
+
+    header_comes_first = True
+
+    def __init__(self, directory: Path, plan: FilePlan, context: WriteContext) -> None:
+        super().__init__(directory, plan, context)
+        self._edges = _SharedPages(self.size)
+
+    def _longest_description(self) -> Description:
+        blocks = [block for task in self.tasks for block in task]
+        return describe(self.plan, {block.key: BlockRecord("raw", block.nbytes) for block in blocks})
+
+    def _create(self) -> DirectFile | Upload:
+        file = super()._create()
+        if isinstance(file, DirectFile):
+            file.preallocate(self.size)
+        else:
+            file.write(0, np.frombuffer(self._header(self._longest_description(), self.header_size), np.uint8))
+        return file
+
+    def _write(self, number: int, staged: Buffer | None) -> None:
+        """Write the task's blocks, except the pages shared with other tasks that are not complete yet."""
+        blocks = self.tasks[number]
+        begin = self.header_size + blocks[0].leaf.start + blocks[0].start
+        end = begin + bytes_of(blocks)
+        first = round_down(begin)
+        memory = staged or self._context.pool.acquire(staging_bytes(blocks))
+        with memory as buffer:
+            for block, place in slices_of(blocks):
+                if staged:
+                    checksum = digest(buffer[place], wide=self._context.wide)
+                else:
+                    checksum = copy_and_hash(block, buffer[place], wide=self._context.wide)
+                self.records[block.key] = BlockRecord("raw", block.nbytes, checksum)
+            low, high = (begin, end) if self.in_store else self._edges.settle(begin, end, buffer)
+            self._put(low, buffer[low - first : high - first], memory, end - begin)
+
+
+class _SharedPages:
+    """The pages in which one task ends and another begins; the task that completes a page writes it.
+
+    A direct write covers whole pages, so two writes that cover one page would overwrite each other.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._pages: dict[int, tuple[Bytes, int]] = {}
+        self._lock = threading.Lock()
+
+    def settle(self, begin: int, end: int, buffer: Bytes) -> tuple[int, int]:
+        """Return the range of the file to write from a buffer that begins with the page of ``begin``.
+
+        A shared page at either end is written by the task that completes it; until then its bytes are kept here.
+        """
+        first, low, high = round_down(begin), round_up(begin), round_down(end)
+        if low > high:  # all within one page
+            return (first, round_up(end)) if self._merge(first, begin, end, buffer[:ALIGNMENT]) else (first, first)
+        if begin != low and self._merge(first, begin, low, buffer[:ALIGNMENT]):
+            low = first
+        if end != high and self._merge(high, high, end, buffer[high - first : high - first + ALIGNMENT]):
+            high = round_up(end)
+        return low, high
+
+    def _merge(self, page: int, start: int, stop: int, own: Bytes) -> bool:
+        """Add bytes ``start:stop`` of a page; if that completes it, copy the whole page into ``own``."""
+        with self._lock:
+            content, count = self._pages.get(page) or (np.zeros(ALIGNMENT, np.uint8), 0)
+            content[start - page : stop - page] = own[start - page : stop - page]
+            count += stop - start
+            self._pages[page] = (content, count)
+            if page + count < min(page + ALIGNMENT, self._size):
+                return False
+            own[:] = content
+            return True
+
+
+# Data files of coded tensors: the size of a block is known only after coding.
+#
+# Each task takes its offset when the task before it has taken its own. Space for the header is reserved at the
+# front, and
+# the header is written last. An object of a store is written from front to back, and so has no header.
+
+
+class CodedDataFile(DataFile):
+    """A data file whose tensors are coded block by block.
+
+    A task's bytes are padded to whole pages at the end of its last block, so that they are written from the buffer
+    that they were encoded into; not in a store.
+    """
+
+    header_comes_first = False
+
+    def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, *, prefix: str = "") -> None:
+        super().__init__(directory, plan, context, prefix=prefix)
+        self._order = Order(context.cancellation)
+        self._end = self.header_size
+
+    def _longest_description(self) -> Description:
+        return describe_longest(self.plan)
+
+    def _write(self, number: int, staged: Buffer | None) -> None:
+        blocks = self.tasks[number]
+        is_last = number == len(self.tasks) - 1
+        # A stored block is never longer than the raw one, but codecs may need more space while they work.
+        coded_bytes = round_up(bytes_of(blocks) + max(_slack(block.nbytes, self._context.codec) for block in blocks))
+        # Raw bytes that are not staged are gathered, or copied before they are read a second time: they may change.
+        aside_bytes = 0 if staged else round_up(max(block.nbytes for block in blocks))
+        other_bytes = aside_bytes + self._scratch_bytes(blocks)
+        # One buffer, or two for an upload, which needs the first one for longer.
+        apart = self.in_store and other_bytes > 0
+        memory = self._context.pool.acquire(coded_bytes + (0 if apart else other_bytes))
+        with staged or nullcontext(), memory as buffer, ExitStack() as stack:
+            rest = buffer[coded_bytes:]
+            if apart:
+                rest = stack.enter_context(self._context.pool.acquire(other_bytes))
+            out, aside, scratch = buffer[:coded_bytes], rest[:aside_bytes], rest[aside_bytes:other_bytes]
+            raw: Iterable[tuple[Bytes, Bytes | None]]
+            if staged:
+                raw = ((staged.array[place], None) for _, place in slices_of(blocks))
+            else:
+                raw = (readable(block, aside) for block in blocks)
+            used = self._code(blocks, raw, out, scratch, padded=not (is_last or self.in_store))
+            with self._order.turn(number):
+                offset = self._end
+                self._end += used
+            if is_last:
+                self.size = self._end
+            self._put(offset, buffer[: used if self.in_store else round_up(used)], memory, bytes_of(blocks))
+
+    def _scratch_bytes(self, blocks: list[Block]) -> int:
+        """Return the memory that `_store` needs for any of these blocks, besides its output."""
+        return 0
+
+    def _code(
+        self,
+        blocks: list[Block],
+        raw_of: Iterable[tuple[Bytes, Bytes | None]],
+        out: Bytes,
+        scratch: Bytes,
+        *,
+        padded: bool,
+    ) -> int:
+        """Code a task's blocks to the front of ``out``; return the bytes used: whole pages if they are padded."""
+        coded: list[tuple[Block, str, str, int]] = []
+        used = 0
+        for block, (raw, aside) in zip(blocks, raw_of, strict=True):
+            with self._context.pace.coding():
+                stored = self._store(block, raw, aside, out[used:], scratch)
+            if stored is not None:
+                raw_digest, codec, length = stored
+                coded.append((block, raw_digest, codec, used))
+                used += length
+        end = round_up(used) if padded else used
+        out[used : round_up(used)] = 0
+        stops = [start for *_, start in coded[1:]] + [end]
+        for (block, raw_digest, codec, start), stop in zip(coded, stops, strict=False):
+            self.records[block.key] = BlockRecord(codec, stop - start, raw_digest, digest(out[start:stop]))
+        return end
+
+    def _store(
+        self, block: Block, raw: Bytes, aside: Bytes | None, out: Bytes, scratch: Bytes
+    ) -> tuple[str, str, int] | None:
+        """Code one block to the front of ``out``; return the digest of its raw bytes, the codec and the stored length.
+
+        ``aside`` is memory for a copy of ``raw``, which others may change, or None if nothing changes it. The result is
+        None for a block that is not stored in this file.
+        """
+        return encode_and_hash(block, raw, aside, self._context.codec, out, wide=self._context.wide)
+
+
+def readable(block: Block, aside: Bytes) -> tuple[Bytes, Bytes | None]:
+    """Return a block's raw bytes, and memory for a copy of them: None if they were gathered, to ``aside``, now."""
+    raw = block.leaf.source.host_bytes()
+    if raw is not None:
+        return raw[block.start : block.stop], aside
+    block.leaf.source.read(block.start, block.stop, aside[: block.nbytes])
+    return aside[: block.nbytes], None
+
+
+def _slack(nbytes: int, codec: Codec | None) -> int:
+    return (probe.bound(nbytes) if codec is None else codec.bound(nbytes)) - nbytes + ALIGNMENT
+
+
+def encode_and_hash(
+    block: Block, raw: Bytes, aside: Bytes | None, codec: Codec | None, out: Bytes, *, wide: bool
+) -> tuple[str, str, int]:
+    """Code a block to the front of ``out``, by the codec that the probe chooses if ``codec`` is None.
+
+    ``aside`` is memory for a copy of ``raw``, or None if nothing changes it. Return the digest of the raw bytes, the
+    codec's name and the stored length.
+    """
+    reading = HashedReading(aside, wide=wide)
+    name, length = encode(raw, block, codec, out, reading)
+    return digest(out[:length], wide=wide) if name == "raw" else reading.hexdigest(), name, length
+
+
+def encode(
+    raw: Bytes, block: Block, codec: Codec | None, out: Bytes, reading: Reading | None = None
+) -> tuple[str, int]:
+    """Code a block with a codec, or with the one that the probe chooses; store it raw if that is not longer.
+
+    What is stored raw is not hashed by ``reading``. Return the codec's name, and the bytes at the front of ``out``.
+    """
+    dtype = block.leaf.source.dtype
+    if codec is None:
+        return probe.encode(raw, dtype, out, reading)
+    if codec.name != "raw":
+        length = codec.encode(reading.read(raw) if reading else raw, dtype, out)
+        if length < len(raw):
+            return codec.name, length
+    np.copyto(out[: len(raw)], raw)
+    return "raw", len(raw)

@@ -1,1 +1,0 @@
-"""Input and output: aligned buffers under one budget, parallel direct I/O, and the commit."""

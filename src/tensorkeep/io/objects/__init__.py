@@ -1,1 +1,0 @@
-"""Checkpoints in object stores: requests, the commit, directories of objects, and uploads."""

@@ -1,0 +1,1 @@
+"""One checkpoint saved and loaded by many ranks of `torch.distributed` together."""

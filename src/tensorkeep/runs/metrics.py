@@ -1,0 +1,121 @@
+"""Metrics of steps: which one ranks the steps, and whether its smallest or its largest value is best."""
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from tensorkeep.errors import UsageError, did_you_mean
+from tensorkeep.runs.steps import Step
+
+_BY_MODE = {
+    "min": re.compile("loss|losses|nll|ppl|perplexity|error|err|wer|cer|eer|mse|rmse|mae|mape|bpb|bpc|bpd|fid|kid"),
+    "max": re.compile(
+        "acc|accuracy|f1|precision|recall|auc|auroc|map|miou|iou|dice|bleu|rouge|chrf|meteor|psnr|ssim|r2|mcc|mrr|ndcg|"
+        "reward"
+    ),
+}
+# They reverse what another word of the name says, or make it a quantity that is not ranked.
+_REVERSED = re.compile("neg|negative|minus|inverse|reduction|improvement|drop|delta|change|scale|weight")
+
+
+def direction(name: str) -> str | None:
+    """Return "min" or "max", whichever is best of a metric of this name, or None if its words do not say.
+
+    >>> direction("eval/loss"), direction("top1_accuracy"), direction("score"), direction("neg_mse")
+    ('min', 'max', None, None)
+    """
+    words = _words(name)
+    found = [mode for mode, known in _BY_MODE.items() if any(map(known.fullmatch, words))]
+    return found[0] if len(found) == 1 and not any(map(_REVERSED.fullmatch, words)) else None
+
+
+def checked_mode(mode: str | None) -> str | None:
+    """Return a mode that a caller gave; UsageError unless it is "min", "max" or None."""
+    if mode not in ("min", "max", None):
+        raise UsageError(f"mode is {mode!r}", remedy='give "min" or "max"')
+    return mode
+
+
+def mode_of(metric: str, mode: str | None) -> str:
+    """Return the mode of a metric, by default that of its name; UsageError if that is not known."""
+    found = mode or direction(metric)
+    if found is None:
+        raise UsageError(
+            f"the name of the metric {metric!r} does not say whether its smallest or largest value is best",
+            remedy='give mode="min" or mode="max"',
+        )
+    return found
+
+
+def only_metric(names: Collection[str]) -> str | None:
+    """Return the only metric, or None without any; UsageError if there are several."""
+    if len(names) > 1:
+        first = min(names, key=lambda name: (direction(name) is None, "loss" not in _words(name), name))
+        raise UsageError(
+            f"the steps have several metrics: {', '.join(sorted(names))}",
+            remedy=f"name the one that counts: metric={json.dumps(first, ensure_ascii=False)}",
+        )
+    return next(iter(names), None)
+
+
+def usual_metric(names: Collection[str]) -> str | None:
+    """Return the metric to show the best step by: the only one, else the validation loss, else the loss.
+
+    Raises UsageError if there are several that might be meant.
+    """
+    losses = [name for name in names if "loss" in _words(name) and direction(name)]
+    validation = [name for name in losses if any(re.match("val|eval|test|dev", word) for word in _words(name))]
+    for candidates in (validation, losses):
+        if len(candidates) == 1:
+            return candidates[0]
+    return only_metric(names)
+
+
+def metric_names(steps: Sequence[Step]) -> set[str]:
+    """Return the names of all metrics of some steps."""
+    return {name for step in steps for name in step.metrics}
+
+
+def ranked(steps: Sequence[Step], metric: str, mode: str | None) -> list[Step]:
+    """Return the steps with a value of a metric that is not NaN, best first; of equally good ones the later first.
+
+    Raises UsageError if no step has the metric although some have others, or the mode is neither given nor known.
+    """
+    known = metric_names(steps)
+    if known and metric not in known:
+        names = ", ".join(sorted(known))
+        raise UsageError(
+            f"no step has the metric {metric!r}, only {names}",
+            remedy=did_you_mean(metric, sorted(known), "name one of them"),
+        )
+    sign = 1 if mode_of(metric, mode) == "min" else -1
+    rated = [step for step in steps if not math.isnan(step.metrics.get(metric, math.nan))]
+    return sorted(rated, key=lambda step: (sign * step.metrics[metric], -step.number))
+
+
+def _words(name: str) -> set[str]:
+    """Return the words of a name in lower case: of ``eval/acc5`` "eval", "acc5" and "acc"."""
+    parts = re.split(r"[^A-Za-z0-9]+", name)
+    camel = [word for part in parts for word in re.split(r"(?<=[a-z0-9])(?=[A-Z])", part)]
+    words = {word.lower() for word in (*parts, *camel)}
+    return words | {word.rstrip("0123456789") for word in words}
+
+
+def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """Return metrics as a `StepRecord` stores them: numbers, and the texts "nan", "inf" and "-inf".
+
+    Raises UsageError if one is not a number, or its name is not text.
+    """
+    found: dict[str, Any] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = float(value)
+            str(name).encode()
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(
+                f"the metric {name!r:.80} is {value!r:.80}", remedy="give a number, under a name that is text"
+            ) from error
+        found[str(name)] = number if math.isfinite(number) else str(number)
+    return found

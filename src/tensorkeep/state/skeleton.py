@@ -1,0 +1,750 @@
+"""The user's classes that a state may contain: dataclasses, enums and named tuples.
+
+A file has only the name of a class. Only a class that this process has registered under that name is instantiated, so
+no file can make the process import or run anything.
+"""
+
+import base64
+import dataclasses
+import enum
+import math
+import re
+import struct
+import sys
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, UsageError
+from tensorkeep.placeholder import Placeholder
+from tensorkeep.state.leaf import LEAF_KINDS, MOST_DIMENSIONS, Array, Leaf, LeafKind
+from tensorkeep.state.names import Key, KeyPath, display
+from tensorkeep.state.sharded import ShardedLeaf
+
+# The user's classes that a state may contain: dataclasses, enums and named tuples.
+#
+# A file has only the name of a class. Only a class that this process has registered under that name is instantiated, so
+# no file can make the process import or run anything.
+
+Class = TypeVar("Class", bound=type)
+_CLASSES: dict[str, type] = {}
+_NAMES: dict[type, str] = {}
+
+
+def register(cls: Class) -> Class:
+    """Allow states to contain instances of a dataclass, an enum or a named tuple; usable as a decorator.
+
+    The class is saved as ``module:qualified name`` and must be registered under the same name in the process that
+    loads. The fields of a dataclass are restored without calling ``__init__`` or ``__post_init__``.
+
+    Parameters
+    ----------
+    cls : type
+        A dataclass, an enum or a named tuple.
+
+    Returns
+    -------
+    type
+        The same class.
+
+    Raises
+    ------
+    UsageError
+        If it is another kind of class, or an abstract dataclass.
+
+    Examples
+    --------
+    >>> @register
+    ... @dataclasses.dataclass
+    ... class Schedule:
+    ...     warmup: int
+    ...     peak: float
+    """
+    if not isinstance(cls, type) or not (
+        dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum) or is_namedtuple(cls)
+    ):
+        raise UsageError(
+            f"{cls!r} cannot be registered",
+            remedy="register a dataclass, an enum or a named tuple; save the state_dict() of other objects",
+        )
+    if dataclasses.is_dataclass(cls):
+        try:
+            object.__new__(cls)
+        except TypeError as error:
+            raise UsageError(
+                f"{cls.__name__} cannot be registered: {error}", remedy="register a concrete dataclass"
+            ) from None
+    # A module that is reloaded, or a notebook cell that is run again, replaces its class.
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    _CLASSES[name] = cls
+    _NAMES[cls] = name
+    return cls
+
+
+def is_namedtuple(cls: type) -> bool:
+    """Return whether a class is a named tuple."""
+    fields = getattr(cls, "_fields", None)
+    return issubclass(cls, tuple) and isinstance(fields, tuple) and all(isinstance(field, str) for field in fields)
+
+
+def registered_name(cls: type) -> str | None:
+    """Return the name under which a class is saved, or None if it is not registered."""
+    return _NAMES.get(cls)
+
+
+def registered_class(name: str) -> type[Any]:
+    """Return the class of that name; UnsupportedError if this process has not registered one."""
+    if name not in _CLASSES:
+        module, _, qualified = name.partition(":")
+        raise UnsupportedError(
+            f"the state contains a {name}, which is not registered in this process",
+            remedy=f"import {qualified} from {module} and call tensorkeep.register({qualified}) before loading",
+        )
+    return _CLASSES[name]
+
+
+# Plain values as JSON without loss: each encoder with its decoder.
+#
+# JSON numbers represent integers below 2**53 only, since programs in other languages read larger ones as floats. The
+# decoders take untrusted input and raise only `ValueError`.
+
+_SAFE_INTEGER = 2**53
+_INTEGER = re.compile(r"-?0x(0|[1-9a-f][0-9a-f]*)")
+_FLOAT = re.compile(r"-?(inf|\d+\.\d+|\d+(\.\d+)?e[+-]\d+)", re.ASCII)
+_NAN = re.compile(r"nan:[0-9a-f]{16}")
+
+
+def encode_int(value: int) -> object:
+    """Return a JSON number, or ``{"int": "0x..."}`` for 2**53 and beyond."""
+    return value if abs(value) < _SAFE_INTEGER else {"int": hex(value)}
+
+
+def encode_float(value: float) -> str:
+    """Return the shortest decimal that reads back as the same float; a NaN with its bits (``nan:7ff8...``)."""
+    return f"nan:{struct.pack('>d', value).hex()}" if math.isnan(value) else repr(value)
+
+
+def decode_float(text: object) -> float:
+    """Inverse of `encode_float`."""
+    if isinstance(text, str) and _NAN.fullmatch(text):
+        value: float = struct.unpack(">d", bytes.fromhex(text[4:]))[0]
+        if math.isnan(value):
+            return value
+    elif isinstance(text, str) and len(text) < 40 and _FLOAT.fullmatch(text):
+        return float(text)
+    raise ValueError(f"{brief(text)} is not a float")
+
+
+def encode_bytes(value: bytes | bytearray) -> str:
+    """Return base64."""
+    return base64.b64encode(value).decode()
+
+
+def decode_bytes(text: object) -> bytes:
+    """Inverse of `encode_bytes`."""
+    if not isinstance(text, str):
+        raise ValueError(f"{brief(text)} is not base64 text")
+    return base64.b64decode(text, validate=True)
+
+
+def encode_key(key: Key) -> object:
+    """Return the JSON of a dict's key or a set's element: None, bool, int, float, str or a tuple of these."""
+    if isinstance(key, tuple):
+        return {"tuple": [encode_key(part) for part in key]}
+    if isinstance(key, bool) or key is None or isinstance(key, str):
+        return key
+    return encode_int(key) if isinstance(key, int) else {"float": encode_float(key)}
+
+
+def decode_key(node: object) -> Any:
+    """Inverse of `encode_key`."""
+    if node is None or isinstance(node, bool | int):
+        return node
+    if isinstance(node, str):
+        return check_text(node)
+    if isinstance(node, dict) and len(node) == 1:
+        if "float" in node:
+            return decode_float(node["float"])
+        if "int" in node:
+            return decode_long_int(node["int"])
+        parts = node.get("tuple")
+        if isinstance(parts, list) and not any(isinstance(part, dict) and "tuple" in part for part in parts):
+            return tuple(map(decode_key, parts))
+    raise ValueError(f"{brief(node)} is not a key")
+
+
+def decode_int(node: object) -> int:
+    """Inverse of `encode_int`."""
+    value = decode_key(node)
+    if type(value) is not int:
+        raise ValueError(f"{brief(node)} is not an integer")
+    return value
+
+
+def decode_long_int(text: object) -> int:
+    """Return the integer of a hexadecimal text."""
+    if not isinstance(text, str) or not _INTEGER.fullmatch(text):
+        raise ValueError(f"{brief(text)} is not a hexadecimal integer")
+    return int(text, 16)
+
+
+def check_text(text: object) -> str:
+    """Return the text if it is a string of valid Unicode."""
+    if not isinstance(text, str):
+        raise ValueError(f"{brief(text)} is not a string")
+    text.encode()  # UnicodeEncodeError, a ValueError, on a lone surrogate.
+    return text
+
+
+def brief(node: object) -> str:
+    """Return the start of a malformed node, for an error message."""
+    text = ascii(node) if isinstance(node, str | int | float | None) else type(node).__name__
+    return text if len(text) <= 50 else f"{text[:47]}..."
+
+
+# Skeleton -> state: the value of each node; ``skeleton_writer.py`` lists the nodes.
+#
+# Skeletons come from untrusted files. A malformed one raises `ValueError` and nothing else; one that needs a class that
+# is not registered in this process raises `UnsupportedError`.
+
+T = TypeVar("T")
+MAX_DEPTH = 128
+"""The deepest nesting of containers, both when saving and when loading."""
+_AS_SAVED = "register the class as it was when the state was saved"
+
+
+class LeafSpec(NamedTuple):
+    """What a skeleton records of a leaf: its kind, and whether it tracks gradients."""
+
+    kind: LeafKind
+    requires_grad: bool
+
+
+class SkeletonReader:
+    """Decodes one skeleton; ``leaf_specs`` has the leaves decoded so far, in order.
+
+    Without ``values`` the skeleton is only checked: leaves and registered objects decode to None. The values
+    of ``as_is`` are used unchanged, whatever kinds the skeleton records.
+    """
+
+    def __init__(self, values: Mapping[str, Array] | None, *, as_is: Collection[str] = ()) -> None:
+        self.leaf_specs: dict[str, LeafSpec] = {}
+        self._values = values
+        self._as_is = as_is
+        self._finished: dict[tuple[int, LeafSpec], tuple[Array, Any]] = {}
+
+    def decode(self, node: object, depth: int = 0) -> Any:
+        """Return a node's value; raises ValueError or UnsupportedError."""
+        if node is None or isinstance(node, int):  # A bool is an int.
+            return node
+        if isinstance(node, str):
+            return check_text(node)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"the state is nested deeper than {MAX_DEPTH} levels")
+        if isinstance(node, list):
+            return [self.decode(child, depth + 1) for child in node]
+        if not isinstance(node, dict) or not node:
+            raise ValueError(f"{brief(node)} is not a node")
+        tag = next(iter(node))
+        if tag in LEAF_KINDS:
+            return self._leaf(node, tag)
+        is_ordered = tag in ("ordered", "ordered_items")
+        if tag not in _DECODERS or node.keys() - {tag} - ({"_metadata"} if is_ordered else set()):
+            raise ValueError(f"{brief(node)} is not a node")
+        value = _DECODERS[tag](self, node[tag], depth)
+        if "_metadata" in node:
+            value._metadata = self.decode(node["_metadata"], depth + 1)
+        return value
+
+    def _leaf(self, node: dict[str, object], kind: LeafKind) -> Any:
+        name = check_text(node[kind])
+        grad = node.get("requires_grad", kind == "parameter")
+        is_plain = len(node) == 1 or (kind in ("tensor", "parameter") and node.keys() == {kind, "requires_grad"})
+        if not name or not isinstance(grad, bool) or not is_plain:
+            raise ValueError(f"{brief(node)} is not a leaf")
+        if name in self.leaf_specs:
+            raise ValueError(f"two leaves are called {name!r}")
+        spec = self.leaf_specs[name] = LeafSpec(kind, grad)
+        if self._values is None:
+            return None
+        if name not in self._values:
+            raise ValueError(f"there is no data for the leaf {name!r}")
+        value = self._values[name]
+        if name in self._as_is:
+            return value
+        identity = (id(value), spec)
+        if identity not in self._finished:
+            # The value is kept, so that no later one can have its id.
+            self._finished[identity] = value, _finish(value, name, spec)
+        return self._finished[identity][1]
+
+    def _dict(self, body: object, depth: int) -> dict[str, Any]:
+        return {check_text(key): self.decode(child, depth + 1) for key, child in _expect(dict, body).items()}
+
+    def _items(self, body: object, depth: int) -> dict[Any, Any]:
+        result: dict[Any, Any] = {}
+        for key_node, child in map(_pair, _expect(list, body)):
+            key = decode_key(key_node)
+            if key in result:
+                raise ValueError(f"the key {brief(key_node)} is in one dict twice")
+            result[key] = self.decode(child, depth + 1)
+        return result
+
+    def _namedtuple(self, body: object, depth: int) -> Any:
+        name, fields = _pair(body)
+        values = self._dict(fields, depth)
+        return namedtuple_class(check_text(name), tuple(values))._make(values.values())
+
+    def _registered(self, body: object, depth: int) -> Any:
+        name, fields = _pair(body)
+        check_text(name)
+        values = self._dict(fields, depth)
+        if self._values is None:
+            return None
+        cls = registered_class(name)
+        if is_namedtuple(cls):
+            names = cls._fields
+        elif dataclasses.is_dataclass(cls):
+            names = tuple(field.name for field in dataclasses.fields(cls))
+        else:
+            raise UnsupportedError(f"{name} is no longer a dataclass or a named tuple", remedy=_AS_SAVED)
+        if set(values) != set(names):
+            raise UnsupportedError(
+                f"{name} has the fields {', '.join(names)}, but was saved with {', '.join(values)}", remedy=_AS_SAVED
+            )
+        if is_namedtuple(cls):
+            return cls._make(values[field] for field in names)
+        instance = object.__new__(cls)
+        for field, value in values.items():
+            object.__setattr__(instance, field, value)  # Also of frozen dataclasses.
+        return instance
+
+    def _enum(self, body: object, depth: int) -> Any:
+        name, member = _pair(body)
+        check_text(name)
+        key = check_text(member) if isinstance(member, str) else decode_int(member)
+        if self._values is None:
+            return None
+        cls = registered_class(name)
+        if not issubclass(cls, enum.Enum):
+            raise UnsupportedError(f"{name} is no longer an enum", remedy=_AS_SAVED)
+        try:
+            return cls[key] if isinstance(key, str) else cls(key)
+        except (KeyError, ValueError):
+            raise UnsupportedError(f"{name} has no member {key!r}", remedy=_AS_SAVED) from None
+
+
+@lru_cache(maxsize=256)
+def namedtuple_class(name: str, fields: tuple[str, ...]) -> Any:
+    """Return a named tuple class; ValueError if a name is not an identifier.
+
+    Cached, so that the named tuples of one kind have one class, in one state and in several loads.
+    """
+    return namedtuple(name, fields)
+
+
+def _finish(value: Array, name: str, spec: LeafSpec) -> Any:
+    """Return a leaf's data as the value that the state had: a scalar, a parameter, a tensor that tracks gradients."""
+    kind, grad = spec
+    if kind in ("ndarray", "npscalar"):
+        if not isinstance(value, np.ndarray) or (kind == "npscalar" and value.shape):
+            raise ValueError(f"the data of the leaf {name!r} is not that of a {kind}")
+        return value if kind == "ndarray" else value[()]
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"the data of the leaf {name!r} is not that of a {kind}")
+    cls = torch.nn.Parameter if kind == "parameter" else torch.Tensor
+    if type(value) is cls and value.requires_grad == grad:
+        return value
+    try:
+        if kind == "parameter":
+            return torch.nn.Parameter(value.detach(), requires_grad=grad)
+        return value.detach().requires_grad_(grad)
+    except RuntimeError as error:
+        raise ValueError(f"the leaf {name!r} cannot track gradients: {error}") from None
+
+
+def _expect(cls: type[T], body: object) -> T:
+    if not isinstance(body, cls):
+        raise ValueError(f"{brief(body)} is not a JSON {'array' if cls is list else 'object'}")
+    return body
+
+
+def _pair(body: object) -> tuple[Any, Any]:
+    items = _expect(list, body)
+    if len(items) != 2:
+        raise ValueError(f"{brief(body)} is not a pair")
+    return items[0], items[1]
+
+
+def _range(body: object) -> range:
+    numbers = [decode_int(node) for node in _expect(list, body)]
+    if len(numbers) != 3:
+        raise ValueError("a range needs three numbers")
+    return range(*numbers)
+
+
+def _set(body: object) -> set[Any]:
+    keys = [decode_key(node) for node in _expect(list, body)]
+    if len(set(keys)) != len(keys):
+        raise ValueError("an element is in one set twice")
+    return set(keys)
+
+
+def _placeholder(body: object) -> Placeholder:
+    texts = [check_text(text) for text in _expect(list, body)]
+    if len(texts) != 3:
+        raise ValueError("a placeholder needs three texts")
+    return Placeholder(*texts)
+
+
+def _size(body: object) -> Any:
+    import torch
+
+    lengths = _expect(list, body)
+    if not all(type(length) is int and -(2**63) <= length < 2**63 for length in lengths):
+        raise ValueError(f"{brief(body)} is not a size")
+    return torch.Size(lengths)
+
+
+def _dtype(body: object) -> Any:
+    import torch
+
+    found = getattr(torch, check_text(body), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{brief(body)} is not a torch dtype")
+    return found
+
+
+def _device(body: object) -> Any:
+    import torch
+
+    try:
+        return torch.device(check_text(body))
+    except RuntimeError:
+        raise ValueError(f"{brief(body)} is not a torch device") from None
+
+
+_DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
+    "int": lambda reader, body, depth: decode_long_int(body),
+    "float": lambda reader, body, depth: decode_float(body),
+    "complex": lambda reader, body, depth: complex(*map(decode_float, _pair(body))),
+    "bytes": lambda reader, body, depth: decode_bytes(body),
+    "bytearray": lambda reader, body, depth: bytearray(decode_bytes(body)),
+    "range": lambda reader, body, depth: _range(body),
+    "set": lambda reader, body, depth: _set(body),
+    "frozenset": lambda reader, body, depth: frozenset(_set(body)),
+    "size": lambda reader, body, depth: _size(body),
+    "dtype": lambda reader, body, depth: _dtype(body),
+    "device": lambda reader, body, depth: _device(body),
+    "placeholder": lambda reader, body, depth: _placeholder(body),
+    "enum": SkeletonReader._enum,
+    "tuple": lambda reader, body, depth: tuple(reader.decode(_expect(list, body), depth)),
+    "dict": SkeletonReader._dict,
+    "items": SkeletonReader._items,
+    "counter": lambda reader, body, depth: Counter(reader._items(body, depth)),
+    "ordered": lambda reader, body, depth: OrderedDict(reader._dict(body, depth)),
+    "ordered_items": lambda reader, body, depth: OrderedDict(reader._items(body, depth)),
+    "namedtuple": SkeletonReader._namedtuple,
+    "object": SkeletonReader._registered,
+}
+
+
+# State -> skeleton: the node of each type of value.
+#
+# The skeleton is plain JSON (objects, arrays, strings, integers, booleans, null; no floats) and part of the on-disk
+# format, so these nodes must stay readable for ever:
+#
+# ===========================================================  =======================================================
+# node                                                         value
+# ===========================================================  =======================================================
+# ``null``, ``true``, ``false``, a string                      itself
+# an integer                                                   an int below 2**53 in magnitude
+# ``{"int": "0x20000000000000"}``                              any other int, in hexadecimal
+# ``{"float": "0.1"}``                                         a float: the shortest decimal that reads back the same;
+#                                                              ``inf``, ``-inf``; a NaN as ``nan:`` and its 64 bits
+# ``{"complex": ["0.0", "-1.5"]}``                             a complex: real and imaginary part as such floats
+# ``{"bytes": "aGk="}``, ``{"bytearray": "aGk="}``             bytes in base64
+# ``{"range": [0, 10, 2]}``                                    a range: start, stop, step (integers as above)
+# ``{"set": [KEY, ...]}``, ``{"frozenset": [KEY, ...]}``       a set of plain scalars, and of tuples of them
+# ``[NODE, ...]``                                              a list
+# ``{"tuple": [NODE, ...]}``                                   a tuple
+# ``{"dict": {"key": NODE, ...}}``                             a dict whose keys are all strings, in order
+# ``{"items": [[KEY, NODE], ...]}``                            a dict of other keys, too. KEY is null, a boolean, a
+#                                                              string, an integer, ``{"int": ...}``, ``{"float": ...}``
+#                                                              or, of these, ``{"tuple": [KEY, ...]}``
+# ``{"ordered": {...}}``, ``{"ordered_items": [...]}``         an OrderedDict, likewise; with ``"_metadata": NODE``
+#                                                              beside it if it has torch's ``_metadata`` attribute
+# ``{"counter": [[KEY, NODE], ...]}``                           a collections.Counter
+# ``{"namedtuple": ["Point", {"x": NODE, ...}]}``              a named tuple that was not registered
+# ``{"object": ["module:Class", {"field": NODE, ...}]}``       a registered dataclass or named tuple
+# ``{"enum": ["module:Class", "MEMBER"]}``                     a registered enum; a combination of flags by its integer
+# ``{"size": [2, 3]}``                                         a torch.Size
+# ``{"dtype": "bfloat16"}``, ``{"device": "cuda:0"}``          a torch.dtype, a torch.device
+# ``{"placeholder": [NAME, WHAT, REMEDY]}``                    a value of another format that cannot be read; never
+# saved
+# ``{"tensor": NAME}``                                         a leaf, by name: a torch tensor;
+# ``{"parameter": NAME}``                                      a torch.nn.Parameter;
+# ``{"ndarray": NAME}``, ``{"npscalar": NAME}``                a numpy array; a numpy scalar, stored as a 0-d array
+# ===========================================================  =======================================================
+#
+# A tensor that tracks gradients has ``"requires_grad": true`` beside its name, a parameter that does not ``false``. The
+# dtype, shape and place of a leaf are in the manifest's table of leaves.
+
+_KEY_TYPES = (str, int, bool, float, type(None))
+_OMIT = 'leave out what cannot be read with select="*"'
+
+
+class StateLeaf(NamedTuple):
+    """A leaf of a state in memory."""
+
+    path: KeyPath  # the keys that lead to it
+    leaf: Leaf
+    value: Any  # the tensor or array of the state, whose memory the leaf shares
+    node: dict[str, object]
+
+
+class SkeletonWriter:
+    """Encodes one state; ``leaves`` has those encoded so far, in traversal order, whose names are assigned later.
+
+    Containers are copied before they are encoded, because other threads may change them. DTensors are refused unless
+    ``sharded``.
+
+    ``attributes`` has the names of attributes of tensors by the tensor's name: a state does not have them.
+    """
+
+    def __init__(self, *, sharded: bool = False) -> None:
+        self.leaves: list[StateLeaf] = []
+        self.attributes: dict[str, list[str]] = {}
+        self._sharded = sharded
+
+    def _placeholder(self, value: Placeholder, path: KeyPath) -> dict[str, Any]:
+        text = f"a placeholder of a value that could not be read cannot be saved: {value.what}"
+        raise UnsupportedLeafError(text, name=display(path), remedy="leave it out, or put the value in its place")
+
+    def encode(self, value: Any, path: KeyPath) -> Any:
+        """Return a value's node; raises UnsupportedLeafError if it, or a value inside, cannot be saved."""
+        encoder = _ENCODERS.get(type(value))
+        if encoder is not None:
+            return encoder(self, value, path)
+        leaf = (ShardedLeaf.of(display(path), value) if self._sharded else None) or Leaf.of(display(path), value)
+        if leaf is not None:
+            return self._leaf(leaf, value, path)
+        node = _torch_node(value)
+        return self._registered(value, path) if node is None else node
+
+    def _leaf(self, leaf: Leaf, value: Any, path: KeyPath) -> dict[str, object]:
+        if len(leaf.shape) > MOST_DIMENSIONS:
+            raise UnsupportedLeafError(
+                f"a tensor of {len(leaf.shape)} dimensions cannot be saved: {MOST_DIMENSIONS} is the most",
+                name=display(path),
+                remedy="save it in another shape, x.flatten() for example",
+            )
+        node: dict[str, object] = {leaf.kind: ""}
+        if leaf.is_torch and leaf.requires_grad != (leaf.kind == "parameter"):
+            node["requires_grad"] = leaf.requires_grad
+        # torch.save stores attributes. Those with an underscore are set by libraries, torch among them.
+        if leaf.is_torch and (own := [name for name in vars(value) if not name.startswith("_")]):
+            self.attributes[display(path)] = own
+        self.leaves.append(StateLeaf(path, leaf, value, node))
+        return node
+
+    def _text(self, value: str, path: KeyPath) -> str:
+        _check_text(value, path)
+        return value
+
+    def _list(self, value: Iterable[Any], path: KeyPath) -> list[Any]:
+        check_depth(path, len(path))
+        return [self.encode(item, (*path, index)) for index, item in enumerate(list(value))]
+
+    def _dict(self, value: dict[Any, Any], path: KeyPath, prefix: str = "") -> dict[str, Any]:
+        value = dict(value)
+        if all(type(key) is str for key in value):
+            for key in value:
+                _check_text(key, (*path, key))
+            return {prefix or "dict": self._fields(value.items(), path)}
+        return {f"{prefix}_items" if prefix else "items": self._items(value, path)}
+
+    def _items(self, value: dict[Any, Any], path: KeyPath) -> list[list[Any]]:
+        check_depth(path, len(path))
+        value = dict(value)
+        for key in value:
+            _check_key(key, path)
+        return [[encode_key(key), self.encode(item, (*path, key))] for key, item in value.items()]
+
+    def _fields(self, items: Iterable[tuple[str, Any]], path: KeyPath) -> dict[str, Any]:
+        check_depth(path, len(path))
+        return {field: self.encode(item, (*path, field)) for field, item in items}
+
+    def _ordered(self, value: OrderedDict[Any, Any], path: KeyPath) -> dict[str, Any]:
+        node = self._dict(value, path, "ordered")
+        attributes = dict(vars(value))
+        if "_metadata" in attributes:
+            node["_metadata"] = self.encode(attributes.pop("_metadata"), (*path, "_metadata"))
+        if attributes:
+            raise UnsupportedLeafError(
+                f"an OrderedDict with the attributes {', '.join(attributes)} cannot be saved",
+                name=display(path),
+                remedy="save dict(x), and the attributes as entries of the state",
+            )
+        return node
+
+    def _set(self, value: set[Any] | frozenset[Any], path: KeyPath) -> dict[str, Any]:
+        elements = list(value)
+        for element in elements:
+            _check_key(element, path)
+        return {type(value).__name__: [encode_key(element) for element in elements]}
+
+    def _registered(self, value: Any, path: KeyPath) -> dict[str, Any]:
+        cls = type(value)
+        name = registered_name(cls)
+        if is_namedtuple(cls):
+            if name is None:
+                _check_rebuildable(cls, path)
+            fields = self._fields(zip(cls._fields, value, strict=True), path)
+            return {"object": [name, fields]} if name else {"namedtuple": [cls.__name__, fields]}
+        if name is None:
+            raise _unsupported(value, path)
+        if isinstance(value, enum.Enum):
+            # A combination of flags is not a member itself.
+            member: object = value.name if value.name in cls.__members__ else encode_int(value.value)
+            return {"enum": [name, member]}
+        names = [field.name for field in dataclasses.fields(value)]
+        for field in names:
+            if not hasattr(value, field):
+                raise UnsupportedLeafError(f"the field {field} is not set", name=display(path), remedy="set it")
+        return {"object": [name, self._fields(((field, getattr(value, field)) for field in names), path)]}
+
+
+def _torch_node(value: Any) -> dict[str, Any] | None:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if type(value) is torch.Size:
+        return {"size": list(value)}
+    if type(value) is torch.dtype:
+        return {"dtype": str(value).removeprefix("torch.")}
+    if type(value) is torch.device:
+        return {"device": str(value)}
+    return None
+
+
+class ReplacingWriter(SkeletonWriter):
+    """Encodes a state that a reader made from a file.
+
+    A value that cannot be saved becomes a placeholder instead of an error, and so does a container inside of itself.
+    """
+
+    def __init__(self, *, sharded: bool = False) -> None:
+        super().__init__(sharded=sharded)
+        self._around: dict[int, KeyPath] = {}
+
+    def encode(self, value: Any, path: KeyPath) -> Any:
+        """Return a value's node, or a placeholder's."""
+        around = self._around.get(id(value))
+        if around is not None:
+            what = f"a reference to {display(around)}, which contains it"
+            return self._placeholder(Placeholder("", what, _OMIT), path)
+        if isinstance(value, dict | list | tuple):
+            self._around[id(value)] = path
+        count = len(self.leaves)
+        try:
+            return super().encode(value, path)
+        except UnsupportedLeafError as error:
+            del self.leaves[count:]
+            what = error.message.removesuffix(" cannot be saved")
+            remedy = f"read it with the tool that wrote the file, and {error.remedy}; or {_OMIT}"
+            return self._placeholder(Placeholder("", what, remedy), path)
+        finally:
+            self._around.pop(id(value), None)
+
+    def _placeholder(self, value: Placeholder, path: KeyPath) -> dict[str, Any]:
+        texts = (display(path), value.what, value.remedy)
+        return {"placeholder": [text.encode("utf-8", "backslashreplace").decode() for text in texts]}
+
+
+_ENCODERS: dict[type, Callable[[SkeletonWriter, Any, KeyPath], Any]] = {
+    type(None): lambda _, value, path: value,
+    bool: lambda _, value, path: value,
+    str: SkeletonWriter._text,
+    int: lambda _, value, path: encode_int(value),
+    float: lambda _, value, path: {"float": encode_float(value)},
+    complex: lambda _, value, path: {"complex": [encode_float(value.real), encode_float(value.imag)]},
+    bytes: lambda _, value, path: {"bytes": encode_bytes(value)},
+    bytearray: lambda _, value, path: {"bytearray": encode_bytes(value)},
+    range: lambda _, value, path: {"range": [encode_int(value.start), encode_int(value.stop), encode_int(value.step)]},
+    list: SkeletonWriter._list,
+    tuple: lambda writer, value, path: {"tuple": writer._list(value, path)},
+    dict: SkeletonWriter._dict,
+    OrderedDict: SkeletonWriter._ordered,
+    Counter: lambda writer, value, path: {"counter": writer._items(value, path)},
+    set: SkeletonWriter._set,
+    frozenset: SkeletonWriter._set,
+    Placeholder: lambda writer, value, path: writer._placeholder(value, path),
+}
+
+
+def check_depth(path: KeyPath, depth: int) -> None:
+    """Raise UnsupportedLeafError for a container that is nested too deeply, perhaps in itself."""
+    if depth >= MAX_DEPTH:
+        raise UnsupportedLeafError(
+            f"the state is nested deeper than {MAX_DEPTH} levels",
+            name=display(path[:4]),
+            remedy="look for a container or an object that contains itself",
+        )
+
+
+def _check_text(text: str, path: KeyPath) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnsupportedLeafError(
+            "a string with a lone surrogate is not valid Unicode",
+            name=display(path),
+            remedy="save x.encode('utf-8', 'surrogateescape'), which is bytes",
+        ) from None
+
+
+def _check_key(key: Key, path: KeyPath) -> None:
+    if isinstance(key, tuple) and type(key) is tuple and not any(isinstance(part, tuple) for part in key):
+        for part in key:
+            _check_key(part, path)
+    elif type(key) not in _KEY_TYPES:
+        raise UnsupportedLeafError(
+            f"a key or set element of type {type(key).__name__} cannot be saved",
+            name=display(path),
+            remedy="use str, int, float, bool, None or a tuple of these, or save a list of pairs",
+        )
+    elif isinstance(key, str):
+        _check_text(key, (*path, key))
+
+
+def _check_rebuildable(cls: Any, path: KeyPath) -> None:
+    try:
+        namedtuple_class(cls.__name__, cls._fields)
+    except ValueError as error:
+        raise UnsupportedLeafError(
+            f"the named tuple {cls.__name__} cannot be rebuilt: {error}",
+            name=display(path),
+            remedy=f"call tensorkeep.register({cls.__name__}) before saving and loading",
+        ) from None
+
+
+def _unsupported(value: Any, path: KeyPath) -> UnsupportedLeafError:
+    name = type(value).__name__
+    builtin = next((base for base in (dict, list, tuple, str, int, float, bytes) if isinstance(value, base)), None)
+    if isinstance(value, enum.Enum) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        remedy = f"call tensorkeep.register({name}) before saving and loading"
+    elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        remedy = "pass its state_dict()"
+    elif builtin is not None:
+        remedy = f"save {builtin.__name__}(x)"
+    elif callable(value):
+        remedy = "code cannot be saved: leave it out, or save its name"
+    else:
+        remedy = "leave it out, or save its contents as plain values, tensors and arrays"
+    return UnsupportedLeafError(f"a value of type {name} cannot be saved", name=display(path), remedy=remedy)

@@ -1,0 +1,275 @@
+"""Page-aligned buffers under one byte budget.
+
+The memory of an operation is its threads times the size of their blocks, so the budget is one number for all of them,
+not one for each tensor. A task acquires all that it needs in one call: two tasks that each hold a buffer and wait for
+another could deadlock.
+"""
+
+import mmap
+import os
+import threading
+import weakref
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorkeep.closing import Closing
+from tensorkeep.errors import OutOfMemoryError, UsageError
+from tensorkeep.state.cuda import CudaPageLock
+from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation
+from tensorkeep.units import format_bytes, format_least_bytes
+
+ALIGNMENT = 4096
+"""O_DIRECT needs addresses, offsets and lengths that are multiples of this many bytes, on every common device."""
+
+_HUGE_PAGE = 2 * 1024**2
+
+DEFAULT_BUDGET = 256 * 1024**2
+MINIMUM_BUDGET = 64 * 1024**2
+
+
+def round_up(count: int, multiple: int = ALIGNMENT) -> int:
+    """Return the smallest multiple that is not below the count."""
+    return -(-count // multiple) * multiple
+
+
+def round_down(count: int, multiple: int = ALIGNMENT) -> int:
+    """Return the largest multiple that is not above the count."""
+    return count // multiple * multiple
+
+
+def buffer_bytes(nbytes: int) -> int:
+    """Return the size of the buffer that `BufferPool.acquire` allocates for so many bytes."""
+    # The kernel backs a mapping by huge pages throughout only if its length is a multiple of theirs; direct writes
+    # from small pages are a tenth slower.
+    return round_up(max(nbytes, 1), ALIGNMENT if nbytes < _HUGE_PAGE else _HUGE_PAGE)
+
+
+class Buffer:
+    """A buffer of a pool, until `release` (in any thread) or the end of a ``with`` returns it.
+
+    ``array`` is page-aligned and of type uint8; its contents are undefined. It may have more bytes than ``size``, those
+    that were requested. While it is lent, it returns to the pool only when it was given back as often.
+    """
+
+    def __init__(self, pool: "BufferPool", memory: mmap.mmap, size: int) -> None:
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self._pool = pool
+        self.size = size
+        self._memory: mmap.mmap | None = memory
+        self._released = False
+        self._lent = 0
+
+    def release(self) -> None:
+        """Return the buffer to its pool; a second call does nothing."""
+        self._change(released=True)
+
+    def lend(self) -> None:
+        """Keep the buffer from its pool, also after `release`, until `give_back`."""
+        self._change(lent=1)
+
+    def give_back(self) -> None:
+        """End a `lend`."""
+        self._change(lent=-1)
+
+    def _change(self, *, released: bool = False, lent: int = 0) -> None:
+        with self._pool._changed:
+            self._released |= released
+            self._lent += lent
+            if self._released and not self._lent and self._memory is not None:
+                memory, self._memory = self._memory, None
+                self._pool._put(memory, self.size)
+
+    def __enter__(self) -> npt.NDArray[np.uint8]:
+        return self.array
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class BufferPool(Closing):
+    """Reusable page-aligned host buffers whose sum never exceeds a budget; a context manager.
+
+    When a pool is closed, its buffers are kept for the next pool of the process: memory that was touched before is
+    filled several times faster than new memory.
+
+    ``budget`` limits ``allocated_bytes``, the bytes of all buffers together, free ones included; ``peak_bytes`` is the
+    most that was allocated at one time. A request may be served by a free buffer of up to twice its size, but only as
+    far as the budget exceeds what the threads that `threads` has granted may hold: they never wait for each other.
+    ``page_lock`` page-locks the buffers while they belong to the pool.
+
+    Raises UsageError if the budget is below 64 MiB, which one thread needs to code and write blocks of 16 MiB.
+
+    Examples
+    --------
+    >>> with BufferPool(64 * 1024**2) as pool, pool.acquire(5000) as array:
+    ...     print(array.size >= 5000, array.ctypes.data % ALIGNMENT)
+    True 0
+    """
+
+    def __init__(self, budget: int = DEFAULT_BUDGET, *, page_lock: CudaPageLock | None = None) -> None:
+        if budget < MINIMUM_BUDGET:
+            raise UsageError(
+                f"a memory budget of {format_bytes(budget)} is too small",
+                remedy=f"give at least {format_least_bytes(MINIMUM_BUDGET)}",
+            )
+        self.budget = budget
+        self.page_lock = page_lock
+        self.peak_bytes = 0
+        self.allocated_bytes = 0
+        self._granted = 0
+        self._excess = 0  # bytes of the buffers in use that were not asked for
+        self._free: list[mmap.mmap] = []
+        self._changed = threading.Condition()
+        if page_lock is not None:
+            # Memory that is unmapped while it is page-locked is lost to the system, except when the process exits.
+            weakref.finalize(self, _unlock_all, page_lock, self._free).atexit = False
+
+    def threads(self, wanted: int, bytes_each: int) -> int:
+        """Return how many threads, at most ``wanted``, the budget allows if each holds ``bytes_each`` at once.
+
+        More threads could deadlock, each waiting for what another holds.
+
+        Raises UsageError if the budget is too small for one.
+        """
+        if bytes_each > self.budget:
+            raise UsageError(
+                f"a memory budget of {format_bytes(self.budget)} is too small for blocks of this size",
+                remedy=f"give at least {format_least_bytes(bytes_each)}",
+            )
+        count = max(1, min(wanted, self.budget // bytes_each))
+        with self._changed:
+            # A pool may serve nested operations at once, and outlives them.
+            self._granted = max(self._granted, count * bytes_each)
+        return count
+
+    def acquire(self, nbytes: int, cancellation: Cancellation | None = None) -> Buffer:
+        """Return a buffer of at least ``nbytes``; waits while the budget is used up, or raises `Cancelled`.
+
+        Raises UsageError if the buffer alone would exceed the budget.
+        """
+        size = buffer_bytes(nbytes)
+        if size > self.budget:
+            raise UsageError(
+                f"one step needs a buffer of {format_bytes(size)}, more than the memory budget",
+                remedy=f"give a budget of at least {format_least_bytes(size)}",
+            )
+        memory, new = self._take(size, cancellation)
+        if new and self.page_lock is not None:
+            self.page_lock.lock(memory)
+        return Buffer(self, memory, size)
+
+    def _put(self, memory: mmap.mmap, size: int) -> None:
+        with self._changed:
+            self._excess -= len(memory) - size
+            self._free.append(memory)
+            self._changed.notify_all()
+
+    def _take(self, size: int, cancellation: Cancellation | None) -> tuple[mmap.mmap, bool]:
+        """Return a buffer, and whether it is new to the pool."""
+        with self._changed:
+            while True:
+                # Larger buffers would break the count of `threads`, which relies on the size of each request.
+                spare = self.budget - self._granted - self._excess if self._granted else 0
+                largest = size + max(0, min(size, spare))
+                if best := _take_smallest(self._free, size, largest):
+                    self._excess += len(best) - size
+                    return best, False
+                while self._free and self.allocated_bytes + size > self.budget:
+                    self._remove_free()
+                if self.allocated_bytes + size <= self.budget:
+                    memory = _spares.take(size, at_most=min(largest, self.budget - self.allocated_bytes)) or _map(size)
+                    self._excess += len(memory) - size
+                    self.allocated_bytes += len(memory)
+                    self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+                    return memory, True
+                if cancellation is None:
+                    self._changed.wait()
+                else:
+                    cancellation.check()
+                    self._changed.wait(timeout=POLL_SECONDS)
+
+    def _remove_free(self) -> mmap.mmap:
+        # Views of its array may still be alive; the memory is then unmapped with the last of them.
+        memory = self._free.pop()
+        if self.page_lock is not None:
+            self.page_lock.unlock(memory)
+        self.allocated_bytes -= len(memory)
+        return memory
+
+    def close(self) -> None:
+        """Give up the free buffers; the pool can still be used."""
+        with self._changed:
+            while self._free:
+                _spares.put(self._remove_free())
+
+
+def _unlock_all(page_lock: CudaPageLock, buffers: list[mmap.mmap]) -> None:
+    for memory in buffers:
+        page_lock.unlock(memory)
+
+
+def _take_smallest(buffers: list[mmap.mmap], size: int, at_most: int) -> mmap.mmap | None:
+    """Remove and return the smallest buffer of a size in the range."""
+    best = min((memory for memory in buffers if size <= len(memory) <= at_most), key=len, default=None)
+    if best is not None:
+        buffers.remove(best)
+    return best
+
+
+class _Spares:
+    """Buffers of closed pools, for the next pool; a bounded number of bytes for the life of the process."""
+
+    _MAX_BYTES = 96 * 1024**2
+
+    def __init__(self) -> None:
+        self.clear()
+        # In a forked child, a lock that another thread held would never be released.
+        os.register_at_fork(after_in_child=self.clear)
+
+    def clear(self) -> None:
+        self._buffers: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    def take(self, size: int, *, at_most: int) -> mmap.mmap | None:
+        with self._lock:
+            best = _take_smallest(self._buffers, size, at_most)
+            if best is None:
+                # The caller maps new memory: unused buffers of that size go, so that the sum does not grow.
+                self._drop(size)
+            return best
+
+    def put(self, memory: mmap.mmap) -> None:
+        with self._lock:
+            self._buffers.append(memory)
+            self._drop(sum(map(len, self._buffers)) - self._MAX_BYTES)
+
+    def _drop(self, nbytes: int) -> None:
+        """Unmap so many bytes, or all there are, the oldest buffers first."""
+        while nbytes > 0 and self._buffers:
+            nbytes -= len(self._buffers.pop(0))
+
+
+_spares = _Spares()
+
+
+def _map(size: int) -> mmap.mmap:
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OutOfMemoryError(
+            f"the system has no {format_bytes(size)} for a buffer ({error.strerror or error})",
+            remedy="free some memory, raise the limit of this process (ulimit -v), or give a smaller memory_budget",
+        ) from error
+    # First-touch faults of 4 KiB pages cost as much as the copy into them. A kernel without huge pages refuses.
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def aligned_copy(data: bytes) -> npt.NDArray[np.uint8]:
+    """Return a copy of the bytes in page-aligned memory, which direct writes need."""
+    array = np.frombuffer(_map(max(len(data), 1)), np.uint8)[: len(data)]
+    array[:] = np.frombuffer(data, np.uint8)
+    return array

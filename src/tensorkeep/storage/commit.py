@@ -1,0 +1,561 @@
+"""Temporaries of checkpoints: names, locks, and the removal of abandoned ones.
+
+Each temporary is a directory beside its destination that its writer locks (``flock``). The kernel releases the lock
+when the writer dies, so a temporary without a lock is abandoned.
+"""
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import xxhash
+
+from tensorkeep import machine
+from tensorkeep.errors import BusyError, DestinationExistsError, StoreError
+from tensorkeep.machine import libc
+from tensorkeep.paths import absolute
+from tensorkeep.storage.clock import clock
+from tensorkeep.storage.direct_io import close, store_error, store_errors, sync_directory, write_small
+
+# Temporaries of checkpoints: names, locks, and the removal of abandoned ones.
+#
+# Each temporary is a directory beside its destination that its writer locks (``flock``). The kernel releases the lock
+# when the writer dies, so a temporary without a lock is abandoned.
+
+logger = logging.getLogger(__name__)
+SUFFIX = ".tensorkeep-tmp"
+_NAME = re.compile(rf"\..*\.[0-9a-f]{{8}}\.[0-9a-f]{{8,}}{re.escape(SUFFIX)}", re.DOTALL)
+
+
+def new_name(destination: Path) -> Path:
+    """Return a path for a new temporary beside a destination."""
+    return destination.parent / f"{prefix(destination)}{secrets.token_hex(4)}{SUFFIX}"
+
+
+def prefix(destination: Path) -> str:
+    """Return the start of the names of a destination's temporaries."""
+    # The hash distinguishes `a.b` from `a`, and keeps long names within the limit of a file name.
+    name = os.fsencode(destination.name)
+    # Without half a character, whatever the locale's encoding is.
+    start = os.fsdecode(name[:80].decode(errors="ignore").encode())
+    return f".{start}.{xxhash.xxh3_64_hexdigest(name)[:8]}."
+
+
+def lock(temporary: Path) -> int | None:
+    """Lock a new temporary; return the descriptor, or None if another writer took it for abandoned and removed it."""
+    try:
+        fd = _open_directory(temporary)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.path.lexists(temporary):
+            return fd
+    except BaseException:
+        close(fd)
+        raise
+    close(fd)
+    return None
+
+
+def adopt(temporary: Path) -> int | None:
+    """Lock an abandoned temporary, to continue with it; return the descriptor, or None if its writer is alive."""
+    try:
+        fd = _open_directory(temporary)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), temporary.lstat()):
+            return fd
+    except OSError:
+        pass
+    close(fd)
+    return None
+
+
+def remove_stale(destination: Path, *, besides: Path | None = None) -> None:
+    """Remove the abandoned temporaries of a destination, besides the caller's own.
+
+    Raises BusyError if the writer of one is alive; StoreError if the operating system does not let us see whether it
+    is, or refuses to remove it.
+    """
+    for temporary in _list(destination.parent, prefix(destination)):
+        if temporary == besides:
+            continue
+        with store_errors(temporary, "remove what another save left here"):
+            removed = _remove_unless_locked(temporary)
+        if not removed:
+            raise BusyError(
+                f"another process is saving here (see {temporary.name})",
+                path=destination,
+                remedy="wait for it to end, or save elsewhere",
+            )
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove all abandoned temporaries in a folder, except those that the operating system does not let us remove.
+
+    Raises StoreError if the folder cannot be listed.
+    """
+    for temporary in list_temporaries(folder):
+        # One that belongs to another user does no harm.
+        with suppress(OSError):
+            _remove_unless_locked(temporary)
+
+
+def remove(temporary: Path) -> None:
+    """Remove a temporary, as far as the operating system lets us."""
+    try:
+        os.unlink(temporary)
+    except OSError:  # it is a folder, perhaps
+        with suppress(OSError):  # which ignore_errors does not for all calls
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def list_temporaries(folder: Path) -> list[Path]:
+    """Return all temporaries in a folder, of dead writers and live ones.
+
+    Raises StoreError if the folder cannot be listed.
+    """
+    with store_errors(folder, "look into the folder"):
+        return _list(folder, ".")
+
+
+def _list(folder: Path, start: str) -> list[Path]:
+    with os.scandir(folder) as entries:
+        return sorted(Path(e.path) for e in entries if e.name.startswith(start) and _NAME.fullmatch(e.name))
+
+
+def _open_directory(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _remove_unless_locked(temporary: Path) -> bool:
+    # No writer locks a link or a file: one gets such a name if it took a destination's place during an exchange.
+    if temporary.is_symlink() or not temporary.is_dir():
+        _rename_and_remove(temporary)
+        return True
+    try:
+        fd = _open_directory(temporary)
+    except FileNotFoundError:
+        return True
+    try:
+        # Locked until it is gone, so that a writer which has just created it notices.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _rename_and_remove(temporary)
+    except BlockingIOError:
+        return False
+    finally:
+        close(fd)
+    return True
+
+
+def _rename_and_remove(temporary: Path) -> None:
+    """Remove a temporary that seems abandoned, in a way that is safe if it is not.
+
+    It may be what a checkpoint was exchanged for, so that exchange must be durable first. Between hosts that share a
+    file system but not its locks, its writer may be alive: the first rename wins. A writer that comes second gets an
+    error; a writer that comes first keeps the checkpoint that it made visible.
+    """
+    sync_directory(temporary.parent)
+    start = temporary.name[: -len(SUFFIX)].rpartition(".")[0]
+    renamed = temporary.with_name(f"{start}.{secrets.token_hex(4)}{SUFFIX}")
+    try:
+        temporary.rename(renamed)
+    # Permission: it belongs to another user, in a folder where only owners may rename, and does no harm.
+    except (FileNotFoundError, PermissionError):
+        return
+    logger.info("removing %s, which a save that did not finish left", temporary)
+    remove(renamed)
+
+
+# The only place that makes a checkpoint visible: atomic, durable, one writer at a time.
+#
+# Everything is written under a temporary name beside the destination. `Commit.publish` makes that durable, makes it
+# visible by one rename, and makes the name durable. A process that is killed at any instruction leaves at the
+# destination
+# either what was there before or the complete new checkpoint.
+#
+# A temporary is locked (``flock``) by its writer. The next save to the same destination removes the temporaries of dead
+# writers; if a writer is alive, it raises `BusyError`.
+
+_CHOOSE = "choose another path, or ask to overwrite it (overwrite=True)"
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+_active: "set[Commit]" = set()
+
+
+class Commit:
+    """A checkpoint that is being written: a context manager that removes it unless it was published.
+
+    Missing parents of the destination are created; a symbolic link there is never replaced. ``replaceable`` returns
+    whether an existing path is a checkpoint of this format, which ``overwrite`` may replace; nothing else is ever
+    replaced. It may raise `DestinationExistsError` itself, with a reason. ``path`` is where to write: an empty
+    directory, or, for a single file, a name that does not exist yet. If an abandoned temporary of the destination is
+    given to ``adopt``, it is that directory, with what its dead writer left there.
+
+    Raises DestinationExistsError if something is there and may not be replaced; BusyError if a live process is saving
+    there; StoreError if the operating system refuses.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from tensorkeep.storage.direct_io import write_small
+    >>> destination = Path(tempfile.mkdtemp()) / "hello"
+    >>> with Commit(destination, directory=False, overwrite=False, replaceable=Path.is_file) as commit:
+    ...     write_small(commit.path, b"hello")
+    ...     commit.publish()
+    >>> destination.read_bytes()
+    b'hello'
+    """
+
+    save_id = ""
+    """The names of the files have no id: the directory is one of this save."""
+
+    def __init__(
+        self,
+        destination: Path,
+        *,
+        directory: bool,
+        overwrite: bool,
+        replaceable: Callable[[Path], bool],
+        adopt: Path | None = None,
+    ) -> None:
+        # As the kernel resolves it; only the last component may be a symbolic link.
+        if destination.name in ("", ".."):
+            self.destination = absolute(destination, follow_links=True)
+        else:
+            self.destination = absolute(destination.parent, follow_links=True) / destination.name
+        self.overwrite = overwrite
+        self._directory = directory
+        self._replaceable = replaceable
+        self._adopted = adopt
+        self._checked: os.stat_result | None = None
+        self._lock_fd = -1
+        self._temporary = self.destination
+        self.path = self.destination
+
+    def __enter__(self) -> Self:
+        with store_errors(self.destination, "save here"):
+            make_directory(self.destination.parent)
+            self._check_destination()
+            self._create_temporary()
+        return self
+
+    def _check_destination(self) -> None:
+        """Raise unless the destination may be written; one that was replaceable before is not looked into again."""
+        try:
+            status = self.destination.lstat()
+        except FileNotFoundError:
+            return
+        if not self.overwrite:
+            raise DestinationExistsError("exists already", path=self.destination, remedy=_CHOOSE)
+        if self._checked is not None and os.path.samestat(self._checked, status):
+            return
+        if stat.S_ISLNK(status.st_mode):
+            raise DestinationExistsError(
+                f"is a symbolic link to {self.destination.readlink()}, and a link is not replaced",
+                path=self.destination,
+                remedy="save to its target, or remove the link",
+            )
+        if not self._replaceable(self.destination):
+            raise DestinationExistsError(
+                "is not a checkpoint of this format, so it is not replaced",
+                path=self.destination,
+                remedy="choose another path, or remove it yourself",
+            )
+        # The old directory is emptied after the exchange, which needs the permission to write in it.
+        if self._directory and not os.access(self.destination, os.W_OK | os.X_OK, effective_ids=True):
+            raise StoreError(
+                "cannot replace it: its folder does not let you remove its files",
+                path=self.destination,
+                remedy="check its owner and permissions, or save elsewhere",
+            )
+        self._checked = status
+
+    def _create_temporary(self) -> None:
+        """Create a temporary and lock it, as the only writer to the destination.
+
+        A single file gets a directory, too, because the lock must not be renamed with the file.
+        """
+        while True:
+            if self._adopted is not None:
+                temporary = self._adopted
+                fd = adopt(temporary)
+                if fd is None:
+                    raise BusyError("its writer is alive", path=temporary, remedy="wait for it to end")
+                break
+            remove_stale(self.destination)
+            temporary = new_name(self.destination)
+            os.mkdir(temporary)
+            try:
+                fd = lock(temporary)
+            except BaseException:
+                remove(temporary)
+                raise
+            if fd is None:
+                continue
+            try:
+                # Of two writers that begin at once, at least one sees the other's lock here.
+                remove_stale(self.destination, besides=temporary)
+            except BusyError:
+                remove(temporary)
+                close(fd)
+                clock().sleep(secrets.randbelow(50) / 1000)
+                continue
+            except BaseException:
+                remove(temporary)
+                close(fd)
+                raise
+            break
+        self._lock_fd, self._temporary = fd, temporary
+        self.path = temporary if self._directory else temporary / self.destination.name
+        _active.add(self)
+
+    def publish(self) -> None:
+        """Make the checkpoint at `path`, whose files are durable already, visible at the destination, durably.
+
+        Raises DestinationExistsError if something else has appeared there; StoreError if the operating system refuses.
+        If only the sync of the new name failed, the error states that the checkpoint is visible; the old checkpoint
+        is then kept until the next save.
+        """
+        with store_errors(self.destination, "make the checkpoint visible"):
+            if self.overwrite:
+                self._check_destination()
+            try:
+                if self._directory:
+                    sync_directory(self.path)
+                    self._publish_directory()
+                else:
+                    self._publish_file()
+            except FileExistsError as error:
+                raise DestinationExistsError(
+                    "another file was created here during the save", path=self.destination, remedy=_CHOOSE
+                ) from error
+        self._sync_name()
+
+    def _publish_file(self) -> None:
+        if self.overwrite:
+            os.replace(self.path, self.destination)
+        else:
+            # Unlike a rename, a link never replaces, on any file system that has links.
+            try:
+                os.link(self.path, self.destination)
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                _rename(self.path, self.destination, _RENAME_NOREPLACE)
+
+    def _publish_directory(self) -> None:
+        if not os.path.lexists(self.destination):
+            _rename(self.path, self.destination, _RENAME_NOREPLACE)
+            self._temporary = self.destination
+        elif not self.overwrite:
+            raise FileExistsError(errno.EEXIST, "exists", str(self.destination))
+        else:
+            # The old checkpoint now has the temporary name, and is removed with it.
+            _rename(self.path, self.destination, _RENAME_EXCHANGE)
+
+    def _sync_name(self) -> None:
+        temporary = self._temporary
+        if self._directory:
+            # The temporary is now the old checkpoint, which a power failure may bring back until the sync: keep it.
+            self._temporary = self.destination
+        try:
+            sync_directory(self.destination.parent)
+        except OSError as error:
+            raise StoreError(
+                f"the checkpoint is visible and can be read, but perhaps not durable: {error.strerror or error}",
+                path=self.destination,
+                remedy="check the device, then save it again with overwrite=True, or elsewhere",
+                errno=error.errno,
+            ) from error
+        self._temporary = temporary
+
+    def __exit__(self, *error: object) -> None:
+        if self not in _active:  # a forked child, whose parent is still saving
+            return
+        try:
+            if self._temporary != self.destination:
+                remove(self._temporary)
+        finally:
+            # Also if the removal is interrupted: otherwise this process would block its own next save.
+            self._release()
+
+    def _release(self) -> None:
+        _active.discard(self)
+        close(self._lock_fd)
+
+
+def _release_in_child() -> None:
+    # Otherwise the child would keep the lock of a writer that was killed for as long as it lives.
+    for commit in list(_active):
+        commit._release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file atomically and durably, in place of an older one, whose permissions it keeps.
+
+    A symbolic link is followed. Raises StoreError if the operating system refuses; an older file then remains.
+    """
+    target = absolute(path, follow_links=True)
+    with Commit(target, directory=False, overwrite=True, replaceable=lambda path: True) as commit:
+        with store_errors(path, "write the file"):
+            write_small(commit.path, content)
+            if target.exists():
+                shutil.copymode(target, commit.path)
+        commit.publish()
+
+
+def make_directory(folder: Path) -> None:
+    """Create a folder and its missing parents, each durable before the next."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(path)
+        sync_directory(path.parent)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Make a checkpoint invisible by one rename, durably, then remove it.
+
+    If the process is killed meanwhile, the checkpoint is complete or invisible; the next save there removes the rest.
+    """
+    temporary = new_name(path)
+    os.rename(path, temporary)
+    sync_directory(path.parent)
+    remove(temporary)
+
+
+def _rename(source: Path, destination: Path, flag: int) -> None:
+    """Rename by ``renameat2(2)``: without replacing, or exchanging two names in one step."""
+    code = libc().renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(destination), flag)
+    if code == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(number, os.strerror(number), str(destination))
+    # The file system, or the kernel, has no flags.
+    if flag == _RENAME_EXCHANGE:
+        raise StoreError(
+            "this file system cannot exchange two names in one step, so a checkpoint on it is never replaced",
+            path=destination,
+            remedy="save under a new name, then remove the old checkpoint",
+        )
+    # A plain rename replaces: a file that appears between this check and the rename is lost, which cannot be prevented.
+    if os.path.lexists(destination):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(destination))
+    os.rename(source, destination)
+
+
+# The lock of a folder, for one writer; the kernel releases it with the process.
+#
+# The lock (``flock``) is on the folder itself, so that no lock file is left behind. It holds on one host: file systems
+# that hosts share do not pass on locks of folders, so a writer on another host is not detected.
+
+# Weak, so that a lock without references releases its folder.
+_locks: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
+
+
+class FolderLock:
+    """The exclusive right to write in a folder, created if it is missing; released when the object is collected.
+
+    Raises BusyError if another process, or another lock in this one, holds the folder; StoreError if the folder cannot
+    be created or opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        while True:
+            self._fd = _lock(folder)
+            self._release = weakref.finalize(self, _unlock, self._fd, os.getpid())
+            _locks.add(self)
+            try:
+                if self.is_valid():
+                    return
+            except BaseException:
+                self.release()  # the traceback may live on, and the lock with it
+                raise
+            # The folder was removed, and perhaps created again, between the opening and the locking.
+            self.release()
+
+    def is_valid(self) -> bool:
+        """Return whether the locked folder is still the one at its path.
+
+        It may have been removed and created again, by hand for example, and another process may hold the new one.
+
+        Raises StoreError if the operating system refuses to look.
+        """
+        if not self._release.alive:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise store_error(error, self._folder, "look at the folder") from error
+
+    def release(self) -> None:
+        """Let others write; a second call does nothing."""
+        _locks.discard(self)
+        self._release()
+
+
+def _lock(folder: Path) -> int:
+    """Return a descriptor that holds the lock of a folder, which is created if it is missing."""
+    with store_errors(folder, "save here"):
+        make_directory(folder)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = None
+        with suppress(OSError):  # its number is for the message only
+            holder = machine.lock_holder(fd)
+        close(fd)
+        own = " (this one)" if holder == os.getpid() else ""
+        raise BusyError(
+            "another CheckpointManager writes here" + (f": process {holder}{own}" if holder else ""),
+            path=folder,
+            remedy="wait for it to end, close it, or use a folder of its own for each run",
+        ) from error
+    except OSError as error:
+        close(fd)
+        raise store_error(error, folder, "lock the folder") from error
+    return fd
+
+
+def _unlock(fd: int, owner: int) -> None:
+    # A forked child inherits the descriptor, but the lock is the parent's, which alone may release it.
+    if os.getpid() == owner:
+        with suppress(OSError):  # to close it releases it, too
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    close(fd)
+
+
+def _release_locks_in_child() -> None:
+    # Otherwise the child would keep the lock of a writer that was killed for as long as it lives.
+    for lock in list(_locks):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_locks_in_child)

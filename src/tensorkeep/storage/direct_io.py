@@ -1,0 +1,195 @@
+"""Parallel direct writes of one new file; converts OSError to StoreError, with a remedy.
+
+A buffered write of a checkpoint costs a copy, and then a flush that ``fsync`` waits for. So files are written with
+O_DIRECT. Where it is refused (tmpfs, some network file systems), the same calls go through the page cache.
+"""
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorkeep.errors import PathLike, StoreError, TensorkeepError
+from tensorkeep.storage.buffers import ALIGNMENT, round_down
+from tensorkeep.storage.parallel import Permits, default_threads
+
+logger = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
+"""A one-dimensional, contiguous array of bytes."""
+
+
+transfers = Permits(lambda: max(2, default_threads() // 2))
+"""Limits the transfers that run at once to half the threads.
+
+Threads that wait for one disk synchronise: all transfer, then all copy, hash or code while the disk is idle. With the
+limit, one half transfers while the other half computes.
+"""
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space, or save elsewhere",
+    errno.EDQUOT: "free some of your quota, or save elsewhere",
+    errno.EROFS: "the file system is read-only: save elsewhere",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "check its permissions, and those of the folders that it lies in"),
+    errno.EIO: "the device reports an I/O error: check it (dmesg) before you trust it",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "close some files, or raise the limit of open files (ulimit -n)",
+}
+
+
+def store_error(error: OSError, path: PathLike, action: str) -> StoreError:
+    """Return the `StoreError` for an error of the operating system: "cannot <action>", its ``errno`` and a remedy.
+
+    Raises the error itself if a handler of a signal has raised it, as of an alarm.
+    """
+    if isinstance(error, TimeoutError) and error.errno is None:  # an error of the system has a number
+        raise error
+    reason = error.strerror or str(error)
+    remedy = _REMEDIES.get(error.errno or 0)
+    return StoreError(f"cannot {action}: {reason}", path=path, remedy=remedy, errno=error.errno)
+
+
+@contextmanager
+def store_errors(path: PathLike, action: str) -> Iterator[None]:
+    """Raise errors of the operating system as `store_error` does; errors of this package, which may be OSErrors, pass.
+
+    >>> with store_errors("missing", "read the file"):
+    ...     os.stat("missing")
+    Traceback (most recent call last):
+    ...
+    tensorkeep.errors.StoreError: missing: cannot read the file: No such file or directory
+    """
+    try:
+        yield
+    except TensorkeepError:
+        raise
+    except OSError as error:
+        raise store_error(error, path, action) from error
+
+
+def close(fd: int) -> None:
+    """Close a descriptor, whatever the system says: what was written to it was synced before, or is given up."""
+    try:
+        os.close(fd)
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            raise  # it was closed before, and its number may be that of another file: a bug
+
+
+class DirectFile:
+    """A new file that many threads write at once, at offsets and from memory that are multiples of 4096 bytes.
+
+    Nothing must be at the path yet. ``direct`` is whether the page cache is bypassed, which some file systems refuse.
+
+    Raises StoreError if the file cannot be created.
+    """
+
+    def __init__(self, path: Path, *, direct: bool = True) -> None:
+        self.path = path
+        self.direct = direct
+        self._lock = threading.Lock()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with store_errors(path, "create the file"):
+            self._fd = self._open(flags)
+
+    def _open(self, flags: int) -> int:
+        if self.direct:
+            try:
+                return os.open(self.path, flags | os.O_DIRECT, 0o666)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Linux creates the file before the file system refuses the flag.
+                self.path.unlink(missing_ok=True)
+                self._use_page_cache()
+        return os.open(self.path, flags, 0o666)
+
+    def _use_page_cache(self) -> None:
+        self.direct = False
+        logger.info("%s: the file system refuses direct I/O; writing through the page cache", self.path)
+
+    def preallocate(self, size: int) -> None:
+        """Reserve ``size`` bytes, so that a full disk is found now and extents are laid out at once.
+
+        Raises StoreError if there is not enough space; the file is then closed.
+        """
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                return
+            self.close()
+            raise store_error(error, self.path, f"reserve {size:,} bytes") from error
+
+    def write(self, offset: int, data: Bytes) -> None:
+        """Write all of ``data``; offset, length and address must be multiples of 4096."""
+        done = 0
+        view = memoryview(data)
+        while done < len(view):
+            direct = self.direct  # another thread may fall back meanwhile
+            try:
+                with transfers.permit:
+                    written = os.pwrite(self._fd, view[done:], offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and direct:
+                    self._fall_back()
+                    continue
+                raise store_error(error, self.path, "write") from error
+            if written <= 0:
+                raise StoreError("cannot write: the kernel accepted no bytes", path=self.path)
+            # After a short write, a direct write continues at the last page that was written in full.
+            if direct and written < ALIGNMENT:
+                self._fall_back()
+            done += round_down(written) if direct else written
+
+    def _fall_back(self) -> None:
+        """Write through the page cache from now on: some file systems accept the flag and refuse the first write."""
+        with self._lock:
+            if self.direct:
+                with store_errors(self.path, "open the file again, without direct I/O"):
+                    buffered = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+                    try:
+                        os.dup2(buffered, self._fd, inheritable=False)
+                    finally:
+                        close(buffered)
+                self._use_page_cache()
+
+    def finish(self, size: int) -> None:
+        """Truncate the file to ``size`` bytes, make it durable and close it."""
+        try:
+            with store_errors(self.path, "make the file durable"):
+                os.ftruncate(self._fd, size)
+                os.fsync(self._fd)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            close(fd)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable; raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        close(fd)
+
+
+def write_small(path: Path, content: bytes) -> None:
+    """Create a small file with this content and make it durable."""
+    file = DirectFile(path, direct=False)
+    try:
+        file.write(0, np.frombuffer(content, np.uint8))
+        file.finish(len(content))
+    finally:
+        file.close()

@@ -1,0 +1,487 @@
+"""Resetting objects in forked children, which have neither the threads nor the locks of their parents."""
+
+import _thread
+import contextvars
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from tensorkeep.errors import OutOfMemoryError, UsageError
+from tensorkeep.machine import thread_wait_seconds, usable_processors
+from tensorkeep.storage.clock import clock
+
+# Resetting objects in forked children, which have neither the threads nor the locks of their parents.
+
+T = TypeVar("T")
+_resets: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+
+
+def reset_in_child(instance: T, reset: Callable[[T], None]) -> None:
+    """Call ``reset(instance)`` in every child that is forked while the instance exists; for the newest one first."""
+    _resets[instance] = reset
+
+
+def _reset_all() -> None:
+    for instance, reset in reversed(list(_resets.items())):
+        reset(instance)
+
+
+os.register_at_fork(after_in_child=_reset_all)
+
+
+# Threads that start or fail in a limited time, and calls that no handler of a signal interrupts.
+
+THREAD_START_SECONDS = 1.0
+"""A thread that was started begins to run within this time."""
+LONGEST_THREAD_START = 30.0
+"""Seconds after which a thread that has not begun is given up, on the busiest machine."""
+Result = TypeVar("Result")
+NO_MORE_THREADS = "end other processes, or raise the limits (ulimit -u and -v, pids.max of the control group)"
+
+
+class Signal:
+    """A flag that threads can wait for.
+
+    `threading.Event` takes its lock in Python code: a handler of a signal that raises there leaves the lock taken for
+    ever, and the next call waits for it. Here a plain lock, which one call takes, is free when the flag is set.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._at_fork_reinit()
+
+    def _at_fork_reinit(self) -> None:
+        """Replace the lock; `threading` calls this in a forked child, where another thread may have held it."""
+        self._gate = threading.Lock()
+        if not self._is_set:
+            self._gate.acquire()
+
+    def is_set(self) -> bool:
+        """Return whether the flag is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set the flag."""
+        self._is_set = True
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            self._gate.release()
+        except RuntimeError as error:
+            if "unlocked" not in str(error):  # it is not open: a handler of a signal has raised this
+                raise
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the flag is set, at most for so long; return whether it is."""
+        # In turns: an interrupt may keep the lock from being opened, for this thread or for others that wait.
+        while not self._is_set:
+            if self._gate.acquire(timeout=THREAD_START_SECONDS if timeout is None else timeout):
+                self._open()
+            elif timeout is not None:
+                break
+        return self._is_set
+
+
+class _Started(Signal):
+    """The event that `threading.Thread.start` waits for, with a limit.
+
+    A new thread that has no memory to begin with ends without setting it, and the wait would never end.
+    """
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(LONGEST_THREAD_START if timeout is None else timeout):
+            raise MemoryError("a new thread does not begin")
+        return True
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread; raises OutOfMemoryError if the system has no more of them, or no memory for another one."""
+    vars(thread)["_started"] = _Started()
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as error:
+        raise _no_more_threads(error) from error
+
+
+def _no_more_threads(error: BaseException) -> BaseException:
+    """Return the error for a thread that was not started; the error itself if a handler of a signal has raised it."""
+    if not isinstance(error, MemoryError) and not (type(error) is RuntimeError and "new thread" in str(error)):
+        return error
+    if "shutdown" in str(error):
+        return UsageError(
+            "the interpreter is exiting, and starts no more threads",
+            remedy="save and load before the program ends, not in a function of atexit",
+        )
+    return OutOfMemoryError(f"the system starts no more threads ({error})", remedy=NO_MORE_THREADS)
+
+
+class _Call(Generic[Result]):
+    """A function that another thread calls, unless it was given up before."""
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self.finished = Signal()
+        self._function = function
+        self._context = contextvars.copy_context()  # options of torch are context variables
+        self._cancels: list[Callable[[], object]] = []
+        self._is_cancelled = False
+        self._lock = threading.Lock()
+        self._is_taken = False
+        self._result: list[Result] = []
+        self._failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Let a `threading.Thread` call the function."""
+        try:
+            start_thread(threading.Thread(target=self._run, name="tensorkeep-supervisor", daemon=True))
+        except BaseException as error:
+            self.give_up(error)
+
+    def _run(self) -> None:
+        if self._take():
+            _local.call = self
+            try:
+                self._result.append(self._context.run(self._function))
+            except BaseException as error:
+                self._failure = error
+            finally:
+                del self._function
+                self.finished.set()
+
+    def _take(self) -> bool:
+        """Return whether nobody else has taken the call."""
+        with self._lock:
+            was_taken, self._is_taken = self._is_taken, True
+        return not was_taken
+
+    def nested(self, function: Callable[[], Result], cancel: Callable[[], object]) -> Result:
+        """Call a function that `cancel` of this call cancels, too, in the thread of this call."""
+        with self._lock:
+            self._cancels.append(cancel)
+            is_cancelled, self._is_cancelled = self._is_cancelled, False
+        try:
+            if is_cancelled:
+                cancel()
+            return function()
+        finally:
+            self._cancels.remove(cancel)
+
+    def cancel(self) -> None:
+        """Cancel the nested calls that run, or else the next one; not those that clean up after it."""
+        with self._lock:
+            cancels = [*self._cancels]
+            self._is_cancelled = not cancels
+        for cancel in cancels:
+            cancel()
+
+    def give_up(self, error: BaseException) -> bool:
+        """Let `result` raise an error, and return True, if no thread has begun to call the function, nor will."""
+        if not self._take():
+            return False
+        self._failure = error
+        self.finished.set()
+        return True
+
+    def result(self) -> Result:
+        """Return what the function has returned, or raise what it has raised."""
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+            return self._result.pop()
+        finally:
+            del failure  # whose traceback has this frame: a cycle would keep the state until it is collected
+
+
+_local = threading.local()
+"""Has the `_Call` that a thread was started for."""
+
+
+def shielded(function: Callable[[], Result], cancel: Callable[[], object] = lambda: None) -> Result:
+    """Call a function in another thread, where no handler of a signal can raise in it; return its result.
+
+    Python calls the handlers of signals in the main thread, between any two of its instructions, and many of them
+    raise: KeyboardInterrupt of Ctrl-C, SystemExit, the TimeoutError of an alarm. A file that was just opened, or a
+    lock that was just taken, would be lost before its owner knows of it. So the main thread only waits. If it is
+    interrupted, it calls ``cancel``, which may be called again and again, waits until the function has ended, and
+    raises the interrupt. A caller in another thread, which no handler interrupts, calls the function itself; ``cancel``
+    is called then, too, if that thread is one for which the main thread waits here.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        outer: _Call[Result] | None = getattr(_local, "call", None)
+        return function() if outer is None else outer.nested(function, cancel)
+    call = _Call(function)
+    interrupted: BaseException | None = None
+    waited, is_new = 0.0, False
+    try:
+        # Not `Thread.start`, which a handler that raises in it leaves half done; so it is called by a thread.
+        _thread.start_new_thread(call.start, ())
+    except BaseException as error:
+        interrupted = _no_more_threads(error)
+    while True:
+        try:
+            if interrupted:
+                cancel()
+                if is_new:
+                    is_new = False
+                    call.cancel()
+                call.give_up(interrupted)
+            if call.finished.wait(timeout=THREAD_START_SECONDS):
+                break
+            waited += THREAD_START_SECONDS
+            if waited >= LONGEST_THREAD_START:
+                call.give_up(_no_more_threads(MemoryError("a new thread does not begin")))
+        except BaseException as error:
+            interrupted = interrupted or error
+            is_new = True
+    try:
+        if interrupted:
+            raise interrupted
+        return call.result()
+    finally:
+        del call, interrupted  # as in `result`
+
+
+# Running tasks on a few threads, in order, until done, a failure or Ctrl-C.
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the total bytes, from any thread, one call at a time."""
+POLL_SECONDS = 0.1
+"""Interval at which a wait checks for cancellation."""
+
+
+def default_threads() -> int:
+    """Return twice the processors that this process may use, between 2 and 8: half the threads wait for the disk."""
+    return max(2, min(8, 2 * len(usable_processors())))
+
+
+class Permits:
+    """A bounded number of permits, which threads hold by ``with permits.permit``; ``count`` returns how many."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count = count
+        self.reset()
+        # In a forked child, permits that other threads held would never be released.
+        os.register_at_fork(after_in_child=self.reset)
+
+    def reset(self) -> None:
+        """Make all permits free."""
+        self.permit = threading.BoundedSemaphore(self._count())
+
+
+_coding = Permits(lambda: len(usable_processors()))
+_coding_beside = Permits(lambda: max(1, len(usable_processors()) // 2))
+
+
+class Cancelled(Exception):
+    """Raised in tasks that wait for a task that failed; by `run` only where the main thread was interrupted."""
+
+
+class Cancellation:
+    """A flag that tasks which wait for each other check."""
+
+    def __init__(self) -> None:
+        self._set = Signal()
+
+    def cancel(self) -> None:
+        """Set the flag."""
+        self._set.set()
+
+    def check(self) -> None:
+        """Raise `Cancelled` if the flag is set."""
+        if self._set.is_set():
+            raise Cancelled
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the flag is set, at most for so long."""
+        self._set.wait(seconds)
+
+
+class Pace:
+    """How the threads of one save share the processors while they code.
+
+    As many code at once as there are processors: more would only push each other's data out of the caches. While
+    ``beside`` is set, the caller continues to train: then half as many code, and each one that had to wait for a
+    processor pauses. A lower priority would do the same, but a thread that loses its processor while it holds the
+    interpreter's lock would stop the training with it.
+    """
+
+    _WAITED = 0.2
+    """Seconds of waiting for each second of coding from which on a thread pauses."""
+
+    _PAUSE = 3.0
+    """Seconds of pausing for each second of coding: a quarter of a processor is used, and steps are hardly slower."""
+
+    _LONGEST_PAUSE = 0.1
+
+    def __init__(self, cancellation: Cancellation) -> None:
+        self.beside = threading.Event()
+        self._cancellation = cancellation
+
+    @contextmanager
+    def coding(self) -> Iterator[None]:
+        """Code in the block, when it is this thread's turn."""
+        if not self.beside.is_set():
+            with _coding.permit:
+                yield
+            return
+        with _coding_beside.permit:
+            waited, ran = thread_wait_seconds(own=True), clock().thread_time()
+            yield
+            waited, ran = thread_wait_seconds(own=True) - waited, clock().thread_time() - ran
+            if waited > self._WAITED * ran and self.beside.is_set():
+                self._cancellation.wait(min(self._PAUSE * ran, self._LONGEST_PAUSE))
+
+
+class Order:
+    """Lets tasks pass a point one at a time, in the order of their numbers."""
+
+    def __init__(self, cancellation: Cancellation) -> None:
+        self._next = 0
+        self._changed = threading.Condition()
+        self._cancellation = cancellation
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Wait until all tasks with lower numbers have passed; the end of the block lets the next one pass.
+
+        A task that raises in the block must cancel the tasks that wait for it.
+        """
+        with self._changed:
+            while self._next != number:
+                self._cancellation.check()
+                self._changed.wait(timeout=POLL_SECONDS)
+        yield
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()
+
+
+class Meter:
+    """Adds up bytes from many threads and reports the sum to a progress callback."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.total = total
+        self._done = 0
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """Report that ``count`` more bytes are done."""
+        if self._progress is not None:
+            with self._lock:
+                self._done += count
+                self._progress(self._done, self.total)
+
+
+def answer_within(seconds: float, function: Callable[[], T]) -> T:
+    """Return what a function returns in a thread; TimeoutError if it takes longer, which it then does unnoticed.
+
+    Examples
+    --------
+    >>> answer_within(60, lambda: 7)
+    7
+    """
+    answers: SimpleQueue[T | BaseException] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(function())
+        except BaseException as error:
+            answers.put(error)
+
+    start_thread(threading.Thread(target=work, name="tensorkeep-question", daemon=True))
+    try:
+        answer = answers.get(timeout=clock().patience(seconds))
+    except Empty:
+        raise TimeoutError(f"no answer for {seconds:g} s") from None
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancellation | None = None) -> None:
+    """Call every task on ``threads`` threads; tasks start in order.
+
+    After the first exception, or a signal whose handler raises one (Ctrl-C), no further task starts, and those that
+    run are waited for before it is raised: tasks may use files that the caller closes afterwards.
+
+    Examples
+    --------
+    >>> squares = [0] * 4
+    >>> def square(number):
+    ...     squares[number] = number**2
+    >>> run([lambda n=n: square(n) for n in range(4)], threads=2)
+    >>> squares
+    [0, 1, 4, 9]
+    """
+    workers = _Workers(tasks, threads, cancellation or Cancellation())
+    shielded(workers.supervise, workers.stop)
+    failure, workers.failure = workers.failure, None
+    try:
+        if failure:
+            raise failure
+    finally:
+        del failure  # whose traceback has this frame: a cycle would keep what the tasks use until it is collected
+    if workers.is_stopped:
+        raise Cancelled
+
+
+class _Workers:
+    def __init__(self, tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancellation) -> None:
+        self.cancellation = cancellation
+        self.failure: BaseException | None = None
+        self.is_stopped = False
+        self._all_started = Signal()
+        self._is_over = False
+        self._tasks = iter(tasks)
+        self._threads = max(1, threads)  # of no tasks, callers may want none
+        self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        """Let no further task start, as the main thread was interrupted; `run` raises Cancelled."""
+        self.is_stopped = True
+        self.cancellation.cancel()
+
+    def supervise(self) -> None:
+        """Start the threads and wait for them."""
+        workers: list[threading.Thread] = []
+        try:
+            for number in range(self._threads):
+                worker = threading.Thread(target=self._work, name=f"tensorkeep-{number}", daemon=True)
+                start_thread(worker)
+                workers.append(worker)
+        except BaseException as error:  # the system has no more threads
+            self._fail(error)
+        finally:
+            self._all_started.set()
+            for worker in workers:
+                worker.join()
+            if not self._is_over and not self.failure:
+                self.failure = OutOfMemoryError("all threads have ended before their work", remedy=NO_MORE_THREADS)
+
+    def _work(self) -> None:
+        # The threads take their memory before the tasks take the rest of it.
+        self._all_started.wait()
+        try:
+            while (task := self._next()) is not None:
+                task()
+            self._is_over = True
+        except Cancelled:
+            self._is_over = True
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.failure = self.failure or error
+        self.cancellation.cancel()
+
+    def _next(self) -> Callable[[], None] | None:
+        self.cancellation.check()
+        with self._lock:
+            return next(self._tasks, None)

@@ -1,0 +1,352 @@
+"""The only place that makes a checkpoint in an object store visible: one conditional request for its manifest.
+
+A store has no rename and no lock. The objects of a save have names of its own, which hold its random id, so that two
+saves never write the same object. The manifest names them, and is written last: a process that is killed at any moment
+leaves the old checkpoint, or the new one, and objects that no manifest names.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from tensorkeep.errors import DestinationExistsError, NotFoundError, StoreError, TensorkeepError
+from tensorkeep.paths import StorePath, endpoint, without_secrets
+from tensorkeep.storage import store_requests
+from tensorkeep.storage.base import MANIFEST_NAME
+from tensorkeep.storage.clock import clock
+from tensorkeep.storage.store_requests import unsafe_server
+from tensorkeep.structs import prepared
+
+logger = logging.getLogger(__name__)
+
+TOMBSTONE_NAME = "removed.json"
+"""The manifest of a checkpoint that was removed, until its objects are; see `put_tombstone` for further ones."""
+
+LEFTOVER_AGE = timedelta(hours=24)
+"""Objects without a manifest that are older belong to a save that has failed: `prune` deletes them."""
+
+_ID_IN_NAME = re.compile(r"-([0-9a-f]{16})\.[^/]+\Z")
+_TOMBSTONE = re.compile(r"removed(-[0-9a-f]{16})?\.json")
+_AGAIN_SECONDS = 0.05
+
+_refusing: set[str] = set()  # endpoints that were seen to refuse the creation of an object that exists
+
+
+def object_name(name: str, save_id: str) -> str:
+    """Return the name of an object of a save, for the file name that it would have on a disk.
+
+    Examples
+    --------
+    >>> object_name("model-00001-of-00003.safetensors", "0123456789abcdef")
+    'model-00001-of-00003-0123456789abcdef.safetensors'
+    """
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}-{save_id}{dot}{suffix}" if save_id else name
+
+
+def save_of(name: str) -> str | None:
+    """Return the id of the save that wrote an object of this name; None if it has none.
+
+    Examples
+    --------
+    >>> save_of("model-0123456789abcdef.safetensors.index.json"), save_of("model.safetensors")
+    ('0123456789abcdef', None)
+    """
+    found = _ID_IN_NAME.search(name)
+    return found[1] if found else None
+
+
+def is_tombstone(name: str) -> bool:
+    """Return whether an object of this name holds the manifest of a removed checkpoint.
+
+    Examples
+    --------
+    >>> is_tombstone("removed.json"), is_tombstone("removed-0123456789abcdef.json"), is_tombstone("manifest.json")
+    (True, True, False)
+    """
+    return _TOMBSTONE.fullmatch(name) is not None
+
+
+def put_tombstone(path: StorePath, manifest: bytes) -> StorePath:
+    """Keep the manifest of a checkpoint that is about to be removed from a prefix; return the path of the tombstone.
+
+    A tombstone never replaces that of another manifest, whose objects may still be read. So if there is a
+    ``removed.json``, the name gets the digest of the manifest.
+    """
+    tombstone = path / TOMBSTONE_NAME
+    if not store_requests.put_unless_changed(tombstone, manifest, None):
+        tombstone = path / object_name(TOMBSTONE_NAME, hashlib.sha256(manifest).hexdigest()[:16])
+        store_requests.put(tombstone, manifest)
+    return tombstone
+
+
+class StoreCommit:
+    """A checkpoint that is being written to a store: a context manager that removes it unless it was published.
+
+    ``path`` is the prefix of its objects, whose names `object_name` makes with ``save_id``. ``replaceable`` returns
+    whether an existing checkpoint may be replaced, as for `tensorkeep.storage.commit.Commit`. ``listed`` returns
+    the names
+    of the objects that the manifest at a path lists; those of a checkpoint that was replaced are removed, and those of
+    saves that failed a day ago, if ``is_ours`` accepts their names. Other steps may share the objects of a step: its
+    old manifest becomes the tombstone, and `prune` removes what no step names.
+
+    Raises DestinationExistsError if something is there and may not be replaced; StoreError if the store refuses or
+    does not answer in time.
+
+    Examples
+    --------
+    >>> commit = StoreCommit(StorePath("s3://bucket/run/step-000100"), overwrite=False, replaceable=lambda path: True)
+    >>> len(commit.save_id), str(commit.path)
+    (16, 's3://bucket/run/step-000100')
+    """
+
+    def __init__(
+        self,
+        destination: StorePath,
+        *,
+        overwrite: bool,
+        replaceable: Callable[[Path], bool],
+        listed: Callable[[Path], Iterable[str]] = lambda path: (),
+        is_ours: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        self.destination = self.path = destination
+        self.overwrite = overwrite
+        self.save_id = secrets.token_hex(8)
+        self._manifest = destination / MANIFEST_NAME
+        self._replaceable = replaceable
+        self._listed = listed
+        self._is_ours = is_ours
+        self._seen: store_requests.ObjectStatus | None = None
+        self._old: bytes | None = None
+        self._replaced: set[str] = set()
+        self._begun = clock().time()
+        self._process = os.getpid()
+        self._may_appear = False  # whether the store has carried out a request for the manifest, or may still do so
+
+    def __enter__(self) -> Self:
+        end = clock().monotonic() + store_requests.give_up_seconds()
+        while True:
+            try:
+                self._look_at_destination(end)
+                return self
+            except StoreError:
+                # Another save may have replaced what was read.
+                if self._seen is None or self._is_still(self._seen) or clock().monotonic() > end:
+                    raise
+                clock().sleep(_AGAIN_SECONDS)
+
+    def _look_at_destination(self, end: float) -> None:
+        """Note what is replaced; raise if that is not allowed."""
+        self._old = self._seen = None
+        while (found := self._read_back()) is None:
+            names = {name for name, _ in store_requests.children(self.destination)}
+            if MANIFEST_NAME not in names:
+                self._check_free(names)
+                return
+            if clock().monotonic() > end:
+                raise StoreError(
+                    "lists a manifest that cannot be read",
+                    path=self.destination,
+                    remedy="check the permissions, or save to another path",
+                )
+            clock().sleep(_AGAIN_SECONDS)  # another save has created it meanwhile
+        self._old, self._seen = found
+        check_replaceable(self.destination, self._replaceable, overwrite=self.overwrite)
+        if not self.destination.is_step:
+            self._replaced = set(self._listed(self.destination))
+
+    def _is_still(self, seen: store_requests.ObjectStatus) -> bool:
+        found = self._read_back()
+        return found is not None and found[1].tag == seen.tag
+
+    def _check_free(self, names: Iterable[str]) -> None:
+        """Raise if there are objects below the prefix other than those of saves that did not end."""
+        foreign = sorted(name for name in names if save_of(name) is None and name != TOMBSTONE_NAME)
+        if foreign:
+            raise DestinationExistsError(
+                f"holds {foreign[0]!r}, and is not a checkpoint",
+                path=self.destination,
+                remedy="choose another path, or remove that yourself",
+            )
+
+    def publish(self, content: bytes) -> None:
+        """Make the checkpoint visible by writing its manifest; its objects are there already.
+
+        Raises DestinationExistsError if another save was first, and says which; UnsupportedError if the server does
+        not carry out conditional requests; StoreError if the store refuses or does not answer in time. The error then
+        says whether the checkpoint may still become visible.
+        """
+        self._check_server(content)
+        if clock().time() - self._begun > LEFTOVER_AGE.total_seconds():
+            self._check_objects(content)
+        end = clock().monotonic() + store_requests.give_up_seconds()
+        if self._old is not None and self.destination.is_step:
+            put_tombstone(self.destination, self._old)
+        while not self._put(content):
+            found = self._read_back()
+            if found is None:
+                self._seen = None  # it was removed, or two requests met and neither won
+            elif found[0] == content:
+                break  # ours: the answer to an earlier attempt was lost
+            elif self._seen is None or found[1].tag != self._seen.tag:
+                raise DestinationExistsError(
+                    f"another save was first: {_described(*found)}",
+                    path=self.destination,
+                    remedy="choose another path, or save again and overwrite that (overwrite=True)",
+                )
+            if clock().monotonic() > end:
+                raise StoreError(
+                    "cannot make the checkpoint visible: the store keeps answering that another request is in its way",
+                    path=self.destination,
+                    remedy="save again, or to another path",
+                )
+            clock().sleep(_AGAIN_SECONDS)
+        self._may_appear = True
+        if self._old is not None and not self.destination.is_step:
+            self._remove(partial(self._needless, content))
+
+    def _check_server(self, content: bytes) -> None:
+        """Check that the server refuses to create an object that exists: some replace it, and saves that race are lost.
+
+        Of a server that the user has named, this takes one request, for the first save of a process.
+        """
+        own = self._own_names(content)
+        if not own or self.destination.scheme != "s3" or endpoint() in {"", *_refusing}:
+            return
+        if store_requests.put_unless_changed(self.destination / own[0], b"", None):
+            problem = f"at {without_secrets(endpoint())} replaces an object although asked not to (If-None-Match)"
+            raise unsafe_server(self.destination, problem)
+        _refusing.add(endpoint())
+
+    def _check_objects(self, content: bytes) -> None:
+        """Check that the objects of a save that took very long still exist: `prune` deletes those that are so old."""
+        own = self._own_names(content)
+        # The manifest of several ranks names the fragment of each, which names the objects of the rank.
+        for name in [name for name in own if name.endswith(".json")]:
+            own += self._own_names(store_requests.read(self.destination / name)[0])
+        missing = {*own} - {name for name, _ in store_requests.children(self.destination)}
+        if missing:
+            raise StoreError(
+                f"{min(missing)} was deleted meanwhile: after 24 h, prune takes a save for one that has failed",
+                path=self.destination,
+                remedy="save again, in less time",
+            )
+
+    def _own_names(self, content: bytes) -> list[str]:
+        """Return the names of objects of this save that a JSON file has."""
+        return re.findall(rf'"([^"/]+-{self.save_id}\.[^"/]+)"', content.decode())
+
+    def _put(self, content: bytes) -> bool:
+        """Send the manifest; return whether the store has accepted it."""
+        before, self._may_appear = self._may_appear, True
+        try:
+            written = store_requests.put_unless_changed(self._manifest, content, self._seen)
+        except StoreError as error:
+            with suppress(StoreError):
+                found = self._read_back()
+                if found is not None and found[0] == content:
+                    return True
+            # Reading back proves nothing: a request whose answer was lost may still be on its way.
+            if error.errno == errno.EACCES and not before:
+                self._may_appear = False
+                raise
+            raise StoreError(
+                f"cannot make the checkpoint visible: {error.message}; "
+                "if the store still carries out the request, it becomes visible later",
+                path=self.destination,
+                remedy=error.remedy,
+            ) from error
+        if written is False:
+            self._may_appear = before
+        return bool(written)
+
+    def _read_back(self) -> tuple[bytes, store_requests.ObjectStatus] | None:
+        try:
+            return store_requests.read(self._manifest)
+        except NotFoundError:
+            return None
+
+    def _needless(self, content: bytes) -> list[str]:
+        """Return the objects that only the old manifest lists, and those of saves that failed a day ago."""
+        written = {
+            name: each.modified for name, each in store_requests.children(self.destination) if each and save_of(name)
+        }
+        # The clock of the store: the objects of this save are the newest.
+        old = {name for name, when in written.items() if when <= max(written.values()) - LEFTOVER_AGE}
+        failed = {name for name in old if save_of(name) != self.save_id and self._is_ours(name)}
+        return [name for name in sorted(self._replaced | failed) if not _names(content, name)]
+
+    def _remove(self, needless: Callable[[], Iterable[str]]) -> None:
+        """Remove objects that nothing needs; if that fails, `prune` or the next replacement will."""
+        try:
+            store_requests.delete([self.destination / name for name in needless() if "/" not in name])
+        except TensorkeepError as error:
+            logger.warning("%s: objects that nothing needs remain: %s", self.destination, error.message)
+
+    def __exit__(self, *error: object) -> None:
+        # A manifest that becomes visible later needs its objects. A forked child has no part in the save.
+        if not self._may_appear and os.getpid() == self._process:
+            children = partial(store_requests.children, self.destination)
+            self._remove(lambda: [name for name, _ in children() if save_of(name) == self.save_id])
+
+
+def check_replaceable(path: StorePath, replaceable: Callable[[Path], bool], *, overwrite: bool) -> None:
+    """Raise unless what is at a path may be replaced."""
+    if not overwrite:
+        raise DestinationExistsError(
+            "exists already", path=path, remedy="choose another path, or ask to overwrite it (overwrite=True)"
+        )
+    if not replaceable(path):
+        raise DestinationExistsError(
+            "is not a checkpoint of this format, so it is not replaced",
+            path=path,
+            remedy="choose another path, or remove it yourself",
+        )
+
+
+def _names(manifest: bytes, name: str) -> bool:
+    """Return whether a manifest names an object, here or by way of another prefix."""
+    return any(f'{before}{name}"'.encode() in manifest for before in '"/')
+
+
+class _Step(msgspec.Struct):
+    number: int
+
+
+class _File(msgspec.Struct):
+    name: str
+
+
+class _Body(msgspec.Struct):
+    """What a manifest says about the save that wrote it."""
+
+    writer: str = ""
+    step: _Step | None = None
+    files: list[_File] = []
+
+
+class _Content(msgspec.Struct):
+    body: _Body
+
+
+def _described(content: bytes, status: store_requests.ObjectStatus) -> str:
+    """Return which save wrote a manifest, in words."""
+    when = f"{status.modified:%Y-%m-%d %H:%M:%S} UTC"
+    try:
+        body = msgspec.json.decode(content, type=prepared(_Content)).body
+    except (msgspec.DecodeError, RecursionError):
+        return f"an object that is not a manifest, at {when}"
+    words = [f"save {found}" for file in body.files if (found := save_of(file.name))][:1]
+    words += [f"of step {body.step.number}"] if body.step else []
+    return " ".join([*words, f"by {body.writer or 'another program'}, at {when}"])

@@ -1,0 +1,497 @@
+"""Checkpoints in object stores, read as directories and files are: a prefix is a directory, an object a file."""
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import get_ident
+from typing import NoReturn, Self
+
+import numpy as np
+
+from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError, TensorkeepError, UnsupportedError
+from tensorkeep.paths import StorePath
+from tensorkeep.storage import store_requests
+from tensorkeep.storage.base import Directory, SourceFile
+from tensorkeep.storage.buffers import Buffer, BufferPool, round_up
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation, Cancelled, start_thread
+from tensorkeep.storage.store_commit import check_replaceable, save_of
+
+# Checkpoints in object stores, read as directories and files are: a prefix is a directory, an object a file.
+
+_FIRST_BYTES = 64 * 1024
+_MOST_OBJECTS = 8
+_first: dict[StorePath, tuple[str, bytes]] = {}
+"""Tags and first bytes of the objects that `first_bytes` read last."""
+
+
+def first_bytes(path: StorePath, count: int) -> bytes:
+    """Return the first bytes of an object, as many as it has; NotFoundError if it does not exist.
+
+    They are kept, for as long as the object has the same tag: opening a checkpoint reads its manifest several times.
+    """
+    if count > _FIRST_BYTES:
+        return store_requests.read(path, count)[0]
+    known = _first.get(path)
+    if not known or store_requests.head(path).tag != known[0]:
+        content, status = store_requests.read(path, _FIRST_BYTES)
+        known = status.tag or "", content
+        # Listed by one call of C code: other threads change the dictionary, which must not happen within an iteration.
+        for oldest in list(_first)[: 1 - _MOST_OBJECTS]:
+            _first.pop(oldest, None)
+        _first[path] = known
+    return known[1][:count]
+
+
+@dataclass
+class _Window:
+    """A range of an object, and its bytes, once they were read."""
+
+    start: int
+    stop: int
+    content: memoryview | None = None
+
+
+class StoreFile(SourceFile):
+    """An object that many threads read at once, one request for each range; see `SourceFile`.
+
+    It is read as it was when it was opened, or was ``found`` before: if it is replaced meanwhile, reading raises
+    StoreError. With ``content``, all that it has, no request is made.
+    """
+
+    def __init__(
+        self, path: StorePath, found: store_requests.ObjectStatus | None = None, content: bytes | None = None
+    ) -> None:
+        self.path = path
+        self._content = content
+        self._url = path
+        found = found or store_requests.head(path)
+        self.size = found.size
+        self.status = found.as_stat()
+        self._tag = found.tag
+        self._windows: dict[int, list[_Window]] = {}  # by thread
+
+    @property
+    def fd_path(self) -> str:
+        raise _on_disks_only(self._url)
+
+    @contextmanager
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """In this context, what this thread reads of one of these ranges is read with all of it, by one request."""
+        self._windows[get_ident()] = [_Window(start, stop) for start, stop in ranges]
+        try:
+            yield
+        finally:
+            del self._windows[get_ident()]
+
+    def read_into(self, offset: int, out: Bytes) -> None:
+        out[:] = self.fetch(offset, len(out), out)
+
+    def bypasses_cache(self, offset: int, count: int) -> bool:
+        # One request for a whole range, not one for each piece.
+        return True
+
+    def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
+        """Return ``count`` bytes of the object, in memory of their own."""
+        if not count:
+            return scratch[:0]
+        for window in self._windows.get(get_ident(), ()):
+            if window.start <= offset and offset + count <= window.stop:
+                if window.content is None:
+                    window.content = self._get(window.start, window.stop)
+                found = window.content[offset - window.start :][:count]
+                break
+        else:
+            found = self._get(offset, offset + count)
+        if len(found) != count:
+            raise CorruptCheckpointError(
+                f"the object ends at byte {offset + len(found):,}, inside the data", path=self.path
+            )
+        return np.frombuffer(found, np.uint8)
+
+    def _get(self, start: int, stop: int) -> memoryview:
+        if self._content is not None:
+            return memoryview(self._content)[start:stop]
+        tag, known = _first.get(self._url, ("", b""))
+        if tag and tag == self._tag and stop <= len(known):
+            return memoryview(known)[start:stop]
+        # A range that begins at the end or later is an error of the request, one that ends later is cut short.
+        return store_requests.get(self._url, start, stop, tag=self._tag) if start < self.size else memoryview(b"")
+
+    def map_private(self) -> NoReturn:
+        raise _on_disks_only(self._url)
+
+    def close(self) -> None:
+        """Do nothing: an object is not held open."""
+
+
+class StoreDirectory(Directory):
+    """The objects below a prefix; see `Directory`.
+
+    Its files never change: a checkpoint is replaced by another manifest, which names other objects. The name
+    ``../NAME/FILE`` is that of an object of another checkpoint of the same run. With ``known``, the objects of a
+    listing by their keys, no request is made for their status.
+    """
+
+    def __init__(self, path: StorePath, known: Mapping[str, store_requests.ObjectStatus] | None = None) -> None:
+        self.path = path
+        self._url = path
+        self._known = known
+        self._seen: dict[str, store_requests.ObjectStatus] = {}
+        self._contents: dict[str, bytes] = {}
+
+    @property
+    def fd_path(self) -> str:
+        raise _on_disks_only(self._url)
+
+    @property
+    def stable_path(self) -> StorePath:
+        """The path itself."""
+        return self._url
+
+    def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
+        # The same object for as long as this directory is open: if it was replaced, reading it is an error.
+        found = self._seen.get(name) or self._look_at(name)
+        self._seen.setdefault(name, found)
+        return StoreFile(self.path_of(name), found, self._contents.get(name))
+
+    def read_once(self, name: str) -> bytes:
+        """Return the content of a file, which no other method reads again."""
+        file = self.open(name)
+        self._contents[name] = file.read(0, file.size)
+        return self._contents[name]
+
+    def open_one_of(self, count: int, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
+        return self.open(name)
+
+    def status(self, name: str) -> os.stat_result:
+        """Return the status of a file, when it was opened if it was; FileNotFoundError if it does not exist."""
+        try:
+            return (self._seen.get(name) or self._look_at(name)).as_stat()
+        except NotFoundError as error:
+            raise FileNotFoundError(str(error)) from error
+
+    def path_of(self, name: str) -> StorePath:
+        return self._url.parent / name[3:] if name.startswith("../") else self._url / name
+
+    def _look_at(self, name: str) -> store_requests.ObjectStatus:
+        path = self.path_of(name)
+        if self._known is None:
+            # An object of another checkpoint has that as well.
+            return store_requests.head(path)._replace(links=2 if name.startswith("../") else 1)
+        if path.key not in self._known:
+            raise NotFoundError("does not exist", path=path)
+        return self._known[path.key]
+
+    def changed(self, names: Iterable[str]) -> str | None:
+        """Return the first of some files that were opened that has another content now, or is missing."""
+        for name in names:
+            try:
+                if store_requests.head(self.path_of(name)).tag != self._seen[name].tag:
+                    return name
+            except NotFoundError:
+                return name
+        return None
+
+    def was_replaced(self) -> bool:
+        """Return whether a file that was opened has another content now, or is missing."""
+        try:
+            return self.changed(self._seen) is not None
+        except StoreError:
+            return False  # the error that was raised before says more
+
+    def close(self) -> None:
+        """Do nothing: a prefix is not held open."""
+
+
+def _on_disks_only(path: StorePath) -> UnsupportedError:
+    return UnsupportedError(
+        "this is not possible in an object store", path=path, remedy="copy the checkpoint to a disk first"
+    )
+
+
+# Writing a new object of a store from many threads, in parts that are on their way while others are still computed.
+#
+# obstore takes the bytes of an object in order, from one iterator, and sends several parts at once, from the memory in
+# which they are: nothing is copied. A buffer therefore returns to its pool when obstore has dropped its last reference
+# to it, and so what is on its way counts within the pool's budget.
+#
+# A thread never waits for memory that only a later write could free. What does not fill a part is copied to a buffer of
+# the upload, and everything else is sent without waiting for more.
+
+_PART_BYTES = 8 * 1024**2
+_MOST_PARTS = 10_000
+"""The parts that S3 allows for an object."""
+_PARTS_AT_ONCE = 8
+"""Parts of one object that are on their way. A network of 1.2 MB/s sends them in time: see
+`store_requests.GIVE_UP_SECONDS`."""
+
+
+def part_bytes(most_bytes: int) -> int:
+    """Return the size of the parts of an object of at most so many bytes.
+
+    Examples
+    --------
+    >>> part_bytes(4 * 1024**3) // 1024**2, part_bytes(200 * 1024**3) // 1024**2
+    (8, 21)
+    """
+    return max(_PART_BYTES, round_up(-(-most_bytes // _MOST_PARTS), 1024**2))
+
+
+class Upload:
+    """A new object that many threads write at once, every byte once; see `tensorkeep.storage.direct_io.DirectFile`.
+
+    It has at most ``most_bytes``. It appears in `finish`, complete; what was sent before is dropped if it is closed
+    without. One that fits into a part is sent by one request. ``progress`` is called with the ``counts`` of `write`
+    when its data was sent, from the threads that write.
+    """
+
+    direct = False
+    """The page cache is not concerned."""
+
+    def __init__(
+        self,
+        path: StorePath,
+        pool: BufferPool,
+        cancellation: Cancellation,
+        *,
+        most_bytes: int,
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self.path = path
+        self._part_bytes = part_bytes(most_bytes)
+        self._pool = pool
+        self._cancellation = cancellation
+        self._pieces = _Pieces(cancellation)
+        self._changed = self._pieces.changed
+        self._progress = progress
+        self._next = 0  # the first byte that was not written
+        self._sent = 0  # bytes; parts that overtook others are counted as if they had not
+        self._counts: deque[tuple[int, int]] = deque()  # where the data of a `write` ends, and its count
+        self._rest: Buffer | None = None  # bytes that do not fill a part yet
+        self._rest_bytes = 0
+        self._thread: threading.Thread | None = None
+        self._over = False
+        self._error: BaseException | None = None
+
+    def write(self, offset: int, data: Bytes, memory: Buffer | None = None, *, counts: int = 0) -> None:
+        """Write all of ``data``; waits until everything before it was written.
+
+        ``memory`` is the buffer in which it is. It is lent until the data was sent; without it, the data is copied.
+        Raises the error of the upload; Cancelled.
+        """
+        if not len(data):
+            self._progress(counts)
+            return
+        self._wait_until(lambda: self._next == offset)
+        # No other thread is here: it waits for these bytes.
+        done = 0
+        while done < len(data):
+            done += self._add(data[done:], memory)
+        with self._changed:
+            self._next += len(data)
+            self._counts.append((self._next, counts))
+            self._changed.notify_all()
+
+    def _add(self, data: Bytes, memory: Buffer | None) -> int:
+        """Send whole parts from where they are, or copy what does not fill one; return the bytes that were used."""
+        missing = self._part_bytes - self._rest_bytes
+        if memory is not None and len(data) >= missing:
+            count = missing + (len(data) - missing) // self._part_bytes * self._part_bytes
+            self._send_rest()
+            self._send(data[:count], memory)
+            return count
+        count = min(missing, len(data))
+        if self._rest is None:
+            self._rest = self._pool.acquire(self._part_bytes, self._cancellation)
+        self._rest.array[self._rest_bytes : self._rest_bytes + count] = data[:count]
+        self._rest_bytes += count
+        if count == missing:
+            self._send_rest()
+        return count
+
+    def _send_rest(self, *, start: bool = True) -> None:
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self._send(rest.array[: self._rest_bytes], rest, start=start)
+            rest.release()
+        self._rest_bytes = 0
+
+    def _send(self, piece: Bytes, memory: Buffer, *, start: bool = True) -> None:
+        memory.lend()
+        # When nobody refers to this array any more; obstore does until the part was sent.
+        weakref.finalize(piece, self._was_sent, memory, len(piece)).atexit = False
+        self._pieces.add(piece)
+        if start and self._thread is None:
+            thread = threading.Thread(target=self._upload, args=(self._part_bytes,), daemon=True)
+            thread.name = "tensorkeep-upload"
+            start_thread(thread)
+            self._thread = thread
+
+    def _was_sent(self, memory: Buffer, count: int) -> None:
+        memory.give_back()
+        with self._changed:
+            self._sent += count
+
+    def _report(self) -> None:
+        """Report what was sent since the last call; not in the thread of obstore, as the function may raise."""
+        with self._changed:
+            done = 0
+            while self._counts and self._counts[0][0] <= self._sent:
+                done += self._counts.popleft()[1]
+        if done:
+            self._progress(done)
+
+    def finish(self, size: int) -> None:
+        """Send the rest and wait until the object is there; it has ``size`` bytes.
+
+        Raises StoreError if the store refuses, or does not answer in time; Cancelled.
+        """
+        try:
+            self._check()
+            if self._next != size:
+                raise AssertionError(f"{self._next} bytes were written, not {size}")
+            alone = self._thread is None
+            self._send_rest(start=False)
+            self._pieces.end()
+            if alone:
+                self._upload(None)
+            self._wait_until(lambda: self._over)
+            self._check()
+            self._sent = size
+            self._report()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Drop an object that is not finished; a second call does nothing. Waits until nothing is on its way."""
+        self._pieces.drop()
+        if self._thread is not None:
+            self._thread.join()
+        if self._rest is not None:
+            self._rest.release()
+            self._rest = None
+
+    def _upload(self, size_of_parts: int | None) -> None:
+        try:
+            store_requests.put_pieces(self.path, iter(self._pieces), part_bytes=size_of_parts, at_once=_PARTS_AT_ONCE)
+        except BaseException as error:
+            if isinstance(error, UnsupportedError) or not self._is_there():
+                self._error = error
+        finally:
+            self._pieces.drop()
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+
+    def _is_there(self) -> bool:
+        """Return whether the object is there although its upload failed: the answer to the last request was lost.
+
+        A second request to complete an upload is refused by some stores. Objects appear complete or not at all, and one
+        whose name holds the id of this save can be of no other; any other name may be that of an older object.
+        """
+        if not self._pieces.exhausted or save_of(self.path.name) is None:
+            return False
+        try:
+            return store_requests.head(self.path).size == self._pieces.nbytes
+        except TensorkeepError:
+            return False
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while True:
+            self._report()
+            with self._changed:
+                self._check()
+                if condition():
+                    return
+                self._changed.wait(POLL_SECONDS)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._cancellation.check()
+
+
+class ObjectCommit:
+    """A checkpoint of one object: a context manager like `tensorkeep.storage.store_commit.StoreCommit`.
+
+    ``path`` is the object, which its upload makes visible, complete; so there is nothing to publish or to remove. Its
+    name has no id: if another save creates it meanwhile, the one that ends last replaces the other.
+
+    Raises DestinationExistsError if something is there and may not be replaced.
+    """
+
+    def __init__(self, destination: StorePath, *, overwrite: bool, replaceable: Callable[[Path], bool]) -> None:
+        self.path = destination
+        self._overwrite = overwrite
+        self._replaceable = replaceable
+
+    def __enter__(self) -> Self:
+        try:
+            store_requests.head(self.path)
+        except NotFoundError:
+            return self
+        check_replaceable(self.path, self._replaceable, overwrite=self._overwrite)
+        return self
+
+    def publish(self) -> None:
+        """Do nothing: the end of the upload was the commit."""
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing: an upload that was not finished has left nothing."""
+
+
+class _Pieces:
+    """The pieces of an object, in order: an iterator, which waits for those that are still to be added."""
+
+    def __init__(self, cancellation: Cancellation) -> None:
+        self.changed = threading.Condition()
+        self.nbytes = 0
+        self.exhausted = False
+        self._cancellation = cancellation
+        self._waiting: deque[Bytes] = deque()
+        self._ended = False
+        self._dropped = False
+
+    def add(self, piece: Bytes) -> None:
+        with self.changed:
+            if not self._dropped:
+                self._waiting.append(piece)
+                self.nbytes += len(piece)
+                self.changed.notify_all()
+
+    def end(self) -> None:
+        """End the iteration after the pieces that were added."""
+        with self.changed:
+            self._ended = True
+            self.changed.notify_all()
+
+    def drop(self) -> None:
+        """Drop what still waits; the iteration then raises Cancelled."""
+        with self.changed:
+            self._dropped = True
+            self._waiting.clear()
+            self.changed.notify_all()
+
+    def __iter__(self) -> Iterator[Bytes]:
+        return self
+
+    def __next__(self) -> Bytes:
+        with self.changed:
+            while True:
+                if self._dropped:
+                    raise Cancelled
+                self._cancellation.check()
+                if self._waiting:
+                    break
+                if self._ended:
+                    self.exhausted = True
+                    raise StopIteration
+                self.changed.wait(POLL_SECONDS)
+            # Not by way of a variable, which would keep it while this waits for the next one.
+            return self._waiting.popleft()
