@@ -44,7 +44,7 @@ from tensorkeep.checkpoint.arguments import STORE_THREADS
 from tensorkeep.cli.text import Table
 from tensorkeep.paths import StorePath
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
-from tensorkeep.storage.store_files import part_bytes
+from tensorkeep.storage.object_store import part_bytes
 from tensorkeep.units import parse_bytes
 
 SEED = 20_261_123

@@ -23,7 +23,7 @@ class StorePath(PosixPath):
     """The path of an object, or of several that share a prefix, in an object store.
 
     It is joined and taken apart like any other path. Nothing of it exists on a file system: where a path is read,
-    `tensorkeep.storage.places` and `tensorkeep.formats.probe` look at its class.
+    `tensorkeep.storage.storage_of` looks at its class.
 
     Examples
     --------
@@ -72,6 +72,8 @@ def as_path(path: PathLike) -> Path:
 
 def absolute(path: PathLike, *, follow_links: bool = False) -> Path:
     """Return the absolute path, if asked also without symbolic links; StoreError if the working directory is gone."""
+    if isinstance(path, StorePath):
+        return path
     try:
         return Path(os.path.realpath(path) if follow_links else os.path.abspath(path))
     except OSError as error:

@@ -14,9 +14,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event = threading.Event()
     real = Commit.publish
 
-    def publish(commit: Commit) -> None:
+    def publish(commit: Commit, manifest: bytes | None = None) -> None:
         event.wait()
-        real(commit)
+        real(commit, manifest)
 
     monkeypatch.setattr(Commit, "publish", publish)
     yield event

@@ -16,6 +16,7 @@ from tensorkeep.cli.main import main
 from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.native import reader
 from tensorkeep.storage.base import Directory
+from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import content, names_in
 
@@ -51,7 +52,7 @@ def test_other_folders_and_intact_steps_are_kept(root: Path, run_json: RunJson) 
     (root / "step-000100" / "thesis.txt").write_text("years of work")
     torch.save({"w": torch.ones(3)}, root / "step-000200")
     later = root / "step-000002"
-    body = checksummed_json.read(Directory(later), "manifest.json")
+    body = checksummed_json.read(LocalDirectory(later), "manifest.json")
     (later / "manifest.json").write_bytes(checksummed_json.seal({**body, "version": body["version"] + 1}))
     before = content(root)
     real = reader.manifests.read_outline

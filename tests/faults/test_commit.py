@@ -15,7 +15,6 @@ import torch
 
 import tensorkeep
 from tensorkeep.formats.base import FORMATS
-from tensorkeep.storage import commit
 from tensorkeep.storage import commit as commit_module
 from tensorkeep.storage.commit import SUFFIX, Commit, prefix, remove_abandoned
 from tensorkeep.testing.cases import case
@@ -227,7 +226,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
 def test_of_two_writers_that_start_together_one_saves(tmp_path: Path) -> None:
     """Each sees the other's temporary after its own check; exactly one of them saves."""
     place = tmp_path / "ckpt"
-    real = commit.remove_stale
+    real = commit_module.remove_stale
     rivals: list[Commit] = []
 
     def look(destination: Path, *, besides: Path | None = None) -> list[Path]:
@@ -309,7 +308,7 @@ def test_a_forked_child_neither_keeps_the_lock_nor_removes_anything(tmp_path: Pa
 @pytest.fixture
 def locks_that_nobody_sees() -> Iterator[None]:
     """Simulate the locks of a network file system, seen from another host."""
-    with mock.patch.object(commit.fcntl, "flock"):
+    with mock.patch.object(commit_module.fcntl, "flock"):
         yield
 
 
@@ -322,13 +321,19 @@ def test_a_temporary_is_removed_before_it_is_visible_or_not_at_all(tmp_path: Pat
     assert names_in(tmp_path) == []
     with another_writer(tmp_path / "ckpt") as commit:
         (commit.path / "file").write_text("whole")
-        with mock.patch.object(commit, "sync_directory", lambda folder: commit.publish()):
+        real = commit_module.sync_directory
+
+        def publish_meanwhile(folder: Path) -> None:
+            with mock.patch.object(commit_module, "sync_directory", real):
+                commit.publish()
+
+        with mock.patch.object(commit_module, "sync_directory", publish_meanwhile):
             remove_abandoned(tmp_path)
     assert ((tmp_path / "ckpt" / "file").read_text(), names_in(tmp_path)) == ("whole", ["ckpt"])
 
 
 def test_temporaries_of_another_user_do_not_block_saves_to_other_paths(tmp_path: Path) -> None:
-    real = commit._open_directory
+    real = commit_module._open_directory
 
     def open_directory(path: Path) -> int:
         if path.name.endswith(f"00000000{SUFFIX}"):
@@ -337,7 +342,7 @@ def test_temporaries_of_another_user_do_not_block_saves_to_other_paths(tmp_path:
 
     left = left_behind(tmp_path / "step-000001")
     left.mkdir()
-    with mock.patch.object(commit, "_open_directory", open_directory):
+    with mock.patch.object(commit_module, "_open_directory", open_directory):
         with tensorkeep.CheckpointManager(tmp_path) as manager:
             manager.save(2, STATE)
         assert names_in(tmp_path) == [left.name, "step-000002"]

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.storage import base
+from tensorkeep.storage import local
 from tensorkeep.storage.base import Directory, SourceFile
+from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.testing.equality import same
 from tiers import exhaustive
 
@@ -28,7 +29,7 @@ def state(value: float) -> dict[str, dict[str, torch.Tensor]]:
     [("native", True), ("safetensors", False), *exhaustive(("native", False), ("safetensors", True))],
 )
 def test_replaced_between_any_two_files(tmp_path: Path, format: str, verify: bool) -> None:
-    real, options = Directory.open, FORMATS[format]
+    real, options = LocalDirectory.open, FORMATS[format]
     met = set()
     for index in range(8):
         place = tmp_path / str(index)
@@ -43,7 +44,7 @@ def test_replaced_between_any_two_files(tmp_path: Path, format: str, verify: boo
                 tensorkeep.save(state(2), place, overwrite=True, **options)
             return real(self, name, **how)
 
-        with mock.patch.object(Directory, "open", open_):
+        with mock.patch.object(LocalDirectory, "open", open_):
             found = tensorkeep.load(place, verify=verify)
         assert same(found, state(1)) or same(found, state(2))
         met.add(found["part0"]["w"][0].item())
@@ -63,7 +64,7 @@ def few_descriptors() -> Iterator[None]:
 @pytest.mark.parametrize("compression", [*exhaustive("none"), "lossless"])
 @pytest.mark.usefixtures("few_descriptors")
 def test_more_files_than_file_descriptors(tmp_path: Path, compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "MAX_OPEN_FILES", 40)
+    monkeypatch.setattr(local, "MAX_OPEN_FILES", 40)
     wide = {f"part{i}": {"w": torch.full((8,), float(i)), "none": torch.empty(0)} for i in range(80)}
     wide["empty"] = {"w": torch.empty(0)}
     tensorkeep.save(wide, tmp_path / "ckpt", compression=compression)
@@ -75,7 +76,7 @@ def test_more_files_than_file_descriptors(tmp_path: Path, compression: str, monk
 
 def test_an_open_checkpoint_keeps_its_content_and_files_opened_later_raise_an_error(tmp_path: Path) -> None:
     tensorkeep.save(state(1), tmp_path / "ckpt")
-    few_files = partial(mock.patch.object, base, "MAX_OPEN_FILES", 3)
+    few_files = partial(mock.patch.object, local, "MAX_OPEN_FILES", 3)
     with tensorkeep.open(tmp_path / "ckpt") as opened, few_files(), tensorkeep.open(tmp_path / "ckpt") as partly:
         tensorkeep.save(state(2), tmp_path / "ckpt", overwrite=True)
         assert all(torch.equal(opened[name].load(), torch.ones(8)) for name in opened)

@@ -13,7 +13,7 @@ from tensorkeep.errors import StoreError
 from tensorkeep.formats import mapped_file
 from tensorkeep.formats.mapped_file import FetchedFile, FetchedParts
 from tensorkeep.storage.direct_io import Bytes
-from tensorkeep.storage.store_files import StoreFile
+from tensorkeep.storage.object_store import StoreFile
 
 PIECE = 16 * 1024
 

@@ -302,7 +302,7 @@ def test_data_that_matches_the_skeleton_is_used_and_other_data_refused() -> None
 def test_unregistered_classes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton = flatten({"s": Settings(1.0, torch.ones(1)), "c": Color.RED}).skeleton
     assert list(leaf_specs(skeleton)) == ["s.weight"]
-    monkeypatch.setattr(skeleton, "_CLASSES", {})
+    monkeypatch.setattr("tensorkeep.state.skeleton._CLASSES", {})
     assert list(leaf_specs(skeleton)) == ["s.weight"]
     with pytest.raises(UnsupportedError) as caught:
         unflatten(skeleton, {"s.weight": torch.ones(1)})

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import tensorkeep
-from tensorkeep.storage.base import SourceFile
 from tensorkeep.storage.buffers import ALIGNMENT, BufferPool
+from tensorkeep.storage.local import LocalFile
 
 MIB = 1024**2
 
@@ -29,7 +29,7 @@ def test_fetch_returns_the_right_bytes(tmp_path: Path, page_cache: bool, warm: b
     if not warm:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
-    with SourceFile(path, page_cache=page_cache) as file, BufferPool().acquire(count + 2 * ALIGNMENT) as scratch:
+    with LocalFile(path, page_cache=page_cache) as file, BufferPool().acquire(count + 2 * ALIGNMENT) as scratch:
         assert np.array_equal(file.fetch(offset, count, scratch), content[offset : offset + count])
 
 
@@ -37,7 +37,7 @@ def test_fetch_returns_the_right_bytes(tmp_path: Path, page_cache: bool, warm: b
 def test_a_file_that_was_truncated_is_corrupt(tmp_path: Path, page_cache: bool) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(2 * MIB))
-    with SourceFile(path, page_cache=page_cache) as file, BufferPool().acquire(3 * MIB) as scratch:
+    with LocalFile(path, page_cache=page_cache) as file, BufferPool().acquire(3 * MIB) as scratch:
         os.truncate(path, MIB + 5)
         with pytest.raises(tensorkeep.CorruptCheckpointError, match="ends at byte 1,048,581"):
             file.fetch(MIB - 100, MIB, scratch)
@@ -55,7 +55,7 @@ def test_a_file_system_without_direct_reads_is_logged(tmp_path: Path) -> None:
     with (
         mock.patch.object(os, "open", refuse_direct),
         TestCase().assertLogs("tensorkeep.storage", "INFO") as logged,
-        SourceFile(tmp_path / "x", page_cache=False) as file,
+        LocalFile(tmp_path / "x", page_cache=False) as file,
     ):
         assert not file.bypasses_cache(0, 100)
     assert "no direct I/O (Invalid argument); reading through the page cache" in str(logged.output)

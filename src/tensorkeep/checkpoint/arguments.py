@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tensorkeep.errors import UsageError
-from tensorkeep.paths import StorePath
 from tensorkeep.state.leaf import Device
+from tensorkeep.storage import storage_of
 from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.storage.parallel import default_threads
 from tensorkeep.units import parse_bytes
@@ -27,7 +27,7 @@ def thread_count(threads: int | None, source: Path | None = None) -> int:
     The default is `default_threads`, or `STORE_THREADS` if they read a ``source`` in an object store.
     """
     if threads is None:
-        return STORE_THREADS if isinstance(source, StorePath) else default_threads()
+        return STORE_THREADS if source is not None and storage_of(source).remote else default_threads()
     if threads < 1:
         raise UsageError(f"threads is {threads}", remedy="give 1 or more")
     return threads

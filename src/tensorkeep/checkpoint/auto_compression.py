@@ -23,10 +23,9 @@ from tensorkeep.formats.blockfile.plan import Block, BlockFileOptions, plan_file
 from tensorkeep.formats.blockfile.write import copy_and_hash, encode_and_hash, readable
 from tensorkeep.formats.checksummed_json import digest
 from tensorkeep.formats.native.options import NativeOptions
-from tensorkeep.paths import StorePath
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
-from tensorkeep.storage import parallel
+from tensorkeep.storage import parallel, storage_of
 from tensorkeep.storage.buffers import BufferPool, round_up
 from tensorkeep.storage.commit import Commit
 from tensorkeep.storage.direct_io import Bytes, DirectFile
@@ -108,7 +107,7 @@ def decide(
     """
     if isinstance(settings.options, NativeOptions) and settings.options.delta:
         return Decision("lossless", "differences are stored compressed")
-    if isinstance(destination, StorePath):
+    if storage_of(destination).remote:
         return Decision("lossless", "most networks are slower than coding, and the bytes in a store cost money")
     nbytes = sum(leaf.nbytes for leaf in flat.leaves.values())
     if nbytes < SMALLEST:

@@ -19,7 +19,7 @@ from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.finding import open_reader
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
-from tensorkeep.paths import StorePath, absolute, as_path, checked_path
+from tensorkeep.paths import absolute, as_path, checked_path
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat, prune
@@ -148,8 +148,7 @@ def _check_outside(src: PathLike, dst: PathLike) -> None:
 
 
 def _resolved(path: PathLike) -> Path:
-    place = as_path(path)
-    return place if isinstance(place, StorePath) else absolute(place, follow_links=True)
+    return absolute(as_path(path), follow_links=True)
 
 
 def _selected(reader: Reader, select: str | Iterable[str] | None) -> Flat[Source]:

@@ -7,7 +7,7 @@ from tensorkeep.formats.blockfile.write import buffers_per_thread
 from tensorkeep.machine import available_bytes
 from tensorkeep.state.cuda import CudaPageLock
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
-from tensorkeep.storage.store_files import part_bytes
+from tensorkeep.storage.object_store import part_bytes
 from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
 
 _SLIGHTLY_LARGER = 1.25

@@ -22,14 +22,13 @@ from tensorkeep.checkpoint.stateful import expand, for_rank
 from tensorkeep.errors import DestinationExistsError, PathLike, UnsupportedError, UsageError
 from tensorkeep.formats.base import FORMATS, StagedWrite, StepRecord, WriteSettings, check_saveable
 from tensorkeep.formats.native.options import NativeOptions
-from tensorkeep.formats.probe import first_bytes
-from tensorkeep.paths import StorePath, as_path, check_url, checked_path
+from tensorkeep.paths import as_path, checked_path
 from tensorkeep.ranks.collective import PREPARING, CollectiveWrite, agree, as_flat
 from tensorkeep.ranks.group import Ranks, ranks_of, reported_to_others, together
 from tensorkeep.state import cuda
 from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.tree import Flat, flatten
-from tensorkeep.storage.base import MANIFEST_NAME
+from tensorkeep.storage import storage_of
 from tensorkeep.storage.parallel import Progress
 from tensorkeep.units import parse_bytes
 
@@ -114,15 +113,9 @@ def check_request(
 
 def check_store(path: PathLike, format: str) -> None:
     """Raise if the path is the URL of a store that cannot be written to, or not in this format."""
-    place = as_path(path)
-    if not isinstance(place, StorePath):
-        return
-    check_url(place)
-    if place.scheme in ("http", "https"):
-        raise UnsupportedError(
-            f"{place.scheme}:// is only read from", path=path, remedy="save to s3://, gs://, az:// or a disk"
-        )
-    if not FORMATS.get(format).writes_to_stores:
+    storage = storage_of(as_path(path))
+    storage.check_writable(as_path(path))
+    if storage.remote and not FORMATS.get(format).writes_to_stores:
         raise UnsupportedError(
             f"format {format!r} is not written to object stores",
             path=path,
@@ -188,7 +181,7 @@ def _begin(
         flat = as_flat(shared.pieces)
     whole: Flat[Source] = flat if shared is None else shared.flat
     check_saveable(whole)
-    if (ranks is None or ranks.is_coordinator) and not settings.overwrite and _is_taken(path):
+    if (ranks is None or ranks.is_coordinator) and not settings.overwrite and storage_of(path).is_taken(path):
         raise DestinationExistsError(
             "exists already", path=path, remedy="choose another path, or replace it (overwrite=True)"
         )
@@ -205,7 +198,7 @@ def _begin(
     if copy:
         delta = isinstance(settings.options, NativeOptions) and settings.options.delta
         settings = replace(
-            settings, pool=memory.working(settings.threads, delta=delta, in_store=isinstance(path, StorePath))
+            settings, pool=memory.working(settings.threads, delta=delta, in_store=storage_of(path).remote)
         )
     write: StagedWrite
     if ranks is None or shared is None:
@@ -232,14 +225,6 @@ def _begin(
     if not copy:
         job.copied.set()
     return job
-
-
-def _is_taken(path: Path) -> bool:
-    """Return whether something is at a path; in a store, a checkpoint. The commit looks more closely."""
-    if not isinstance(path, StorePath):
-        return os.path.lexists(path)
-    # A bucket itself is not an object.
-    return any(first_bytes(place, 1) is not None for place in (path / MANIFEST_NAME, path) if path.key)
 
 
 def _arguments_of_all(request: SaveRequest) -> dict[str, Any]:

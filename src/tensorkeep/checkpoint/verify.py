@@ -13,11 +13,11 @@ from tensorkeep.checkpoint.ranges import read_all
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike
 from tensorkeep.formats.base import FORMATS, OpenSettings, Problem, Reader
 from tensorkeep.formats.finding import find_format, open_as
-from tensorkeep.formats.probe import exists
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.paths import as_path
 from tensorkeep.runs.address import checkpoint_path, steps_of_run
 from tensorkeep.state.tree import placeholders
+from tensorkeep.storage import exists
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.storage.parallel import Progress
 

@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from tensorkeep.closing import Closing
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError, UnsupportedLeafError, UsageError
-from tensorkeep.paths import StorePath, absolute
+from tensorkeep.paths import absolute
 from tensorkeep.plugins import Registry
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.cuda import side_stream
@@ -808,7 +808,7 @@ class Reader(Closing, ABC):
 
     def identity(self) -> str:
         """Return what the ranks of a load compare: the path, or where the format has one a checksum of all content."""
-        return str(self.path) if isinstance(self.path, StorePath) else str(absolute(self.path))
+        return str(absolute(self.path))
 
     def audit(self) -> Iterator[Problem]:
         """Yield problems outside the tensors' bytes: in other files, sizes, containers."""

@@ -21,15 +21,9 @@ from tensorkeep.errors import (
 )
 from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Reader
 from tensorkeep.formats.model_folder import is_index, is_part
-from tensorkeep.formats.probe import (
-    check_is_no_other,
-    check_is_no_pointer,
-    check_is_no_text,
-    exists,
-    file_mode,
-    names_in,
-)
-from tensorkeep.paths import StorePath, as_path
+from tensorkeep.formats.probe import check_is_no_other, check_is_no_pointer, check_is_no_text
+from tensorkeep.paths import as_path
+from tensorkeep.storage import exists, file_mode, names_in, storage_of
 from tensorkeep.storage.base import WELL_KNOWN
 from tensorkeep.storage.store_commit import is_tombstone
 
@@ -68,9 +62,9 @@ def find_format(path: PathLike) -> Format:
         )
     if found:
         return found[0]
-    most = _MOST_IN_STORE if isinstance(place, StorePath) else _MOST_LOOKED_AT
+    most = _MOST_IN_STORE if storage_of(place).remote else _MOST_LOOKED_AT
     listed = names_in(place)[:most] if stat.S_ISDIR(file_mode(place)) else []
-    if isinstance(place, StorePath) and any(map(is_tombstone, listed)):
+    if storage_of(place).remote and any(map(is_tombstone, listed)):
         raise NotFoundError("this step was deleted", path=path, remedy="`tensorkeep log` lists the steps of a run")
     inside = [name for name in listed if is_checkpoint(place / name)]
     if _ORBAX_TREE in listed or not inside:

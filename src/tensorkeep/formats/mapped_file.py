@@ -22,7 +22,6 @@ from tensorkeep.machine import libc, memory_file
 from tensorkeep.storage import parallel
 from tensorkeep.storage.base import SourceFile
 from tensorkeep.storage.direct_io import Bytes, close, store_errors
-from tensorkeep.storage.store_files import StoreFile
 from tensorkeep.storage.store_requests import SMALL_REQUESTS
 
 _PIECE = 16 * 1024
@@ -130,7 +129,7 @@ class FetchedFile(MappedFile):
     ``fd_path`` is its path, for libraries that map it themselves: they see what is fetched later, too.
     """
 
-    def __init__(self, file: StoreFile, parts: FetchedParts) -> None:
+    def __init__(self, file: SourceFile, parts: FetchedParts) -> None:
         import torch
 
         self.path = file.path
@@ -263,14 +262,14 @@ class FetchedFile(MappedFile):
 
 def stream_of(file: SourceFile) -> io.BufferedReader:
     """Return an open file as a Python file."""
-    if not isinstance(file, StoreFile):
+    if not file.ranges_are_requests:
         return open(file.fd_path, "rb")
     return map_file(file, FetchedParts(0)).stream()
 
 
 def map_file(file: SourceFile, parts: FetchedParts) -> MappedFile:
     """Return a file as memory, wherever it is."""
-    if not isinstance(file, StoreFile):
+    if not file.ranges_are_requests:
         return MappedFile(file)
     with FetchedFile(file, parts) as fetched:
         return fetched

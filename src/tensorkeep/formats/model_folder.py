@@ -12,8 +12,8 @@ import msgspec
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError
 from tensorkeep.formats.base import StoredLeaf
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, decode_object
-from tensorkeep.formats.probe import file_mode, first_bytes, folders_in, names_in
 from tensorkeep.state.tree import Flat, placeholders
+from tensorkeep.storage import file_mode, first_bytes, folders_in, names_in
 from tensorkeep.storage.base import Directory, SourceFile
 
 _IN_ORDER = (

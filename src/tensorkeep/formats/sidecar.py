@@ -20,17 +20,13 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, Tenso
 from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.base import SourceT, Structure, check_structure
 from tensorkeep.formats.decoding import as_a_reader, decoding
-from tensorkeep.formats.probe import first_bytes
-from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import MOST_DIMENSIONS, Source
 from tensorkeep.state.skeleton import LeafSpec
 from tensorkeep.state.tree import Flat
-from tensorkeep.storage import parallel
+from tensorkeep.storage import first_bytes, open_directory, parallel, storage_of
 from tensorkeep.storage.base import Directory
 from tensorkeep.storage.direct_io import write_small
-from tensorkeep.storage.places import open_directory
-from tensorkeep.storage.store_requests import SMALL_REQUESTS
 from tensorkeep.structs import prepared
 from tensorkeep.version import __version__
 
@@ -150,7 +146,7 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
         raise CorruptCheckpointError(f"lies beside a checkpoint of the format {body.get('format')!r}", path=path)
     sidecar = _parse(body, kind, path)
     checks = [partial(_check_file, directory, name, note) for name, note in sidecar.files.items()]
-    parallel.run(checks, SMALL_REQUESTS if isinstance(directory.path, StorePath) else 1)
+    parallel.run(checks, storage_of(directory.path).small_reads_at_once)
     return sidecar
 
 

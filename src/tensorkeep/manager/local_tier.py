@@ -35,6 +35,7 @@ from tensorkeep.runs.steps import (
     manifest_digest,
     step_numbers,
 )
+from tensorkeep.storage import storage_of
 from tensorkeep.storage.parallel import answer_within
 from tensorkeep.units import check_count, parse_bytes
 
@@ -75,7 +76,7 @@ def local_tier(
         check_count("upload_bytes_per_second", speed)
 
     def make(local: Path) -> StepPlace:
-        if isinstance(local, StorePath):
+        if storage_of(local).remote:
             raise UsageError("is a URL, and local= is for a folder of a disk", path=local, remedy="give a path")
         return TieredPlace(local, store, keep, keep_local=keep_local, bytes_per_second=speed)
 

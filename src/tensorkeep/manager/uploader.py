@@ -32,21 +32,20 @@ from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.plan import INDEX_SUFFIX
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.directory import commit_to, publish, summarise
+from tensorkeep.formats.native.directory import commit_to, summarise
 from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.pieces.records import Root
 from tensorkeep.formats.native.records import REFERENCES, FileRecord, Manifest
-from tensorkeep.formats.probe import exists
 from tensorkeep.paths import StorePath
 from tensorkeep.runs.steps import UploadStatus, step_path
-from tensorkeep.storage import store_requests
-from tensorkeep.storage.base import Directory, SourceFile
+from tensorkeep.storage import exists, open_directory, store_requests
+from tensorkeep.storage.base import SourceFile
 from tensorkeep.storage.buffers import ALIGNMENT, MINIMUM_BUDGET, BufferPool, round_up
 from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.local import LocalDirectory
+from tensorkeep.storage.object_store import Upload, part_bytes
 from tensorkeep.storage.parallel import Cancellation, Cancelled, Meter
-from tensorkeep.storage.places import open_directory
 from tensorkeep.storage.store_commit import object_name
-from tensorkeep.storage.store_files import Upload, part_bytes
 from tensorkeep.units import counted, format_speed
 
 # Copying a native checkpoint from a disk to an object store: its files as they are, under the names of a new save.
@@ -130,7 +129,7 @@ def copy_to_store(
             manifests.parse(content, destination / manifests.FILE_NAME)
             _check_references(files, owners, destination)
             transfer.cancellation.check()
-            publish(commit, content)
+            commit.publish(content)
         return _stored_copy(source, opened.identity(), manifest.files, files, destination)
 
 
@@ -187,7 +186,7 @@ def _shared_files(earlier: Iterable[StoredCopy]) -> dict[Identity, tuple[str, st
     found: dict[Identity, tuple[str, str]] = {}
     for copy in earlier:
         try:
-            with Directory(copy.path) as directory:
+            with LocalDirectory(copy.path) as directory:
                 content = checksummed_json.read_content(directory, manifests.FILE_NAME)
                 if checksummed_json.digest(content, wide=True) != copy.digest:
                     continue  # it was replaced

@@ -24,7 +24,7 @@ from tensorkeep.formats.native.pieces.records import FragmentReport, Root
 from tensorkeep.formats.native.pieces.recovery import finish_saves
 from tensorkeep.formats.native.pieces.root import check_plan, plan_root, root_content, write_plan, write_root
 from tensorkeep.formats.native.pieces.writer import PiecesWrite
-from tensorkeep.paths import StorePath, absolute, as_path
+from tensorkeep.paths import absolute, as_path
 from tensorkeep.ranks.group import Ranks
 from tensorkeep.ranks.outline import (
     BoxKey,
@@ -40,9 +40,9 @@ from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.sharded import Piece, ShardedLeaf, pieces_of
 from tensorkeep.state.tree import Flat
-from tensorkeep.storage.commit import Commit
+from tensorkeep.storage import storage_of
+from tensorkeep.storage.base import PendingCommit
 from tensorkeep.storage.parallel import Cancelled
-from tensorkeep.storage.store_commit import StoreCommit
 
 # Samples of plain tensors: a rank's value of a tensor that others have as well is stored for all of them.
 
@@ -236,7 +236,7 @@ class Coordination:
         self._shared = shared
         self._destination = destination
         self._settings = settings
-        self._commit: Commit | StoreCommit | None = None
+        self._commit: PendingCommit | None = None
         self._plan: Root | None = None
         self._ended = False
         self.turn = ranks.turn()
@@ -253,14 +253,14 @@ class Coordination:
     def _stage(self) -> tuple[str, str]:
         """Make the staging folder and write the plan of the save into it; in a store, only look for what is there."""
         destination = self._destination
-        if not isinstance(destination, StorePath):
+        if not storage_of(destination).remote:
             finish_saves(absolute(destination).parent)
         commit = self._commit = commit_to(destination, overwrite=self._settings.overwrite).__enter__()
         # The restart of an elastic run, which must not meet what an earlier one has left.
         save = f"{commit.save_id or secrets.token_hex(8)}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         shared = self._shared
         self._plan = plan_root(shared.flat, self._settings, save=save, ranks=self.size, layouts=shared.layouts)
-        if isinstance(commit, StoreCommit):
+        if not commit.is_staged:
             with as_a_reader():
                 check_plan(self._plan, destination)
         else:
@@ -273,7 +273,7 @@ class Coordination:
         totals = sum(each.stored_bytes for each in reports), sum(each.new_bytes for each in reports)
         commit, plan = self._commit, self._plan
         if commit is not None and plan is not None:
-            if isinstance(commit, StoreCommit):
+            if not commit.is_staged:
                 commit.publish(root_content(self._destination / FILE_NAME, plan, reports))
             else:
                 write_root(commit.path, plan, reports)
@@ -289,7 +289,7 @@ class Coordination:
             if error is not self._channel.lost:
                 raise
             self._ended = True
-            in_store = isinstance(self._destination, StorePath)
+            in_store = storage_of(self._destination).remote
             otherwise = "save again" if in_store else "the next save there finishes it first"
             raise RanksDisagreeError(
                 f"{error.message}, when all ranks had written their parts",

@@ -24,12 +24,12 @@ from tensorkeep.errors import (
 )
 from tensorkeep.formats.finding import is_checkpoint
 from tensorkeep.formats.native import FORMAT as NATIVE
-from tensorkeep.formats.probe import exists, names_in
-from tensorkeep.paths import StorePath, as_path, checked_path
+from tensorkeep.paths import as_path, checked_path
 from tensorkeep.runs.backends import place_of
 from tensorkeep.runs.metrics import metric_names, usual_metric
 from tensorkeep.runs.retention import best_step
 from tensorkeep.runs.steps import step_numbers
+from tensorkeep.storage import exists, names_in, storage_of
 
 CHECKPOINTS = "checkpoints"
 
@@ -132,7 +132,7 @@ def run_root(path: PathLike) -> Path:
     if root is not None:
         return root
     folder = as_path(place)
-    if isinstance(folder, StorePath) and not folder.has_listing:
+    if not storage_of(folder).lists(folder):
         raise UnsupportedError(
             "a web server lists no names, so the steps of a run are not found",
             path=place,
@@ -161,7 +161,7 @@ def _numbered(folder: Path, number: int) -> Address:
         path = steps.path_of(number)
         if steps.exists(path):
             return Address(path, number)
-    if isinstance(folder, StorePath) and not folder.has_listing:
+    if not storage_of(folder).lists(folder):
         raise NotFoundError(
             f"has no step {number}", path=folder, remedy="check the URL and the number: a web server lists no steps"
         )
@@ -176,7 +176,7 @@ def _latest(root: Path) -> Address:
             return Address(steps.read(number).path, number, "the latest", skipped)
         except TensorkeepError as error:
             # A step that the store does not give may be whole: an earlier one is not the latest.
-            if isinstance(error, StoreError) and isinstance(root, StorePath):
+            if isinstance(error, StoreError) and storage_of(root).remote:
                 raise
             # Unless its writer has deleted it meanwhile.
             if steps.exists(steps.path_of(number)):

@@ -8,10 +8,10 @@ from pathlib import Path
 from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError
 from tensorkeep.formats.native.directory import Summary, freed_bytes, summarise
 from tensorkeep.formats.native.pieces.recovery import finish_saves
-from tensorkeep.formats.probe import exists, names_in
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.runs.steps import StepPlace, check_is_step, step_numbers
 from tensorkeep.runs.store_backend import StorePlace
+from tensorkeep.storage import exists, names_in
 from tensorkeep.storage.commit import FolderLock, remove_abandoned, remove_checkpoint
 from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.storage.parallel import shielded

@@ -20,7 +20,7 @@ from tensorkeep.errors import (
     UnsupportedError,
 )
 from tensorkeep.formats.base import StepRecord
-from tensorkeep.paths import StorePath, absolute, as_path, checked_path
+from tensorkeep.paths import absolute, as_path, checked_path
 from tensorkeep.ranks.group import Ranks, reported_to_others, together
 from tensorkeep.runs.backends import place_of
 from tensorkeep.runs.metrics import checked_metrics
@@ -46,7 +46,7 @@ class StepFolder:
         make_place: Callable[[Path], StepPlace] = place_of,
     ) -> None:
         given = checked_path(root, stores=True)
-        self.root = given if isinstance(given, StorePath) else absolute(given)
+        self.root = absolute(given)
         self._make_place = make_place
         self._ranks = ranks
         self._changes = ranks is None or ranks.is_coordinator

@@ -20,8 +20,8 @@ from tensorkeep.errors import (
 from tensorkeep.formats.checksummed_json import digest
 from tensorkeep.formats.native.directory import Summary, foreign_names, is_native, summarise
 from tensorkeep.paths import STEP_NAME, as_path
+from tensorkeep.storage import open_directory
 from tensorkeep.storage.base import MANIFEST_NAME
-from tensorkeep.storage.places import open_directory
 
 T = TypeVar("T")
 

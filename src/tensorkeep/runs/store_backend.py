@@ -36,8 +36,8 @@ from tensorkeep.paths import StorePath
 from tensorkeep.runs.steps import Garbage, Step, StepPlace, check_is_step, step_numbers
 from tensorkeep.storage import parallel, store_requests
 from tensorkeep.storage.base import MANIFEST_NAME
+from tensorkeep.storage.object_store import StoreDirectory
 from tensorkeep.storage.store_commit import LEFTOVER_AGE, is_tombstone, object_name, put_tombstone, save_of
-from tensorkeep.storage.store_files import StoreDirectory
 from tensorkeep.storage.store_requests import ObjectStatus
 from tensorkeep.units import format_age, parse_seconds
 

@@ -12,10 +12,10 @@ from tensorkeep.checkpoint.log import RunLog
 from tensorkeep.checkpoint.log import log as read_log
 from tensorkeep.errors import PathLike, TensorkeepError
 from tensorkeep.formats.native.directory import summarise
-from tensorkeep.formats.probe import first_bytes
 from tensorkeep.formats.torch_file.unpickle import Allow
 from tensorkeep.paths import as_path
 from tensorkeep.show.motion import Motion, read_motion
+from tensorkeep.storage import first_bytes
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.parallel import Progress
 

@@ -1,20 +1,22 @@
-"""Parallel positional reads of one file, from the page cache or around it."""
+"""What a storage offers: files read in ranges, new files, directories, and the commit of a checkpoint.
 
-import ctypes
-import errno
-import logging
-import mmap
+`LocalStorage` (`storage/local.py`) and `ObjectStorage` (`storage/object_store.py`) implement `Storage`;
+`tensorkeep.storage.storage_of` chooses by the class of the path. ``testing/storage_suite.py`` is the conformance suite.
+"""
+
 import os
-import stat
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
 from tensorkeep.closing import Closing
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, StoreError
-from tensorkeep.machine import libc
-from tensorkeep.storage.buffers import ALIGNMENT, round_down, round_up
-from tensorkeep.storage.direct_io import Bytes, close, store_error, transfers
+from tensorkeep.storage.buffers import Buffer, BufferPool
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.parallel import Cancellation
 
 MANIFEST_NAME = "manifest.json"
 """The file that makes a directory or a prefix a native checkpoint."""
@@ -22,141 +24,51 @@ WELL_KNOWN = frozenset(
     (MANIFEST_NAME, "model.safetensors.index.json", "model.safetensors", "tensorkeep.json", ".metadata")
     + ("checkpoint", ".zarray", "zarr.json", "manifest.ocdbt")
 )
-"""Names of files that make a folder a checkpoint; they are tried on a web server, which lists none."""
-
-# Parallel positional reads of one file, from the page cache or around it.
-
-logger = logging.getLogger(__name__)
-_SAMPLE_BYTES = 1024**2
-"""`bypasses_cache` looks at one page in every so many bytes: the kernel caches and drops much longer runs."""
+"""File names that make a folder a checkpoint. A web server lists no names, so these are tried there."""
 
 
 class SourceFile(Closing):
-    """A file that many threads read at once.
+    """An open file that many threads read at once; a context manager.
 
-    Large reads copy what is in the page cache from there and read the rest around it (O_DIRECT): from a fast disk, the
-    kernel's copy and its small pages take longer than the read.
-
-    ``follow_links`` is whether the last component may be a symbolic link: a checkpoint never has one, so a link there
-    leads out of it. With ``page_cache``, everything is read through the page cache, and so left there for the next
-    reader. ``directory`` is a descriptor of the directory that has the file, whatever its path is now. ``status`` is
-    the file's status when it was opened, and ``size`` its length.
-
-    Raises NotFoundError if the file does not exist; CorruptCheckpointError if it is not a regular file, or a symbolic
-    link that is not followed; StoreError if the operating system refuses to open it.
+    Attributes
+    ----------
+    path : Path
+    size : int
+        Bytes of the file.
+    status : os.stat_result
+        The status when the file was opened.
     """
 
-    def __init__(
-        self, path: Path, *, follow_links: bool = True, page_cache: bool = True, directory: int | None = None
-    ) -> None:
-        self.path = path
-        self._direct_fd = -1
-        # The whole file, mapped for `mincore` only; the array keeps the mapping alive and has its address.
-        self._pages: Bytes | None = None
-        self._mapped: Bytes | None = None
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
-        try:
-            self._fd = os.open(path if directory is None else path.name, flags, dir_fd=directory)
-        except FileNotFoundError as error:
-            raise NotFoundError("there is no such file", path=path) from error
-        except OSError as error:
-            if error.errno == errno.ELOOP and not follow_links:
-                raise CorruptCheckpointError("is a symbolic link, which a checkpoint never holds", path=path) from error
-            raise store_error(error, path, "open the file") from error
-        try:
-            self.status = os.fstat(self._fd)
-        except OSError as error:
-            self.close()
-            raise store_error(error, path, "look at the file") from error
-        if not stat.S_ISREG(self.status.st_mode):
-            self.close()
-            raise CorruptCheckpointError("is not a regular file", path=path)
-        self.size = self.status.st_size
-        if page_cache or not self.size:
-            return
-        try:
-            self._direct_fd = os.open(self.fd_path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-            self._pages = np.frombuffer(mmap.mmap(self._fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
-        except OSError as error:
-            logger.info("%s: no direct I/O (%s); reading through the page cache", self.path, error.strerror)
+    path: Path
+    size: int
+    status: os.stat_result
+
+    ranges_are_requests: ClassVar[bool] = False
+    """Whether each range that is read is one request over the network: few large ranges are then fastest."""
 
     @property
+    @abstractmethod
     def fd_path(self) -> str:
-        """A path of this very file, whatever its name becomes; for libraries that open by path."""
-        return f"/proc/self/fd/{self._fd}"
+        """A path of this very file, whatever its name becomes. UnsupportedError in an object store."""
 
+    @abstractmethod
     def read_into(self, offset: int, out: Bytes) -> None:
-        """Fill ``out`` from the file, through the page cache.
+        """Fill ``out`` from the file. Raises CorruptCheckpointError if the file ends too early."""
 
-        Raises CorruptCheckpointError if the file ends too early.
-        """
-        view = memoryview(out)
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                raise store_error(error, self.path, "read") from error
-            if count == 0:
-                raise CorruptCheckpointError(
-                    f"the file ends at byte {offset + done:,}, inside the data", path=self.path
-                )
-            done += count
-
+    @abstractmethod
     def bypasses_cache(self, offset: int, count: int) -> bool:
-        """Return whether `fetch` would read a range around the page cache: direct reads work and it is not cached.
+        """Return whether `fetch` reads a range around the page cache."""
 
-        ``mincore(2)`` answers without reading. A read with RWF_NOWAIT would start the read-ahead of missing pages, and
-        the disk would read the same bytes twice. The kernel may report all pages of another user's file as cached.
-        """
-        if self._pages is None:
-            return False
-        places = [*range(offset, offset + count, _SAMPLE_BYTES), offset + count - 1]
-        return not all(_is_cached(self._pages.ctypes.data + round_down(place, mmap.PAGESIZE)) for place in places)
-
+    @abstractmethod
     def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
-        """Return ``count`` bytes of the file, in a slice of ``scratch``.
+        """Return ``count`` bytes of the file, in a slice of ``scratch`` or in memory of their own.
 
         ``scratch`` is page-aligned, at least ``count`` bytes and two pages long.
         """
-        if not self.bypasses_cache(offset, count):
-            self.read_into(offset, scratch[:count])
-            return scratch[:count]
-        first = round_down(offset)
-        self._read_pages(first, scratch[: round_up(offset + count) - first], offset + count)
-        return scratch[offset - first : offset - first + count]
 
-    def _read_pages(self, first: int, out: Bytes, end: int) -> None:
-        """Fill ``out`` from whole pages of the file, at least to byte ``end`` of the file."""
-        view = memoryview(out)
-        done = 0
-        while first + done < end:
-            try:
-                with transfers.permit:
-                    count = os.preadv(self._direct_fd, [view[done:]], first + done)
-            except OSError as error:
-                raise store_error(error, self.path, "read") from error
-            if first + done + count < end and count < ALIGNMENT:
-                self.read_into(first + done, out[done : end - first])  # raises if the file ends here
-                return
-            done += round_down(count) if first + done + count < end else count
-
+    @abstractmethod
     def map_private(self) -> Bytes:
-        """Return the whole file as memory: read when it is used, and private, so that writes do not reach the file.
-
-        The kernel kills a process that uses a page behind the end of a file that was truncated meanwhile.
-        """
-        if self._mapped is None:
-            import torch
-
-            # Unlike Python's, torch's mapping does not keep a descriptor open for as long as it lives.
-            try:
-                mapped = torch.from_file(self.fd_path, shared=False, size=self.size, dtype=torch.uint8)
-            except RuntimeError as error:
-                remedy = "load it without mmap"
-                raise StoreError(f"cannot be mapped ({error})", path=self.path, remedy=remedy) from error
-            self._mapped = mapped.numpy()
-        return self._mapped
+        """Return the whole file as private memory. UnsupportedError in an object store."""
 
     def read(self, offset: int, count: int) -> bytes:
         """Return ``count`` bytes of the file."""
@@ -164,106 +76,203 @@ class SourceFile(Closing):
         self.read_into(offset, out)
         return out.tobytes()
 
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        self._pages = self._mapped = None
-        descriptors, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, -1
-        for fd in descriptors:
-            if fd >= 0:
-                close(fd)
-
-
-def _is_cached(address: int) -> bool:
-    answer = (ctypes.c_ubyte * 1)()
-    return libc().mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), answer) == 0 and bool(answer[0] & 1)
-
-
-# A directory read through one descriptor, so that all its files are of one checkpoint.
-#
-# A save exchanges the old checkpoint for the new one and removes the old. Files opened by their paths could be of
-# different checkpoints: the manifest of the old one and data of the new one. Files opened in an open directory cannot.
-
-MAX_OPEN_FILES = 200
-"""Files that one checkpoint keeps open: with two descriptors each, two checkpoints fit the usual limit of 1024."""
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> AbstractContextManager[object]:
+        """Return a context in which this thread's reads within one of these ranges share one request."""
+        return nullcontext()
 
 
 class Directory(Closing):
-    """An open directory; a context manager.
+    """An open directory, whose files all belong to one checkpoint; a context manager.
 
-    Raises NotFoundError if the path does not exist; StoreError if the operating system refuses to open it.
+    A save may replace the checkpoint at the path meanwhile. Files opened by path could then belong to two checkpoints:
+    the manifest to the old one, the data to the new one. Files opened through one `Directory` cannot.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotFoundError("there is no such directory", path=path) from error
-        except OSError as error:
-            raise store_error(error, path, "open the directory") from error
+    path: Path
 
     @property
+    @abstractmethod
     def fd_path(self) -> str:
-        """A path of this very directory, whatever its name becomes; for libraries that open by path."""
-        return f"/proc/self/fd/{self._fd}"
+        """A path of this very directory, whatever its name becomes. UnsupportedError in an object store."""
 
     @property
+    @abstractmethod
     def stable_path(self) -> Path:
-        """The same as a `Path`, for functions that take paths."""
-        return Path(self.fd_path)
+        """A path of this very directory, for functions that take a path of this storage."""
 
     def path_of(self, name: str) -> Path:
         """Return the path of a file of the directory."""
         return self.path / name
 
+    @abstractmethod
     def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
-        """Open a file of the directory; for the parameters and errors see `SourceFile`."""
-        return SourceFile(self.path / name, follow_links=follow_links, page_cache=page_cache, directory=self._fd)
+        """Open a file of the directory.
 
+        A symbolic link is CorruptCheckpointError unless ``follow_links``: a checkpoint holds none, so a link leads out
+        of it. With ``page_cache``, the bytes remain in the page cache for the next reader.
+        """
+
+    @abstractmethod
     def open_one_of(self, count: int, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
-        """Open one of ``count`` files; if these are more than `MAX_OPEN_FILES`, it is opened for each read instead."""
-        if count <= MAX_OPEN_FILES:
-            return self.open(name, follow_links=follow_links, page_cache=page_cache)
-        return _ReopenedFile(self, name, follow_links=follow_links)
+        """Open one of ``count`` files; of very many, each is opened again for each read."""
 
+    @abstractmethod
     def status(self, name: str) -> os.stat_result:
-        """Return the status of a file, not of what a link points to; raises OSError."""
-        return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        """Return the status of a file, not of the target of a link. Raises OSError."""
 
+    @abstractmethod
     def was_replaced(self) -> bool:
-        """Return whether something else, or nothing, is at the path now."""
-        try:
-            return not os.path.samestat(os.fstat(self._fd), os.stat(self.path))
-        except OSError:
-            return True
+        """Return whether the path now leads to something else, or to nothing."""
+
+    def changed(self, names: Iterable[str]) -> str | None:
+        """Return the first of these opened files that now has other content, or is missing; None if none has."""
+        return None
+
+
+class OutputFile(Protocol):
+    """A new file that many threads write at once. It exists durably after `finish`."""
+
+    direct: bool
+    """Whether its writes bypass the page cache."""
+
+    def write(self, offset: int, data: Bytes, memory: Buffer | None = None, *, counts: int = 0) -> None:
+        """Write ``data``, and report ``counts`` bytes as done when it is written.
+
+        ``memory`` is the buffer that holds ``data``. An upload borrows the buffer until the data was sent.
+        """
+
+    def preallocate(self, size: int) -> None:
+        """Reserve ``size`` bytes, so that a full disk is found before the data is written."""
+
+    def finish(self, size: int) -> None:
+        """Cut the file to ``size`` bytes and make it durable."""
 
     def close(self) -> None:
-        """Close the directory, but not its open files; a second call does nothing."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            close(fd)
+        """Close the file, finished or not; a second call does nothing."""
 
 
-class _ReopenedFile(SourceFile):
-    """A file that is opened for each read, through the page cache."""
+class PendingCommit(ABC):
+    """A checkpoint that is being written: a context manager that removes it unless it was published.
 
-    def __init__(self, directory: Directory, name: str, *, follow_links: bool) -> None:
-        super().__init__(directory.path / name, follow_links=follow_links, directory=directory._fd)
-        super().close()
-        self._directory = directory
-        self._follow_links = follow_links
+    Attributes
+    ----------
+    destination : Path
+        Where the checkpoint becomes visible.
+    path : Path
+        The folder, or the file, to write to until then.
+    overwrite : bool
+        Whether an existing checkpoint may be replaced.
+    save_id : str
+        A random id that the names of the files must hold; empty if ``path`` belongs to this save alone.
+    """
 
-    @property
-    def fd_path(self) -> str:
-        return f"{self._directory.fd_path}/{self.path.name}"
+    destination: Path
+    path: Path
+    overwrite: bool
+    save_id: str = ""
 
-    def read_into(self, offset: int, out: Bytes) -> None:
-        try:
-            with self._directory.open(self.path.name, follow_links=self._follow_links) as file:
-                file.read_into(offset, out)
-        except NotACheckpointError as error:
-            if self._directory.was_replaced():
-                raise StoreError(
-                    "the checkpoint was replaced while it was read", path=self._directory.path, remedy="read it again"
-                ) from error
-            raise CorruptCheckpointError("the file has been removed", path=self.path) from error
+    is_staged: ClassVar[bool] = True
+    """Whether ``path`` is a place of this save alone, which becomes the destination by a rename."""
+
+    @abstractmethod
+    def __enter__(self) -> Self: ...
+
+    @abstractmethod
+    def publish(self, manifest: bytes | None = None) -> None:
+        """Make the checkpoint visible, durably, in one step.
+
+        ``manifest`` is the content of `MANIFEST_NAME`, for formats that have one; the other files are durable already.
+        """
+
+    @abstractmethod
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Storage(ABC):
+    """Where files lie. All methods raise StoreError if the system, or the server, refuses."""
+
+    remote: ClassVar[bool]
+    """Whether every access is a request over a network."""
+    writes_in_order: ClassVar[bool]
+    """Whether the bytes of a new file are final once they are written, so that no header can be filled in later."""
+    small_reads_at_once: ClassVar[int]
+    """Threads that read small files at once."""
+
+    @abstractmethod
+    def mode(self, path: Path, *, follow_links: bool = True) -> int:
+        """Return the mode bits of a path, for the functions of `stat`; 0 if it does not exist."""
+
+    @abstractmethod
+    def names(self, directory: Path) -> list[str]:
+        """Return the names in a directory, sorted; an empty list if it is not a directory."""
+
+    @abstractmethod
+    def folders(self, directory: Path) -> list[str]:
+        """Return the names of the directories in a directory, sorted."""
+
+    def lists(self, directory: Path) -> bool:
+        """Return whether names can be listed; a plain web server cannot."""
+        return True
+
+    @abstractmethod
+    def first_bytes(self, path: Path, count: int) -> bytes | None:
+        """Return the first bytes of a file; None if it is not a regular file."""
+
+    @abstractmethod
+    def is_taken(self, path: Path) -> bool:
+        """Return whether a save there would meet something. The commit looks more closely."""
+
+    @abstractmethod
+    def open_file(self, path: Path) -> SourceFile:
+        """Open a file. Raises NotFoundError if it does not exist."""
+
+    @abstractmethod
+    def open_directory(self, path: Path) -> Directory:
+        """Open a directory. Raises NotFoundError if it does not exist."""
+
+    @abstractmethod
+    def reads_again(self, attempt: int) -> bool:
+        """Return whether a directory that was replaced during this attempt to read it is read again."""
+
+    @abstractmethod
+    def write_small(self, path: Path, content: bytes) -> None:
+        """Create a small file with this content, durably."""
+
+    @abstractmethod
+    def create(
+        self,
+        path: Path,
+        pool: BufferPool,
+        cancellation: Cancellation,
+        *,
+        most_bytes: int,
+        direct: bool = True,
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> OutputFile:
+        """Return a new file of at most ``most_bytes``; ``progress`` is called with the ``counts`` of each write."""
+
+    @abstractmethod
+    def buffer_bytes(self, most_bytes: int) -> int:
+        """Return the memory that a file of `create` takes besides the buffers of its writers."""
+
+    @abstractmethod
+    def check_writable(self, path: Path) -> None:
+        """Raise UnsupportedError if nothing can be written to this kind of storage, UsageError for a bad path."""
+
+    @abstractmethod
+    def commit(
+        self,
+        destination: Path,
+        *,
+        directory: bool,
+        overwrite: bool,
+        replaceable: Callable[[Path], bool],
+        listed: Callable[[Path], Iterable[str]] = lambda path: (),
+        is_ours: Callable[[str], bool] = lambda name: True,
+    ) -> PendingCommit:
+        """Return the commit of a checkpoint: of a directory with a manifest, or of one file.
+
+        ``replaceable`` returns whether an existing checkpoint may be replaced. A storage without a rename removes the
+        files of the replaced checkpoint, ``listed``, one by one, and leftovers of failed saves whose names ``is_ours``
+        accepts.
+        """

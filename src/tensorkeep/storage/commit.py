@@ -25,6 +25,7 @@ from tensorkeep import machine
 from tensorkeep.errors import BusyError, DestinationExistsError, StoreError
 from tensorkeep.machine import libc
 from tensorkeep.paths import absolute
+from tensorkeep.storage.base import MANIFEST_NAME, PendingCommit
 from tensorkeep.storage.clock import clock
 from tensorkeep.storage.direct_io import close, store_error, store_errors, sync_directory, write_small
 
@@ -198,7 +199,7 @@ _RENAME_EXCHANGE = 2
 _active: "set[Commit]" = set()
 
 
-class Commit:
+class Commit(PendingCommit):
     """A checkpoint that is being written: a context manager that removes it unless it was published.
 
     Missing parents of the destination are created; a symbolic link there is never replaced. ``replaceable`` returns
@@ -221,9 +222,6 @@ class Commit:
     >>> destination.read_bytes()
     b'hello'
     """
-
-    save_id = ""
-    """The names of the files have no id: the directory is one of this save."""
 
     def __init__(
         self,
@@ -325,13 +323,15 @@ class Commit:
         self.path = temporary if self._directory else temporary / self.destination.name
         _active.add(self)
 
-    def publish(self) -> None:
+    def publish(self, manifest: bytes | None = None) -> None:
         """Make the checkpoint at `path`, whose files are durable already, visible at the destination, durably.
 
         Raises DestinationExistsError if something else has appeared there; StoreError if the operating system refuses.
         If only the sync of the new name failed, the error states that the checkpoint is visible; the old checkpoint
         is then kept until the next save.
         """
+        if manifest is not None:
+            write_small(self.path / MANIFEST_NAME, manifest)
         with store_errors(self.destination, "make the checkpoint visible"):
             if self.overwrite:
                 self._check_destination()

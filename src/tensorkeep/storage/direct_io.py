@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.errors import PathLike, StoreError, TensorkeepError
-from tensorkeep.storage.buffers import ALIGNMENT, round_down
+from tensorkeep.storage.buffers import ALIGNMENT, Buffer, round_down
 from tensorkeep.storage.parallel import Permits, default_threads
 
 logger = logging.getLogger(__name__)
@@ -90,8 +90,11 @@ class DirectFile:
     Raises StoreError if the file cannot be created.
     """
 
-    def __init__(self, path: Path, *, direct: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, direct: bool = True, progress: Callable[[int], None] = lambda count: None
+    ) -> None:
         self.path = path
+        self._progress = progress
         self.direct = direct
         self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -127,7 +130,7 @@ class DirectFile:
             self.close()
             raise store_error(error, self.path, f"reserve {size:,} bytes") from error
 
-    def write(self, offset: int, data: Bytes) -> None:
+    def write(self, offset: int, data: Bytes, memory: Buffer | None = None, *, counts: int = 0) -> None:
         """Write all of ``data``; offset, length and address must be multiples of 4096."""
         done = 0
         view = memoryview(data)
@@ -147,6 +150,7 @@ class DirectFile:
             if direct and written < ALIGNMENT:
                 self._fall_back()
             done += round_down(written) if direct else written
+        self._progress(counts)
 
     def _fall_back(self) -> None:
         """Write through the page cache from now on: some file systems accept the flag and refuse the first write."""

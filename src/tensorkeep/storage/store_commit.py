@@ -23,7 +23,7 @@ import msgspec
 from tensorkeep.errors import DestinationExistsError, NotFoundError, StoreError, TensorkeepError
 from tensorkeep.paths import StorePath, endpoint, without_secrets
 from tensorkeep.storage import store_requests
-from tensorkeep.storage.base import MANIFEST_NAME
+from tensorkeep.storage.base import MANIFEST_NAME, PendingCommit
 from tensorkeep.storage.clock import clock
 from tensorkeep.storage.store_requests import unsafe_server
 from tensorkeep.structs import prepared
@@ -91,7 +91,7 @@ def put_tombstone(path: StorePath, manifest: bytes) -> StorePath:
     return tombstone
 
 
-class StoreCommit:
+class StoreCommit(PendingCommit):
     """A checkpoint that is being written to a store: a context manager that removes it unless it was published.
 
     ``path`` is the prefix of its objects, whose names `object_name` makes with ``save_id``. ``replaceable`` returns
@@ -111,6 +111,8 @@ class StoreCommit:
     (16, 's3://bucket/run/step-000100')
     """
 
+    is_staged = False
+
     def __init__(
         self,
         destination: StorePath,
@@ -120,7 +122,7 @@ class StoreCommit:
         listed: Callable[[Path], Iterable[str]] = lambda path: (),
         is_ours: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        self.destination = self.path = destination
+        self.destination = self.path = self._url = destination
         self.overwrite = overwrite
         self.save_id = secrets.token_hex(8)
         self._manifest = destination / MANIFEST_NAME
@@ -150,21 +152,21 @@ class StoreCommit:
         """Note what is replaced; raise if that is not allowed."""
         self._old = self._seen = None
         while (found := self._read_back()) is None:
-            names = {name for name, _ in store_requests.children(self.destination)}
+            names = {name for name, _ in store_requests.children(self._url)}
             if MANIFEST_NAME not in names:
                 self._check_free(names)
                 return
             if clock().monotonic() > end:
                 raise StoreError(
                     "lists a manifest that cannot be read",
-                    path=self.destination,
+                    path=self._url,
                     remedy="check the permissions, or save to another path",
                 )
             clock().sleep(_AGAIN_SECONDS)  # another save has created it meanwhile
         self._old, self._seen = found
-        check_replaceable(self.destination, self._replaceable, overwrite=self.overwrite)
-        if not self.destination.is_step:
-            self._replaced = set(self._listed(self.destination))
+        check_replaceable(self._url, self._replaceable, overwrite=self.overwrite)
+        if not self._url.is_step:
+            self._replaced = set(self._listed(self._url))
 
     def _is_still(self, seen: store_requests.ObjectStatus) -> bool:
         found = self._read_back()
@@ -176,23 +178,25 @@ class StoreCommit:
         if foreign:
             raise DestinationExistsError(
                 f"holds {foreign[0]!r}, and is not a checkpoint",
-                path=self.destination,
+                path=self._url,
                 remedy="choose another path, or remove that yourself",
             )
 
-    def publish(self, content: bytes) -> None:
+    def publish(self, manifest: bytes | None = None) -> None:
         """Make the checkpoint visible by writing its manifest; its objects are there already.
 
         Raises DestinationExistsError if another save was first, and says which; UnsupportedError if the server does
         not carry out conditional requests; StoreError if the store refuses or does not answer in time. The error then
         says whether the checkpoint may still become visible.
         """
+        assert manifest is not None  # in a store, the manifest is the commit
+        content = manifest
         self._check_server(content)
         if clock().time() - self._begun > LEFTOVER_AGE.total_seconds():
             self._check_objects(content)
         end = clock().monotonic() + store_requests.give_up_seconds()
-        if self._old is not None and self.destination.is_step:
-            put_tombstone(self.destination, self._old)
+        if self._old is not None and self._url.is_step:
+            put_tombstone(self._url, self._old)
         while not self._put(content):
             found = self._read_back()
             if found is None:
@@ -202,18 +206,18 @@ class StoreCommit:
             elif self._seen is None or found[1].tag != self._seen.tag:
                 raise DestinationExistsError(
                     f"another save was first: {_described(*found)}",
-                    path=self.destination,
+                    path=self._url,
                     remedy="choose another path, or save again and overwrite that (overwrite=True)",
                 )
             if clock().monotonic() > end:
                 raise StoreError(
                     "cannot make the checkpoint visible: the store keeps answering that another request is in its way",
-                    path=self.destination,
+                    path=self._url,
                     remedy="save again, or to another path",
                 )
             clock().sleep(_AGAIN_SECONDS)
         self._may_appear = True
-        if self._old is not None and not self.destination.is_step:
+        if self._old is not None and not self._url.is_step:
             self._remove(partial(self._needless, content))
 
     def _check_server(self, content: bytes) -> None:
@@ -222,11 +226,11 @@ class StoreCommit:
         Of a server that the user has named, this takes one request, for the first save of a process.
         """
         own = self._own_names(content)
-        if not own or self.destination.scheme != "s3" or endpoint() in {"", *_refusing}:
+        if not own or self._url.scheme != "s3" or endpoint() in {"", *_refusing}:
             return
-        if store_requests.put_unless_changed(self.destination / own[0], b"", None):
+        if store_requests.put_unless_changed(self._url / own[0], b"", None):
             problem = f"at {without_secrets(endpoint())} replaces an object although asked not to (If-None-Match)"
-            raise unsafe_server(self.destination, problem)
+            raise unsafe_server(self._url, problem)
         _refusing.add(endpoint())
 
     def _check_objects(self, content: bytes) -> None:
@@ -234,12 +238,12 @@ class StoreCommit:
         own = self._own_names(content)
         # The manifest of several ranks names the fragment of each, which names the objects of the rank.
         for name in [name for name in own if name.endswith(".json")]:
-            own += self._own_names(store_requests.read(self.destination / name)[0])
-        missing = {*own} - {name for name, _ in store_requests.children(self.destination)}
+            own += self._own_names(store_requests.read(self._url / name)[0])
+        missing = {*own} - {name for name, _ in store_requests.children(self._url)}
         if missing:
             raise StoreError(
                 f"{min(missing)} was deleted meanwhile: after 24 h, prune takes a save for one that has failed",
-                path=self.destination,
+                path=self._url,
                 remedy="save again, in less time",
             )
 
@@ -264,7 +268,7 @@ class StoreCommit:
             raise StoreError(
                 f"cannot make the checkpoint visible: {error.message}; "
                 "if the store still carries out the request, it becomes visible later",
-                path=self.destination,
+                path=self._url,
                 remedy=error.remedy,
             ) from error
         if written is False:
@@ -279,9 +283,7 @@ class StoreCommit:
 
     def _needless(self, content: bytes) -> list[str]:
         """Return the objects that only the old manifest lists, and those of saves that failed a day ago."""
-        written = {
-            name: each.modified for name, each in store_requests.children(self.destination) if each and save_of(name)
-        }
+        written = {name: each.modified for name, each in store_requests.children(self._url) if each and save_of(name)}
         # The clock of the store: the objects of this save are the newest.
         old = {name for name, when in written.items() if when <= max(written.values()) - LEFTOVER_AGE}
         failed = {name for name in old if save_of(name) != self.save_id and self._is_ours(name)}
@@ -290,14 +292,14 @@ class StoreCommit:
     def _remove(self, needless: Callable[[], Iterable[str]]) -> None:
         """Remove objects that nothing needs; if that fails, `prune` or the next replacement will."""
         try:
-            store_requests.delete([self.destination / name for name in needless() if "/" not in name])
+            store_requests.delete([self._url / name for name in needless() if "/" not in name])
         except TensorkeepError as error:
-            logger.warning("%s: objects that nothing needs remain: %s", self.destination, error.message)
+            logger.warning("%s: objects that nothing needs remain: %s", self._url, error.message)
 
     def __exit__(self, *error: object) -> None:
         # A manifest that becomes visible later needs its objects. A forked child has no part in the save.
         if not self._may_appear and os.getpid() == self._process:
-            children = partial(store_requests.children, self.destination)
+            children = partial(store_requests.children, self._url)
             self._remove(lambda: [name for name, _ in children() if save_of(name) == self.save_id])
 
 

@@ -22,12 +22,11 @@ from faults.injection import flip_bit
 from forked import ended, start
 from store_servers import Fault, FaultAt, JumpingClock, Proxy, always, damage, environment_of
 from tensorkeep import CheckpointManager
-from tensorkeep.formats.probe import names_in
 from tensorkeep.manager import uploader
 from tensorkeep.paths import StorePath
 from tensorkeep.runs.backends import DiskPlace
 from tensorkeep.runs.store_backend import StorePlace
-from tensorkeep.storage import store_requests
+from tensorkeep.storage import names_in, store_requests
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 from tiers import exhaustive

@@ -13,12 +13,11 @@ import torch
 import tensorkeep
 from checkpoint.local_tier.copies import copy
 from store_servers import Proxy
-from tensorkeep.formats.probe import names_in
 from tensorkeep.manager import uploader
 from tensorkeep.manager.uploader import Throttle, Transfer, copy_to_store, find_copy
 from tensorkeep.paths import StorePath
 from tensorkeep.runs.backends import place_of
-from tensorkeep.storage import store_files, store_requests
+from tensorkeep.storage import names_in, object_store, store_requests
 from tensorkeep.storage.buffers import MINIMUM_BUDGET
 from tensorkeep.storage.parallel import Cancellation, Cancelled
 from tensorkeep.testing.equality import same
@@ -140,7 +139,7 @@ def test_an_interrupted_copy_and_one_of_a_truncated_file_leave_nothing(tmp_path:
 
 
 def test_the_memory_suffices_for_any_file(tmp_path: Path, run: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_files, "_PART_BYTES", MINIMUM_BUDGET + 1024**2)
+    monkeypatch.setattr(object_store, "_PART_BYTES", MINIMUM_BUDGET + 1024**2)
     large = {"w": torch.zeros(MINIMUM_BUDGET + 2 * 1024**2, dtype=torch.uint8)}
     tensorkeep.save(large, tmp_path / "c")
     copy(tmp_path / "c", run / "c")

@@ -70,9 +70,9 @@ def test_unwanted_steps_are_deleted_after_the_next_is_durable(tmp_path: Path, mo
     seen: list[list[str]] = []
     real = tensorkeep.storage.commit.Commit.publish
 
-    def look(self: Any) -> None:
+    def look(self: Any, manifest: bytes) -> None:
         seen.append(names_in(tmp_path))
-        real(self)
+        real(self, manifest)
 
     monkeypatch.setattr("tensorkeep.storage.commit.Commit.publish", look)
     run_of(tmp_path, *range(10, 90, 10), keep_last=2, keep_every=30)

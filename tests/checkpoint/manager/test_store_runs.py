@@ -27,9 +27,9 @@ from tensorkeep.formats.native.directory import read_contents
 from tensorkeep.paths import StorePath
 from tensorkeep.runs import store_backend
 from tensorkeep.runs.backends import place_of
-from tensorkeep.storage import store_files, store_requests
+from tensorkeep.storage import object_store, store_requests
 from tensorkeep.storage.buffers import BufferPool
-from tensorkeep.storage.store_files import StoreDirectory
+from tensorkeep.storage.object_store import StoreDirectory
 from tensorkeep.testing.equality import same
 
 pytestmark = pytest.mark.integration
@@ -318,7 +318,7 @@ def test_steps_are_listed_by_few_requests_also_while_the_store_fails(root: Store
     assert numbers(root) == [1, 2, 3, 4, 5, 6]
     assert same(tensorkeep.load(root), state(6))
     # A store that does not give manifests is not an empty run.
-    store_files._first.clear()
+    object_store._first.clear()
     server.start_again(
         Fault("503", lambda number: server.requests[number].startswith("GET") and "list" not in server.requests[number])
     )

@@ -18,7 +18,7 @@ import tensorkeep
 from checkpoint.ranks import cases
 from ranks import outcomes, run_ranks
 from tensorkeep.ranks import collective, group
-from tensorkeep.ranks.group import ranks_of
+from tensorkeep.ranks.group import Connection, ranks_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
@@ -166,14 +166,14 @@ def test_no_rank_goes_on_before_all_have_connected() -> None:
 def timeouts_of_operations(path: str) -> list[set[float]]:
     """Save and load, each rank and each operation with a timeout of its own; return those of the exchanges of each."""
     rank, group = dist.get_rank(), dist.group.WORLD
-    real, found = group.Connection._all_gather, []
+    real, found = Connection._all_gather, []
 
-    def noted(self: group.Connection, received: Any, own: Any, timeout: float) -> None:
+    def noted(self: Connection, received: Any, own: Any, timeout: float) -> None:
         found[-1].add(timeout)
         real(self, received, own, timeout)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(group.Connection, "_all_gather", noted)
+        patches.setattr(Connection, "_all_gather", noted)
         for seconds in (20, 30):
             found.append(set[float]())
             tensorkeep.save({"w": torch.zeros(4)}, path, overwrite=True, group=group, timeout=seconds + rank)

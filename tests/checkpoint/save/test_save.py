@@ -123,8 +123,8 @@ def test_times_begin_at_the_call(tmp_path: Path, gate: Any, monkeypatch: pytest.
         now[0] += 2
         return flatten(state, **options)
 
-    def publish(commit: Commit) -> None:
-        real(commit)  # waits for the gate
+    def publish(commit: Commit, manifest: bytes) -> None:
+        real(commit, manifest)  # waits for the gate
         now[0] += 3
 
     monkeypatch.setattr("time.perf_counter", lambda: now[0])

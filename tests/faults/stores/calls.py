@@ -19,7 +19,7 @@ from faults.stores.buckets import Call
 from tensorkeep import CheckpointManager
 from tensorkeep.manager.uploader import find_copy
 from tensorkeep.paths import StorePath
-from tensorkeep.storage import store_files
+from tensorkeep.storage import object_store
 from tensorkeep.testing.equality import same
 
 OLD: dict[str, Any] = {"model": {"w": torch.arange(3000.0), "b": torch.zeros(7)}, "frozen": torch.ones(500), "step": 1}
@@ -54,7 +54,7 @@ class Save:
             tensorkeep.save(OLD, url)
 
     def run(self, url: str) -> None:
-        with mock.patch.object(store_files, "_PART_BYTES", 2**20):
+        with mock.patch.object(object_store, "_PART_BYTES", 2**20):
             tensorkeep.save(self.state, url, overwrite=True, threads=2, **self.options)
 
     def check(self, url: str, *, returned: bool) -> str:

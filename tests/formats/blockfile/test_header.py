@@ -10,7 +10,7 @@ from safetensors import safe_open
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.blockfile import header
 from tensorkeep.formats.blockfile.header import Header, TensorRecord
-from tensorkeep.storage.base import SourceFile
+from tensorkeep.storage.local import LocalFile
 from tensorkeep.testing.cases import case
 
 
@@ -21,7 +21,7 @@ def write(path: Path, header: bytes | dict[str, Any], data: bytes = b"", length:
 
 
 def read(path: Path) -> Header:
-    with SourceFile(path) as file:
+    with LocalFile(path) as file:
         return header.read(file)
 
 

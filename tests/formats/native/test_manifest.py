@@ -10,7 +10,7 @@ import tensorkeep
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.storage.base import Directory
+from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.testing.cases import case
 
 
@@ -22,22 +22,22 @@ def saved(tmp_path: Path) -> Path:
 
 
 def read(path: Path) -> Any:
-    with Directory(path) as directory:
+    with LocalDirectory(path) as directory:
         return manifests.read(directory)
 
 
 def change(path: Path, **fields: Any) -> None:
-    with Directory(path) as directory:
+    with LocalDirectory(path) as directory:
         body = checksummed_json.read(directory, manifests.FILE_NAME)
     (path / manifests.FILE_NAME).write_bytes(checksummed_json.seal({**body, **fields}))
 
 
 def test_the_outline_of_a_manifest_is_read_without_its_blocks(saved: Path) -> None:
-    with Directory(saved) as directory:
+    with LocalDirectory(saved) as directory:
         whole, outline = manifests.read(directory), manifests.read_outline(directory)
     assert (outline.files, outline.step, outline.state_bytes) == (whole.files, whole.step, 12)
     change(saved, leaves=[{"dtype": "float32", "shape": [3], "blocks": "damaged"}])
-    with Directory(saved) as directory:
+    with LocalDirectory(saved) as directory:
         assert manifests.read_outline(directory) == outline
 
 
@@ -53,7 +53,7 @@ def test_the_outline_of_a_later_or_damaged_manifest_is_refused(saved: Path) -> N
     ):
         (saved / manifests.FILE_NAME).write_bytes(original)
         change(saved, **fields)
-        with case(fields), Directory(saved) as directory, pytest.raises(error, match=message):
+        with case(fields), LocalDirectory(saved) as directory, pytest.raises(error, match=message):
             manifests.read_outline(directory)
 
 

@@ -14,7 +14,7 @@ from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.records import FileRecord
 from tensorkeep.paths import StorePath
-from tensorkeep.storage.store_files import StoreDirectory
+from tensorkeep.storage.object_store import StoreDirectory
 from tensorkeep.testing.cases import case
 
 PATH = StorePath("s3://bucket/run/step-000002/manifest.json")

@@ -11,7 +11,7 @@ import pytest
 from formats.safetensors.files import raw, read, save
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats.safetensors.writer import SafetensorsOptions
-from tensorkeep.storage.base import SourceFile
+from tensorkeep.storage.local import LocalFile
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import leaf_bytes
 from tensorkeep.testing.format_states import noise, training_state
@@ -126,7 +126,7 @@ def test_random_damage_raises_only_tensorkeep_errors(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     save(training_state(), tmp_path / "x.safetensors", compression="lossless")
     whole = (tmp_path / "x.safetensors").read_bytes()
-    with SourceFile(tmp_path / "x.safetensors") as file:
+    with LocalFile(tmp_path / "x.safetensors") as file:
         header_bytes = int.from_bytes(file.read(0, 8), "little")
     refused = 0
     for _ in range(300):

@@ -21,8 +21,9 @@ from tensorkeep.formats import checksummed_json, sidecar
 from tensorkeep.formats.base import OpenSettings, WriteSettings
 from tensorkeep.formats.t5x import FORMAT, reader
 from tensorkeep.state.tree import flatten
-from tensorkeep.storage.base import Directory, SourceFile
+from tensorkeep.storage.base import SourceFile
 from tensorkeep.storage.buffers import BufferPool
+from tensorkeep.storage.local import LocalDirectory, LocalFile
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.format_states import load, noise
@@ -350,14 +351,14 @@ def test_listed_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.M
     tensorkeep.save(state, tmp_path / "c", format="t5x")
     monkeypatch.setattr(checksummed_json, "_PIECE", 50)
     counts: list[int] = []
-    original = SourceFile.read_into
+    original = LocalFile.read_into
 
     def counted(self: SourceFile, offset: int, out: Any) -> None:
         if self.path.name == ".zarray":
             counts.append(len(out))
         original(self, offset, out)
 
-    monkeypatch.setattr(SourceFile, "read_into", counted)
+    monkeypatch.setattr(LocalFile, "read_into", counted)
     assert difference(state, read(tmp_path / "c")) is None
     sizes = sum(file.stat().st_size for file in (tmp_path / "c").glob("*/.zarray"))
     assert max(counts) == 50 and sum(counts) == sizes
@@ -366,7 +367,7 @@ def test_listed_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.M
 def test_listed_files_are_those_of_the_open_directory(tmp_path: Path) -> None:
     path = tmp_path / "c"
     tensorkeep.save({"a": torch.ones(3)}, path, format="t5x")
-    with Directory(path) as held:
+    with LocalDirectory(path) as held:
         path.rename(tmp_path / "old")
         tensorkeep.save({"a": torch.ones(7)}, path, format="t5x")
         assert sidecar.read(held, "t5x", sidecar.Sidecar).tensors["a"].shape == (3,)

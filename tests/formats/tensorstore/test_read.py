@@ -17,8 +17,8 @@ from formats.tensorstore.array_files import damaged, files, flip, foreign_group,
 from tensorkeep import CorruptCheckpointError, StoreError, UnsupportedError
 from tensorkeep.formats import checksummed_json, t5x, tensorstore
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.storage.base import Directory
 from tensorkeep.storage.buffers import BufferPool
+from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.format_states import noise, training_state
@@ -111,7 +111,7 @@ def test_impossible_view_is_refused(tmp_path: Path) -> None:
     base = torch.ones(4)
     path = tmp_path / "c"
     save({"w": base, "v": base[1:]}, path)
-    with Directory(path) as directory:
+    with LocalDirectory(path) as directory:
         found = checksummed_json.read(directory, "tensorkeep.json")
     found["structure"]["aliases"]["v"]["of"] = "nothing"
     (path / "tensorkeep.json").write_bytes(checksummed_json.seal(found))

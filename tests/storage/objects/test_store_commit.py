@@ -14,8 +14,8 @@ from tensorkeep.errors import DestinationExistsError, StoreError
 from tensorkeep.paths import StorePath
 from tensorkeep.storage import store_commit, store_requests
 from tensorkeep.storage.clock import use_clock
+from tensorkeep.storage.object_store import ObjectCommit
 from tensorkeep.storage.store_commit import StoreCommit, is_tombstone, object_name, put_tombstone
-from tensorkeep.storage.store_files import ObjectCommit
 
 obstore = pytest.importorskip("obstore")
 pytestmark = pytest.mark.usefixtures("memory")

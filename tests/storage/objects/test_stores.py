@@ -23,7 +23,7 @@ import tensorkeep
 from store_servers import ACCESS_KEY, SECRET, Fault, Proxy, always, serving, upload
 from tensorkeep.cli.main import main
 from tensorkeep.paths import StorePath, as_path
-from tensorkeep.storage import parallel, store_commit, store_files, store_requests
+from tensorkeep.storage import object_store, parallel, store_commit, store_requests
 from tensorkeep.storage.store_requests import redacted, store_request
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
@@ -385,7 +385,7 @@ def test_first_bytes_are_read_by_many_threads(monkeypatch: pytest.MonkeyPatch) -
 
     def work(thread: int) -> None:
         for number in range(300):
-            store_files.first_bytes(StorePath(f"s3://b/{thread}-{number}"), 5)
+            object_store.first_bytes(StorePath(f"s3://b/{thread}-{number}"), 5)
 
     monkeypatch.setattr(store_requests, "read", read)
     interval = sys.getswitchinterval()
@@ -395,7 +395,7 @@ def test_first_bytes_are_read_by_many_threads(monkeypatch: pytest.MonkeyPatch) -
             assert list(threads.map(work, range(16))) == [None] * 16
     finally:
         sys.setswitchinterval(interval)
-    assert len(store_files._first) <= 8 + 16
+    assert len(object_store._first) <= 8 + 16
 
 
 def test_paths_of_stores() -> None:

@@ -14,10 +14,10 @@ import pytest
 
 from tensorkeep.errors import StoreError
 from tensorkeep.paths import StorePath
-from tensorkeep.storage import parallel, store_files, store_requests
+from tensorkeep.storage import object_store, parallel, store_requests
 from tensorkeep.storage.buffers import BufferPool
+from tensorkeep.storage.object_store import Upload
 from tensorkeep.storage.parallel import Cancellation, Cancelled
-from tensorkeep.storage.store_files import Upload
 from tensorkeep.testing.cases import case
 
 obstore = pytest.importorskip("obstore")
@@ -38,7 +38,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[BufferPool]:
     """Return a pool of 64 MiB; parts have 1 MiB."""
-    monkeypatch.setattr(store_files, "_PART_BYTES", MIB)
+    monkeypatch.setattr(object_store, "_PART_BYTES", MIB)
     with BufferPool(64 * MIB) as pool:
         yield pool
 
@@ -185,9 +185,9 @@ def test_progress_counts_what_was_sent(pool: BufferPool, monkeypatch: pytest.Mon
 
 
 def test_parts_grow_with_the_object() -> None:
-    assert store_files.part_bytes(0) == 8 * MIB
+    assert object_store.part_bytes(0) == 8 * MIB
     for size in (79 * 1024**3, 400 * 1024**3, 5 * 1024**4):
-        assert 0 <= store_files.part_bytes(size) * 10_000 - size <= 10_000 * MIB
+        assert 0 <= object_store.part_bytes(size) * 10_000 - size <= 10_000 * MIB
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["refused", "answer lost"])

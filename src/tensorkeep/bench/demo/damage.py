@@ -14,7 +14,7 @@ from tensorkeep.checkpoint.verify import VerifyReport, verify
 from tensorkeep.errors import CorruptCheckpointError, UsageError, first_line
 from tensorkeep.formats.native import manifest
 from tensorkeep.formats.native.records import Manifest
-from tensorkeep.storage.base import Directory
+from tensorkeep.storage.local import LocalDirectory
 
 SAVED = "step-1000"
 _WINDOW_BYTES = 64
@@ -66,7 +66,7 @@ def flip_bit(checkpoint: Path) -> BitFlip:
 
     Raises UsageError if it holds no tensor with data.
     """
-    with Directory(checkpoint) as directory:
+    with LocalDirectory(checkpoint) as directory:
         found = manifest.read(directory)
     assert isinstance(found, Manifest)  # one process saved it
     leaf = max(found.leaves, key=lambda leaf: leaf.nbytes, default=None)

@@ -17,7 +17,6 @@ from tensorkeep.state.dtypes import DType
 from tensorkeep.storage.base import SourceFile
 from tensorkeep.storage.buffers import ALIGNMENT, BufferPool, round_up
 from tensorkeep.storage.direct_io import Bytes
-from tensorkeep.storage.store_files import StoreFile
 
 _HASH_BYTES = 1024**2
 """Bytes that are hashed right after they were read, while they are still in the core's cache."""
@@ -95,16 +94,15 @@ def lay_out(file: SourceFile, offset: int, blocks: list[tuple[str, int]]) -> tup
 
 def read_ahead(ranges: Sequence[tuple[StoredTensor, int, int]]) -> AbstractContextManager[object]:
     """Return a context in which this thread reads ranges of tensors; of an object, neighbours by one request."""
-    if not ranges or not isinstance(ranges[0][0].file, StoreFile):
+    if not ranges or not ranges[0][0].file.ranges_are_requests:
         return nullcontext()
-    places: dict[StoreFile, list[tuple[int, int]]] = {}
+    places: dict[SourceFile, list[tuple[int, int]]] = {}
     for tensor, start, stop in ranges:
         for block in tensor.blocks[bisect(tensor.starts, start) - 1 : bisect_left(tensor.starts, stop)]:
-            if isinstance(block.file, StoreFile):
-                places.setdefault(block.file, []).append((block.offset, block.offset + block.length))
+            places.setdefault(block.file, []).append((block.offset, block.offset + block.length))
     with ExitStack() as stack:
         for file, found in places.items():
-            stack.enter_context(file.ahead(_joined(found)))
+            stack.enter_context(file.prefetch(_joined(found)))
         return stack.pop_all()
 
 
@@ -194,7 +192,7 @@ class BlockReader:
                 self._check(block, hasher.hexdigest() if hasher else "")
             else:
                 # Of an object by one request, not one for each piece.
-                apart = isinstance(block.file, StoreFile)
+                apart = block.file.ranges_are_requests
                 data = block.file.fetch(block.offset, block.length, scratch) if apart else None
                 self._check(block, self._read_raw(block, out, data))
 

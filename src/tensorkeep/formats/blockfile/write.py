@@ -20,14 +20,13 @@ from tensorkeep.formats.blockfile import header
 from tensorkeep.formats.blockfile.header import METADATA_KEY, Description, describe, describe_longest
 from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan, tasks_of
 from tensorkeep.formats.checksummed_json import Hasher, digest, new_hasher
-from tensorkeep.paths import StorePath
 from tensorkeep.state.cuda import side_stream
-from tensorkeep.storage import parallel
+from tensorkeep.storage import parallel, storage_of
+from tensorkeep.storage.base import OutputFile
 from tensorkeep.storage.buffers import ALIGNMENT, Buffer, BufferPool, aligned_copy, round_down, round_up
-from tensorkeep.storage.direct_io import Bytes, DirectFile
+from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Cancellation, Meter, Order, Pace
 from tensorkeep.storage.store_commit import object_name
-from tensorkeep.storage.store_files import Upload, part_bytes
 
 # Copying and hashing the raw bytes of a task's blocks.
 
@@ -157,10 +156,10 @@ class DataFile(ABC):
     def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, *, prefix: str = "") -> None:
         self.plan = plan
         self.name = object_name(prefix + plan.name, context.save_id)
-        self.in_store = isinstance(directory, StorePath)
+        self._storage = storage_of(directory)
         self.tasks = tasks_of(plan)
         self.records: dict[BlockKey, BlockRecord] = {}
-        has_header = self.header_comes_first or not self.in_store
+        has_header = self.header_comes_first or not self._storage.writes_in_order
         self.header_size = len(self._header(self._longest_description(), None)) if has_header else 0
         self.header_digest = ""
         self.size = self.header_size + plan.raw_bytes
@@ -170,7 +169,7 @@ class DataFile(ABC):
         self._context = context
         self._tasks_left = len(self.tasks)
         self._lock = threading.Lock()
-        self._open_file: DirectFile | Upload | None = None
+        self._open_file: OutputFile | None = None
 
     @abstractmethod
     def _longest_description(self) -> Description:
@@ -183,12 +182,15 @@ class DataFile(ABC):
     def _description(self) -> Description:
         return describe(self.plan, self.records)
 
-    def _create(self) -> DirectFile | Upload:
-        if not isinstance(self._path, StorePath):
-            return DirectFile(self._path, direct=self._context.direct)
+    def _create(self) -> OutputFile:
         context = self._context
-        return Upload(
-            self._path, context.pool, context.cancellation, most_bytes=self._most_bytes, progress=context.meter.add
+        return self._storage.create(
+            self._path,
+            context.pool,
+            context.cancellation,
+            most_bytes=self._most_bytes,
+            direct=context.direct,
+            progress=context.meter.add,
         )
 
     @property
@@ -198,7 +200,7 @@ class DataFile(ABC):
     @property
     def upload_bytes(self) -> int:
         """The memory that an upload takes besides the buffers of the threads."""
-        return part_bytes(self._most_bytes) if self.in_store else 0
+        return self._storage.buffer_bytes(self._most_bytes)
 
     def write_task(self, number: int, take: StagedTask | None = None) -> None:
         """Write the blocks of a task; tasks start in order and each runs once. The last one makes the file durable.
@@ -219,12 +221,7 @@ class DataFile(ABC):
 
     def _put(self, offset: int, data: Bytes, memory: Buffer, raw_bytes: int) -> None:
         """Write the bytes of a task, which are in a buffer, and report its raw bytes as done, when they are."""
-        file = self._file
-        if isinstance(file, Upload):
-            file.write(offset, data, memory, counts=raw_bytes)
-        else:
-            file.write(offset, data)
-            self._context.meter.add(raw_bytes)
+        self._file.write(offset, data, memory, counts=raw_bytes)
 
     def finish(self) -> None:
         """Write the header, cut the file to size and make it durable; a second call does nothing."""
@@ -232,7 +229,7 @@ class DataFile(ABC):
             return
         description = self._description()
         content = self._header(description, self.header_size) if self.header_size else b""
-        if not self.in_store:
+        if not self._storage.writes_in_order:
             self._file.write(0, aligned_copy(content))
         self.direct = self._file.direct
         self._file.finish(self.size)
@@ -245,7 +242,7 @@ class DataFile(ABC):
             self._open_file.close()
 
     @property
-    def _file(self) -> DirectFile | Upload:
+    def _file(self) -> OutputFile:
         with self._lock:
             if self._open_file is None:
                 self._open_file = self._create()
@@ -343,11 +340,10 @@ class RawDataFile(DataFile):
         blocks = [block for task in self.tasks for block in task]
         return describe(self.plan, {block.key: BlockRecord("raw", block.nbytes) for block in blocks})
 
-    def _create(self) -> DirectFile | Upload:
+    def _create(self) -> OutputFile:
         file = super()._create()
-        if isinstance(file, DirectFile):
-            file.preallocate(self.size)
-        else:
+        file.preallocate(self.size)
+        if self._storage.writes_in_order:
             file.write(0, np.frombuffer(self._header(self._longest_description(), self.header_size), np.uint8))
         return file
 
@@ -365,7 +361,7 @@ class RawDataFile(DataFile):
                 else:
                     checksum = copy_and_hash(block, buffer[place], wide=self._context.wide)
                 self.records[block.key] = BlockRecord("raw", block.nbytes, checksum)
-            low, high = (begin, end) if self.in_store else self._edges.settle(begin, end, buffer)
+            low, high = (begin, end) if self._storage.writes_in_order else self._edges.settle(begin, end, buffer)
             self._put(low, buffer[low - first : high - first], memory, end - begin)
 
 
@@ -440,7 +436,7 @@ class CodedDataFile(DataFile):
         aside_bytes = 0 if staged else round_up(max(block.nbytes for block in blocks))
         other_bytes = aside_bytes + self._scratch_bytes(blocks)
         # One buffer, or two for an upload, which needs the first one for longer.
-        apart = self.in_store and other_bytes > 0
+        apart = self._storage.writes_in_order and other_bytes > 0
         memory = self._context.pool.acquire(coded_bytes + (0 if apart else other_bytes))
         with staged or nullcontext(), memory as buffer, ExitStack() as stack:
             rest = buffer[coded_bytes:]
@@ -452,13 +448,15 @@ class CodedDataFile(DataFile):
                 raw = ((staged.array[place], None) for _, place in slices_of(blocks))
             else:
                 raw = (readable(block, aside) for block in blocks)
-            used = self._code(blocks, raw, out, scratch, padded=not (is_last or self.in_store))
+            used = self._code(blocks, raw, out, scratch, padded=not (is_last or self._storage.writes_in_order))
             with self._order.turn(number):
                 offset = self._end
                 self._end += used
             if is_last:
                 self.size = self._end
-            self._put(offset, buffer[: used if self.in_store else round_up(used)], memory, bytes_of(blocks))
+            self._put(
+                offset, buffer[: used if self._storage.writes_in_order else round_up(used)], memory, bytes_of(blocks)
+            )
 
     def _scratch_bytes(self, blocks: list[Block]) -> int:
         """Return the memory that `_store` needs for any of these blocks, besides its output."""

@@ -11,10 +11,10 @@ from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
 from tensorkeep.formats.dcp.metadata import FILE_NAME
 from tensorkeep.formats.dcp.reader import DcpReader
-from tensorkeep.formats.probe import first_bytes, names_in
 from tensorkeep.formats.torch_file.zip_file import begins_like_old_pickle
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
+from tensorkeep.storage import first_bytes, names_in
 
 _MAX_THREADS = 256
 

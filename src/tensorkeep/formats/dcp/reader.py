@@ -31,16 +31,15 @@ from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.mapped_file import FetchedParts, MappedFile, map_file
 from tensorkeep.formats.model_folder import notes_on_folder, unused_files
 from tensorkeep.formats.pickles import STORAGES, Call, Global, PersistentId, decode
-from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, Unpickled, count_values, load_untrusted, storage_of
 from tensorkeep.formats.torch_file.zip_file import PICKLE, TorchZip
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.state.tree import Flat, flatten, state_leaves
+from tensorkeep.storage import names_in, read_directory
 from tensorkeep.storage.base import Directory
 from tensorkeep.storage.direct_io import Bytes
-from tensorkeep.storage.places import read_directory
 
 # Pieces of a distributed checkpoint: ``torch.save`` files inside a file that is memory.
 #

@@ -15,9 +15,10 @@ from tensorkeep.formats.native.pieces.reader import PiecesReader
 from tensorkeep.formats.native.pieces.records import Root
 from tensorkeep.formats.native.reader import NativeReader
 from tensorkeep.formats.native.writer import NativeWrite
-from tensorkeep.paths import StorePath, as_path
+from tensorkeep.paths import as_path
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
+from tensorkeep.storage import storage_of
 
 
 class NativeFormat(Format):
@@ -49,7 +50,7 @@ class NativeFormat(Format):
         base = settings.options_as(NativeOptions).base
         if base is None or callable(base):
             return
-        if isinstance(as_path(base), StorePath) != isinstance(destination, StorePath):
+        if storage_of(as_path(base)) is not storage_of(destination):
             raise UsageError(
                 "the base and the new checkpoint share no files: one is on a disk, the other in an object store",
                 path=base,

@@ -14,13 +14,10 @@ from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.open_files import missing_file, occupied_bytes, wrong_size
 from tensorkeep.formats.native.pieces.fragments import read_files
 from tensorkeep.formats.native.records import PIECES
-from tensorkeep.formats.probe import first_bytes, names_in
-from tensorkeep.paths import StorePath
-from tensorkeep.storage.base import Directory
-from tensorkeep.storage.commit import Commit
-from tensorkeep.storage.direct_io import store_error, store_errors, write_small
-from tensorkeep.storage.places import read_directory
-from tensorkeep.storage.store_commit import TOMBSTONE_NAME, StoreCommit, save_of
+from tensorkeep.storage import first_bytes, names_in, read_directory, storage_of
+from tensorkeep.storage.base import Directory, PendingCommit
+from tensorkeep.storage.direct_io import store_error, store_errors
+from tensorkeep.storage.store_commit import TOMBSTONE_NAME, save_of
 
 _SUFFIXES = "|".join(map(re.escape, (manifests.FILE_NAME, SUFFIX, CODED_SUFFIX, INDEX_SUFFIX)))
 _OUR_NAMES = re.compile(rf".*({_SUFFIXES})|rank-\d{{5,}}(-[0-9a-f]{{16}})?\.json", re.DOTALL)
@@ -48,7 +45,7 @@ def foreign_names(path: Path) -> list[str]:
     contents: Contents | None = None
     with suppress(CorruptCheckpointError, UnsupportedError):
         contents = read_directory(path, _contents)
-    return foreign_among(names, contents, in_store=isinstance(path, StorePath))
+    return foreign_among(names, contents, in_store=storage_of(path).remote)
 
 
 def foreign_among(names: Iterable[str], contents: "Contents | None", *, in_store: bool) -> list[str]:
@@ -111,22 +108,16 @@ def is_replaceable(path: Path) -> bool:
     return True
 
 
-def commit_to(destination: Path, *, overwrite: bool) -> Commit | StoreCommit:
-    """Return the commit of a native checkpoint, to a disk or to a store; see `Commit`."""
-    if isinstance(destination, StorePath):
-        return StoreCommit(
-            destination, overwrite=overwrite, replaceable=is_replaceable, listed=listed_names, is_ours=is_ours
-        )
-    return Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable)
-
-
-def publish(commit: Commit | StoreCommit, manifest: bytes) -> None:
-    """Write the manifest of a checkpoint whose files are durable, and make the checkpoint visible."""
-    if isinstance(commit, StoreCommit):
-        commit.publish(manifest)
-    else:
-        write_small(commit.path / manifests.FILE_NAME, manifest)
-        commit.publish()
+def commit_to(destination: Path, *, overwrite: bool) -> PendingCommit:
+    """Return the commit of a native checkpoint; see `Storage.commit`."""
+    return storage_of(destination).commit(
+        destination,
+        directory=True,
+        overwrite=overwrite,
+        replaceable=is_replaceable,
+        listed=listed_names,
+        is_ours=is_ours,
+    )
 
 
 class Summary(NamedTuple):

@@ -16,9 +16,9 @@ from tensorkeep.formats.blockfile.plan import coded_name
 from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.records import FILE_NAME_PATTERN, FileRecord
 from tensorkeep.paths import StorePath, absolute
+from tensorkeep.storage import storage_of
 from tensorkeep.storage.base import MANIFEST_NAME
 from tensorkeep.storage.direct_io import close, store_errors
-from tensorkeep.storage.store_files import StoreDirectory
 
 _PREFIX = "from-"
 _LONGEST_ORIGIN = 100
@@ -64,7 +64,7 @@ class SharedFiles(ABC):
 
 def share_files(opened: OpenFiles, directory: Path, *, shared: bool) -> SharedFiles:
     """Return how the files of an open checkpoint are shared with a new one, which is written to a directory."""
-    if isinstance(directory, StorePath) or isinstance(opened.path, StorePath):
+    if storage_of(directory).remote or storage_of(opened.path).remote:
         return References(opened, directory)
     return Links(opened, directory, shared=shared)
 
@@ -93,7 +93,6 @@ class References(SharedFiles):
         # period is over.
         names = [MANIFEST_NAME, *(self._opened.records[number].name for number in self.names if number in used)]
         directory = self._opened.directory
-        assert isinstance(directory, StoreDirectory)
         changed = directory.changed(names)
         if changed is not None:
             raise StoreError(

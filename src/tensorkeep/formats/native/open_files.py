@@ -13,9 +13,9 @@ from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.pieces.fragments import PlacedBox, read_fragments
 from tensorkeep.formats.native.pieces.records import Fragment, FragmentRecord, Root
 from tensorkeep.formats.native.records import FileRecord, PlaceRecord, StoredRecord
+from tensorkeep.storage import read_directory
 from tensorkeep.storage.base import Directory, SourceFile
 from tensorkeep.storage.direct_io import store_errors
-from tensorkeep.storage.places import read_directory
 
 
 class OpenFiles:

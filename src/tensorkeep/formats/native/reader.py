@@ -13,8 +13,8 @@ from tensorkeep.formats.model_folder import notes_on_folder, unused_files
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.open_files import OpenFiles, occupied_bytes
 from tensorkeep.formats.native.records import WIDE_DIGESTS, LeafRecord, Manifest, PlaceRecord
-from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.storage import storage_of
 from tensorkeep.storage.direct_io import Bytes
 
 
@@ -32,7 +32,7 @@ class OpenFilesReader(Reader):
         """Set the details and the notes; ``places`` are those of all blocks that have one."""
         self.details = describe(self._opened, places, block_bytes)
         # To list a store is a request more, and shows what other saves have left there, too.
-        if not isinstance(self.path, StorePath):
+        if not storage_of(self.path).remote:
             used = {*self._opened.manifest_names, *self.details["files"]}
             if unused := unused_files(self.path, used):
                 self.details["unused_files"] = unused

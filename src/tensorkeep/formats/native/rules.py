@@ -13,13 +13,14 @@ from tensorkeep.formats.blockfile.plan import BlockRecord
 from tensorkeep.formats.native.records import PLACES, REFERENCES, BaseRecord, FileRecord, StoredRecord
 from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.storage import storage_of
 
 _DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
 
 
 def check_references(files: Sequence[FileRecord], features: Sequence[str], path: Path) -> None:
     """Check that only a checkpoint in an object store, with the feature for it, names objects of other checkpoints."""
-    if REFERENCES in features and not isinstance(path, StorePath):
+    if REFERENCES in features and not storage_of(path).remote:
         raise UnsupportedError(
             "shares objects with other checkpoints, which is read from an object store only",
             path=path,

@@ -11,12 +11,12 @@ from tensorkeep.formats.blockfile.write import DataFile, index_content
 from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.block_write import BlockFilesWrite, features_of, stored_blocks
-from tensorkeep.formats.native.directory import commit_to, publish
+from tensorkeep.formats.native.directory import commit_to
 from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.native.records import VERSION, FileRecord, LeafRecord, Manifest
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
-from tensorkeep.storage.places import write_file
+from tensorkeep.storage import write_file
 from tensorkeep.storage.store_commit import object_name
 from tensorkeep.version import __version__
 
@@ -42,7 +42,7 @@ class NativeWrite(BlockFilesWrite):
             with as_a_reader():
                 manifests.parse(content, self._destination / manifests.FILE_NAME)
             self._cancellation.check()
-            publish(commit, content)
+            commit.publish(content)
         return replace(written, records=records).result(settings, len(content))
 
     def _manifest(self, files: Sequence[DataFile], records: list[FileRecord], numbers: dict[int, int]) -> Manifest:

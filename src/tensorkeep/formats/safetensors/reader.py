@@ -26,13 +26,12 @@ from tensorkeep.formats.model_folder import (
     standard_weights,
     unused_files,
 )
-from tensorkeep.formats.probe import check_is_no_other, file_mode, first_bytes, names_in
-from tensorkeep.paths import StorePath
+from tensorkeep.formats.probe import check_is_no_other
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.names import DEFAULT_PART, assign_names
+from tensorkeep.storage import file_mode, first_bytes, names_in, read_directory, storage_of
 from tensorkeep.storage.base import MANIFEST_NAME, Directory, SourceFile
 from tensorkeep.storage.direct_io import Bytes
-from tensorkeep.storage.places import read_directory
 from tensorkeep.storage.store_commit import save_of
 
 _SHARDING = "DCP_SHARDING_INFO"
@@ -63,7 +62,7 @@ def _locate_in(directory: Path) -> Path | None:
     if file_mode(directory / MANIFEST_NAME):
         return None
     names = names_in(directory)
-    if isinstance(directory, StorePath):
+    if storage_of(directory).remote:
         # Without a manifest, the objects of a native save are those of one that did not end.
         names = [name for name in names if save_of(name) is None]
     standard = standard_weights(directory, names)

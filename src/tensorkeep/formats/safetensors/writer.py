@@ -28,17 +28,15 @@ from tensorkeep.formats.blockfile.write import (
     write_files,
 )
 from tensorkeep.formats.model_folder import read_index
-from tensorkeep.formats.probe import file_mode
 from tensorkeep.formats.safetensors.reader import begins_like_safetensors, locate
-from tensorkeep.paths import StorePath
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.tree import Flat
-from tensorkeep.storage.base import Directory
-from tensorkeep.storage.commit import Commit
+from tensorkeep.storage import file_mode, storage_of
+from tensorkeep.storage.base import PendingCommit
 from tensorkeep.storage.direct_io import write_small
+from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.storage.parallel import Cancellation, Meter, Pace
-from tensorkeep.storage.store_files import ObjectCommit
 
 
 class SafetensorsOptions(BlockFileOptions, frozen=True):
@@ -71,7 +69,7 @@ def check_compression(destination: Path, settings: WriteSettings) -> None:
 
 def check_store(destination: Path, settings: WriteSettings) -> None:
     """Refuse what is not written to an object store."""
-    if not isinstance(destination, StorePath):
+    if not storage_of(destination).remote:
         return
     remedy = "save in the native format (leave out the suffix and `format`), or to a disk, and upload it"
     if not _is_one_file(destination):
@@ -138,11 +136,11 @@ def _is_one_file(destination: Path) -> bool:
     return destination.suffix.lower() in (SUFFIX, CODED_SUFFIX)
 
 
-def _commit_to(destination: Path, *, single: bool, overwrite: bool) -> Commit | ObjectCommit:
-    if isinstance(destination, StorePath):
-        return ObjectCommit(destination, overwrite=overwrite, replaceable=_is_replaceable_file)
+def _commit_to(destination: Path, *, single: bool, overwrite: bool) -> PendingCommit:
     replaceable = _is_replaceable_file if single else _is_replaceable_directory
-    return Commit(destination, directory=not single, overwrite=overwrite, replaceable=replaceable)
+    return storage_of(destination).commit(
+        destination, directory=not single, overwrite=overwrite, replaceable=replaceable
+    )
 
 
 def _is_replaceable_file(path: Path) -> bool:
@@ -157,7 +155,7 @@ def _is_replaceable_directory(path: Path) -> bool:
     names = {entry.name for entry in path.iterdir()}
     if not place.name.endswith(INDEX_SUFFIX):
         return names == {place.name}
-    with Directory(path) as directory:
+    with LocalDirectory(path) as directory:
         return names <= {place.name, *read_index(directory, place).files.values()}
 
 

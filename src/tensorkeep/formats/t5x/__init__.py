@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
-from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.t5x.reader import FILE_NAME
 from tensorkeep.formats.tensorstore.specs import T5XOptions
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
+from tensorkeep.storage import file_mode, first_bytes, names_in
 
 __all__ = ["FORMAT", "T5XFormat"]
 

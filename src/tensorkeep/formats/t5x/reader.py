@@ -15,7 +15,6 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, Tenso
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, StoredLeaf, Structure
 from tensorkeep.formats.decoding import decoding
-from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar, TensorNote
 from tensorkeep.formats.tensorstore.library import ArrayDirectory
 from tensorkeep.formats.tensorstore.reader import ArraysReader, KnownArray, list_array
@@ -23,6 +22,7 @@ from tensorkeep.formats.tensorstore.specs import Layout, StoredType
 from tensorkeep.state.dtypes import BY_NAME, DType, of_numpy
 from tensorkeep.state.leaf import allocate
 from tensorkeep.state.tree import flatten, state_leaves
+from tensorkeep.storage import names_in
 from tensorkeep.storage.base import Directory
 from tensorkeep.storage.direct_io import Bytes
 

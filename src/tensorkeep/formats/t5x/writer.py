@@ -28,9 +28,9 @@ from tensorkeep.formats.tensorstore.specs import (
 from tensorkeep.formats.tensorstore.writer import ByteBudget, refuse_compression, write_arrays
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
-from tensorkeep.storage.base import Directory
 from tensorkeep.storage.commit import Commit
 from tensorkeep.storage.direct_io import write_small
+from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.storage.parallel import Meter
 
 _TARGET = "target"
@@ -52,7 +52,7 @@ def write(
     meter = Meter(sum(leaf.nbytes for leaf in arrays.values()), settings.progress)
     with (
         Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit,
-        Directory(commit.path) as open_directory,
+        LocalDirectory(commit.path) as open_directory,
     ):
         directory = ArrayDirectory(destination, f"{open_directory.fd_path}/")
         written: dict[str, Layout] = {}

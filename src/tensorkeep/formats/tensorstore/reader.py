@@ -16,7 +16,6 @@ import numpy as np
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError
 from tensorkeep.formats import checksummed_json, sidecar
 from tensorkeep.formats.base import BLOCK_BYTES, Box, OpenSettings, Reader, StoredLeaf, box_shape, range_to_boxes
-from tensorkeep.formats.probe import file_mode, first_bytes, folders_in, names_in
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, KvStore, context, tensorstore
 from tensorkeep.formats.tensorstore.specs import (
@@ -32,13 +31,13 @@ from tensorkeep.formats.tensorstore.specs import (
     stored_type,
 )
 from tensorkeep.machine import memory_limit
-from tensorkeep.paths import StorePath
+from tensorkeep.paths import absolute
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.tree import Flat
+from tensorkeep.storage import file_mode, first_bytes, folders_in, names_in, read_directory
 from tensorkeep.storage.base import Directory
 from tensorkeep.storage.direct_io import Bytes, store_errors, sync_directory
-from tensorkeep.storage.places import read_directory
 
 # Opening arrays, refusing chunks too large to decode, and reading byte ranges.
 #
@@ -380,7 +379,7 @@ def check_is_no_part(path: Path) -> None:
     The part is a database, too, and its arrays look full: what other processes wrote is read as the fill value.
     """
     if re.fullmatch(r"ocdbt\.process_\d+", path.name):
-        whole = path.absolute().parent if not isinstance(path, StorePath) else path.parent
+        whole = absolute(path).parent
         raise UnsupportedError(
             "is one process's part of a database", path=path, remedy=f"give the path of the whole: {whole}"
         )

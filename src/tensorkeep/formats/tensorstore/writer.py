@@ -15,7 +15,6 @@ import numpy.typing as npt
 from tensorkeep.errors import DestinationExistsError, TensorkeepError, UnsupportedLeafError, UsageError
 from tensorkeep.formats import checksummed_json, sidecar
 from tensorkeep.formats.base import Box, Structure, WriteResult, WriteSettings, box_shape, box_to_ranges, grid, grow
-from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import FileNote, TensorNote, note_file
 from tensorkeep.formats.tensorstore import library
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, tensorstore
@@ -32,10 +31,10 @@ from tensorkeep.formats.tensorstore.specs import (
 )
 from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.tree import Flat
-from tensorkeep.storage import parallel
-from tensorkeep.storage.base import Directory
+from tensorkeep.storage import names_in, parallel
 from tensorkeep.storage.commit import Commit
 from tensorkeep.storage.direct_io import Bytes, store_errors, write_small
+from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.storage.parallel import Cancelled, Meter
 
 # Writing many arrays into one directory, within one memory budget.
@@ -296,7 +295,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
     meter = Meter(sum(leaf.nbytes for leaf in flat.leaves.values()), settings.progress)
     with (
         Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=is_replaceable) as commit,
-        Directory(commit.path) as open_directory,
+        LocalDirectory(commit.path) as open_directory,
     ):
         directory = ArrayDirectory(destination, f"{open_directory.fd_path}/", options.kvstore)
         sources = {keys[name]: leaf for name, leaf in flat.leaves.items()}
@@ -342,7 +341,7 @@ def is_replaceable(path: Path) -> bool:
     if not sidecar.lies_in(path, "tensorstore"):
         return False
     try:
-        with Directory(path) as directory:
+        with LocalDirectory(path) as directory:
             notes = sidecar.read(directory, "tensorstore", TensorStoreSidecar)
     except TensorkeepError:
         # Without an intact sidecar it is unknown which files belong to the checkpoint.

@@ -28,17 +28,15 @@ from tensorkeep.formats.model_folder import (
     standard_weights,
     unused_files,
 )
-from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, OldFile, count_values, load_untrusted
 from tensorkeep.formats.torch_file.zip_file import TorchZip, begins_like_old_pickle
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.tree import Flat, flatten
+from tensorkeep.storage import file_mode, first_bytes, names_in, open_file, read_directory
 from tensorkeep.storage.base import Directory
 from tensorkeep.storage.direct_io import Bytes
-from tensorkeep.storage.places import open_file, read_directory
-from tensorkeep.storage.store_files import StoreFile
 from tensorkeep.units import counted
 
 
@@ -62,7 +60,7 @@ class TorchReader(Reader):
         self._fetched: FetchedFile | None = None
         with ExitStack() as stack:
             source = stack.enter_context(open_file(path))
-            if isinstance(source, StoreFile):
+            if source.ranges_are_requests:
                 self._fetched = stack.enter_context(FetchedFile(source, parts or FetchedParts(settings.pool.budget)))
                 place = self._fetched.fd_path
                 file = cast(BinaryIO, stack.enter_context(self._fetched.stream()))

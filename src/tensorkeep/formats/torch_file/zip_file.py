@@ -18,10 +18,10 @@ from tensorkeep.errors import (
 )
 from tensorkeep.formats.mapped_file import stream_of
 from tensorkeep.formats.pickles import Recorder
-from tensorkeep.formats.probe import check_is_no_other, first_bytes
+from tensorkeep.formats.probe import check_is_no_other
 from tensorkeep.machine import available_bytes, memory_file
+from tensorkeep.storage import first_bytes, open_file
 from tensorkeep.storage.direct_io import Bytes, store_error, store_errors
-from tensorkeep.storage.places import open_file
 
 PICKLE = "data.pkl"
 

@@ -19,10 +19,10 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathL
 from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.checksummed_json import new_hasher
 from tensorkeep.paths import checked_path
+from tensorkeep.storage import read_directory
 from tensorkeep.storage.base import Directory, SourceFile
 from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.storage.parallel import Meter, Progress
-from tensorkeep.storage.places import read_directory
 from tensorkeep.structs import prepared
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens, token_dtype
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer

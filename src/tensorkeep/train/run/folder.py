@@ -22,9 +22,9 @@ from tensorkeep.formats import checksummed_json
 from tensorkeep.paths import absolute, checked_path
 from tensorkeep.runs.address import CHECKPOINTS, split_address
 from tensorkeep.runs.backends import place_of
-from tensorkeep.storage.base import Directory
 from tensorkeep.storage.commit import replace_file
 from tensorkeep.storage.direct_io import store_error
+from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.structs import prepared
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset, FileStatus
@@ -287,7 +287,7 @@ class RunFolder:
 
         Raises NotACheckpointError or CorruptCheckpointError if it is missing or damaged.
         """
-        with Directory(self.path) as directory:
+        with LocalDirectory(self.path) as directory:
             return tokenizer_from_dict(checksummed_json.read(directory, TOKENIZER))
 
     def check_data(self, dataset: Dataset) -> None:

@@ -17,7 +17,7 @@ from tensorkeep.formats.tensorstore.library import ArrayDirectory, context
 from tensorkeep.formats.tensorstore.reader import KnownArray, check_array, read_own, start_open
 from tensorkeep.formats.tensorstore.specs import StoredType
 from tensorkeep.state.aliases import make_view
-from tensorkeep.storage.base import Directory
+from tensorkeep.storage.local import LocalDirectory
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def load_tensorstore(
     ``concurrency`` is TensorStore's limit on concurrent file operations. With ``in_flight="one"``, each array is opened
     and read before the next. With ``"all"``, all are opened, then up to 1 GiB is read at once.
     """
-    with Directory(path) as directory:
+    with LocalDirectory(path) as directory:
         notes, arrays, known = read_own(directory)
         tensors = _Loader(arrays, known, concurrency).load(in_flight)
     aliases = notes.structure.flat({}).aliases
@@ -47,7 +47,7 @@ def load_t5x(path: Path, *, concurrency: int | None = None, in_flight: InFlight 
     """Read every array of a T5X checkpoint; parameters and result are those of `load_tensorstore`."""
     import torch
 
-    with Directory(path) as directory:
+    with LocalDirectory(path) as directory:
         contents = read_contents(directory)
         tensors = _Loader(contents.directory, contents.arrays, concurrency).load(in_flight)
     for name, tensor in contents.inline.items():

@@ -12,9 +12,10 @@ from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.pieces.fragments import parse_fragment, read_content
 from tensorkeep.formats.native.pieces.records import FragmentRecord, FragmentReport, fragment_name
 from tensorkeep.formats.native.pieces.root import Plan, read_plan, write_root
-from tensorkeep.storage.base import MANIFEST_NAME, Directory
+from tensorkeep.storage.base import MANIFEST_NAME
 from tensorkeep.storage.commit import Commit, list_temporaries, prefix
 from tensorkeep.storage.direct_io import store_errors
+from tensorkeep.storage.local import LocalDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def finish_or_clear(temporary: Path) -> Path | None:
     with store_errors(temporary, "look at the folder"):
         if temporary.is_symlink() or not temporary.is_dir() or temporary.lstat().st_uid != os.geteuid():
             return None
-    with Directory(temporary) as directory:
+    with LocalDirectory(temporary) as directory:
         plan = read_plan(directory)
     if plan is None:
         return None
@@ -71,7 +72,7 @@ def _complete(temporary: Path, plan: Plan) -> None:
     """Write the root from the fragments that are there, and check that a reader accepts the checkpoint."""
     root = plan.root
     reports: list[FragmentReport] = []
-    with Directory(temporary) as directory:
+    with LocalDirectory(temporary) as directory:
         for rank in range(root.ranks):
             name = fragment_name(rank)
             content = read_content(directory, name)

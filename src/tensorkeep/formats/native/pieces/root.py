@@ -19,8 +19,7 @@ from tensorkeep.formats.native.pieces.records import FragmentReport, Root, Tenso
 from tensorkeep.formats.native.records import PIECES, VERSION
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
-from tensorkeep.storage.base import Directory
-from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.base import Directory, PendingCommit
 from tensorkeep.storage.direct_io import store_errors, sync_directory, write_small
 from tensorkeep.structs import json_decoder
 from tensorkeep.version import __version__
@@ -71,7 +70,7 @@ def plan_root(
     )
 
 
-def write_plan(commit: Commit, root: Root) -> None:
+def write_plan(commit: PendingCommit, root: Root) -> None:
     """Write the plan of a save durably into its staging folder, before any rank writes data.
 
     Raises StoreError if the operating system refuses.

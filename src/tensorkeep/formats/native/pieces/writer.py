@@ -37,10 +37,9 @@ from tensorkeep.formats.native.pieces.records import (
     save_id,
 )
 from tensorkeep.formats.native.records import FileRecord
-from tensorkeep.paths import StorePath
 from tensorkeep.state.names import part_file_stems
 from tensorkeep.state.sharded import Piece
-from tensorkeep.storage.places import write_file
+from tensorkeep.storage import storage_of, write_file
 from tensorkeep.storage.store_commit import object_name
 
 
@@ -96,7 +95,7 @@ class PiecesWrite(BlockFilesWrite):
     def _write(self) -> WriteResult:
         self._check_budget()
         directory, save = self._together.begin()
-        of_save = save_id(save) if isinstance(directory, StorePath) else ""
+        of_save = save_id(save) if storage_of(directory).remote else ""
         kind = partial(PreviousPieces, pieces=self._pieces, grid=self._grid)
         written = self._write_over_base(directory, kind, ranks=self._together.size, save_id=of_save)
         records = written.records + written.linked

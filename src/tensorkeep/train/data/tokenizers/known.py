@@ -11,8 +11,8 @@ import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UsageError
 from tensorkeep.formats import checksummed_json
-from tensorkeep.storage.base import Directory
 from tensorkeep.storage.direct_io import store_errors
+from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.train.data.tokenizers.base import Documents, Tokenizer, library
 from tensorkeep.train.data.tokenizers.bpe import DEFAULT_VOCAB_SIZE, SMALLEST_VOCAB_SIZE, BpeTokenizer
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer, CharTokenizer
@@ -126,7 +126,7 @@ def tokenizer_at(folder: Path) -> Tokenizer | None:
             is_sealed = file.read(len(checksummed_json.OPENING)) == checksummed_json.OPENING
     if not is_sealed:
         return read_tokenizer(folder)
-    with Directory(folder) as directory:
+    with LocalDirectory(folder) as directory:
         return tokenizer_from_dict(checksummed_json.read(directory, FILE))
 
 

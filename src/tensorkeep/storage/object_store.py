@@ -1,6 +1,7 @@
-"""Checkpoints in object stores, read as directories and files are: a prefix is a directory, an object a file."""
+"""Object stores: requests for ranges of objects, uploads in parts, and the objects below a prefix as a directory."""
 
 import os
+import stat
 import threading
 import weakref
 from collections import deque
@@ -14,15 +15,13 @@ from typing import NoReturn, Self
 import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError, TensorkeepError, UnsupportedError
-from tensorkeep.paths import StorePath
+from tensorkeep.paths import StorePath, check_url
 from tensorkeep.storage import store_requests
-from tensorkeep.storage.base import Directory, SourceFile
+from tensorkeep.storage.base import MANIFEST_NAME, WELL_KNOWN, Directory, OutputFile, PendingCommit, SourceFile, Storage
 from tensorkeep.storage.buffers import Buffer, BufferPool, round_up
 from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation, Cancelled, start_thread
-from tensorkeep.storage.store_commit import check_replaceable, save_of
-
-# Checkpoints in object stores, read as directories and files are: a prefix is a directory, an object a file.
+from tensorkeep.storage.store_commit import StoreCommit, check_replaceable, save_of
 
 _FIRST_BYTES = 64 * 1024
 _MOST_OBJECTS = 8
@@ -64,6 +63,8 @@ class StoreFile(SourceFile):
     StoreError. With ``content``, all that it has, no request is made.
     """
 
+    ranges_are_requests = True
+
     def __init__(
         self, path: StorePath, found: store_requests.ObjectStatus | None = None, content: bytes | None = None
     ) -> None:
@@ -81,8 +82,7 @@ class StoreFile(SourceFile):
         raise _on_disks_only(self._url)
 
     @contextmanager
-    def ahead(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """In this context, what this thread reads of one of these ranges is read with all of it, by one request."""
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
         self._windows[get_ident()] = [_Window(start, stop) for start, stop in ranges]
         try:
             yield
@@ -151,7 +151,6 @@ class StoreDirectory(Directory):
 
     @property
     def stable_path(self) -> StorePath:
-        """The path itself."""
         return self._url
 
     def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
@@ -170,7 +169,6 @@ class StoreDirectory(Directory):
         return self.open(name)
 
     def status(self, name: str) -> os.stat_result:
-        """Return the status of a file, when it was opened if it was; FileNotFoundError if it does not exist."""
         try:
             return (self._seen.get(name) or self._look_at(name)).as_stat()
         except NotFoundError as error:
@@ -189,7 +187,6 @@ class StoreDirectory(Directory):
         return self._known[path.key]
 
     def changed(self, names: Iterable[str]) -> str | None:
-        """Return the first of some files that were opened that has another content now, or is missing."""
         for name in names:
             try:
                 if store_requests.head(self.path_of(name)).tag != self._seen[name].tag:
@@ -199,7 +196,6 @@ class StoreDirectory(Directory):
         return None
 
     def was_replaced(self) -> bool:
-        """Return whether a file that was opened has another content now, or is missing."""
         try:
             return self.changed(self._seen) is not None
         except StoreError:
@@ -347,6 +343,9 @@ class Upload:
         if done:
             self._progress(done)
 
+    def preallocate(self, size: int) -> None:
+        """Do nothing: a store reserves no space."""
+
     def finish(self, size: int) -> None:
         """Send the rest and wait until the object is there; it has ``size`` bytes.
 
@@ -417,7 +416,7 @@ class Upload:
         self._cancellation.check()
 
 
-class ObjectCommit:
+class ObjectCommit(PendingCommit):
     """A checkpoint of one object: a context manager like `tensorkeep.storage.store_commit.StoreCommit`.
 
     ``path`` is the object, which its upload makes visible, complete; so there is nothing to publish or to remove. Its
@@ -426,20 +425,22 @@ class ObjectCommit:
     Raises DestinationExistsError if something is there and may not be replaced.
     """
 
+    is_staged = False
+
     def __init__(self, destination: StorePath, *, overwrite: bool, replaceable: Callable[[Path], bool]) -> None:
-        self.path = destination
-        self._overwrite = overwrite
+        self.destination = self.path = self._url = destination
+        self.overwrite = overwrite
         self._replaceable = replaceable
 
     def __enter__(self) -> Self:
         try:
-            store_requests.head(self.path)
+            store_requests.head(self._url)
         except NotFoundError:
             return self
-        check_replaceable(self.path, self._replaceable, overwrite=self._overwrite)
+        check_replaceable(self._url, self._replaceable, overwrite=self.overwrite)
         return self
 
-    def publish(self) -> None:
+    def publish(self, manifest: bytes | None = None) -> None:
         """Do nothing: the end of the upload was the commit."""
 
     def __exit__(self, *error: object) -> None:
@@ -495,3 +496,120 @@ class _Pieces:
                 self.changed.wait(POLL_SECONDS)
             # Not by way of a variable, which would keep it while this waits for the next one.
             return self._waiting.popleft()
+
+
+_MOST_ATTEMPTS = 5
+
+
+class ObjectStorage(Storage):
+    """Object stores, and web servers: a prefix is a directory, an object a file."""
+
+    remote = True
+    writes_in_order = True
+    small_reads_at_once = store_requests.SMALL_REQUESTS
+
+    def mode(self, path: Path, *, follow_links: bool = True) -> int:
+        url = _url(path)
+        if url.key:
+            try:
+                store_requests.head(url)
+                return stat.S_IFREG
+            except NotFoundError:
+                pass
+        try:
+            return stat.S_IFDIR if self.names(url) else 0
+        except UnsupportedError:
+            if not url.has_listing:
+                raise
+            return stat.S_IFDIR  # with an object that cannot be listed
+
+    def names(self, directory: Path) -> list[str]:
+        url = _url(directory)
+        if url.has_listing:
+            return sorted({name for name, _ in store_requests.children(url)})
+        return [name for name in sorted(WELL_KNOWN) if self.first_bytes(url / name, 1) is not None]
+
+    def folders(self, directory: Path) -> list[str]:
+        url = _url(directory)
+        children = store_requests.children(url) if url.has_listing else ()
+        return sorted(name for name, status in children if status is None)
+
+    def lists(self, directory: Path) -> bool:
+        return _url(directory).has_listing
+
+    def first_bytes(self, path: Path, count: int) -> bytes | None:
+        url = _url(path)
+        # A bucket itself is not an object.
+        if not url.key:
+            return None
+        try:
+            return first_bytes(url, count)
+        except NotFoundError:
+            return None
+        except UnsupportedError:
+            # A web server may answer with a page of its own where nothing is.
+            if store_requests.begins_as(url, b"<"):
+                return None
+            raise
+
+    def is_taken(self, path: Path) -> bool:
+        # What lies below the prefix without a manifest are objects of saves that did not end.
+        return any(self.first_bytes(each, 1) is not None for each in (path / MANIFEST_NAME, path) if _url(path).key)
+
+    def open_file(self, path: Path) -> SourceFile:
+        return StoreFile(_url(path))
+
+    def open_directory(self, path: Path) -> Directory:
+        return StoreDirectory(_url(path))
+
+    def reads_again(self, attempt: int) -> bool:
+        # Behind one name of the web there may be servers whose tags of a file differ for ever.
+        return attempt < _MOST_ATTEMPTS
+
+    def write_small(self, path: Path, content: bytes) -> None:
+        store_requests.put(_url(path), content)
+
+    def create(
+        self,
+        path: Path,
+        pool: BufferPool,
+        cancellation: Cancellation,
+        *,
+        most_bytes: int,
+        direct: bool = True,
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> OutputFile:
+        return Upload(_url(path), pool, cancellation, most_bytes=most_bytes, progress=progress)
+
+    def buffer_bytes(self, most_bytes: int) -> int:
+        return part_bytes(most_bytes)
+
+    def check_writable(self, path: Path) -> None:
+        url = _url(path)
+        check_url(url)
+        if not url.has_listing:
+            raise UnsupportedError(
+                f"{url.scheme}:// is only read from", path=path, remedy="save to s3://, gs://, az:// or a disk"
+            )
+
+    def commit(
+        self,
+        destination: Path,
+        *,
+        directory: bool,
+        overwrite: bool,
+        replaceable: Callable[[Path], bool],
+        listed: Callable[[Path], Iterable[str]] = lambda path: (),
+        is_ours: Callable[[str], bool] = lambda name: True,
+    ) -> PendingCommit:
+        if not directory:
+            return ObjectCommit(_url(destination), overwrite=overwrite, replaceable=replaceable)
+        return StoreCommit(
+            _url(destination), overwrite=overwrite, replaceable=replaceable, listed=listed, is_ours=is_ours
+        )
+
+
+def _url(path: Path) -> StorePath:
+    # `storage_of` chose this storage by the class of the path.
+    assert isinstance(path, StorePath)
+    return path

@@ -1,0 +1,334 @@
+"""Disks: files read around the page cache, and directories read through one descriptor."""
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, StoreError
+from tensorkeep.machine import libc
+from tensorkeep.storage.base import Directory, OutputFile, PendingCommit, SourceFile, Storage
+from tensorkeep.storage.buffers import ALIGNMENT, BufferPool, round_down, round_up
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import Bytes, DirectFile, close, store_error, transfers, write_small
+from tensorkeep.storage.parallel import Cancellation
+
+logger = logging.getLogger(__name__)
+_SAMPLE_BYTES = 1024**2
+"""`bypasses_cache` looks at one page in every so many bytes: the kernel caches and drops much longer runs."""
+
+
+class LocalFile(SourceFile):
+    """A file of a disk that many threads read at once.
+
+    Large reads copy what is in the page cache from there and read the rest around it (O_DIRECT): from a fast disk, the
+    kernel's copy and its small pages take longer than the read.
+
+    ``follow_links`` is whether the last component may be a symbolic link: a checkpoint never has one, so a link there
+    leads out of it. With ``page_cache``, everything is read through the page cache, and so left there for the next
+    reader. ``directory`` is a descriptor of the directory that has the file, whatever its path is now. ``status`` is
+    the file's status when it was opened, and ``size`` its length.
+
+    Raises NotFoundError if the file does not exist; CorruptCheckpointError if it is not a regular file, or a symbolic
+    link that is not followed; StoreError if the operating system refuses to open it.
+    """
+
+    def __init__(
+        self, path: Path, *, follow_links: bool = True, page_cache: bool = True, directory: int | None = None
+    ) -> None:
+        self.path = path
+        self._direct_fd = -1
+        # The whole file, mapped for `mincore` only; the array keeps the mapping alive and has its address.
+        self._pages: Bytes | None = None
+        self._mapped: Bytes | None = None
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+        try:
+            self._fd = os.open(path if directory is None else path.name, flags, dir_fd=directory)
+        except FileNotFoundError as error:
+            raise NotFoundError("there is no such file", path=path) from error
+        except OSError as error:
+            if error.errno == errno.ELOOP and not follow_links:
+                raise CorruptCheckpointError("is a symbolic link, which a checkpoint never holds", path=path) from error
+            raise store_error(error, path, "open the file") from error
+        try:
+            self.status = os.fstat(self._fd)
+        except OSError as error:
+            self.close()
+            raise store_error(error, path, "look at the file") from error
+        if not stat.S_ISREG(self.status.st_mode):
+            self.close()
+            raise CorruptCheckpointError("is not a regular file", path=path)
+        self.size = self.status.st_size
+        if page_cache or not self.size:
+            return
+        try:
+            self._direct_fd = os.open(self.fd_path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            self._pages = np.frombuffer(mmap.mmap(self._fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+        except OSError as error:
+            logger.info("%s: no direct I/O (%s); reading through the page cache", self.path, error.strerror)
+
+    @property
+    def fd_path(self) -> str:
+        return f"/proc/self/fd/{self._fd}"
+
+    def read_into(self, offset: int, out: Bytes) -> None:
+        """Fill ``out`` from the file, through the page cache.
+
+        Raises CorruptCheckpointError if the file ends too early.
+        """
+        view = memoryview(out)
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise store_error(error, self.path, "read") from error
+            if count == 0:
+                raise CorruptCheckpointError(
+                    f"the file ends at byte {offset + done:,}, inside the data", path=self.path
+                )
+            done += count
+
+    def bypasses_cache(self, offset: int, count: int) -> bool:
+        """Return whether `fetch` would read a range around the page cache: direct reads work and it is not cached.
+
+        ``mincore(2)`` answers without reading. A read with RWF_NOWAIT would start the read-ahead of missing pages, and
+        the disk would read the same bytes twice. The kernel may report all pages of another user's file as cached.
+        """
+        if self._pages is None:
+            return False
+        places = [*range(offset, offset + count, _SAMPLE_BYTES), offset + count - 1]
+        return not all(_is_cached(self._pages.ctypes.data + round_down(place, mmap.PAGESIZE)) for place in places)
+
+    def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
+        """Return ``count`` bytes of the file, in a slice of ``scratch``.
+
+        ``scratch`` is page-aligned, at least ``count`` bytes and two pages long.
+        """
+        if not self.bypasses_cache(offset, count):
+            self.read_into(offset, scratch[:count])
+            return scratch[:count]
+        first = round_down(offset)
+        self._read_pages(first, scratch[: round_up(offset + count) - first], offset + count)
+        return scratch[offset - first : offset - first + count]
+
+    def _read_pages(self, first: int, out: Bytes, end: int) -> None:
+        """Fill ``out`` from whole pages of the file, at least to byte ``end`` of the file."""
+        view = memoryview(out)
+        done = 0
+        while first + done < end:
+            try:
+                with transfers.permit:
+                    count = os.preadv(self._direct_fd, [view[done:]], first + done)
+            except OSError as error:
+                raise store_error(error, self.path, "read") from error
+            if first + done + count < end and count < ALIGNMENT:
+                self.read_into(first + done, out[done : end - first])  # raises if the file ends here
+                return
+            done += round_down(count) if first + done + count < end else count
+
+    def map_private(self) -> Bytes:
+        """Return the whole file as memory: read when it is used, and private, so that writes do not reach the file.
+
+        The kernel kills a process that uses a page behind the end of a file that was truncated meanwhile.
+        """
+        if self._mapped is None:
+            import torch
+
+            # Unlike Python's, torch's mapping does not keep a descriptor open for as long as it lives.
+            try:
+                mapped = torch.from_file(self.fd_path, shared=False, size=self.size, dtype=torch.uint8)
+            except RuntimeError as error:
+                remedy = "load it without mmap"
+                raise StoreError(f"cannot be mapped ({error})", path=self.path, remedy=remedy) from error
+            self._mapped = mapped.numpy()
+        return self._mapped
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._pages = self._mapped = None
+        descriptors, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, -1
+        for fd in descriptors:
+            if fd >= 0:
+                close(fd)
+
+
+def _is_cached(address: int) -> bool:
+    answer = (ctypes.c_ubyte * 1)()
+    return libc().mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), answer) == 0 and bool(answer[0] & 1)
+
+
+MAX_OPEN_FILES = 200
+"""Files that one checkpoint keeps open: with two descriptors each, two checkpoints fit the usual limit of 1024."""
+
+
+class LocalDirectory(Directory):
+    """An open directory of a disk, read through its descriptor.
+
+    Raises NotFoundError if the path does not exist; StoreError if the operating system refuses to open it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFoundError("there is no such directory", path=path) from error
+        except OSError as error:
+            raise store_error(error, path, "open the directory") from error
+
+    @property
+    def fd_path(self) -> str:
+        return f"/proc/self/fd/{self._fd}"
+
+    @property
+    def stable_path(self) -> Path:
+        return Path(self.fd_path)
+
+    def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
+        return LocalFile(self.path / name, follow_links=follow_links, page_cache=page_cache, directory=self._fd)
+
+    def open_one_of(self, count: int, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
+        if count <= MAX_OPEN_FILES:
+            return self.open(name, follow_links=follow_links, page_cache=page_cache)
+        return _ReopenedFile(self, name, follow_links=follow_links)
+
+    def status(self, name: str) -> os.stat_result:
+        return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+
+    def was_replaced(self) -> bool:
+        try:
+            return not os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Close the directory, but not its open files; a second call does nothing."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            close(fd)
+
+
+class _ReopenedFile(LocalFile):
+    """A file that is opened for each read, through the page cache."""
+
+    def __init__(self, directory: LocalDirectory, name: str, *, follow_links: bool) -> None:
+        super().__init__(directory.path / name, follow_links=follow_links, directory=directory._fd)
+        super().close()
+        self._directory = directory
+        self._follow_links = follow_links
+
+    @property
+    def fd_path(self) -> str:
+        return f"{self._directory.fd_path}/{self.path.name}"
+
+    def read_into(self, offset: int, out: Bytes) -> None:
+        try:
+            with self._directory.open(self.path.name, follow_links=self._follow_links) as file:
+                file.read_into(offset, out)
+        except NotACheckpointError as error:
+            if self._directory.was_replaced():
+                raise StoreError(
+                    "the checkpoint was replaced while it was read", path=self._directory.path, remedy="read it again"
+                ) from error
+            raise CorruptCheckpointError("the file has been removed", path=self.path) from error
+
+
+_ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO, errno.ELOOP))
+"""Error numbers of paths without anything to read (ENXIO: a socket, ELOOP: links that lead to one another)."""
+
+
+def _raise_unless_absent(error: OSError, path: Path) -> None:
+    # A path that the system refuses to read does not count as missing.
+    if error.errno not in _ABSENT:
+        raise store_error(error, path, "inspect it") from error
+
+
+class LocalStorage(Storage):
+    """The file systems of this machine."""
+
+    remote = False
+    writes_in_order = False
+    small_reads_at_once = 1
+
+    def mode(self, path: Path, *, follow_links: bool = True) -> int:
+        try:
+            return os.stat(path, follow_symlinks=follow_links).st_mode
+        except OSError as error:
+            _raise_unless_absent(error, path)
+            return 0
+
+    def names(self, directory: Path) -> list[str]:
+        try:
+            with os.scandir(directory) as entries:
+                return sorted(entry.name for entry in entries)
+        except OSError as error:
+            _raise_unless_absent(error, directory)
+            return []
+
+    def folders(self, directory: Path) -> list[str]:
+        return [name for name in self.names(directory) if stat.S_ISDIR(self.mode(directory / name))]
+
+    def first_bytes(self, path: Path, count: int) -> bytes | None:
+        try:
+            # O_NONBLOCK: opening a pipe would wait for its writer.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                return os.read(fd, count) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+            finally:
+                close(fd)
+        except OSError as error:
+            _raise_unless_absent(error, path)
+            return None
+
+    def is_taken(self, path: Path) -> bool:
+        return os.path.lexists(path)
+
+    def open_file(self, path: Path) -> SourceFile:
+        return LocalFile(path)
+
+    def open_directory(self, path: Path) -> Directory:
+        return LocalDirectory(path)
+
+    def reads_again(self, attempt: int) -> bool:
+        return True
+
+    def write_small(self, path: Path, content: bytes) -> None:
+        write_small(path, content)
+
+    def create(
+        self,
+        path: Path,
+        pool: BufferPool,
+        cancellation: Cancellation,
+        *,
+        most_bytes: int,
+        direct: bool = True,
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> OutputFile:
+        return DirectFile(path, direct=direct, progress=progress)
+
+    def buffer_bytes(self, most_bytes: int) -> int:
+        return 0
+
+    def check_writable(self, path: Path) -> None:
+        """Do nothing: only the file system knows."""
+
+    def commit(
+        self,
+        destination: Path,
+        *,
+        directory: bool,
+        overwrite: bool,
+        replaceable: Callable[[Path], bool],
+        listed: Callable[[Path], Iterable[str]] = lambda path: (),
+        is_ours: Callable[[str], bool] = lambda name: True,
+    ) -> PendingCommit:
+        # The rename replaces whole directories: `listed` and `is_ours` are for storages without one.
+        return Commit(destination, directory=directory, overwrite=overwrite, replaceable=replaceable)
