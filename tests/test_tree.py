@@ -137,8 +137,6 @@ KNOWN_CIRCLES = {
     ("train/monitor", "train/run"),
     ("train/optim", "train/run"),
     ("train/run", "train/techniques"),
-    ("train/run", "train/techniques/parallel"),
-    ("train/techniques", "train/techniques/parallel"),
 }
 
 

@@ -9,15 +9,14 @@ import pytest
 from cli.calls import Call, RunJson
 from tensorkeep.cli import list_techniques as techniques
 from tensorkeep.testing.cases import case
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Machine
 from tensorkeep.train.techniques.stack import COMBINATIONS
 
 TRAIN = ["train", "shakespeare-char-cpu", "--loop.device", "cpu"]
 
 
 def test_mistyped_techniques_and_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
-    monkeypatch.setattr("tensorkeep.train.techniques.requirements.find_spec", lambda _: None)
+    monkeypatch.setattr("tensorkeep.train.techniques.base.find_spec", lambda _: None)
     (tmp_path / "mine.toml").write_text('[train.techniques]\ncompil = "off"\n')
     shown = call(*TRAIN, "-C", tmp_path / "mine.toml", "--out", tmp_path / "run", code=7)
     assert "there is no technique named 'compil'" in shown.err

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.cases import case
-from tensorkeep.train.generate import Sampling, generate, generate_stream
+from tensorkeep.train.generate import Sampling, generate, generate_stream, until_stop
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.stop_texts import until
 
 
 def build(**parts: Any) -> GPT:
@@ -154,7 +153,7 @@ def test_text_ends_before_the_first_stop_however_it_is_cut(text: str, stops: lis
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     # The stop that ends first decides, as it does while the text is generated; the text before it is that of the first
     # place at which any stop occurs by then.
-    found = "".join(until(pieces, stops))
+    found = "".join(until_stop(pieces, stops))
     assert text.startswith(found)
     assert not any(stop in found for stop in stops)
     assert found == text or any(text[len(found) :].startswith(stop) for stop in stops)

@@ -20,9 +20,16 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import current_config
 from tensorkeep.train.run.trained import TrainedModel, load_trained_at
 from tensorkeep.train.run.validation import validation_windows
-from tensorkeep.train.scoring.compute import Precision, affordable_rows, computed_in, precision_of
-from tensorkeep.train.scoring.multiple_choice import read_questions, score_choices
-from tensorkeep.train.scoring.text import score_text, tokens_of
+from tensorkeep.train.scoring import (
+    Precision,
+    affordable_rows,
+    compute_in,
+    read_questions,
+    read_tokens,
+    resolve_precision,
+    score_choices,
+    score_text,
+)
 from tensorkeep.train.spinning import SpinControl
 from tensorkeep.units import counted, format_bytes
 
@@ -82,7 +89,7 @@ def evaluate(
     config, place = current_config(trained.folder.record()), trained.model.tokens.weight.device
     for name in set(_NOT_APPLIED) & set(config.techniques):
         output.note(f"{name}, which the run was trained with, is off: the figures are those of the plain model")
-    chosen = precision_of(config, precision)
+    chosen = resolve_precision(config, precision)
     rows = batch_size or affordable_rows(config.model, place)
     document: dict[str, Any] = {
         "run": str(trained.folder.path),
@@ -91,13 +98,13 @@ def evaluate(
         "precision": chosen,
     }
     begin = time.perf_counter()
-    with SpinControl(), computed_in(chosen, trained.model, config):
+    with SpinControl(), compute_in(chosen, trained.model, config):
         if questions is not None:
             with output.meter("questions", of_bytes=False) as progress:
                 choices = score_choices(trained.model, questions, trained.tokenizer, rows=rows, progress=progress)
             document |= {"task": "multiple-choice", "file": str(multiple_choice), **choices._asdict()}
         else:
-            text = partial(tokens_of, encoding=encoding, field=field)
+            text = partial(read_tokens, encoding=encoding, field=field)
             source, windows = _windows(trained, data, text, tokens, output)
             if windows.note is not None:
                 output.note(windows.note)

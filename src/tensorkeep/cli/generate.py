@@ -12,10 +12,9 @@ from cyclopts.validators import Number
 from tensorkeep.cli.options import Run, Which
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import printable_text
-from tensorkeep.train.generate import Sampling, generate_stream, prompt_ids
+from tensorkeep.train.generate import Sampling, generate_stream, prompt_ids, until_stop
 from tensorkeep.train.run.trained import load_trained_at
 from tensorkeep.train.spinning import SpinControl
-from tensorkeep.train.stop_texts import until
 from tensorkeep.units import counted
 
 
@@ -109,7 +108,7 @@ def generate(
         pieces = tokenizer.decode_stream(prompt_and_new())
         for piece in pieces:
             if count:
-                yield from until(chain([piece], pieces), options.stop or ())
+                yield from until_stop(chain([piece], pieces), options.stop or ())
                 return
             # The prompt may contain a text that ends the new one.
             yield piece

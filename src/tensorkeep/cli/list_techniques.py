@@ -13,8 +13,7 @@ from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES
 from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Machine
 from tensorkeep.train.techniques.stack import COMBINATIONS, expanded
 
 _INDENT = "    "
@@ -68,7 +67,7 @@ def _described(machine: Machine) -> Iterator[dict[str, Any]]:
             "effect": technique.effect,
             "reference": technique.reference,
             "settings": msgspec.to_builtins(settings),
-            "lacks": technique(settings).lacks(machine),
+            "lacks": technique(settings).missing(machine),
         }
 
 

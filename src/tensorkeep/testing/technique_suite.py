@@ -38,8 +38,7 @@ from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import OpenRun, open_run
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Kind, Proof, Technique
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Kind, Machine, Proof, Technique
 
 STEPS = 6
 
@@ -202,7 +201,7 @@ class TechniqueSuite(ABC):
         machine = Machine(chosen_device(self.config.loop.device))
         for each in self.variants:
             variant = each if isinstance(each, Mapping) else each.values[0]
-            lack = self.technique(self.technique.Settings(**variant)).lacks(machine)
+            lack = self.technique(self.technique.Settings(**variant)).missing(machine)
             if lack is not None:
                 pytest.skip(f"{self.technique.name} {lack}")
 

@@ -6,9 +6,8 @@ from dataclasses import asdict
 from tensorkeep.errors import UsageError
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.train.generate import Sampling, generate_stream
+from tensorkeep.train.generate import Sampling, generate_stream, until_stop
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.stop_texts import until
 
 _RESERVED_FRACTION = 4
 """One part in this many of the context is kept free for an answer, unless fewer tokens are wanted."""
@@ -142,7 +141,7 @@ class ChatSession:
             ended = True
 
         try:
-            for piece in until(tokenizer.decode_stream(content()), self._stop):
+            for piece in until_stop(tokenizer.decode_stream(content()), self._stop):
                 message["content"] += piece
                 yield piece
             if not ended:
@@ -159,7 +158,7 @@ class ChatSession:
             turn.append(tokenizer.end)
 
     def _make_space(self, turn: list[int]) -> None:
-        """Leave the oldest turns out until a new one fits, with space for its answer."""
+        """Leave the oldest turns out until_stop a new one fits, with space for its answer."""
         length = self._model.config.context_length
         limit = length - min(self._max_new_tokens, max(1, length // _RESERVED_FRACTION))
         used = len(self._first) + len(turn)

@@ -20,7 +20,7 @@ from tensorkeep.train.data.tokenizers.chat import TEMPLATE
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.huggingface import Architecture, architecture_of
-from tensorkeep.train.model.lora import merged
+from tensorkeep.train.model.layers import merge_adapters
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -120,7 +120,7 @@ def export(
     ('GPT2LMHeadModel', ('model.safetensors', 'config.json'))
     """
     architecture = architecture_of(config)
-    state, config = merged(_checked_state(model_or_state, config), config)
+    state, config = merge_adapters(_checked_state(model_or_state, config), config)
     state, config = _without_padding(state, config)
     target = _checked_dtype(state["tokens.weight"].dtype if dtype is None else dtype)
     ends = _Ends(begin_of_document, end_of_document, end_of_message)

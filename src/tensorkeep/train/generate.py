@@ -1,7 +1,7 @@
 """Text generation: token by token, with a key-value cache, and sampling by temperature, top-k, top-p, min-p."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,42 @@ from torch.nn import functional
 from tensorkeep.errors import UsageError
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.evaluate import evaluating
-from tensorkeep.train.model.cache import Cache
+from tensorkeep.train.model.attention import Cache
 from tensorkeep.train.model.gpt import GPT
+
+# Texts at which generated text ends.
+
+
+def until_stop(pieces: Iterable[str], stops: Collection[str]) -> Iterator[str]:
+    """Yield a text that comes in pieces up to the first of some texts, which is left out.
+
+    The end of a piece that may begin such a text is held back until_stop that is known.
+
+    Examples
+    --------
+    >>> list(until_stop(["one tw", "o th", "ree"], ["two"]))
+    ['one ']
+    >>> "".join(until_stop(["one tw", "elve"], ["two"]))
+    'one twelve'
+    """
+    held = ""
+    for piece in pieces:
+        held += piece
+        found = [place for each in stops if (place := held.find(each)) >= 0]
+        if found:
+            if held[: min(found)]:
+                yield held[: min(found)]
+            return
+        kept = max((n for each in stops for n in range(1, len(each)) if held.endswith(each[:n])), default=0)
+        if ready := held[: len(held) - kept]:
+            yield ready
+        held = held[len(held) - kept :]
+    if held:
+        yield held
+
 
 Prompt = Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer] | Tensor
 """Token ids of one prompt, or of several prompts of equal length."""
-
 OnToken = Callable[[list[int]], None]
 """Called after each step with its new tokens, one for each prompt."""
 

@@ -29,9 +29,9 @@ from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.data.tokenizers.known import FROM, tokenizer_at
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.model.from_huggingface import model_config, weights_of
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.model.lora import merged
+from tensorkeep.train.model.huggingface import convert_weights, read_model_config
+from tensorkeep.train.model.layers import merge_adapters
 from tensorkeep.train.run.folder import InitialRecord, RunFolder
 from tensorkeep.train.run.trained import load_trained_at
 
@@ -220,7 +220,7 @@ def read_initial(address: PathLike) -> InitialWeights:
 
 def _of_run(address: PathLike, folder: Path) -> InitialWeights:
     trained = load_trained_at(address, device="cpu")
-    state, config = merged(trained.model.state_dict(), trained.model.config)
+    state, config = merge_adapters(trained.model.state_dict(), trained.model.config)
     tensors = {name: state[name] for name, _ in GPT(config, device="meta").named_parameters()}
     record = InitialRecord(path=str(folder), kind="run", step=trained.step.number, fingerprint=_fingerprint(tensors))
     return InitialWeights(record, config, tensors, trained.tokenizer, folder)
@@ -241,8 +241,8 @@ def _of_hugging_face(folder: Path) -> InitialWeights:
             remedy="save the model as safetensors: model.save_pretrained(FOLDER, safe_serialization=True)",
         )
     try:
-        config = model_config(document)
-        tensors = weights_of(load(folder if file.suffix == ".json" else file), config)
+        config = read_model_config(document)
+        tensors = convert_weights(load(folder if file.suffix == ".json" else file), config)
     except TensorkeepError as error:
         error.path = error.path or os.fspath(folder)
         raise

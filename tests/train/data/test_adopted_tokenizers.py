@@ -22,7 +22,7 @@ from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
 from tensorkeep.train.generate import Sampling, prompt_ids
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.scoring.text import tokens_of
+from tensorkeep.train.scoring import read_tokens
 from tiers import exhaustive
 
 END = "<|endoftext|>"
@@ -146,7 +146,7 @@ def test_documents_and_prompts_begin_as_the_tokenizer_begins_each_text(
                 made = prepare(tmp_path / source, tmp_path / "data", tokenizer=name, overwrite=True)
                 split = Dataset.open(made.path).train.tolist()
                 assert split == tokens * (len(split) // len(tokens)), source
-            measured = tokens_of(tmp_path / "documents.jsonl", tokenizer).tolist()
+            measured = read_tokens(tmp_path / "documents.jsonl", tokenizer).tolist()
             assert measured == [begin - 1] * (not opening) + [*ids, begin - 1] * 40
             session = ChatSession(model, chat, Sampling(), max_new_tokens=1)
             _ = list(session.answer("or"))

@@ -22,7 +22,7 @@ from tensorkeep.train.memory.ledger import Ledger, predict
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.optim.optimizers import build_optimizers
-from tensorkeep.train.techniques.matmul_attention import matmul_attention
+from tensorkeep.train.techniques.attention_kernel import matmul_attention
 
 CONFIG = Config(
     recipe="ledger", model=ModelConfig(vocab_size=65, context_length=64, n_layers=2, n_heads=4, d_model=64)

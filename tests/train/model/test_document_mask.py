@@ -16,9 +16,9 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.evaluate import evaluate
 from tensorkeep.train.loop import take_step
-from tensorkeep.train.model import document_mask
+from tensorkeep.train.model import attention
+from tensorkeep.train.model.attention import dense_mask, document_numbers, tiled_mask
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.model.document_mask import dense_mask, document_numbers, tiled_mask
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.trained import load_trained
@@ -109,7 +109,7 @@ def test_tiles_reach_the_attention_of_every_block(monkeypatch: pytest.MonkeyPatc
         calls.append(block_mask)
         return flex_attention(*inputs, block_mask=block_mask, enable_gqa=enable_gqa)
 
-    monkeypatch.setattr(document_mask, "_compiled_flex_attention", lambda: flex)
+    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: flex)
     masked = model()
     expected = masked(TOKENS)
     mask = tiled_mask(document_numbers(TOKENS, END))

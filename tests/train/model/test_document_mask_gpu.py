@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tensorkeep.train.model.document_mask import attend_within, dense_mask, document_numbers, tiled_mask
+from tensorkeep.train.model.attention import attend_within, dense_mask, document_numbers, tiled_mask
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

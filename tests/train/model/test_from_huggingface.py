@@ -12,8 +12,8 @@ from tensorkeep.testing.cases import case
 from tensorkeep.train.export import export
 from tensorkeep.train.initial import read_initial
 from tensorkeep.train.model.config import ModelConfig, RopeScaling
-from tensorkeep.train.model.from_huggingface import model_config, weights_of
 from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.model.huggingface import convert_weights, read_model_config
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 40}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -91,14 +91,14 @@ def test_names_without_a_prefix_and_stored_masks_are_accepted() -> None:
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
     # A tied head may be stored, too, if it is the embedding; and each tensor once.
     tensors["lm_head.weight"] = tensors["wte.weight"].double()
-    weights = weights_of(tensors, TINY)
+    weights = convert_weights(tensors, TINY)
     for extra, message in (
         ({"lm_head.weight": tensors["wte.weight"] + 1}, "tie_word_embeddings true, and lm_head.weight differs"),
         ({"lm_head.weight": tensors["wte.weight"][:8]}, "tie_word_embeddings true, and lm_head.weight differs"),
         ({"transformer.wpe.weight": tensors["wpe.weight"] + 1}, "stored twice, with 'transformer.' before"),
     ):
         with case(message), pytest.raises(StateMismatchError, match=message) as caught:
-            weights_of(tensors | extra, TINY)
+            convert_weights(tensors | extra, TINY)
         assert caught.value.remedy
     assert torch.equal(weights["blocks.0.mlp.up.weight"], tensors["h.0.mlp.c_fc.weight"].T)
     assert set(weights) == {name for name, _ in GPT(TINY, device="meta").named_parameters()}
@@ -107,7 +107,7 @@ def test_names_without_a_prefix_and_stored_masks_are_accepted() -> None:
 def test_missing_foreign_and_misshapen_tensors_are_named() -> None:
     tensors = {"transformer.wte.weight": torch.zeros(9, 5), "transformer.h.0.adapter": torch.zeros(1)}
     with pytest.raises(StateMismatchError) as caught:
-        weights_of(tensors, TINY)
+        convert_weights(tensors, TINY)
     assert "wpe.weight" in caught.value.missing
     assert caught.value.extra == ("h.0.adapter",)
     assert caught.value.different == ("tokens.weight [9, 5]",)
@@ -116,7 +116,7 @@ def test_missing_foreign_and_misshapen_tensors_are_named() -> None:
     for shape in ([24, 20], [24], []):
         tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(shape)
         with case(shape), pytest.raises(StateMismatchError) as caught:
-            weights_of(tensors, model_config(llama()))
+            convert_weights(tensors, read_model_config(llama()))
         assert f"layers.0.self_attn.k_proj.weight {shape}" in caught.value.different
 
 
@@ -162,7 +162,7 @@ ROPES = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding
 )
 def test_settings_that_change_the_model_are_refused_by_name(document: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message) as caught:
-        model_config(document)
+        read_model_config(document)
     assert caught.value.remedy
 
 
@@ -191,20 +191,20 @@ def test_settings_that_change_the_model_are_refused_by_name(document: dict[str, 
 )
 def test_malformed_settings_are_named(document: dict[str, Any], message: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=message):
-        model_config(document)
+        read_model_config(document)
 
 
 def test_rope_of_earlier_versions_is_read() -> None:
     scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
-    config = model_config(llama(rope_theta=500.0, rope_scaling=scaling))
+    config = read_model_config(llama(rope_theta=500.0, rope_scaling=scaling))
     assert config.rope_base == 500.0
     assert config.rope_scaling == RopeScaling(kind="llama3", factor=8.0, original_context_length=40)
     both = llama(rope_scaling={"type": "linear", "factor": 2}, rope_parameters=LLAMA3)
     for document in (both, both | {"rope_parameters": None}):
-        config = model_config(document)
+        config = read_model_config(document)
         assert (config.rope_scaling.kind, config.rope_scaling.factor, config.rope_base) == ("linear", 2.0, 1e4)
     # Qwen 3 has its window off by default.
-    assert model_config(llama(sliding_window=4) | {"model_type": "qwen3"}).head_size == 128
+    assert read_model_config(llama(sliding_window=4) | {"model_type": "qwen3"}).head_size == 128
 
 
 def test_folders_without_a_usable_model_are_refused(tmp_path: Path) -> None:

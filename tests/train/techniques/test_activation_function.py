@@ -12,7 +12,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.config_switch import ActivationFunction, ActivationSettings
+from tensorkeep.train.techniques.activation_function import ActivationFunction, ActivationSettings
 
 
 def configured(wanted: str, /, **model: object) -> Config:

@@ -49,7 +49,7 @@ class TestActivationSwapping(TechniqueSuite):
     @pytest.fixture(autouse=True)
     def check_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Allow it on the CPU, where it saves no memory."""
-        monkeypatch.setattr(ActivationSwapping, "lacks", lambda self, machine: None)
+        monkeypatch.setattr(ActivationSwapping, "missing", lambda self, machine: None)
 
     def break_on_purpose(self, run: Run) -> None:
         """Compute the loss without the hooks."""

@@ -10,7 +10,7 @@ from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.cases import case
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.allocator import Allocator, AllocatorSettings
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.stack import Stack
 
 DEVICE = torch.device("cuda", 0)
@@ -26,17 +26,17 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_suggested_environment_keeps_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    lack = str(Allocator(AllocatorSettings()).lacks(GPU))
+    lack = str(Allocator(AllocatorSettings()).missing(GPU))
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True in" in lack
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native, expandable_segments:False")
-    lack = str(Allocator(AllocatorSettings(max_split_size_mb=128)).lacks(GPU))
+    lack = str(Allocator(AllocatorSettings(max_split_size_mb=128)).missing(GPU))
     assert "PYTORCH_ALLOC_CONF=backend:native,expandable_segments:True,max_split_size_mb:128 in" in lack
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_correct_environment_is_accepted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "expandable_segments:True,garbage_collection_threshold:0.8")
-    assert Allocator(AllocatorSettings(garbage_collection_threshold=0.8)).lacks(GPU) is None
+    assert Allocator(AllocatorSettings(garbage_collection_threshold=0.8)).missing(GPU) is None
 
 
 def snapshot(monkeypatch: pytest.MonkeyPatch, *, growing: list[bool], **settings: Any) -> None:
@@ -69,7 +69,7 @@ def test_snapshot_of_other_settings_is_an_error(monkeypatch: pytest.MonkeyPatch)
     ]
     for settings, found, message in cases:
         technique = Allocator(AllocatorSettings(**settings))
-        assert technique.lacks(GPU) is None
+        assert technique.missing(GPU) is None
         snapshot(monkeypatch, **found)
         with case(message), pytest.raises(TechniqueNotActiveError, match=message), Stack([technique]).verified(RUN):
             pass

@@ -14,20 +14,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, trained, verified_step
 from tensorkeep.train.generate import generate
-from tensorkeep.train.model.block import Block
+from tensorkeep.train.model.gpt import TransformerBlock
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import attention_kernel
-from tensorkeep.train.techniques.attention_kernel import AttentionKernel, AttentionKernelSettings
-from tensorkeep.train.techniques.matmul_attention import matmul_attention
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.attention_kernel import AttentionKernel, AttentionKernelSettings, matmul_attention
+from tensorkeep.train.techniques.base import Machine
 
 NO_DROPOUT = TINY.changed({"model.dropout": 0})
 WITH_FA3 = NO_DROPOUT.changed({"techniques.attention-kernel.kernel": "fa3"})
 MIXED = {"techniques.mixed-precision": {"dtype": "bf16", "attention": "same"}}
 
 
-def last_block(run: Run) -> Block:
-    block: Block = run.model.blocks[-1]  # type: ignore[assignment]
+def last_block(run: Run) -> TransformerBlock:
+    block: TransformerBlock = run.model.blocks[-1]  # type: ignore[assignment]
     return block
 
 
@@ -159,8 +158,8 @@ class Gpu(Machine):
     capability = (9, 0)  # type: ignore[assignment]
     packages = True
 
-    def lacks_package(self, module: str, *, install: str) -> str | None:
-        return None if self.packages else super().lacks_package(module, install=install)
+    def missing_package(self, module: str, *, install: str) -> str | None:
+        return None if self.packages else super().missing_package(module, install=install)
 
 
 WithoutPackages = type("WithoutPackages", (Gpu,), {"packages": False})
@@ -223,13 +222,13 @@ def test_auto_on_a_cpu_takes_what_torch_takes(tmp_path: Path, data: Path, dropou
 )
 def test_what_kernels_need(on_cuda: None, kernel: Any, machine: type[Machine], lack: str) -> None:
     technique = AttentionKernel(AttentionKernelSettings(kernel=kernel))
-    assert str(technique.lacks(machine(torch.device("cuda")))).startswith(lack)
+    assert str(technique.missing(machine(torch.device("cuda")))).startswith(lack)
 
 
 def test_fa3_needs_a_version_of_torch_with_its_gradient(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
     technique = AttentionKernel(AttentionKernelSettings(kernel="fa3"))
-    assert technique.lacks(Gpu(torch.device("cuda"))) == "needs torch 2.13 for fa3; torch is 2.12.1+cu130"
+    assert technique.missing(Gpu(torch.device("cuda"))) == "needs torch 2.13 for fa3; torch is 2.12.1+cu130"
 
 
 @pytest.fixture
@@ -246,7 +245,7 @@ def fa3(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(attention_kernel, "scaled_dot_product_attention", with_operator)
     monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", events.append)
     monkeypatch.setattr(torch_attention, "restore_flash_attention_impl", lambda: events.append("restored"))
-    monkeypatch.setattr(AttentionKernel, "lacks", lambda technique, machine: None)
+    monkeypatch.setattr(AttentionKernel, "missing", lambda technique, machine: None)
     with torch.library._scoped_library("flash_attn_3", "DEF") as library:
         library.define("fwd(Tensor query) -> Tensor")
         library.impl("fwd", lambda query: query.clone(), "CPU")

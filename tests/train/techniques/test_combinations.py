@@ -9,8 +9,8 @@ import torch
 from tensorkeep.bench.experiment.library import read_experiment
 from tensorkeep.bench.training.arms import arm_config, missing_for
 from tensorkeep.testing.technique_suite import TINY, opened, verified_step, with_techniques
-from tensorkeep.train.techniques import attention_kernel, mixed_precision, requirements
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques import attention_kernel, base, mixed_precision
+from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.stack import COMBINATIONS, Stack
 from train.techniques.several_processes import compile_by
 
@@ -37,7 +37,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"simulated {request.param}")
     # Triton comes with torch for CUDA only.
-    monkeypatch.setattr(requirements, "find_spec", lambda module: object())
+    monkeypatch.setattr(base, "find_spec", lambda module: object())
     return Machine(torch.device("cuda"))
 
 

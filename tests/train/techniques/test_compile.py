@@ -29,8 +29,8 @@ from tensorkeep.train.optim.muon import Muon, orthogonal
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.validation import validation_loss
+from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.compile import Compile, CompileSettings
-from tensorkeep.train.techniques.requirements import Machine
 from train.techniques.several_processes import compile_by
 from train.tiny_training import check_same
 
@@ -210,7 +210,7 @@ def test_later_runs_of_a_process_are_compiled_too(tmp_path: Path, data: Path) ->
 def test_cuda_graphs_with_several_batches_are_refused(tmp_path: Path, data: Path) -> None:
     with opened(TINY, tmp_path / "run", data) as run:
         technique = Compile(CompileSettings(mode="reduce-overhead"))
-        assert "CUDA" in str(technique.lacks(Machine(torch.device("cpu"))))
+        assert "CUDA" in str(technique.missing(Machine(torch.device("cpu"))))
         with pytest.raises(UsageError, match="2 batches a step"):
             technique.apply(run)
 
@@ -223,8 +223,8 @@ def test_only_reduce_overhead_has_cuda_graphs(mode: Any, graphs: bool) -> None:
 def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     here = Machine(torch.device("cpu"))
-    assert "C++ compiler" in str(Compile(CompileSettings()).lacks(here))
-    assert Compile(CompileSettings(backend="aot_eager")).lacks(here) is None
+    assert "C++ compiler" in str(Compile(CompileSettings()).missing(here))
+    assert Compile(CompileSettings(backend="aot_eager")).missing(here) is None
 
 
 @pytest.mark.exhaustive

@@ -13,8 +13,13 @@ from tensorkeep.machine import physical_cores
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, train_run, verified_step, with_techniques
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques import cpu_threads
-from tensorkeep.train.techniques.cpu_threads import CpuThreads, CpuThreadsSettings, _format_cores, _parse_cores
+from tensorkeep.train.techniques.experimental import cpu_threads
+from tensorkeep.train.techniques.experimental.cpu_threads import (
+    CpuThreads,
+    CpuThreadsSettings,
+    _format_cores,
+    _parse_cores,
+)
 
 ALLOWED = os.sched_getaffinity(0)
 ONE = str(min(ALLOWED))

@@ -26,7 +26,7 @@ def simulated_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.enable_grad()(work)
 
     monkeypatch.setattr(cuda_graphs, "capture", capture)
-    monkeypatch.setattr(CudaGraphs, "lacks", lambda self, machine: None)
+    monkeypatch.setattr(CudaGraphs, "missing", lambda self, machine: None)
 
 
 class TestCudaGraphs(TechniqueSuite):

@@ -13,9 +13,8 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.techniques import mixed_precision
-from tensorkeep.train.techniques.defaults import turn_on_defaults
-from tensorkeep.train.techniques.requirements import Machine
-from tensorkeep.train.techniques.stack import Stack
+from tensorkeep.train.techniques.base import Machine
+from tensorkeep.train.techniques.stack import Stack, turn_on_defaults
 from train.tiny_training import check_same
 
 ON_CPU = Machine(torch.device("cpu"))
@@ -30,7 +29,7 @@ class Hopper(Machine):
 
     capability = (9, 0)  # type: ignore[assignment]
 
-    def lacks_package(self, module: str, *, install: str) -> None:
+    def missing_package(self, module: str, *, install: str) -> None:
         return None
 
 

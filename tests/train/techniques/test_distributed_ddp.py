@@ -7,7 +7,7 @@ import pytest
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import opened
 from tensorkeep.train.run.setup import OpenRun
-from tensorkeep.train.techniques.parallel.ddp import Ddp
+from tensorkeep.train.techniques.ddp import Ddp
 from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS, EXACT
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorkeep.train.techniques.parallel.fsdp import Fsdp
+from tensorkeep.train.techniques.fsdp import Fsdp
 from train.techniques.parallel_suite import ShardedSuite, Together
 from train.techniques.several_processes import EXACT, Task, task
 

@@ -8,7 +8,7 @@ import torch
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import STEPS, last_state, losses, train_run
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.techniques.parallel import TOGETHER
+from tensorkeep.train.techniques.distributed import PARALLEL_TECHNIQUES
 from train.techniques.several_processes import EXACT, ProcessPool, task
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -28,7 +28,7 @@ def together(name: str, size: int = 1) -> Config:
 
 
 @sizes
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", PARALLEL_TECHNIQUES)
 def test_processes_compute_the_same_as_one(name: str, size: int, tmp_path: Path, data: Path) -> None:
     config = together(name, size)
     train_run(ON_CUDA, tmp_path / "alone", data)
@@ -39,7 +39,7 @@ def test_processes_compute_the_same_as_one(name: str, size: int, tmp_path: Path,
 
 
 @sizes
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", PARALLEL_TECHNIQUES)
 def test_resume_is_exact(name: str, size: int, tmp_path: Path, data: Path) -> None:
     config = together(name, size).changed({"model.dropout": 0.1})
     tasks = {
@@ -53,7 +53,7 @@ def test_resume_is_exact(name: str, size: int, tmp_path: Path, data: Path) -> No
     assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", PARALLEL_TECHNIQUES)
 def test_it_works_in_16_bits_and_with_the_fused_optimizer(name: str, tmp_path: Path, data: Path) -> None:
     config = together(name).changed({"techniques.mixed-precision.dtype": "bf16"})
     if name != "pipeline-parallel":

@@ -3,7 +3,7 @@
 import pytest
 
 from tensorkeep.train.run.setup import OpenRun
-from tensorkeep.train.techniques.parallel.pipeline import PipelineParallel
+from tensorkeep.train.techniques.pipeline_parallel import PipelineParallel
 from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS
 

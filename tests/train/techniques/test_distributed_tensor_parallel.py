@@ -4,7 +4,7 @@ import pytest
 
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import TINY
-from tensorkeep.train.techniques.parallel.tensor import TensorParallel, check_sizes
+from tensorkeep.train.techniques.tensor_parallel import TensorParallel, check_sizes
 from train.techniques.parallel_suite import ShardedSuite, Together
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]

@@ -13,13 +13,13 @@ from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, ope
 from tensorkeep.train.model.gpt import IGNORED, token_loss
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import fused_cross_entropy
+from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.fused_cross_entropy import (
     FusedCrossEntropy,
     fusable_gradient_and_loss,
     gradient_and_loss,
     linear_cross_entropy,
 )
-from tensorkeep.train.techniques.requirements import Machine
 
 TOKENS, WIDTH, VOCABULARY = 96, 16, 400
 
@@ -166,7 +166,7 @@ class TestFusedCrossEntropy(TechniqueSuite):
 
 
 def test_kernel_is_compiled_on_cuda_only_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Machine, "lacks_package", lambda self, module, *, install: None)
+    monkeypatch.setattr(Machine, "missing_package", lambda self, module, *, install: None)
     # Importing the compiler takes seconds; the kernel of other tests stays in its cache.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(fused_cross_entropy, "_compiled_kernel", fused_cross_entropy._compiled_kernel.__wrapped__)

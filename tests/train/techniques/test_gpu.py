@@ -35,13 +35,13 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.activation_swapping import ActivationSwapping, Swapper
 from tensorkeep.train.techniques.attention_kernel import AttentionKernel
 from tensorkeep.train.techniques.compile import Compile
-from tensorkeep.train.techniques.config_switch import FusedOptimizer
 from tensorkeep.train.techniques.cuda_graphs import CudaGraphs
+from tensorkeep.train.techniques.experimental.quantised_forward import QuantisedForward
+from tensorkeep.train.techniques.experimental.sparse_attention import TopBlocks, count_kept_pairs
 from tensorkeep.train.techniques.fused_cross_entropy import FusedCrossEntropy, linear_cross_entropy
+from tensorkeep.train.techniques.fused_optimizer import FusedOptimizer
 from tensorkeep.train.techniques.low_bit_optimizer import LowBitOptimizer
 from tensorkeep.train.techniques.optimizer_offload import HostOptimizer, OptimizerOffload
-from tensorkeep.train.techniques.quantised_forward import QuantisedForward
-from tensorkeep.train.techniques.sparse_attention import TopBlocks, pairs_kept
 from tensorkeep.train.techniques.tf32 import Tf32
 from tensorkeep.train.techniques.triton_kernel import TritonKernel
 
@@ -350,7 +350,7 @@ def test_compiled_tiles_equal_the_mask(block: int, keep: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     gradients = [torch.autograd.grad(each.square().sum(), inputs, retain_graph=True)[0] for each in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
-    assert (kernel.pairs[0] == pairs_kept(2048, block, keep)).all()
+    assert (kernel.pairs[0] == count_kept_pairs(2048, block, keep)).all()
 
 
 PLAIN = {

@@ -1,4 +1,4 @@
-"""LoRA: adapters, merged weights, and what is frozen."""
+"""LoRA: adapters, merge_adapters weights, and what is frozen."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tensorkeep.train.initial import read_initial
 from tensorkeep.train.memory.ledger import predict
 from tensorkeep.train.model.config import LoraConfig, ModelConfig
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.model.lora import is_adapter, merged
+from tensorkeep.train.model.layers import is_adapter, merge_adapters
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.trained import load_trained
@@ -79,7 +79,7 @@ class TestLora(TechniqueSuite):
 @pytest.mark.parametrize("parts", [{}, {"n_heads": 4, "kv_heads": 2, "activation": "swiglu", "bias": True}])
 def test_merged_weights_compute_the_same(parts: dict[str, Any], targets: Any) -> None:
     model = adapted(lora=LoraConfig(rank=2, alpha=3.0, targets=targets), **parts)
-    state, config = merged(model.state_dict(), model.config)
+    state, config = merge_adapters(model.state_dict(), model.config)
     plain = GPT(config, values={name: each for name, each in state.items() if name != "head.weight"}).eval()
     tokens = torch.arange(8).unsqueeze(0)
     torch.testing.assert_close(plain(tokens), model(tokens), rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from tensorkeep.train.loop import take_step
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.loss_curriculum import LossCurriculum, at_quantile, window_losses
+from tensorkeep.train.techniques.experimental.loss_curriculum import LossCurriculum, at_quantile, window_losses
 
 LOSSES = torch.tensor([3.0, 1.0, 2.0, 5.0, 4.0, 0.0])
 

@@ -9,11 +9,11 @@ from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step
 from tensorkeep.train.optim.schedules import Plateau
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.config_switch import PlateauSettings, PlateauTechnique
+from tensorkeep.train.techniques.learning_rate import LrPlateau, PlateauSettings
 
 
 class TestPlateau(TechniqueSuite):
-    technique = PlateauTechnique
+    technique = LrPlateau
     variants = ({}, pytest.param({"patience": 1, "factor": 0.1}, marks=pytest.mark.exhaustive))
 
     def break_on_purpose(self, run: Run) -> None:
@@ -44,5 +44,5 @@ class TestPlateau(TechniqueSuite):
 
 
 def test_warm_up_is_kept() -> None:
-    config = PlateauTechnique(PlateauSettings()).configure(TINY.changed({"schedule.warmup_steps": 5}))
+    config = LrPlateau(PlateauSettings()).configure(TINY.changed({"schedule.warmup_steps": 5}))
     assert (config.schedule.name, config.schedule.warmup_steps) == ("plateau", 5)

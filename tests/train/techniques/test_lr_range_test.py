@@ -11,11 +11,11 @@ import torch
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite, opened, trained, verified_step
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.config_switch import RangeTestSettings, RangeTestTechnique
+from tensorkeep.train.techniques.learning_rate import LrRangeTest, RangeTestSettings
 
 
 class TestRangeTest(TechniqueSuite):
-    technique = RangeTestTechnique
+    technique = LrRangeTest
     variants = (pytest.param({}, marks=pytest.mark.exhaustive), {"lowest": 1e-5, "highest": 1e-2})
 
     def break_on_purpose(self, run: Run) -> None:
@@ -51,5 +51,5 @@ class TestRangeTest(TechniqueSuite):
 
 
 def test_warm_up_is_dropped() -> None:
-    config = RangeTestTechnique(RangeTestSettings()).configure(TINY.changed({"schedule.warmup_steps": 5}))
+    config = LrRangeTest(RangeTestSettings()).configure(TINY.changed({"schedule.warmup_steps": 5}))
     assert config.schedule.warmup_steps == 0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.techniques.parallel.mesh import mesh_sizes
+from tensorkeep.train.techniques.distributed import mesh_sizes
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,9 @@ def test_sizes(techniques: Mapping[str, Any], size: int, machines: int, expected
         ({"tensor-parallel": {"degree": 2}}, 4, r"4 processes are not a mesh of 2 \(tensor\)"),
         ({"fsdp": {}, "tensor-parallel": {"degree": 3}}, 4, r"not a mesh of 1 \(shard\) x 3 \(tensor\)"),
         ({"hsdp": {"replicas": 8}}, 4, r"not a mesh of 8 \(replicate\) x 1 \(shard\)"),
-        ({"hsdp": {}}, 2, "nothing is divided along 'shard'"),
-        ({"hsdp": {"replicas": 1}}, 4, "nothing is divided along 'replicate'"),
-        ({"fsdp": {}, "tensor-parallel": {"degree": 1}}, 4, "nothing is divided along 'tensor'"),
+        ({"hsdp": {}}, 2, "nothing is sharded along 'shard'"),
+        ({"hsdp": {"replicas": 1}}, 4, "nothing is sharded along 'replicate'"),
+        ({"fsdp": {}, "tensor-parallel": {"degree": 1}}, 4, "nothing is sharded along 'tensor'"),
     ],
 )
 def test_processes_that_are_not_a_mesh_are_refused(techniques: Mapping[str, Any], size: int, message: str) -> None:

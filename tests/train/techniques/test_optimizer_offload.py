@@ -36,7 +36,7 @@ class TestOptimizerOffload(TechniqueSuite):
     @pytest.fixture(autouse=True)
     def check_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Allow it on the CPU, where it saves no memory."""
-        monkeypatch.setattr(OptimizerOffload, "lacks", lambda self, machine: None)
+        monkeypatch.setattr(OptimizerOffload, "missing", lambda self, machine: None)
 
     def break_on_purpose(self, run: Run) -> None:
         """Use torch's optimizer."""

@@ -15,9 +15,8 @@ from tensorkeep.testing.technique_suite import TINY, killed_copy, last_state, lo
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
-from tensorkeep.train.techniques.parallel import TOGETHER
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Machine
+from tensorkeep.train.techniques.distributed import PARALLEL_TECHNIQUES
 from tensorkeep.train.techniques.stack import Stack
 from train.techniques.several_processes import ACTIONS, ProcessPool, task
 
@@ -43,11 +42,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def lack(name: str) -> str | None:
     technique = TECHNIQUE_CLASSES.get(name)
     settings = technique.Settings(**SETTINGS.get(name, {}))
-    found: str | None = technique(settings).lacks(Machine(torch.device("cpu")))
+    found: str | None = technique(settings).missing(Machine(torch.device("cpu")))
     return found
 
 
-HERE = [name for name in TECHNIQUE_CLASSES.names() if name in TOGETHER or lack(name) is None]
+HERE = [name for name in TECHNIQUE_CLASSES.names() if name in PARALLEL_TECHNIQUES or lack(name) is None]
 IN_ONE_WORKER = pytest.mark.xdist_group("processes")
 MOST = 7
 """Techniques of a stack. More would make fewer stacks, and a failure harder to explain."""
@@ -110,7 +109,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def processes(stack: Collection[str]) -> int:
     """Return how many processes train with a stack of techniques."""
     # With tensor-parallel as well, each has a mesh of one dimension more.
-    least = 4 if "hsdp" in stack else 2 if set(TOGETHER) & set(stack) else 1
+    least = 4 if "hsdp" in stack else 2 if set(PARALLEL_TECHNIQUES) & set(stack) else 1
     return 2 * least if {"fsdp", "hsdp"} & set(stack) and "tensor-parallel" in stack else least
 
 

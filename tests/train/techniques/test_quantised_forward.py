@@ -12,7 +12,7 @@ from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, ver
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.quantised_forward import (
+from tensorkeep.train.techniques.experimental.quantised_forward import (
     QuantisedForward,
     QuantisedForwardSettings,
     fake_quantised,

@@ -8,8 +8,7 @@ import torch
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.testing.technique_suite import TINY
 from tensorkeep.train.techniques import attention_kernel
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Machine
 from tensorkeep.train.techniques.stack import Stack
 
 ON_CPU = Machine(torch.device("cpu"))

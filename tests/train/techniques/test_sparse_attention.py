@@ -11,12 +11,18 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TechniqueSuite, opened, verified_step, whole_run
-from tensorkeep.train.model import document_mask
+from tensorkeep.train.model import attention
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.gathered_attention import _tiles, attend_to_tiles, choose_blocks
-from tensorkeep.train.techniques.sparse_attention import SparseAttention, TopBlocks, pairs_kept
+from tensorkeep.train.techniques.experimental.sparse_attention import (
+    SparseAttention,
+    TopBlocks,
+    _tiles,
+    attend_to_tiles,
+    choose_blocks,
+    count_kept_pairs,
+)
 from tiers import exhaustive
 
 
@@ -61,7 +67,7 @@ class TestSparseAttention(TechniqueSuite):
 def test_number_of_pairs_is_as_computed(length: int, block: int, keep: int) -> None:
     query, key, _ = heads(length)
     visible = TopBlocks(block, keep).visible(query, key)
-    assert (visible.sum((-1, -2)) == pairs_kept(length, block, keep)).all()
+    assert (visible.sum((-1, -2)) == count_kept_pairs(length, block, keep)).all()
 
 
 def test_later_positions_are_hidden_and_change_no_choice_and_the_own_and_the_best_blocks_are_visible() -> None:
@@ -171,7 +177,7 @@ def test_tiles_of_flex_attention_equal_masked_attention(
     monkeypatch: pytest.MonkeyPatch, length: int, block: int, keep: int
 ) -> None:
     """Uncompiled, FlexAttention computes on a CPU, without gradients."""
-    monkeypatch.setattr(document_mask, "_compiled_flex_attention", lambda: flex_attention)
+    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: flex_attention)
     query, key, value = (functional.pad(each, (0, 8)) for each in heads(length))
     kernel = TopBlocks(block, keep)
     found = attend_to_tiles(query, key, value, choose_blocks(query, key, block, keep - 1), block)

@@ -9,8 +9,7 @@ from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Technique, Verification
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Machine, Technique, Verification
 from tensorkeep.train.techniques.stack import COMBINATIONS, Stack, expanded
 
 
@@ -57,13 +56,13 @@ def test_order_is_by_after_then_by_what_changes_and_by_name_and_never_circular()
 
 def test_all_missing_requirements_are_errors_with_what_turns_them_off() -> None:
     machine = Machine(torch.device("cpu"))
-    cuda = fake("tf32", lacks=lambda self, machine: machine.lacks_cuda())
+    cuda = fake("tf32", missing=lambda self, machine: machine.missing_cuda())
     with pytest.raises(UnsupportedError, match="tf32 needs a CUDA device; the run is on cpu"):
         Stack([cuda]).check(machine)
-    package = fake("tf32", lacks=lambda self, machine: machine.lacks_package("no_such_module", install="nothing"))
+    package = fake("tf32", missing=lambda self, machine: machine.missing_package("no_such_module", install="nothing"))
     with pytest.raises(MissingExtraError, match="pip install nothing"):
         Stack([package]).check(machine)
-    lacking = [fake(name, lacks=lambda self, machine: machine.lacks_cuda()) for name in ("tf32", "cuda-graphs")]
+    lacking = [fake(name, missing=lambda self, machine: machine.missing_cuda()) for name in ("tf32", "cuda-graphs")]
     with pytest.raises(UnsupportedError, match=r"cuda-graphs needs a CUDA device.*; tf32 needs a CUDA") as raised:
         Stack([*lacking, fake("compile")]).check(machine)
     options = "--techniques.cuda-graphs off --techniques.tf32 off"

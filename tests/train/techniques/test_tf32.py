@@ -10,7 +10,7 @@ from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TechniqueSuite, opened, verified_step
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import tf32
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.tf32 import Tf32, Tf32Settings
 
 CPU = Machine(torch.device("cpu"))
@@ -73,9 +73,9 @@ def test_errors_differ_by_precision() -> None:
 
 
 def test_device_that_does_not_round_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Tf32(Tf32Settings()).lacks(CPU) is None
+    assert Tf32(Tf32Settings()).missing(CPU) is None
     monkeypatch.setattr(tf32, "_matmul", lambda left, right: (left.double() @ right.double()).float())
-    assert "they are exact to" in str(Tf32(Tf32Settings()).lacks(CPU))
+    assert "they are exact to" in str(Tf32(Tf32Settings()).missing(CPU))
 
 
 Turing, Ampere = (type("Gpu", (Machine,), {"capability": each}) for each in ((7, 5), (8, 0)))
@@ -84,6 +84,6 @@ Turing, Ampere = (type("Gpu", (Machine,), {"capability": each}) for each in ((7,
 def test_gpu_before_ampere_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     gpu = torch.device("cuda")
-    assert Tf32(Tf32Settings()).lacks(Turing(gpu)) == "needs compute capability 8.0; Tesla T4 has 7.5"
-    assert Tf32(Tf32Settings()).lacks(Ampere(gpu)) is None
-    assert "CPU" in str(Tf32(Tf32Settings(precision="bf16")).lacks(Ampere(gpu)))
+    assert Tf32(Tf32Settings()).missing(Turing(gpu)) == "needs compute capability 8.0; Tesla T4 has 7.5"
+    assert Tf32(Tf32Settings()).missing(Ampere(gpu)) is None
+    assert "CPU" in str(Tf32(Tf32Settings(precision="bf16")).missing(Ampere(gpu)))

@@ -32,7 +32,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     # Triton reads it when a kernel is defined, at the first use of the technique.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton")
-    monkeypatch.setattr(TritonKernel, "lacks", lambda self, machine: None)
+    monkeypatch.setattr(TritonKernel, "missing", lambda self, machine: None)
 
 
 class TestTritonKernel(TechniqueSuite):

@@ -12,7 +12,7 @@ from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, OpenRun, opened, verified_step, with_techniques
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.model.gpt import IGNORED
-from tensorkeep.train.techniques import cuda_graphs, warm_up
+from tensorkeep.train.techniques import cuda_graphs, observe
 from tensorkeep.train.techniques.cuda_graphs import CudaGraphs
 from train.techniques.several_processes import compile_by, group_of_one
 
@@ -32,13 +32,13 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.enable_grad()(work)
 
     monkeypatch.setattr(cuda_graphs, "capture", capture)
-    monkeypatch.setattr(CudaGraphs, "lacks", lambda self, machine: None)
+    monkeypatch.setattr(CudaGraphs, "missing", lambda self, machine: None)
 
 
 @pytest.fixture
 def one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute one row of a tiny batch."""
-    monkeypatch.setattr(warm_up, "PROVED_TOKENS", TINY.model.context_length)
+    monkeypatch.setattr(observe, "PROVED_TOKENS", TINY.model.context_length)
 
 
 def plain_rows(run: OpenRun) -> list[int]:
@@ -122,8 +122,8 @@ def test_rows_with_targets_are_chosen_first_and_a_long_row_is_one() -> None:
     targets = torch.full((5, 512), IGNORED)
     targets[2, 7] = targets[4, 0] = 1
     inputs = torch.arange(5).unsqueeze(1).expand(5, 512)
-    chosen, kept = warm_up.few_rows(inputs, targets)
+    chosen, kept = observe.few_rows(inputs, targets)
     assert chosen[:, 0].tolist() == [2, 4]
     assert bool((kept != IGNORED).any(1).all())
     long: Tensor = torch.zeros(3, 4096, dtype=torch.int64)
-    assert warm_up.few_rows(long, long)[0].shape == (1, 4096)
+    assert observe.few_rows(long, long)[0].shape == (1, 4096)

@@ -10,8 +10,7 @@ from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES, Config, nearest, setting_names
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Machine
 from tensorkeep.train.techniques.stack import Stack
 
 DEFAULT_RECIPE = "shakespeare-char-cpu"
@@ -98,7 +97,7 @@ def missing_for(arm: Mapping[str, Any]) -> str | None:
         return None  # each rank checks it
     machine = Machine(chosen_device(arm.get("loop.device", "auto")))
     for technique in _techniques(arm).techniques:
-        lack = technique.lacks(machine)
+        lack = technique.missing(machine)
         if lack is not None:
             return f"{technique.name} {lack}"
     return None

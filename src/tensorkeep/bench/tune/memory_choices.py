@@ -13,7 +13,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.memory.filling import with_batch_size
 from tensorkeep.train.memory.ledger import Ledger, predict
 from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.stack import Stack
 
 

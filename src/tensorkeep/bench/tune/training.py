@@ -20,9 +20,8 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.memory.filling import with_batch_size
 from tensorkeep.train.memory.ledger import predict
 from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.techniques.defaults import turn_on_defaults
-from tensorkeep.train.techniques.requirements import Machine
-from tensorkeep.train.techniques.stack import Stack
+from tensorkeep.train.techniques.base import Machine
+from tensorkeep.train.techniques.stack import Stack, turn_on_defaults
 
 TRIAL_STEPS = 3
 TRIAL_SECONDS = 600

@@ -1,25 +1,39 @@
-"""Causal self-attention with a replaceable kernel."""
+"""Causal self-attention: a replaceable kernel, the key-value cache of generation, and masks that separate documents.
 
-from functools import partial
-from typing import Protocol
+The token that ends a document is, as an input, the beginning of the next document. So each document is predicted from
+that token and its own tokens alone, the first token included, as in generation, which begins a document with it.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from tensorkeep.train.model.cache import LayerCache
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.model.document_mask import Mask, attend_within
-from tensorkeep.train.model.lora import build_linear
-from tensorkeep.train.model.positions import Rotation, rotate
-from tensorkeep.train.model.shift import CausalConvolution
+from tensorkeep.train.model.layers import CausalConvolution, Rotation, Tails, build_linear, rotate
+
+TILE = 128
+"""Positions of queries, and of keys, that FlexAttention computes or skips together."""
+
+SMALLEST_HEAD = 16
+"""The smallest head size that FlexAttention supports."""
+
+Mask = Tensor | BlockMask
+"""Bool, of shape [batch, 1, queries, keys], or a mask of FlexAttention."""
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``(batch, head, query, key) -> bool``: whether a query attends to a key, by their indices."""
 
 
-class Kernel(Protocol):
+class AttentionFunction(Protocol):
     """Computes attention as `torch.nn.functional.scaled_dot_product_attention` does.
 
     Query, key, value and result have the shape [batch, heads, positions, head size]; ``attn_mask`` is boolean, True
-    where a query attends to a key, of a shape that broadcasts to [batch, heads, queries, keys].
+    where a query attends to a key, and its shape broadcasts to [batch, heads, queries, keys].
     """
 
     def __call__(
@@ -35,21 +49,71 @@ class Kernel(Protocol):
     ) -> Tensor: ...
 
 
-_grouped_attention: Kernel = partial(functional.scaled_dot_product_attention, enable_gqa=True)
+_grouped_attention: AttentionFunction = partial(functional.scaled_dot_product_attention, enable_gqa=True)
 
 
-def _normalised(heads: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """Return normalised heads, computed in the dtype of the weights, also under autocast."""
-    wide: Tensor = norm(heads.to(norm.weight.dtype))
-    return wide.to(heads.dtype)
+def in_float32(kernel: AttentionFunction) -> AttentionFunction:
+    """Return a kernel that computes in float32, also under autocast."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
+        with torch.autocast(query.device.type, enabled=False):
+            return kernel(query.float(), key.float(), value.float(), **options)
+
+    return attend
+
+
+class LayerCache:
+    """The keys and values of one attention layer, in ``length`` positions, and the tails of its block."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._keys = keys
+        self._values = values
+        self.length = 0
+        self.tails: Tails = {}
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys and values of shape [batch, heads, new positions, head size]; return those at all positions."""
+        start, self.length = self.length, self.length + keys.shape[2]
+        self._keys[:, :, start : self.length] = keys
+        self._values[:, :, start : self.length] = values
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+
+class Cache:
+    """The keys and values of all layers, in memory that is allocated once; see `GPT.new_cache`.
+
+    It has 2 n_layers elements for each sequence, position and channel of the key and value heads (d_model channels
+    unless heads are grouped). It does not support gradients.
+    """
+
+    def __init__(self, config: ModelConfig, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        shape = (2, config.n_layers, batch_size, config.n_kv_heads, config.context_length, config.head_size)
+        keys, values = torch.empty(shape, device=device, dtype=dtype)
+        self.layers = [LayerCache(*pair) for pair in zip(keys, values, strict=True)]
+        self.tails: Tails = {}
+        self.documents: Tensor | None = None
+        """The document number of each token, [batch, positions], if the model masks documents."""
+
+    @property
+    def length(self) -> int:
+        """The number of cached tokens."""
+        return self.layers[0].length
+
+    def clear(self) -> None:
+        """Remove all tokens."""
+        self.tails.clear()
+        self.documents = None
+        for layer in self.layers:
+            layer.length = 0
+            layer.tails.clear()
 
 
 class Attention(nn.Module):
     """Multi-head attention of each position to itself and the positions before it.
 
     ``qkv`` projects to queries, keys and values, in this order, each with all heads in sequence; ``out`` projects the
-    heads to the residual stream. If several query heads share a head of keys and values, ``q`` and ``kv`` are two
-    projections, each of which can be sharded by heads. Techniques assign another ``kernel``.
+    heads to the residual stream. If several query heads share a key and value head, ``q`` and ``kv`` are two
+    projections, and each can be sharded by heads. Techniques assign another ``kernel``.
     """
 
     qkv: nn.Linear
@@ -74,15 +138,15 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.out = build_linear(config, "attention", config.attention_width, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
-        self.kernel: Kernel = functional.scaled_dot_product_attention
+        self.kernel: AttentionFunction = functional.scaled_dot_product_attention
 
     def forward(
         self, x: Tensor, rotation: Rotation | None = None, past: LayerCache | None = None, mask: Mask | None = None
     ) -> Tensor:
         """Return the output of attention, [batch, positions, d_model] like x.
 
-        ``rotation`` is that of these positions, if the model has rotary positions. ``past`` holds the keys and values
-        of the positions before these; those of these positions are added. ``mask`` hides more than later positions.
+        ``rotation`` belongs to these positions, if the model has rotary positions. ``past`` holds the keys and values
+        of earlier positions, and receives the new ones. ``mask`` hides more than later positions.
         """
         query, key, value = self._project(x, rotation, past)
         attended = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), past, mask)
@@ -91,7 +155,7 @@ class Attention(nn.Module):
 
     @property
     def projections(self) -> list[nn.Linear]:
-        """The layers that project to queries, keys and values; queries come from the first."""
+        """The layers that project to queries, keys and values; the first one makes the queries."""
         return [self.q, self.kv] if self.grouped else [self.qkv]
 
     def _project(self, x: Tensor, rotation: Rotation | None, past: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +170,7 @@ class Attention(nn.Module):
             heads = projected.unflatten(-1, (3 * self.n_heads, self.head_size))
             both, value = heads.split((2 * self.n_heads, self.n_heads), dim=2)
             if rotation is not None and self.q_norm is None:
-                # One operation for queries and keys, which are neighbours in memory.
+                # One operation rotates queries and keys, which are neighbours in memory.
                 both, rotation = rotate(both, rotation), None
             query, key = both.chunk(2, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -124,13 +188,84 @@ class Attention(nn.Module):
             return attend_within(query, key, value, mask)
         causal = before == 0 and mask is None
         if mask is None and before and length > 1:
-            # is_causal aligns the first query with the first key; here the last query belongs to the last key.
+            # is_causal aligns the first query with the first key; with a cache, the last query belongs to the last key.
             mask = torch.ones(length, before + length, dtype=torch.bool, device=query.device).tril(before)
         kernel, dropout = self.kernel, self.dropout_p if self.training else 0.0
         if self.grouped and kernel is functional.scaled_dot_product_attention:
             kernel = _grouped_attention
         elif self.grouped:
-            # The kernels of techniques have as many heads of keys and values as of queries.
+            # The kernels of techniques need as many key and value heads as query heads.
             repeats = self.n_heads // self.kv_heads
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         return kernel(query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+
+
+def _normalised(heads: Tensor, norm: nn.RMSNorm) -> Tensor:
+    # In the dtype of the weights, because autocast would normalise 16-bit heads in 16 bits.
+    wide: Tensor = norm(heads.to(norm.weight.dtype))
+    return wide.to(heads.dtype)
+
+
+def document_numbers(tokens: Tensor, end: int, before: Tensor | None = None) -> Tensor:
+    """Return the document number of each token, of shape [batch, positions]; a window begins in document 0.
+
+    ``before`` holds the numbers of earlier tokens, and is included in the result.
+
+    Examples
+    --------
+    >>> document_numbers(torch.tensor([[5, 6, 0, 7, 0, 0]]), end=0).tolist()
+    [[0, 0, 1, 1, 2, 3]]
+    """
+    numbers = (tokens == end).cumsum(1)
+    return numbers if before is None else torch.cat((before, before[:, -1:] + numbers), dim=1)
+
+
+def dense_mask(documents: Tensor, queries: int) -> Tensor:
+    """Return which keys are visible: bool, of shape [batch, 1, queries, keys]; the queries are the last positions."""
+    position = torch.arange(documents.shape[1], device=documents.device)
+    same = documents[:, -queries:].unsqueeze(2) == documents.unsqueeze(1)
+    return (same & (position <= position[-queries:].unsqueeze(1))).unsqueeze(1)
+
+
+def tiled_mask(documents: Tensor) -> BlockMask:
+    """Return the FlexAttention mask of whole windows."""
+    tiles = -(-documents.shape[1] // TILE)
+    # Document numbers ascend, so the first and the last number of a tile show which other tiles share a document.
+    first = documents[:, ::TILE]
+    last = torch.cat((documents[:, TILE - 1 :: TILE], documents[:, -1:]), dim=1)[:, :tiles]
+    tile = torch.arange(tiles, device=documents.device)
+    occupied = (last.unsqueeze(1) >= first.unsqueeze(2)) & (tile <= tile.unsqueeze(1))
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[batch, query] == documents[batch, key])
+
+    return block_mask(occupied.unsqueeze(1), visible, documents.shape[1])
+
+
+def block_mask(occupied: Tensor, visible: MaskFunction, length: int) -> BlockMask:
+    """Return a FlexAttention mask from the tiles that have a visible pair.
+
+    ``occupied`` is bool, of shape [batch, heads, query tiles, key tiles].
+    """
+    # Not create_block_mask, which evaluates all pairs of positions.
+    order = occupied.byte().argsort(dim=-1, descending=True, stable=True)
+    return BlockMask.from_kv_blocks(
+        occupied.sum(-1, dtype=torch.int32),
+        order.to(torch.int32),
+        BLOCK_SIZE=TILE,
+        mask_mod=visible,
+        seq_lengths=(length, length),
+    )
+
+
+def attend_within(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+    """Return attention under a mask; FlexAttention computes the occupied tiles only."""
+    grouped = key.shape[1] != query.shape[1]
+    result: Tensor = _compiled_flex_attention()(query, key, value, block_mask=mask, enable_gqa=grouped)
+    return result
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    # Each shape is compiled by itself, so that a resumed run, which has not seen earlier shapes, computes equal bits.
+    return torch.compile(flex_attention, dynamic=False)

@@ -48,7 +48,7 @@ class RopeScaling(Section, frozen=True):
 
 
 class LoraConfig(Section, frozen=True):
-    """Adapters of low rank beside weights that are not trained; see `tensorkeep.train.model.lora`.
+    """Adapters of low rank beside weights that are not trained; see `tensorkeep.train.model.layers`.
 
     Attributes
     ----------

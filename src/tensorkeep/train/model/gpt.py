@@ -1,26 +1,103 @@
 """The model: token embedding, blocks, final norm and head."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.model.attention import Attention
-from tensorkeep.train.model.block import Block, build_norm
-from tensorkeep.train.model.cache import Cache
+from tensorkeep.train.model.attention import (
+    SMALLEST_HEAD,
+    Attention,
+    Cache,
+    LayerCache,
+    Mask,
+    dense_mask,
+    document_numbers,
+    tiled_mask,
+)
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.model.document_mask import SMALLEST_HEAD, Mask, dense_mask, document_numbers, tiled_mask
-from tensorkeep.train.model.lora import initial_adapter, is_adapter
-from tensorkeep.train.model.positions import LearnedPositions, RotaryPositions
-from tensorkeep.train.model.shift import TokenShift
+from tensorkeep.train.model.layers import (
+    LearnedPositions,
+    RotaryPositions,
+    Rotation,
+    TokenShift,
+    build_linear,
+    initial_adapter,
+    is_adapter,
+)
 
 IGNORED = -1
 """The target of positions that do not count in the loss."""
 
 _RESIDUAL = ("attention.out.weight", "mlp.down.weight")
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu2": _relu2,
+    "swiglu": functional.silu,
+    "geglu": functional.gelu,
+}
+
+
+class MLP(nn.Module):
+    """``down(activation(up(x)))``, or, for a gated activation, ``down(activation(gate(x)) * up(x))``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = build_linear(config, "mlp", config.d_model, config.mlp_width)
+        self.gate = build_linear(config, "mlp", config.d_model, config.mlp_width) if config.gated else None
+        self.down = build_linear(config, "mlp", config.mlp_width, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation = _ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the MLP, of the shape of x."""
+        up: Tensor = self.up(x)
+        hidden = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
+        added: Tensor = self.dropout(self.down(hidden))
+        return added
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    """Return a norm over the last dimension, of size d_model."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
+
+
+class TransformerBlock(nn.Module):
+    """A pre-norm block: only the inputs of attention and MLP are normalised (Radford et al., 2019, GPT-2)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        shifts = config.token_shift == "blocks"
+        self.norm1 = build_norm(config)
+        self.shift1 = TokenShift(config.d_model) if shifts else None
+        self.attention = Attention(config)
+        self.norm2 = build_norm(config)
+        self.shift2 = TokenShift(config.d_model) if shifts else None
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, rotation: Rotation | None = None, past: LayerCache | None = None, mask: Mask | None = None
+    ) -> Tensor:
+        """Return the residual stream after this block, [batch, positions, d_model] like x; see `Attention`."""
+        tails = None if past is None else past.tails
+        normed = self.norm1(x)
+        x = x + self.attention(normed if self.shift1 is None else self.shift1(normed, tails), rotation, past, mask)
+        normed = self.norm2(x)
+        after: Tensor = x + self.mlp(normed if self.shift2 is None else self.shift2(normed, tails))
+        return after
 
 
 class GPT(nn.Module):
@@ -59,10 +136,10 @@ class GPT(nn.Module):
     ----------
     config : ModelConfig
     generator : torch.Generator, optional
-        Draws the initial weights on its own device: with a seeded CPU generator, they do not depend on the device of
-        the model. By default torch's global generator.
+        Draws the initial weights on its own device: with a seeded CPU generator, the weights do not depend on the
+        device of the model. By default torch's global generator.
     device : torch.device or str, optional
-        Of the parameters. On ``"meta"`` they have no values; call `initialise` after ``to_empty``.
+        The device of the parameters. On ``"meta"`` they have no values; call `initialise` after ``to_empty``.
     values : mapping of str to Tensor, optional
         Initial values of parameters by name, such as those of another model; the others are drawn.
 
@@ -70,8 +147,8 @@ class GPT(nn.Module):
     ----------
     config : ModelConfig
     document_end : int or None
-        The token between documents, if no token attends to those of another document; None by default. See
-        `tensorkeep.train.model.document_mask`.
+        The token between documents, if no token attends to tokens of another document; None by default. See
+        `tensorkeep.train.model.attention`.
     tokens, positions, blocks, norm, head : nn.Module
     shift : TokenShift or None
 
@@ -104,7 +181,7 @@ class GPT(nn.Module):
                 LearnedPositions(config) if config.positions == "learned" else RotaryPositions(config)
             )
             self.dropout = nn.Dropout(config.dropout)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+            self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
             self.norm = build_norm(config)
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self._tie()
@@ -124,10 +201,11 @@ class GPT(nn.Module):
     def initialise(self, generator: torch.Generator | None = None) -> None:
         """Set the weights to their initial values, which are drawn as GPT-2 does unless they were given.
 
-        Matrices are normal with ``init_std``; those that write to the residual stream have ``init_std`` divided by
+        Matrices are normal with ``init_std``; matrices that write to the residual stream have ``init_std`` divided by
         sqrt(2 n_layers), so that its variance does not grow with depth. Biases, token shifts and the taps of
         convolutions are 0, the weights of norms 1.
         """
+        # `to_empty` has given tied weights separate memory.
         self._tie()
         for name, parameter in self.named_parameters():
             parameter.copy_(self.initial_value(name, generator))
@@ -167,7 +245,7 @@ class GPT(nn.Module):
         tokens : Tensor
             int64, of shape [batch, positions].
         cache : Cache, optional
-            The keys and values of the tokens before these; those of these tokens are added.
+            The keys and values of earlier tokens; the new ones are added.
 
         Returns
         -------
@@ -200,11 +278,7 @@ class GPT(nn.Module):
         return features
 
     def mask(self, tokens: Tensor, cache: Cache | None = None) -> Mask | None:
-        """Return what keeps attention within documents, if ``document_end`` is set; None otherwise.
-
-        On CUDA, FlexAttention computes whole windows of training, if they have no dropout; everything else, of many
-        lengths for each of which it would be compiled, has a dense mask.
-        """
+        """Return the mask that keeps attention within documents, if ``document_end`` is set; None otherwise."""
         if self.document_end is None:
             return None
         documents = document_numbers(tokens, self.document_end, None if cache is None else cache.documents)
@@ -215,6 +289,7 @@ class GPT(nn.Module):
         return dense_mask(documents, tokens.shape[1])
 
     def _takes_tiles(self, tokens: Tensor) -> bool:
+        # FlexAttention is compiled for each length, so it computes whole windows only. It has no dropout.
         config = self.config
         whole = tokens.shape[1] == config.context_length and not (self.training and config.dropout)
         return tokens.is_cuda and whole and config.head_size >= SMALLEST_HEAD
@@ -246,18 +321,18 @@ class GPT(nn.Module):
             )
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy of the targets, in nats; see `token_loss`."""
+        """Return the mean cross-entropy of the targets, in nats; see `token_loss`."""
         return token_loss(self(tokens), targets)
 
     def new_cache(self, batch_size: int) -> Cache:
-        """Return an empty cache for sequences of up to ``context_length`` tokens, of the weights' device and dtype."""
+        """Return an empty cache for ``context_length`` tokens, with the device and dtype of the weights."""
         weight = self.tokens.weight
         return Cache(self.config, batch_size, device=weight.device, dtype=weight.dtype)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy, in nats, computed in float32; NaN if no target counts.
+    """Return the mean cross-entropy, in nats, computed in float32; NaN if no target counts.
 
-    Logits are of shape [batch, positions, tokens], int64 targets of shape [batch, positions]; -1 does not count.
+    Logits have the shape [batch, positions, tokens], int64 targets [batch, positions]; a target of -1 does not count.
     """
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)

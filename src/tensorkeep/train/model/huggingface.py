@@ -2,12 +2,17 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
+import torch
 from torch import Tensor
 
-from tensorkeep.errors import UnsupportedError
+from tensorkeep.errors import CorruptCheckpointError, StateMismatchError, UnsupportedError, UsageError
+from tensorkeep.structs import prepared
+from tensorkeep.train.config.sections import Positive, read_settings
 from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
 
 GPT2_BLOCK = (
     # name in transformers, name here, whether transformers stores it as [inputs, outputs]
@@ -160,7 +165,6 @@ _LLAMA_NEEDS: dict[str, tuple[object, ...]] = {
     "activation": ("swiglu",),
     "bias": (False,),
 }
-
 _ARCHITECTURES = (
     Architecture(
         "GPT2LMHeadModel",
@@ -201,3 +205,337 @@ _ARCHITECTURES = (
         _llama_tensors,
     ),
 )
+
+
+# Reading models of Hugging Face transformers: what their ``config.json`` states, and their tensors by our names.
+#
+# A setting that changes what the model computes is either supported or refused by its name; see
+# `tensorkeep.train.model.huggingface` for the way back.
+
+Document = Mapping[str, Any]
+_MOST_NAMED = 5
+_GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")
+"""Masks, which old files have beside the weights."""
+_LLAMA_BUFFERS = (".rotary_emb.inv_freq",)
+"""Frequencies, likewise; they follow from the configuration."""
+# Far above every model, so that a damaged number is refused before anything of its size is made.
+_Layers = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+
+
+class _GPT2(msgspec.Struct, frozen=True):
+    """The settings of a GPT-2 in ``config.json``."""
+
+    vocab_size: _Size
+    n_layer: _Layers
+    n_head: _Size
+    n_embd: _Size
+    n_positions: _Size | None = None
+    n_ctx: _Size | None = None  # the name in old files
+    n_inner: _Size | None = None
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: Positive = 1e-5
+    tie_word_embeddings: bool = True
+    initializer_range: Positive = 0.02
+
+
+class _Llama(msgspec.Struct, frozen=True):
+    """The settings of a LLaMA, or of a model with its blocks, in ``config.json``."""
+
+    vocab_size: _Size
+    max_position_embeddings: _Size
+    num_hidden_layers: _Layers
+    num_attention_heads: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    head_dim: _Size | None = None
+    num_key_value_heads: _Size | None = None
+    attention_bias: bool = False
+    use_sliding_window: bool = True
+    sliding_window: _Size | None = None
+    rope_theta: Positive = 10000.0
+    rope_parameters: dict[str, Any] | None = None  # of transformers 5
+    rope_scaling: dict[str, Any] | None = None  # of earlier versions
+    rms_norm_eps: Positive = 1e-6
+    tie_word_embeddings: bool = False
+    initializer_range: Positive = 0.02
+
+
+class _Rope(msgspec.Struct, frozen=True):
+    """The settings of rotary positions."""
+
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: _Size | None = None
+
+
+_ROPE = {
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_context_length",
+}
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def read_model_config(document: Document) -> ModelConfig:
+    """Return the configuration of the same model.
+
+    Raises UnsupportedError if it is not a GPT-2, LLaMA, Mistral or Qwen 3, or has a setting that `GPT` has not; the
+    message names it. CorruptCheckpointError if a setting is missing or has no valid value.
+    """
+    kind = document.get("model_type")
+    read = _CONFIGS.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        raise UnsupportedError(
+            f"model_type is {kind!r}", remedy=f"the types that can be trained are {', '.join(_CONFIGS)}"
+        )
+    _refuse(document, {"quantization_config": (None,)})
+    try:
+        return read_settings(read(document), ModelConfig)
+    except UsageError as error:
+        raise CorruptCheckpointError(f"config.json: {error.message}", remedy=error.remedy) from error
+
+
+def _settings(document: Document, kind: type[S], prefix: str = "") -> S:
+    """Return the settings of a class; CorruptCheckpointError if one is missing or of another type, by its name."""
+    for field in msgspec.structs.fields(kind):
+        if field.required and field.name not in document:
+            raise CorruptCheckpointError(f"config.json has no {prefix + field.name!r}")
+    try:
+        return msgspec.convert(document, prepared(kind))
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$.")
+        name = place.rstrip("`")
+        raise CorruptCheckpointError(
+            f"config.json has {prefix}{name} {document.get(name)!r}: {reason[:1].lower()}{reason[1:]}",
+            remedy="check the file, or download the model again",
+        ) from error
+
+
+def convert_weights(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Return the tensors by their names in `GPT`, in float32.
+
+    Raises StateMismatchError if tensors are missing or left over, or have other shapes than the configuration states.
+    """
+    learned = config.positions == "learned"
+    prefix = "transformer." if learned else "model."
+    # Files of the model without its head have no prefix.
+    found = {name if name == "lm_head.weight" else name.removeprefix(prefix): each for name, each in tensors.items()}
+    if len(found) < len(tensors):
+        twice = f"tensors are stored twice, with {prefix!r} before their names and without it"
+        raise StateMismatchError(twice, remedy="remove one of each from the safetensors files")
+    buffers = _GPT2_BUFFERS if learned else _LLAMA_BUFFERS
+    found = {name: each for name, each in found.items() if not name.endswith(buffers)}
+    read: dict[str, Tensor] = {}
+    missing: list[str] = []
+    unequal: list[str] = []
+    for ours, theirs, transposed in _names(config):
+        if absent := [name for name in theirs if name not in found]:
+            missing += absent
+            continue
+        parts = [found[name] for name in theirs]
+        if len({part.shape[1:] for part in parts}) > 1 or not all(part.ndim for part in parts):
+            unequal += [f"{name} {[*found[name].shape]}" for name in theirs]
+            continue
+        joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+        read[ours] = (joined.T if transposed and joined.ndim == 2 else joined).float().contiguous()
+    used = {name for _, theirs, _ in _names(config) for name in theirs}
+    # A tied head may be stored, too.
+    extra = found.keys() - used - ({"lm_head.weight"} if config.tied else set())
+    _check(config, read, tuple(missing), tuple(sorted(extra)), tuple(unequal))
+    head = found.get("lm_head.weight") if config.tied else None
+    if head is not None and not torch.equal(head.float(), read["tokens.weight"]):
+        # Some versions of transformers take the embedding, others take the head.
+        raise StateMismatchError(
+            "config.json has tie_word_embeddings true, and lm_head.weight differs from the embedding of the tokens",
+            remedy='write "tie_word_embeddings": false into config.json to use that head, or remove lm_head.weight',
+            different=("lm_head.weight",),
+        )
+    return read
+
+
+def _check(
+    config: ModelConfig,
+    read: Mapping[str, Tensor],
+    missing: tuple[str, ...],
+    extra: tuple[str, ...],
+    unequal: tuple[str, ...],
+) -> None:
+    shapes = {name: parameter.shape for name, parameter in GPT(config, device="meta").named_parameters()}
+    different = tuple(f"{name} {[*read[name].shape]}" for name in read if read[name].shape != shapes[name]) + unequal
+    if not (missing or extra or different):
+        return
+    parts = {"missing": missing, "not of the model": extra, "of another shape": different}
+    raise StateMismatchError(
+        "the tensors are not those that config.json describes: "
+        + "; ".join(f"{what}: {', '.join(names[:_MOST_NAMED])}" for what, names in parts.items() if names),
+        remedy="check that config.json and the safetensors files belong together",
+        missing=missing,
+        extra=extra,
+        different=different,
+    )
+
+
+def _names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    """Yield the name here, the names there of the parts that it consists of, and whether these are transposed."""
+    yield from _gpt2_names(config) if config.positions == "learned" else _llama_names(config)
+    if not config.tied:
+        yield "head.weight", ("lm_head.weight",), False
+
+
+def _gpt2_names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    yield "tokens.weight", ("wte.weight",), False
+    yield "positions.weight", ("wpe.weight",), False
+    for number in range(config.n_layers):
+        for theirs, ours, transposed in GPT2_BLOCK:
+            for kind in ("weight", "bias"):
+                yield f"blocks.{number}.{ours}.{kind}", (f"h.{number}.{theirs}.{kind}",), transposed
+    for kind in ("weight", "bias"):
+        yield f"norm.{kind}", (f"ln_f.{kind}",), False
+
+
+def _llama_names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    kinds = ("weight", "bias") if config.bias else ("weight",)
+    projections = {"q": "q", "kv": "kv"} if config.grouped else {"qkv": "qkv"}
+    yield "tokens.weight", ("embed_tokens.weight",), False
+    for number in range(config.n_layers):
+        block, layer = f"blocks.{number}", f"layers.{number}"
+        for ours in projections:
+            for kind in kinds:
+                theirs = tuple(f"{layer}.self_attn.{each}_proj.{kind}" for each in ours)
+                yield f"{block}.attention.{ours}.{kind}", theirs, False
+        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+            yield f"{block}.attention.{norm}.weight", (f"{layer}.self_attn.{norm}.weight",), False
+        for their_name, our_name in LLAMA_BLOCK:
+            for kind in ("weight",) if "norm" in our_name else kinds:
+                yield f"{block}.{our_name}.{kind}", (f"{layer}.{their_name}.{kind}",), False
+    yield "norm.weight", ("norm.weight",), False
+
+
+def _refuse(document: Document, allowed: Mapping[str, tuple[object, ...]], prefix: str = "") -> None:
+    """Raise UnsupportedError if a setting has a value that is not among these; an absent one is the first."""
+    for name, values in allowed.items():
+        if document.get(name, values[0]) not in values:
+            raise UnsupportedError(
+                f"config.json has {prefix}{name} {document[name]!r}, which is not supported",
+                remedy=f"give a model with {' or '.join(map(repr, values))}",
+            )
+
+
+def _gpt2(document: Document) -> dict[str, Any]:
+    _refuse(
+        document,
+        {
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+            "activation_function": (*_GPT2_ACTIVATIONS,),
+        },
+    )
+    found = _settings(document, _GPT2)
+    context = found.n_positions or found.n_ctx
+    if context is None:
+        raise CorruptCheckpointError("config.json has no 'n_positions'")
+    _check_multiple(document, "n_embd", "n_head")
+    return {
+        "vocab_size": found.vocab_size,
+        "context_length": context,
+        "n_layers": found.n_layer,
+        "n_heads": found.n_head,
+        "d_model": found.n_embd,
+        "d_ff": found.n_inner,
+        "norm_eps": found.layer_norm_epsilon,
+        "activation": _GPT2_ACTIVATIONS[found.activation_function],
+        "bias": True,
+        "tied": found.tie_word_embeddings,
+        "init_std": found.initializer_range,
+    }
+
+
+def _llama(document: Document) -> dict[str, Any]:
+    found = _settings(document, _Llama)
+    heads, window = found.num_attention_heads, found.sliding_window
+    # A window as long as the context hides nothing.
+    whole = not found.use_sliding_window or window is None or window >= found.max_position_embeddings
+    _refuse(
+        document,
+        {
+            "hidden_act": ("silu",),
+            "mlp_bias": (found.attention_bias,),
+            "attention_bias": (document.get("mlp_bias", False),),
+            "partial_rotary_factor": (None, 1),
+            "sliding_window": (window if whole else None,),
+            "layer_types": (None, ["full_attention"] * found.num_hidden_layers),
+        },
+    )
+    if found.head_dim is None:
+        _check_multiple(document, "hidden_size", "num_attention_heads")
+    key_heads = found.num_key_value_heads or heads
+    if key_heads != heads:
+        _check_multiple(document, "num_attention_heads", "num_key_value_heads")
+    return {
+        "vocab_size": found.vocab_size,
+        "context_length": found.max_position_embeddings,
+        "n_layers": found.num_hidden_layers,
+        "n_heads": heads,
+        "d_model": found.hidden_size,
+        "head_dim": found.head_dim,
+        "kv_heads": None if key_heads == heads else key_heads,
+        "d_ff": found.intermediate_size,
+        "positions": "rotary",
+        **_rope(found),
+        "norm": "rmsnorm",
+        "norm_eps": found.rms_norm_eps,
+        "activation": "swiglu",
+        "bias": found.attention_bias,
+        "tied": found.tie_word_embeddings,
+        "init_std": found.initializer_range,
+    }
+
+
+def _check_multiple(document: Document, name: str, divisor: str) -> None:
+    if document[name] % document[divisor]:
+        raise CorruptCheckpointError(
+            f"config.json has {name} {document[name]}, which is not a multiple of {divisor} {document[divisor]}"
+        )
+
+
+def _rope(model: _Llama) -> dict[str, Any]:
+    """Return the settings of rotary positions; all versions of transformers take ``rope_scaling`` if both are there."""
+    name = "rope_scaling" if model.rope_scaling else "rope_parameters"
+    rope = model.rope_scaling or model.rope_parameters or {}
+    _refuse(rope, {"partial_rotary_factor": (None, 1)}, f"{name}.")
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UnsupportedError(
+            f"config.json has {name} of several kinds of layers, which are not supported",
+            remedy="give a model whose layers all have the same positions",
+        )
+    found = _settings(rope, _Rope, f"{name}.")
+    base = found.rope_theta or model.rope_theta
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {"rope_base": base}
+    if kind not in ("linear", "llama3"):
+        raise UnsupportedError(
+            f"config.json has rope_type {kind!r}, which is not supported",
+            remedy="give a model with 'default', 'linear' or 'llama3'",
+        )
+    names = _ROPE if kind == "llama3" else {"factor": "factor"}
+    for theirs in names:
+        if getattr(found, theirs) is None:
+            raise CorruptCheckpointError(f"config.json has no '{name}.{theirs}'")
+    scaling = {"kind": kind, **{ours: getattr(found, theirs) for theirs, ours in names.items()}}
+    return {"rope_base": base, "rope_scaling": scaling}
+
+
+_CONFIGS: dict[str, Callable[[Document], dict[str, Any]]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    # With the values of transformers for settings that are absent.
+    "mistral": lambda document: _llama({"sliding_window": 4096, "num_key_value_heads": 8, **document}),
+    "qwen3": lambda document: {**_llama({"head_dim": 128, "use_sliding_window": False, **document}), "qk_norm": True},
+}

@@ -11,14 +11,19 @@ from tensorkeep.errors import CorruptCheckpointError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES, Config, differences
 from tensorkeep.train.optim.schedules import learning_rate_factor
 from tensorkeep.train.run.folder import Changes, Leg, RunFolder, RunRecord, now
-from tensorkeep.train.techniques.parallel import TOGETHER
+from tensorkeep.train.techniques.distributed import PARALLEL_TECHNIQUES
 from tensorkeep.train.techniques.stack import Stack
 
 _KEPT = ("log.", "eval.", "sample.", "checkpoint.", "loop.on_divergence", "loop.fill_memory")
 """Prefixes of the settings that a resumed run may change, and that later resumes keep. They do not affect the weights
 of a step, with the exception in `_begins_leg`."""
 
-_OF_ONE_RESUME = ("loop.device", "loop.threads", "data.source", *(f"{TECHNIQUES}{name}" for name in TOGETHER))
+_OF_ONE_RESUME = (
+    "loop.device",
+    "loop.threads",
+    "data.source",
+    *(f"{TECHNIQUES}{name}" for name in PARALLEL_TECHNIQUES),
+)
 """Prefixes of the settings that depend on where a run is resumed; they affect rounding only."""
 
 # fmt: off
@@ -118,7 +123,7 @@ def legs_after(record: RunRecord, config: Config, step: int, folder: RunFolder) 
 
 def _of_one_resume(config: Config) -> dict[str, object]:
     """Return the settings of a configuration that depend on where a run is resumed."""
-    techniques = {f"{TECHNIQUES}{name}": config.techniques.get(name, "off") for name in TOGETHER}
+    techniques = {f"{TECHNIQUES}{name}": config.techniques.get(name, "off") for name in PARALLEL_TECHNIQUES}
     return {name: config.setting(name) for name in _OF_ONE_RESUME if not name.startswith(TECHNIQUES)} | techniques
 
 

@@ -54,10 +54,9 @@ from tensorkeep.train.run.state import METRIC, Run, RunRandomState, seed_random_
 from tensorkeep.train.run.validation import validation_windows
 from tensorkeep.train.run.world import World, can_join, join, launched_ranks
 from tensorkeep.train.spinning import SpinControl
-from tensorkeep.train.techniques.defaults import agreed_defaults
-from tensorkeep.train.techniques.parallel import Parallel
-from tensorkeep.train.techniques.requirements import Machine
-from tensorkeep.train.techniques.stack import Stack
+from tensorkeep.train.techniques.base import Machine
+from tensorkeep.train.techniques.distributed import ParallelTechnique
+from tensorkeep.train.techniques.stack import Stack, agreed_defaults
 
 OpenData = Callable[[World], Dataset]
 """Opens the data of a run, given its ranks; a collective."""
@@ -217,7 +216,7 @@ def joined(config: Config) -> Iterator[World]:
 
     Raises UsageError if torchrun started several ranks and no technique trains them together.
     """
-    parallel = any(isinstance(each, Parallel) for each in Stack.of(config.techniques).techniques)
+    parallel = any(isinstance(each, ParallelTechnique) for each in Stack.of(config.techniques).techniques)
     if not parallel and launched_ranks() > 1:
         raise UsageError(
             f"torchrun started {launched_ranks()} processes, and no technique trains them together",
@@ -314,7 +313,7 @@ def _build(config: Config, techniques: Stack, parts: _Parts, values: Mapping[str
         torch.set_num_threads(config.loop.threads)
     seed_random_states(config.loop.seed)
     # Techniques that shard a model make its weights themselves: no rank has all of them.
-    sharded = any(isinstance(each, Parallel) and each.fills_model for each in techniques.techniques)
+    sharded = any(isinstance(each, ParallelTechnique) and each.fills_model for each in techniques.techniques)
     model = _model(config.model, config.loop.seed, torch.device("meta") if sharded else device, values)
     mask_documents(model, config, dataset.tokenizer)
     optimizers = build_optimizers(model, config.optim)

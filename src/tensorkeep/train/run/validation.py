@@ -8,7 +8,7 @@ from tensorkeep.train.evaluate import EvaluationWindows, evaluate
 from tensorkeep.train.memory.activations import Activations
 from tensorkeep.train.memory.evaluation import LARGEST_TOKENS, evaluation_rows
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.parallel.pipeline import PipelineSettings
+from tensorkeep.train.techniques.pipeline_parallel import PipelineSettings
 
 _LARGEST_LOGITS = 2**26
 """Of a batch of ``eval.batches``: elements."""

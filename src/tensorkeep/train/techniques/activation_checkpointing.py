@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tensorkeep.train.config.sections import Count, Section
-from tensorkeep.train.model.block import Block
+from tensorkeep.train.model.gpt import TransformerBlock
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import count_calls
@@ -59,8 +59,8 @@ class ActivationCheckpointing(Technique):
         for block in self._blocks(run):
             block.forward = _checkpointed(block.forward, keep=self.settings.keep)  # type: ignore[method-assign]
 
-    def _blocks(self, run: Run) -> list[Block]:
-        return cast("list[Block]", list(run.model.blocks))[:: self.settings.every]
+    def _blocks(self, run: Run) -> list[TransformerBlock]:
+        return cast("list[TransformerBlock]", list(run.model.blocks))[:: self.settings.every]
 
     def verify(self, run: Run) -> Verification:
         """Count the calls of each block: two for each batch, or it was not recomputed."""

@@ -104,7 +104,7 @@ class ActivationSwapping(Technique):
 
 
 @dataclass(eq=False)
-class Swapped:
+class SwappedTensor:
     """A tensor that was moved out, as number ``index`` of those saved in ``order``.
 
     ``fetched`` holds a prefetched copy on the device and the event after which it is complete, until it is returned.
@@ -112,7 +112,7 @@ class Swapped:
 
     host: Tensor
     copied: Any
-    order: "list[weakref.ref[Swapped]]"
+    order: "list[weakref.ref[SwappedTensor]]"
     index: int
     fetched: tuple[Tensor, Any] | None = None
     returned: bool = False
@@ -135,7 +135,7 @@ class Swapper:
         self._pinned = device.type == "cuda"
         self._out: Any = torch.cuda.Stream(device) if self._pinned else torch.cpu.Stream()  # type: ignore[no-untyped-call]
         self._back: Any = torch.cuda.Stream(device) if self._pinned else torch.cpu.Stream()  # type: ignore[no-untyped-call]
-        self._order: list[weakref.ref[Swapped]] = []
+        self._order: list[weakref.ref[SwappedTensor]] = []
 
     def hooks(self) -> saved_tensors_hooks:
         """Return a context for one forward pass."""
@@ -143,14 +143,14 @@ class Swapper:
         # Read each time: a parameter may have been given other memory.
         kept = {each.untyped_storage().data_ptr() for each in self._kept}
 
-        def pack(tensor: Tensor) -> Tensor | Swapped:
+        def pack(tensor: Tensor) -> Tensor | SwappedTensor:
             if tensor.nbytes < self._least or tensor.device != self._device:
                 return tensor
             return tensor if tensor.untyped_storage().data_ptr() in kept else self._move_out(tensor)
 
         return saved_tensors_hooks(pack, self._unpack)
 
-    def _move_out(self, tensor: Tensor) -> Swapped:
+    def _move_out(self, tensor: Tensor) -> SwappedTensor:
         # With the tensor's own strides, if its elements fill its memory.
         host = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
         self._out.wait_stream(self._backend.current_stream(self._device))
@@ -158,11 +158,11 @@ class Swapper:
             host.copy_(tensor, non_blocking=True)
         if tensor.is_cuda:
             tensor.record_stream(self._out)
-        swapped = Swapped(host, self._event(self._out), self._order, len(self._order))
+        swapped = SwappedTensor(host, self._event(self._out), self._order, len(self._order))
         self._order.append(weakref.ref(swapped))
         return swapped
 
-    def _unpack(self, packed: Tensor | Swapped) -> Tensor:
+    def _unpack(self, packed: Tensor | SwappedTensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         tensor, arrived = packed.fetched or self._fetch(packed)
@@ -178,7 +178,7 @@ class Swapper:
             tensor.record_stream(current)
         return tensor
 
-    def _fetch(self, swapped: Swapped) -> tuple[Tensor, Any]:
+    def _fetch(self, swapped: SwappedTensor) -> tuple[Tensor, Any]:
         """Begin to copy a tensor back; return it, and the event after which it is complete."""
         with self._backend.stream(self._back):
             self._back.wait_event(swapped.copied)

@@ -10,8 +10,7 @@ from msgspec import Meta
 
 from tensorkeep.train.config.sections import Fraction, Section
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch reads the second one, the older name, if the first is not set."""
@@ -49,14 +48,14 @@ class Allocator(Technique):
     Settings: ClassVar = AllocatorSettings
     settings: AllocatorSettings
 
-    def lacks(self, machine: Machine) -> str | None:
+    def missing(self, machine: Machine) -> str | None:
         """Return the missing requirement; torch has read the environment already."""
         requested = {name: str(value) for name, value in self._requested().items()}
         given = _parse_environment(os.environ)
         unset = any(given.get(name) != value for name, value in requested.items())
         line = ",".join(f"{name}:{value}" for name, value in {**given, **requested}.items())
         late = f"needs {_VARIABLES[0]}={line} in the environment from the start: put that before the command"
-        return machine.lacks_cuda() or (late if unset else None)
+        return machine.missing_cuda() or (late if unset else None)
 
     def _requested(self) -> dict[str, Any]:
         """Return the settings that have a value."""

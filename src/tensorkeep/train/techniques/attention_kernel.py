@@ -4,6 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,14 +18,62 @@ from torch.profiler import ProfilerActivity, profile
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
-from tensorkeep.train.model.attention import Kernel
-from tensorkeep.train.model.document_mask import attend_within
+from tensorkeep.train.model.attention import AttentionFunction, attend_within
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.matmul_attention import matmul_attention
+from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_inputs
-from tensorkeep.train.techniques.requirements import Machine
+
+# Attention by batched matmuls, with a gradient of its own: for short contexts on a CPU.
+
+
+class _MatmulAttention(torch.autograd.Function):
+    """Attention of [batch * heads, positions, head size]; a mask is added to the scores.
+
+    The scores have at least 32 bits: in 16 bits, training reaches a higher loss. The probabilities, which are kept for
+    the gradient, and everything after them have the dtype of the queries.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        ctx.scale = query.shape[-1] ** -0.5
+        # Autocast would multiply in 16 bits.
+        with torch.autocast(query.device.type, enabled=False):
+            scores = torch.baddbmm(mask, query.to(mask.dtype), key.to(mask.dtype).mT, alpha=ctx.scale)
+        shares = scores.softmax(-1).to(query.dtype)
+        ctx.save_for_backward(query, key, value, shares)
+        return torch.bmm(shares, value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, shares = ctx.saved_tensors
+        of_value = torch.bmm(shares.mT, gradient)
+        of_scores = torch._softmax_backward_data(torch.bmm(gradient, value.mT), shares, -1, shares.dtype)
+        of_scores *= ctx.scale
+        return torch.bmm(of_scores, key), torch.bmm(of_scores.mT, query), of_value, None
+
+
+def matmul_attention(
+    query: Tensor, key: Tensor, value: Tensor, /, *, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any
+) -> Tensor:
+    """Compute attention without dropout; see `tensorkeep.train.model.attention.AttentionFunction`."""
+    if not torch.is_grad_enabled():
+        return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    mask = _causal_mask(query.shape[-2], wide, query.device) if is_causal else query.new_zeros((), dtype=wide)
+    if attn_mask is not None:
+        mask = torch.where(attn_mask, mask, -torch.inf).expand(*query.shape[:-1], key.shape[-2]).flatten(0, 1)
+    result: Tensor = _MatmulAttention.apply(  # type: ignore[no-untyped-call]
+        query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask
+    )
+    return result.view(query.shape)
+
+
+@lru_cache(maxsize=2)
+def _causal_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what is added to scores so that no position attends to a later one."""
+    return torch.full((length, length), -torch.inf, dtype=dtype, device=device).triu(1)
+
 
 _BACKENDS = {
     "math": SDPBackend.MATH,
@@ -36,18 +85,15 @@ _BACKENDS = {
 }
 _IN_16_BITS = ("flash", "fa3", "cudnn")
 """Kernels that have no 32-bit version on CUDA."""
-
 _FA3_OPERATOR = "flash_attn_3::fwd"
 _FA3_TORCH = (2, 13)
 """The first version of torch whose FlashAttention-3 has a gradient."""
 _FA3_WHEELS = "https://download.pytorch.org/whl/flash-attn-3/"
-
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _LARGEST_HEAD = 128
 """For which each GPU has the kernels of 16 bits, gradients included."""
 _ALIGNED = 8
 """Head sizes are a multiple of it in all kernels but math."""
-
 _NODES = {
     "ScaledDotProductEfficientAttention": "efficient",
     "ScaledDotProductFlashAttention": "flash",
@@ -58,16 +104,12 @@ _NODES = {
     "Bmm": "math",
 }
 """The kernel that leaves a node of that name in the autograd graph."""
-
 _FA3_ERROR = "FA3 "
 _NO_KERNEL = ("No available kernel", "No viable backend", _FA3_ERROR)
 """Parts of the errors with which torch refuses inputs. That of FlashAttention-3 has the reason."""
-
 _PASS_THROUGH_NODES = ("View", "UnsafeView", "Reshape", "Clone", "Transpose", "Permute", "ToCopy", "Slice")
 """Nodes that do not compute. The kernel "math" computes in 32 bits, and casts its result to the dtype of its input;
 torch pads heads for flash, and cuts its result."""
-
-
 _Kernel = Literal["auto", "math", "matmul", "efficient", "flash", "fa3", "cudnn", "flex"]
 
 
@@ -110,16 +152,16 @@ class AttentionKernel(Technique):
 
     _dtype: torch.dtype | None = None
 
-    def lacks(self, machine: Machine) -> str | None:
+    def missing(self, machine: Machine) -> str | None:
         """Return what device the kernel needs."""
         kernel = self.settings.kernel
         if kernel == "fa3":
-            return _lacks_fa3(machine)
+            return _missing_fa3(machine)
         if kernel == "flex":
             # torch implements its gradient for CUDA only.
-            return machine.lacks_cuda() or machine.lacks_compiler()
+            return machine.missing_cuda() or machine.missing_compiler()
         if kernel in ("efficient", "cudnn") or (kernel == "flash" and machine.on_cuda):
-            return machine.lacks_cuda(least=(5, 0) if kernel == "efficient" else _AMPERE)
+            return machine.missing_cuda(least=(5, 0) if kernel == "efficient" else _AMPERE)
         return None
 
     def configure(self, config: Config) -> Config:
@@ -178,7 +220,7 @@ class AttentionKernel(Technique):
         for attention in run.model.attentions:
             attention.kernel = kernel
 
-    def _kernel(self, name: str) -> Kernel:
+    def _kernel(self, name: str) -> AttentionFunction:
         if name == "matmul":
             return matmul_attention
         return _flex_kernel() if name == "flex" else _fixed_kernel(_BACKENDS[name], self._dtype)
@@ -223,15 +265,15 @@ class AttentionKernel(Technique):
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
-def _lacks_fa3(machine: Machine) -> str | None:
-    lack = machine.lacks_cuda(least=_HOPPER)
+def _missing_fa3(machine: Machine) -> str | None:
+    lack = machine.missing_cuda(least=_HOPPER)
     if lack is not None:
         return lack
     if machine.capability >= (10, 0):
         return f"computes with fa3 on compute capability 9.0 only; this GPU has {machine.capability[0]}.0"
     if tuple(int(each) for each in torch.__version__.split(".")[:2]) < _FA3_TORCH:
         return f"needs torch 2.13 for fa3; torch is {torch.__version__}"
-    return machine.lacks_package("flash_attn_interface", install=f"flash-attn-3 --find-links {_FA3_WHEELS}")
+    return machine.missing_package("flash_attn_interface", install=f"flash-attn-3 --find-links {_FA3_WHEELS}")
 
 
 def _best_kernel(machine: Machine, config: Config) -> _Kernel:
@@ -246,7 +288,7 @@ def _best_kernel(machine: Machine, config: Config) -> _Kernel:
         return "efficient"
     if machine.capability < _HOPPER or torch.version.hip is not None:
         return "flash"
-    return "fa3" if _lacks_fa3(machine) is None and not config.model.dropout else "cudnn"
+    return "fa3" if _missing_fa3(machine) is None and not config.model.dropout else "cudnn"
 
 
 @contextmanager
@@ -257,7 +299,7 @@ def _counted(operators: Counter[str]) -> Iterator[None]:
     operators.update(each.name for each in profiler.events())
 
 
-def _fixed_kernel(backend: SDPBackend, dtype: torch.dtype | None) -> Kernel:
+def _fixed_kernel(backend: SDPBackend, dtype: torch.dtype | None) -> AttentionFunction:
     """Return a kernel that computes in a dtype, and returns results in that of the query; None: the query's."""
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
@@ -272,7 +314,7 @@ def _fixed_kernel(backend: SDPBackend, dtype: torch.dtype | None) -> Kernel:
     return kernel
 
 
-def _flex_kernel() -> Kernel:
+def _flex_kernel() -> AttentionFunction:
     masks: dict[int, BlockMask] = {}
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:

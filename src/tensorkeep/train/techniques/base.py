@@ -3,29 +3,84 @@
 A third party adds a technique with one file: a subclass of `Technique`, registered under the entry point group
 ``tensorkeep.techniques``, and one subclass of `tensorkeep.testing.technique_suite.TechniqueSuite` that tests it.
 
-A run calls a technique in this order: `Technique.lacks`, `Technique.configure`, `Technique.process` (which stays open
-until the run is closed), `Technique.apply`, `Technique.warm_up`, `Technique.verify`. A technique that was requested and
-is not active is an error, never a silent fallback.
+A run calls a technique in this order: `Technique.missing`, `Technique.configure`, `Technique.process` (a context that
+stays open until the run is closed), `Technique.apply`, `Technique.warm_up`, `Technique.verify`. A technique that was
+requested and is not active is an error, never a silent fallback.
 """
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
+
+import torch
 
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.plugins import Registry
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.requirements import Machine
 
 Kind = Literal["systems", "algorithmic"]
 Changed = Literal["process", "model", "loss", "optimizer", "processes", "data", "compilation"]
-"""What a technique changes. Techniques are applied in this order, so each one sees the changes of those before it."""
+"""What a technique changes. Techniques are applied in this order: each one sees the changes of the earlier ones."""
 
 REPORT = "report it, with the list of techniques that are on"
 """The remedy of an error that should not happen."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine has.
+
+    Parameters
+    ----------
+    device : torch.device
+        The device of the run.
+
+    Examples
+    --------
+    >>> Machine(torch.device("cpu")).missing_cuda()
+    'needs a CUDA device; the run is on cpu'
+    """
+
+    device: torch.device
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the run uses a CUDA device."""
+        return self.device.type == "cuda"
+
+    @cached_property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of the CUDA device; (0, 0) without one."""
+        return torch.cuda.get_device_capability(self.device) if self.on_cuda else (0, 0)
+
+    def missing_cuda(self, *, least: tuple[int, int] = (0, 0)) -> str | None:
+        """Return why the run has no CUDA device of at least this compute capability; None if it has one."""
+        if not self.on_cuda:
+            return f"needs a CUDA device; the run is on {self.device}"
+        if self.capability < least:
+            needed, found = (".".join(map(str, each)) for each in (least, self.capability))
+            return f"needs compute capability {needed}; {torch.cuda.get_device_name(self.device)} has {found}"
+        return None
+
+    def missing_package(self, module: str, *, install: str) -> str | None:
+        """Return how to install the package of a module; None if it is installed."""
+        return None if find_spec(module) else f"needs the package {module!r}, which is missing: pip install {install}"
+
+    def missing_compiler(self) -> str | None:
+        """Return what `torch.compile` needs, a C++ compiler on the CPU or Triton on CUDA; None if it is there."""
+        if self.on_cuda:
+            return self.missing_package("triton", install="triton")
+        compilers = ("g++", "clang++", "c++")
+        if any(shutil.which(each) for each in compilers):
+            return None
+        return f"needs a C++ compiler ({', '.join(compilers)}), and none was found"
 
 
 class Proof:
@@ -51,7 +106,7 @@ class Proof:
 
 
 Verification = Generator[None, None, Proof | None]
-"""What `Technique.verify` returns: it yields once, for the step to run, and returns the proof."""
+"""The return type of `Technique.verify`: a generator that yields once, for the step to run, and returns the proof."""
 
 
 class NoSettings(Section, frozen=True):
@@ -73,26 +128,26 @@ class Technique(ABC):
     kind : str
         ``"systems"``: the losses must not change by more than `tolerance`. ``"algorithmic"``: they may change.
     changes : str
-        What it changes first, one of `Changed`. It decides when the technique is applied.
+        What the technique changes first, one of `Changed`. It decides when the technique is applied.
     tolerance : float
         For a systems technique: the largest relative change of the losses of the first steps. 0: bit-identical.
     summary : str
-        What it does: a phrase that completes "it ...", without a final period.
+        What the technique does: a phrase that completes "it ...", without a final period.
     effect : str
-        What to expect of it: a phrase without a final period.
+        What to expect: a phrase without a final period.
     reference : str
-        The paper or the documentation that it follows.
+        The paper or the documentation that the technique follows.
     Settings : type
         A frozen `Section` with a documented default for each setting, which checks their bounds.
     conflicts : mapping of str to str
-        Names of the techniques that it cannot be combined with, and why. One of the two techniques declares it.
+        Names of techniques that cannot be combined with this one, and why. One technique of a pair declares it.
     after : tuple of str
-        Names of the techniques with the same `changes` that must be applied before it.
+        Names of the techniques with the same `changes` that must be applied before this one.
     needs_cuda : bool
-        Whether it can run on CUDA devices only; see `lacks` for other requirements.
+        Whether the technique runs on CUDA devices only; see `missing` for other requirements.
     depends_on_steps : bool
-        Whether what it does in a step depends on ``loop.steps``, so that a run that is made longer differs from one
-        that had this length from its start.
+        Whether a step depends on ``loop.steps``: then a run that is made longer differs from a run that had this
+        length from its start.
     """
 
     name: ClassVar[str]
@@ -113,13 +168,13 @@ class Technique(ABC):
     def __init__(self, settings: Section) -> None:
         self.settings = settings
 
-    def lacks(self, machine: Machine) -> str | None:
+    def missing(self, machine: Machine) -> str | None:
         """Return what the technique needs and this machine does not have; None if it can run.
 
         The text continues a sentence that begins with the name: ``"needs a CUDA device; the run is on cpu"``. Use
-        `Machine.lacks_package` for a missing package: it names the command that installs it.
+        `Machine.missing_package` for a missing package: it names the command that installs it.
         """
-        return machine.lacks_cuda() if self.needs_cuda else None
+        return machine.missing_cuda() if self.needs_cuda else None
 
     def configure(self, config: Config) -> Config:
         """Return the configuration that the run uses. Called before anything is built, and again for a resumed run.
@@ -136,7 +191,7 @@ class Technique(ABC):
         return nullcontext()
 
     def apply(self, run: Run) -> None:  # noqa: B027  # a technique may only configure
-        """Turn it on: change the model, the optimizers, the batches or the operations of a run that is built.
+        """Turn the technique on: change the model, optimizers, batches or operations of a run that is built.
 
         Called before a checkpoint is restored. The names of the parameters must not change.
 
@@ -149,7 +204,7 @@ class Technique(ABC):
     def warm_up(self, run: Run) -> None:  # noqa: B027  # most techniques need none
         """Prepare the first step, for example compile code, before any technique observes that step.
 
-        See `tensorkeep.train.techniques.warm_up`.
+        See `tensorkeep.train.techniques.observe.warm_up_loss`.
         """
 
     @abstractmethod

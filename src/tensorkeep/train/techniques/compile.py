@@ -12,9 +12,8 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.optim.muon import Muon
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.requirements import Machine
-from tensorkeep.train.techniques.warm_up import Loss, warm_up_loss
+from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
+from tensorkeep.train.techniques.observe import Loss, warm_up_loss
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,11 +81,11 @@ class Compile(Technique):
     _recompiled = 0
     _observed = False
 
-    def lacks(self, machine: Machine) -> str | None:
+    def missing(self, machine: Machine) -> str | None:
         """Return what is missing: a compiler, or CUDA for CUDA graphs."""
         if self.settings.mode == "reduce-overhead" and not machine.on_cuda:
             return f'needs a CUDA device for the mode "reduce-overhead"; the run is on {machine.device}'
-        return machine.lacks_compiler() if self.settings.backend == "inductor" else None
+        return machine.missing_compiler() if self.settings.backend == "inductor" else None
 
     @contextmanager
     def process(self) -> Iterator[None]:

@@ -12,8 +12,8 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.parallel import TOGETHER
-from tensorkeep.train.techniques.warm_up import Loss, warm_up_loss
+from tensorkeep.train.techniques.distributed import PARALLEL_TECHNIQUES
+from tensorkeep.train.techniques.observe import Loss, warm_up_loss
 
 _WARM_UPS = 3
 _COMMUNICATION = "the processes communicate within a step, which cannot be captured"
@@ -31,7 +31,7 @@ class CudaGraphs(Technique):
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, CUDA graphs"
     conflicts: ClassVar = {
         "activation-checkpointing": "it reads the state of random numbers, which is not possible in a capture",
-        **dict.fromkeys(TOGETHER, _COMMUNICATION),
+        **dict.fromkeys(PARALLEL_TECHNIQUES, _COMMUNICATION),
     }
     after: ClassVar = ("compile",)
     needs_cuda: ClassVar = True

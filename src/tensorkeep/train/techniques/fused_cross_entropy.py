@@ -18,9 +18,8 @@ from torch.autograd.function import once_differentiable
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_outputs
-from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.units import format_bytes
 
 
@@ -66,13 +65,15 @@ class FusedCrossEntropy(Technique):
 
     _losses = 0
 
-    def lacks(self, machine: Machine) -> str | None:
+    def missing(self, machine: Machine) -> str | None:
         """Return the compiler that a compiled kernel misses."""
-        return machine.lacks_compiler() if self.settings.kernel == "compiled" else None
+        return machine.missing_compiler() if self.settings.kernel == "compiled" else None
 
-    def _kernel(self, device: torch.device) -> "Kernel":
+    def _kernel(self, device: torch.device) -> "LossKernel":
         machine, requested = Machine(device), self.settings.kernel
-        compiled = machine.on_cuda and machine.lacks_compiler() is None if requested == "auto" else requested != "plain"
+        compiled = (
+            machine.on_cuda and machine.missing_compiler() is None if requested == "auto" else requested != "plain"
+        )
         return _compiled_kernel() if compiled else gradient_and_loss
 
     def apply(self, run: Run) -> None:
@@ -114,12 +115,18 @@ class FusedCrossEntropy(Technique):
         )
 
 
-Kernel = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+LossKernel = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """Computes what `gradient_and_loss` does, from logits [tokens, vocab_size], which it may overwrite, and targets."""
 
 
 def linear_cross_entropy(
-    features: Tensor, weight: Tensor, targets: Tensor, *, at_once: int, padding: int = 0, kernel: Kernel | None = None
+    features: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    at_once: int,
+    padding: int = 0,
+    kernel: LossKernel | None = None,
 ) -> Tensor:
     """Return the mean cross-entropy of ``features @ weight.T``, as `tensorkeep.train.model.gpt.token_loss`, in float32.
 
@@ -149,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         at_once: int,
         padding: int,
         dtype: torch.dtype,
-        kernel: Kernel,
+        kernel: LossKernel,
     ) -> Tensor:
         total = torch.zeros((), device=features.device)
         by_features = torch.empty_like(features)
@@ -211,7 +218,7 @@ def fusable_gradient_and_loss(logits: Tensor, targets: Tensor, padding: int) -> 
 
 
 @cache
-def _compiled_kernel() -> Kernel:
+def _compiled_kernel() -> LossKernel:
     # Each shape by itself, so that a resumed run computes the same bits, although it has not seen the shapes before.
-    compiled: Kernel = torch.compile(fusable_gradient_and_loss, dynamic=False)
+    compiled: LossKernel = torch.compile(fusable_gradient_and_loss, dynamic=False)
     return compiled

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Count, Positive, Section
-from tensorkeep.train.model.lora import B, is_adapter
+from tensorkeep.train.model.layers import ADAPTER_B, is_adapter
 from tensorkeep.train.optim.optimizers import weights_of
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
@@ -34,7 +34,7 @@ class LoraSettings(Section, frozen=True):
 
 
 class Lora(Technique):
-    """Hu et al., arXiv 2106.09685; see `tensorkeep.train.model.lora`. The frozen weights come from ``--init-from``."""
+    """Hu et al., arXiv 2106.09685; the frozen weights come from ``--init-from``."""
 
     name: ClassVar = "lora"
     kind: ClassVar = "algorithmic"
@@ -65,7 +65,7 @@ class Lora(Technique):
         parameters = dict(run.model.named_parameters())
         frozen = {name: each for name, each in parameters.items() if not is_adapter(name)}
         # In the first update only B moves: the gradient of A is a product with B, which is 0.
-        adapters = {name: each for name, each in parameters.items() if name.endswith(B)}
+        adapters = {name: each for name, each in parameters.items() if name.endswith(ADAPTER_B)}
         with count_updates(run) as updates:
             before = _fingerprints(parameters)
             yield

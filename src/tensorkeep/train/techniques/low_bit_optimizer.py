@@ -11,10 +11,8 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.optim.optimizers import weights_of
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.observe import count_updates
-from tensorkeep.train.techniques.requirements import Machine
-from tensorkeep.train.techniques.update_proof import observe_adamw
+from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
+from tensorkeep.train.techniques.observe import count_updates, observe_adamw
 from tensorkeep.units import format_bytes
 
 _CLASSES = {8: "AdamW8bit", 4: "AdamW4bit", "fp8": "AdamWFp8"}
@@ -63,10 +61,10 @@ class LowBitOptimizer(Technique):
         **dict.fromkeys(("fsdp", "hsdp", "tensor-parallel"), "checkpoints cannot hold shards of quantised tensors"),
     }
 
-    def lacks(self, machine: Machine) -> str | None:
+    def missing(self, machine: Machine) -> str | None:
         """Return the missing requirement."""
-        lack = machine.lacks_package("torchao", install="torchao")
-        return lack or (machine.lacks_compiler() if self.settings.compiled else None)
+        lack = machine.missing_package("torchao", install="torchao")
+        return lack or (machine.missing_compiler() if self.settings.compiled else None)
 
     def apply(self, run: Run) -> None:
         """Replace torch's AdamW by torchao's."""

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from tensorkeep.errors import UnsupportedError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
-from tensorkeep.train.model.attention import Kernel
+from tensorkeep.train.model.attention import in_float32
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.speed import measured_peak
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.observe import observe_inputs, observe_outputs
-from tensorkeep.train.techniques.warm_up import Loss
+from tensorkeep.train.techniques.observe import Loss, observe_inputs, observe_outputs
 
 _Precision = Literal["bf16", "fp16"]
 
@@ -165,16 +164,6 @@ class MixedPrecision(Technique):
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
             self.skipped = int(state["skipped"])
-
-
-def in_float32(kernel: Kernel) -> Kernel:
-    """Return a kernel that computes in float32, also under autocast."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
-        with torch.autocast(query.device.type, enabled=False):
-            return kernel(query.float(), key.float(), value.float(), **options)
-
-    return attend
 
 
 def _formatted(dtypes: Counter[torch.dtype]) -> str:

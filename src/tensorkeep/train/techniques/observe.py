@@ -1,22 +1,41 @@
-"""Hooks and wrappers with which techniques observe a step; all of them are removed afterwards.
+"""How techniques observe a step: hooks, wrappers of the run's operations, a warm-up, and the proof of an AdamW update.
 
-The hooks on modules ignore what runs without gradients, such as an evaluation.
+Everything is removed afterwards, and nothing changes the bits that the step computes. Hooks on modules ignore forward
+passes without gradients, such as an evaluation.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Technique
 
 Observer = Callable[[nn.Module, Tensor], object]
 Operation = Literal["loss", "backward", "clip", "accepts", "update"]
+Loss = Callable[[Tensor, Tensor], Tensor]
+OptimizerState = Mapping[str, Any]
+
+PROVED_TOKENS = 1024
+"""Tokens of a batch that are also computed in plain Python while a step is observed; at least one row."""
+
+_SAMPLED = 4096
+"""Elements of each weight that the proof of an update compares, evenly spaced."""
+_TOLERANCE = 0.01
+"""The largest distance of an update from the formula, relative to the length of the update."""
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
+"""The relative rounding error of a float32 weight after an update; smaller differences are not errors."""
 
 
 @contextmanager
@@ -87,7 +106,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 @dataclass
 class Updates:
-    """How many updates of the weights were made, 0 if the gradient was not finite, and the steps of each optimizer."""
+    """The number of weight updates (0 if the gradient was not finite), and the steps of each optimizer by name."""
 
     count: int = 0
     optimizer_steps: Counter[str] = field(default_factory=Counter)
@@ -95,7 +114,7 @@ class Updates:
 
 @contextmanager
 def count_updates(run: Run) -> Iterator[Updates]:
-    """Count the updates of the weights, and the steps of each optimizer by its name."""
+    """Count the updates of the weights, and the steps of each optimizer."""
     updates, update = Updates(), run.operations.update
 
     def counting_update() -> None:
@@ -108,3 +127,208 @@ def count_updates(run: Run) -> Iterator[Updates]:
     handles = (each.register_step_pre_hook(counting_hook(name)) for name, each in run.optimizers.items())
     with hooked(handles), replace_operation(run, "update", counting_update):
         yield updates
+
+
+# Warm-up. Compiled code and captured graphs run no Python hooks, and most techniques observe a step by hooks. So a
+# technique that compiles or captures does it in a warm-up, before hooks are installed; and while the first step is
+# observed, a few rows of each batch are also computed in plain Python for the hooks of the other techniques. Only a few
+# rows: plain Python may need memory for a whole batch that compiled code does not need.
+
+
+@contextmanager
+def next_batch(run: Run) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give the inputs and targets of the next step's first batch, on the device; restore the run and random states."""
+    position = run.batches.state_dict()
+    run.progress.step += 1
+    try:
+        inputs, targets = next(run.batches)
+        with _restored_random_states(run):
+            yield inputs.to(run.device), targets.to(run.device)
+    finally:
+        run.batches.load_state_dict(position)
+        run.progress.step -= 1
+
+
+def warm_up_loss(run: Run) -> None:
+    """Compute the loss of the next batch and its gradient, and discard them."""
+    with next_batch(run) as (inputs, targets):
+        parameters = [each for each in run.model.parameters() if each.requires_grad]
+        torch.autograd.grad(run.operations.loss(inputs, targets), parameters, allow_unused=True)
+
+
+@contextmanager
+def plain_rows_computed(run: Run) -> Iterator[None]:
+    """Within this context, also compute a few rows of each batch in plain Python, if the loss itself runs no hooks."""
+    loss, plain = run.operations.loss, run.operations.plain_loss
+    if plain is None:
+        yield
+        return
+    hooks = [(each, dict(each)) for each in _hook_tables(run.model)]
+
+    def with_plain_rows(inputs: Tensor, targets: Tensor) -> Tensor:
+        _compute_and_discard(run, plain, *few_rows(inputs, targets))
+        with _without_function_modes(), _replaced(hooks):
+            return loss(inputs, targets)
+
+    with replace_operation(run, "loss", with_plain_rows):
+        yield
+
+
+def few_rows(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return some rows of a batch: `PROVED_TOKENS`, or one row."""
+    rows = max(1, PROVED_TOKENS // inputs.shape[1])
+    # Rows without targets come last: their mean loss is NaN.
+    chosen = (targets != IGNORED).any(1).int().argsort(descending=True, stable=True)[:rows]
+    return inputs[chosen], targets[chosen]
+
+
+def _compute_and_discard(run: Run, loss: Loss, inputs: Tensor, targets: Tensor) -> None:
+    """Run a forward and a backward pass without a change of gradients or random states."""
+    # Differentiate with respect to the input of the blocks. The backward pass then goes through all blocks and computes
+    # no weight gradients, which would need memory beside the gradients of the step. A weight is not always part of the
+    # graph: FSDP computes with other tensors.
+    into: list[Tensor] = []
+
+    def hook(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        into.append(given[0].detach().requires_grad_())
+        return (into[0], *given[1:])
+
+    with _restored_random_states(run), hooked([run.model.blocks[0].register_forward_pre_hook(hook, prepend=True)]):
+        value = loss(inputs, targets)
+        if isinstance(run.model, FSDPModule):
+            # Without this, FSDP would exchange the gradients of earlier micro-batches, and sum them in another order
+            # than an unobserved step. The loss of the batch itself sets it again.
+            run.model.set_requires_gradient_sync(False)
+        torch.autograd.grad(value, into)
+        if isinstance(run.model, FSDPModule):
+            run.model.set_requires_gradient_sync(True)
+
+
+def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
+    for module in model.modules():
+        yield from (module._forward_pre_hooks, module._forward_hooks)
+
+
+@contextmanager
+def _replaced(hooks: Sequence[tuple[dict[int, Any], dict[int, Any]]]) -> Iterator[None]:
+    """Suspend the hooks of observers: a module with hooks of its own, such as a sharded one, would be recompiled."""
+    observed = [dict(each) for each, _ in hooks]
+    _set_hooks(hooks)
+    try:
+        yield
+    finally:
+        _set_hooks([(each, before) for (each, _), before in zip(hooks, observed, strict=True)])
+
+
+def _set_hooks(hooks: Sequence[tuple[dict[int, Any], dict[int, Any]]]) -> None:
+    for each, wanted in hooks:
+        if each.keys() != wanted.keys():
+            each.clear()
+            each.update(wanted)
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
+    """Suspend the function modes with which others observe torch: code compiled without them would be recompiled."""
+    with ExitStack() as modes:
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            modes.enter_context(_pop_mode_temporarily())
+        yield
+
+
+@contextmanager
+def _restored_random_states(run: Run) -> Iterator[None]:
+    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+        yield
+
+
+# The proof of an update. A call of a kernel, or a quantised state, does not show that the weights moved as they should:
+# an optimizer that moves them half as far would pass. The losses of a few steps do not show it either, because they
+# change by less than the tolerance of most techniques. So AdamW's formula is computed again, in float64.
+
+
+@dataclass
+class AdamWUpdate:
+    """What was observed of AdamW in a step: the number of updates, and the weights with a wrong update."""
+
+    updates: int = 0
+    compared: int = 0
+    """Weights that had a gradient."""
+    largest: float = 0.0
+    """The largest relative distance of an update from the formula."""
+    wrong: list[str] = field(default_factory=list)
+
+    def check(self, technique: Technique) -> None:
+        """Raise TechniqueNotActiveError if weights were not updated as AdamW would."""
+        if self.wrong:
+            raise technique.not_active(
+                f"{len(self.wrong)} of {self.compared} weights were not updated as AdamW would; the update of "
+                f"{self.wrong[0]} is {self.largest:.0%} off",
+                "report it, with the versions of torch and torchao, and the device",
+            )
+
+
+@contextmanager
+def observe_adamw(run: Run, state_of: Callable[[Tensor], OptimizerState] | None = None) -> Iterator[AdamWUpdate]:
+    """Compare the update of AdamW within this context with the formula of Loshchilov and Hutter, arXiv 1711.05101.
+
+    ``state_of`` returns the state of a weight before the update; by default the state in the run's optimizer.
+    """
+    found, update = AdamWUpdate(), run.operations.update
+    names = {id(weight): name for name, weight in run.model.named_parameters()}
+
+    def observed_update() -> None:
+        optimizer = run.optimizers["adamw"]
+        states = state_of or (lambda weight: optimizer.state.get(weight, {}))
+        samples = {
+            names.get(id(weight), "a weight"): _UpdateSample(weight, states(weight), group)
+            for group in optimizer.param_groups
+            for weight in group["params"]
+            if weight.grad is not None
+        }
+        update()
+        found.updates += 1
+        found.compared += len(samples)
+        errors = {name: sample.error() for name, sample in samples.items()}
+        found.wrong = sorted((name for name in errors if errors[name] > _TOLERANCE), key=lambda name: -errors[name])
+        found.largest = max(errors.values(), default=0.0)
+
+    with replace_operation(run, "update", observed_update):
+        yield found
+
+
+class _UpdateSample:
+    """Elements of a weight before an update, and the values that AdamW gives them."""
+
+    @torch.no_grad()
+    def __init__(self, weight: Tensor, state: OptimizerState, group: Mapping[str, Any]) -> None:
+        self._weight = weight
+        self._before = _elements(weight)
+        gradient = _elements(weight.grad)
+        beta1, beta2 = group["betas"]
+        step = float(state.get("step", 0)) + 1
+        momentum, variance = (
+            _elements(state[key]) if key in state else torch.zeros_like(gradient) for key in ("exp_avg", "exp_avg_sq")
+        )
+        momentum = torch.lerp(momentum, gradient, 1 - beta1) / (1 - beta1**step)
+        variance = torch.lerp(variance, gradient.square(), 1 - beta2) / (1 - beta2**step)
+        direction = momentum / (variance.sqrt() + group["eps"])
+        self._expected = self._before * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * direction
+
+    def error(self) -> float:
+        """Return the distance of the weight from its expected value, relative to the update; 0 within rounding."""
+        distance = (_elements(self._weight) - self._expected).abs() - _ROUNDING * self._before.abs()
+        length = (self._expected - self._before).norm()
+        # A missed distance of 0 is right even if the update is 0; NaN is an error.
+        missed = distance.clamp(min=0).norm()
+        return 0.0 if bool(missed == 0) else float((missed / length).nan_to_num(float("inf"), float("inf")))
+
+
+def _elements(tensor: Any) -> Tensor:
+    """Return evenly spaced elements of this process's part of a tensor, in float64 on the CPU."""
+    local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if is_traceable_wrapper_subclass(local):
+        # A quantised state of torchao.
+        local = local.dequantize()  # type: ignore[attr-defined]
+    flat: Tensor = local.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _SAMPLED)].to("cpu", torch.float64, copy=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tensorkeep.train.optim.optimizers import weights_of
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.update_proof import observe_adamw
+from tensorkeep.train.techniques.observe import observe_adamw
 from tensorkeep.units import format_bytes
 
 _BUCKET_BYTES = 64 << 20

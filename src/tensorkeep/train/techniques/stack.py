@@ -1,4 +1,4 @@
-"""The techniques of a run: looked up by name, checked, ordered, applied, verified and saved."""
+"""The techniques of a run: found by name, checked, ordered, applied, verified and saved; the defaults of a recipe."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,10 +11,11 @@ from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES, Config
 from tensorkeep.train.config.sections import read_settings
 from tensorkeep.train.guard import checked_at_once
+from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Proof, Technique
-from tensorkeep.train.techniques.requirements import Machine
-from tensorkeep.train.techniques.warm_up import plain_rows_computed
+from tensorkeep.train.run.world import World
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Machine, Proof, Technique
+from tensorkeep.train.techniques.observe import plain_rows_computed
 
 COMBINATIONS: dict[str, tuple[str, ...]] = {
     "A": ("compile", "gradient-accumulation", "mixed-precision"),
@@ -22,7 +23,6 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
     "C": ("activation-checkpointing", "low-bit-optimizer"),
 }
 """Named combinations: A for speed, B for memory with long contexts, C for memory alone."""
-
 _MOST_OBSERVED = 40
 """A technique must be proved within this many steps. More than `MOST_SKIPPED`: a run that skips updates ends first."""
 
@@ -33,7 +33,7 @@ def expanded(names: Iterable[str]) -> list[str]:
 
 
 class Stack:
-    """Techniques that are on together, in the order in which they are applied, and the proofs of verified ones."""
+    """The techniques that are on, in the order in which they are applied, and their proofs so far."""
 
     def __init__(self, techniques: Sequence[Technique] = ()) -> None:
         self.techniques = _in_order(techniques)
@@ -43,22 +43,21 @@ class Stack:
 
     @classmethod
     def of(cls, settings: Mapping[str, Mapping[str, Any]]) -> "Stack":
-        """Return the stack of a configuration, from the settings of each technique by its name."""
+        """Return a stack from the settings of each technique by its name."""
         return cls([_build(name, given) for name, given in settings.items()])
 
     def check(self, machine: Machine) -> None:
         """Check that every technique can run on a machine.
 
-        Raises MissingExtraError if packages are missing; UnsupportedError if the machine lacks something else.
+        Raises MissingExtraError if only packages are missing, and UnsupportedError otherwise.
         """
-        found = {each.name: each.lacks(machine) for each in self.techniques}
-        lacks = {name: lack for name, lack in found.items() if lack is not None}
-        if lacks:
-            kind = MissingExtraError if all("pip install" in lack for lack in lacks.values()) else UnsupportedError
-            off = " ".join(f"--{TECHNIQUES}{name} off" for name in lacks)
+        missing = {each.name: text for each in self.techniques if (text := each.missing(machine)) is not None}
+        if missing:
+            kind = MissingExtraError if all("pip install" in text for text in missing.values()) else UnsupportedError
+            off = " ".join(f"--{TECHNIQUES}{name} off" for name in missing)
             raise kind(
-                "; ".join(f"{name} {lack}" for name, lack in lacks.items()),
-                remedy=f"leave {' and '.join(lacks)} out ({off}), or use a machine that has what is missing",
+                "; ".join(f"{name} {text}" for name, text in missing.items()),
+                remedy=f"leave {' and '.join(missing)} out ({off}), or use a machine that has what is missing",
             )
 
     def configure(self, config: Config) -> Config:
@@ -87,9 +86,9 @@ class Stack:
 
     @contextmanager
     def verified(self, run: Run) -> Iterator[None]:
-        """Observe the step in this context with every technique that has no proof yet, and keep their proofs.
+        """Observe the step in this context with every technique that has no proof yet, and keep the proofs.
 
-        That is the first step, and later ones for techniques that need an update of the weights.
+        Most techniques are proved in the first step; some need a step that updates the weights.
 
         Raises TechniqueNotActiveError if a technique was not active, or could not be proved in 40 steps.
         """
@@ -172,3 +171,40 @@ def _check_conflicts(techniques: Sequence[Technique]) -> None:
                 f"{first.name} and {second.name} cannot be combined: {first.conflicts[second.name]}",
                 remedy=f"leave {first.name} or {second.name} out",
             )
+
+
+def turn_on_defaults(config: Config, machine: Machine) -> tuple[Config, list[str]]:
+    """Return a configuration with its default techniques turned on, and why the others are off.
+
+    A default technique is off if it cannot run here, or conflicts with a technique that was requested by name. The
+    result has no defaults left, so that a run records what was on, and resumes with it.
+    """
+    off: list[str] = []
+    defaults, config = config.default_techniques, msgspec.structs.replace(config, default_techniques={})
+    for name, settings in defaults.items():
+        try:
+            config = _turned_on(config, name, settings, machine)
+        except (UsageError, UnsupportedError) as error:
+            off.append(error.message if error.message.startswith(name) else f"{name}: {error.message}")
+    return config, off
+
+
+def _turned_on(config: Config, name: str, settings: Mapping[str, Any], machine: Machine) -> Config:
+    """Return a configuration with one more technique, which may choose its settings by a measurement."""
+    Stack.of({name: settings}).check(machine)
+    config = msgspec.structs.replace(config, techniques={**config.techniques, name: dict(settings)})
+    return Stack.of(config.techniques).configure(config)
+
+
+def agreed_defaults(config: Config, world: World) -> tuple[Config, str | None]:
+    """Turn on the defaults on rank 0, and broadcast the result; a collective.
+
+    Returns the configuration, and one line that says which defaults are off and why; None if all are on.
+    """
+    if not config.default_techniques:
+        return config, None
+    device = chosen_device(config.loop.device)
+    config, off = turn_on_defaults(config, Machine(device)) if world.is_main else (config, [])
+    values, off = world.broadcast((config.as_dict(), off))
+    note = f"off on {device.type}: {'; '.join(off)}" if off else None
+    return Config.from_dict(values), note

@@ -10,9 +10,8 @@ from torch import Tensor
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.run.speed import measured_peak
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_outputs
-from tensorkeep.train.techniques.requirements import Machine
 
 _LEVELS = {"tf32": "high", "bf16": "medium"}
 _SIZE = 256
@@ -49,11 +48,11 @@ class Tf32(Technique):
     Settings: ClassVar = Tf32Settings
     settings: Tf32Settings
 
-    def lacks(self, machine: Machine) -> str | None:
+    def missing(self, machine: Machine) -> str | None:
         """Return what device it needs. On a CPU a matmul is tried, because torch accepts the setting on any CPU."""
         precision = self.settings.precision
         if machine.on_cuda:
-            return "needs a CPU for bf16" if precision == "bf16" else machine.lacks_cuda(least=(8, 0))
+            return "needs a CPU for bf16" if precision == "bf16" else machine.missing_cuda(least=(8, 0))
         with _restored_precision():
             torch.set_float32_matmul_precision(_LEVELS[precision])
             error = _matmul_error(machine.device)

@@ -8,10 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.model.block import MLP
+from tensorkeep.train.model.gpt import MLP
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
 
 _SUPPORTED = ("relu2", "swiglu", "geglu")
 """Activations that torch computes in several passes; GELU is one kernel in torch."""
@@ -31,9 +30,9 @@ class TritonKernel(Technique):
     reference: ClassVar = "arXiv 2410.10989; Tillet et al., MAPL 2019, doi 10.1145/3315508.3329973"
     conflicts: ClassVar = {"compile": "the compiler fuses activations itself"}
 
-    def lacks(self, machine: Machine) -> str | None:
+    def missing(self, machine: Machine) -> str | None:
         """Return the missing requirement."""
-        return machine.lacks_cuda(least=(8, 0)) or machine.lacks_package("triton", install="triton")
+        return machine.missing_cuda(least=(8, 0)) or machine.missing_package("triton", install="triton")
 
     def apply(self, run: Run) -> None:
         """Give the MLPs of all blocks a forward that launches the kernel."""

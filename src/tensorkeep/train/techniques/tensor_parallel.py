@@ -15,15 +15,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.model.cache import Cache
+from tensorkeep.train.config.sections import Section, Steps
+from tensorkeep.train.model.attention import Cache
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
+from tensorkeep.train.techniques.distributed import TENSOR, ParallelTechnique, ShardingTechnique, mesh_of
 from tensorkeep.train.techniques.observe import observe_outputs
-from tensorkeep.train.techniques.parallel import Parallel
-from tensorkeep.train.techniques.parallel.mesh import TENSOR, TensorSettings, mesh_of
-from tensorkeep.train.techniques.parallel.sharding import ShardedParallel
 
 _BY_ROWS = ("attention.qkv", "attention.q", "attention.kv", "mlp.up", "mlp.gate")
 _BY_COLUMNS = ("attention.out", "mlp.down")
@@ -32,11 +31,23 @@ _BY_HEADS = ("attention.q_norm", "attention.k_norm")
 _REPLICATED = ("norm1", "norm2", "shift1", "shift2")
 
 
-class TensorParallel(ShardedParallel):
+class TensorSettings(Section, frozen=True):
+    """How many processes compute each matmul together.
+
+    Attributes
+    ----------
+    degree : int
+        Processes that share the heads and the hidden units of every block. 0: all processes, or 2 beside fsdp or hsdp.
+    """
+
+    degree: Steps = 0
+
+
+class TensorParallel(ShardingTechnique):
     """Shoeybi et al., arXiv 1909.08053: the first layer of attention and MLP is sharded by rows, the last by columns.
 
-    Between the two layers each process computes alone; after the second one the results are summed. Embeddings, norms
-    and the head are replicated, and these processes compute the same batches. Dropout in attention draws the same zeros
+    Between the two layers each process computes alone; after the second layer the results are summed. Embeddings, norms
+    and the head are replicated, and the processes compute the same batches. Dropout in attention draws the same zeros
     for the heads of each process. Beside fsdp or hsdp, groups of processes share the matmuls.
     """
 
@@ -47,13 +58,12 @@ class TensorParallel(ShardedParallel):
     axis: ClassVar = TENSOR
     Settings: ClassVar = TensorSettings
     conflicts: ClassVar = {
-        **{name: why for name, why in Parallel.conflicts.items() if name not in ("fsdp", "hsdp")},
+        **{name: why for name, why in ParallelTechnique.conflicts.items() if name not in ("fsdp", "hsdp")},
         "activation-swapping": "it cannot move the sharded activations",
     }
     settings: TensorSettings
 
     def shard(self, run: Run, mesh: DeviceMesh) -> None:
-        """Shard the blocks, and replicate all other parameters."""
         model, own_mesh = run.model, mesh[TENSOR]
         size = own_mesh.size()
         check_sizes(model.config, size)
@@ -73,7 +83,7 @@ class TensorParallel(ShardedParallel):
         _use_cache_of_own_heads(model, size)
 
     def verify(self, run: Run) -> Verification:
-        """Check the parameters of the blocks, what the optimizers update, and the heads that are computed."""
+        """Check the shards of the blocks, the tensors that optimizers update, and the heads that are computed."""
         heads: set[int] = set()
         projections = [each.projections[0] for each in run.model.attentions]
         width = (1 if run.config.model.grouped else 3) * run.config.model.head_size
@@ -94,7 +104,7 @@ class TensorParallel(ShardedParallel):
 
 
 def _plan() -> dict[str, ParallelStyle]:
-    """Return how each layer of a block is sharded; norms of queries and keys see the heads of this process only."""
+    """Return how each layer of a block is sharded; norms of queries and keys get the heads of this process only."""
     return {
         **{name: ColwiseParallel() for name in _BY_ROWS},
         **{name: RowwiseParallel() for name in _BY_COLUMNS},
@@ -103,7 +113,7 @@ def _plan() -> dict[str, ParallelStyle]:
 
 
 def check_sizes(config: ModelConfig, size: int) -> None:
-    """Raise UsageError unless heads and hidden units of a model are multiples of the number of processes."""
+    """Raise UsageError unless the heads and hidden units are multiples of the number of processes."""
     for name, count in (("n_heads", config.n_heads), ("kv_heads", config.n_kv_heads), ("d_ff", config.mlp_width)):
         if count % size:
             raise UsageError(
@@ -113,7 +123,7 @@ def check_sizes(config: ModelConfig, size: int) -> None:
 
 
 def _dimensions(model: GPT) -> dict[str, int]:
-    """Return the dimensions along which parameters are sharded, by name; biases of the last layers are not."""
+    """Return the dimension along which each parameter is sharded; biases of the last layers are not sharded."""
     found: dict[str, int] = {}
     for name, _ in model.named_parameters():
         layer, _, kind = name.rpartition(".")
@@ -125,13 +135,14 @@ def _dimensions(model: GPT) -> dict[str, int]:
 
 
 def _replicate(module: nn.Module | None, mesh: DeviceMesh) -> None:
-    """Make the parameters of a module replicated DTensors: an optimizer needs all to be of the same type."""
+    """Make the parameters of a module replicated DTensors."""
+    # An optimizer refuses a mix of DTensors and plain tensors.
     if module is not None and any(True for _ in module.parameters()):
         _distribute(module, mesh, parameters=Replicate(), features=Replicate())
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, *, parameters: Placement, features: Placement) -> None:
-    """Place the parameters of a module and let it compute with DTensors; inputs and outputs remain local tensors."""
+    """Place the parameters of a module, which then computes with DTensors; inputs and outputs remain local tensors."""
 
     def place(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, each in module.named_parameters(recurse=False):
@@ -150,7 +161,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, *, parameters: Placement, f
 
 
 def _use_cache_of_own_heads(model: GPT, size: int) -> None:
-    """Make the cache of generation hold the keys and values of this process's heads only."""
+    """Make the generation cache hold the keys and values of this process's heads only."""
     config = model.config
     own = msgspec.structs.replace(
         config, n_heads=config.n_heads // size, kv_heads=config.n_kv_heads // size, head_dim=config.head_size

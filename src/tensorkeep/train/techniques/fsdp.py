@@ -9,19 +9,57 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+from tensorkeep.train.config.sections import Section, Steps
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
+from tensorkeep.train.techniques.distributed import (
+    REPLICATE,
+    SHARD,
+    ParallelTechnique,
+    ShardingTechnique,
+    before_each_batch,
+    data_rank,
+    mesh_of,
+    shard_batches,
+    sharded_parameters,
+)
 from tensorkeep.train.techniques.observe import replace_operation
-from tensorkeep.train.techniques.parallel import Parallel, before_each_batch, shard_batches
-from tensorkeep.train.techniques.parallel.mesh import REPLICATE, SHARD, FsdpSettings, HsdpSettings, data_rank, mesh_of
-from tensorkeep.train.techniques.parallel.sharding import ShardedParallel, sharded_parameters
 from tensorkeep.units import format_bytes
 
 
-class Fsdp(ShardedParallel):
+class FsdpSettings(Section, frozen=True):
+    """When gradients are exchanged.
+
+    Attributes
+    ----------
+    sync_each_batch : bool
+        Exchange and shard the gradient after each micro-batch of a step. By default only after the last one: less
+        communication, but until then each process holds an unsharded gradient.
+    """
+
+    sync_each_batch: bool = False
+
+
+class HsdpSettings(FsdpSettings, frozen=True):
+    """How many copies of the model there are, and when gradients are exchanged.
+
+    Attributes
+    ----------
+    replicas : int
+        Copies of the model; each copy is sharded among as many processes. 0: one copy for each machine, or 2 on a
+        single machine.
+    sync_each_batch : bool
+        Exchange and shard the gradient after each micro-batch of a step. By default only after the last one: less
+        communication, but until then each process holds an unsharded gradient.
+    """
+
+    replicas: Steps = 0
+
+
+class Fsdp(ShardingTechnique):
     """Zhao et al., arXiv 2304.11277, with torch's FSDP2: weights, gradients and optimizer states are sharded.
 
-    Beside tensor parallelism, it shards what each process has of the matrices again.
+    Beside tensor parallelism, it shards the local part of each matrix again.
     """
 
     name: ClassVar = "fsdp"
@@ -30,7 +68,7 @@ class Fsdp(ShardedParallel):
     effect: ClassVar = "state memory is divided by the number of devices; 1.5 times the communication of ddp"
     reference: ClassVar = "arXiv 2304.11277; torch.distributed.fsdp.fully_shard"
     Settings: ClassVar = FsdpSettings
-    conflicts: ClassVar = {name: why for name, why in Parallel.conflicts.items() if name != "tensor-parallel"}
+    conflicts: ClassVar = {name: why for name, why in ParallelTechnique.conflicts.items() if name != "tensor-parallel"}
     after: ClassVar = ("tensor-parallel",)
     settings: FsdpSettings
 
@@ -43,25 +81,24 @@ class Fsdp(ShardedParallel):
             yield
 
     def shard(self, run: Run, mesh: DeviceMesh) -> None:
-        """Shard the model, block by block, and the batches."""
         shard_batches(run, *data_rank(mesh))
         replicated = REPLICATE in (mesh.mesh_dim_names or ())
         own_mesh = mesh[REPLICATE, SHARD] if replicated else mesh[SHARD]
         for block in run.model.blocks:
             fully_shard(block, mesh=own_mesh, reshard_after_forward=True)
-        # The root too: by default it would keep what it gathered in an evaluation until the next step.
+        # Reshard the root too: by default it keeps the weights that an evaluation gathered until the next step.
         model = fully_shard(run.model, mesh=own_mesh, reshard_after_forward=True)
-        # Generation calls this instead of the model.
+        # Generation calls `last_logits` instead of `forward`, and needs the gathered weights as well.
         register_fsdp_forward_method(run.model, "last_logits")
         if run.device.type == "cpu":
-            # Gloo has no averages.
+            # Gloo has no averaging all-reduce.
             for module in (*run.model.blocks, run.model):
                 module.set_force_sum_reduction_for_comms(True)
         if not self.settings.sync_each_batch:
             before_each_batch(run, model.set_requires_gradient_sync)
 
     def verify(self, run: Run) -> Verification:
-        """Check that every parameter is sharded, what the optimizers update, and when gradients were exchanged."""
+        """Check that every parameter is sharded and updated, and when gradients were exchanged."""
         backward, exchanged = run.operations.backward, list[int]()
 
         def observed_backward(value: Tensor) -> None:

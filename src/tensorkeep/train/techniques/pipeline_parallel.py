@@ -1,27 +1,177 @@
 """Pipeline parallelism: each process has some of the blocks, and micro-batches pass through them."""
 
+from collections import OrderedDict
 from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.sections import Count, Section
 from tensorkeep.train.data.batches import Batch, BatchSource
-from tensorkeep.train.model.gpt import token_loss
+from tensorkeep.train.model.attention import Cache
+from tensorkeep.train.model.gpt import GPT, token_loss
+from tensorkeep.train.model.layers import RotaryPositions
+from tensorkeep.train.optim.average import WeightAverage
+from tensorkeep.train.optim.optimizers import weights_of
 from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.world import World
 from tensorkeep.train.techniques.base import Proof, Verification
+from tensorkeep.train.techniques.distributed import ParallelTechnique, fill_parameters, update_parameters
 from tensorkeep.train.techniques.observe import count_calls
-from tensorkeep.train.techniques.parallel import Parallel
-from tensorkeep.train.techniques.parallel.stages import StageModule, Stages, save_own_stage
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _ALL_BLOCKS = "its activity check needs every block, but each process has only some"
 _ALL_WEIGHTS = "it handles the optimizer states of all weights, and each process has only some of them"
+
+
+class Stages:
+    """The blocks of a model, split among the processes of a run.
+
+    This process has the blocks numbered ``blocks``. The ``first`` process also has the embeddings, the ``last`` process
+    the final norm and the head.
+    """
+
+    def __init__(self, model: GPT, world: World) -> None:
+        self.model = model
+        self.world = world
+        layers, size = model.config.n_layers, world.size
+        self._ends = [layers * stage // size for stage in range(size + 1)]
+        self.blocks = range(self._ends[world.rank], self._ends[world.rank + 1])
+        self.first = world.is_main
+        self.last = world.rank == size - 1
+
+    def owner(self, name: str) -> int:
+        """Return the rank of the process that has a parameter; the first process has a tied parameter."""
+        section, _, rest = name.partition(".")
+        if section == "blocks":
+            number = int(rest.partition(".")[0])
+            return next(rank for rank, end in enumerate(self._ends[1:]) if number < end)
+        return self.world.size - 1 if section in ("norm", "head") else 0
+
+    def own(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that this process has, by name."""
+        tied = {"tokens.weight"} if self.last and self.model.config.tied else set()
+        found = self.model.named_parameters()
+        return {name: each for name, each in found if self.owner(name) == self.world.rank or name in tied}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return this process's part of the model's ``state_dict()``."""
+        weights = OrderedDict((name, each.data) for name, each in self.own().items())
+        if self.model.config.tied and self.last:
+            # The same memory, as in a checkpoint of one process.
+            weights["head.weight"] = weights["tokens.weight"]
+        return weights
+
+    def fill(self, run: Run) -> None:
+        """Make the parameters of this process; the other parameters have shapes, and no memory."""
+        own, before = self.own(), dict(self.model.named_parameters())
+
+        def own_values(name: str, parameter: Tensor, full: Tensor) -> Tensor:
+            if name in own:
+                return full.to(run.device)
+            return torch.zeros((), device=run.device).expand(parameter.shape)
+
+        fill_parameters(run, own_values)
+        update_parameters(run, before)
+
+    def compute(self, x: Tensor, start: int, cache: Cache | None = None) -> Tensor:
+        """Return the output of this process's blocks."""
+        positions, rotation = self.model.positions, None
+        if isinstance(positions, RotaryPositions):
+            rotation = positions(start, start + x.shape[1])
+        for number in self.blocks:
+            x = self.model.blocks[number](x, rotation, None if cache is None else cache.layers[number])
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of the last stage, in float32."""
+        return self.model.logits(self.model.norm(x)).float()
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the logits in every process: for evaluation."""
+        return self._broadcast_logits(self._features(tokens, cache))
+
+    def last_logits(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the logits of the token after the last one in every process: for generation."""
+        return self._broadcast_logits(self._features(tokens, cache)[:, -1])
+
+    def _features(self, tokens: Tensor, cache: Cache | None) -> Tensor:
+        """Return the output of the last stage's blocks in every process."""
+        start = 0 if cache is None else cache.length
+        shape = (*tokens.shape, self.model.config.d_model)
+        x = self.model.embed(tokens, cache) if self.first else self.model.tokens.weight.new_empty(shape)
+        for rank in range(self.world.size):
+            if rank == self.world.rank:
+                x = self.compute(x, start, cache)
+            x = x.contiguous()
+            dist.broadcast(x, src=rank)
+        for layer in () if cache is None else cache.layers:
+            # The caches of other processes' blocks stay empty, and must report the same length.
+            layer.length = start + tokens.shape[-1]
+        return x
+
+    def _broadcast_logits(self, x: Tensor) -> Tensor:
+        logits = self.logits(x) if self.last else x.new_empty((*x.shape[:-1], self.model.config.n_tokens))
+        dist.broadcast(logits, src=self.world.size - 1)
+        return logits
+
+
+class StageModule(nn.Module):
+    """The computation of this process in a step, as a module for torch's schedules."""
+
+    def __init__(self, stages: Stages) -> None:
+        super().__init__()
+        self._stages = stages
+        self.parameters_of_stage = nn.ParameterList(stages.own().values())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input of the next stage, or the logits."""
+        stages = self._stages
+        x = stages.compute(stages.model.embed(x) if stages.first else x, 0)
+        return stages.logits(x) if stages.last else x
+
+
+def save_own_stage(run: Run, stages: Stages) -> None:
+    """Make this rank save and load the parameters, averages and optimizer states of its stage only.
+
+    A run of one process saves the same keys: the ranks together have all of them.
+    """
+    run.average = WeightAverage(stages.own(), run.config.ema.decay)
+    run.in_checkpoint["model"] = stages.weights
+    run.in_checkpoint["optimizers"] = lambda: {
+        name: _own_state(optimizer, stages) for name, optimizer in run.optimizers.items()
+    }
+
+
+def _own_state(optimizer: torch.optim.Optimizer, stages: Stages) -> dict[str, Any]:
+    """Return the state of an optimizer by parameter number; empty for parameters of other processes."""
+    # One stateful object a parameter, so that a process loads its own states only.
+    own = {id(each) for each in stages.own().values()}
+    states: dict[int, Any] = {
+        number: _ParameterState(optimizer, parameter) if id(parameter) in own else {}
+        for number, parameter in enumerate(weights_of(optimizer))
+    }
+    return {**optimizer.state_dict(), "state": states}
+
+
+class _ParameterState:
+    def __init__(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+        self._optimizer = optimizer
+        self._parameter = parameter
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._optimizer.state.get(self._parameter, {}))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        parameter = self._parameter
+        self._optimizer.state[parameter] = {
+            key: value.to(parameter.device) if value.shape == parameter.shape else value for key, value in state.items()
+        }
 
 
 class PipelineSettings(Section, frozen=True):
@@ -30,8 +180,9 @@ class PipelineSettings(Section, frozen=True):
     Attributes
     ----------
     parts : int
-        Into how many micro-batches the sequences of a step are split; no fewer than processes. While the pipeline fills
-        and drains, processes are idle: for a fraction of (processes - 1) / (parts + processes - 1) of the time.
+        The number of micro-batches into which the sequences of a step are split; at least the number of processes.
+        While the pipeline fills and drains, processes are idle for (processes - 1) / (parts + processes - 1) of the
+        time.
     schedule : str
         ``"1f1b"``: a process runs a backward pass as soon as it can, and holds the activations of no more micro-batches
         than there are processes; ``"gpipe"``: all forward passes, then all backward passes.
@@ -41,10 +192,10 @@ class PipelineSettings(Section, frozen=True):
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
 
 
-class PipelineParallel(Parallel):
+class PipelineParallel(ParallelTechnique):
     """Huang et al., arXiv 1811.06965 (GPipe), and Narayanan et al., arXiv 1806.03377 (1F1B).
 
-    All batches of a step pass through as one, whose gradient is complete when its loss is known.
+    All batches of a step pass through as one batch, and computing its loss also computes its gradient.
     """
 
     name: ClassVar = "pipeline-parallel"
@@ -56,7 +207,7 @@ class PipelineParallel(Parallel):
     fills_model: ClassVar = True
     Settings: ClassVar = PipelineSettings
     conflicts: ClassVar = {
-        **Parallel.conflicts,
+        **ParallelTechnique.conflicts,
         **dict.fromkeys(("activation-checkpointing", "attention-kernel", "sparse-attention"), _ALL_BLOCKS),
         **dict.fromkeys(("quantised-forward", "triton-kernel"), _ALL_BLOCKS),
         "activation-swapping": "micro-batches alternate, and it swaps the tensors of one loss until its gradient",
@@ -69,7 +220,6 @@ class PipelineParallel(Parallel):
     _tied_group: Any = None
 
     def apply(self, run: Run) -> None:
-        """Split the model into stages, join a step's batches, and return the last stage's loss in all processes."""
         self._check(run)
         loop = run.config.loop
         rows = loop.batch_size * loop.accumulate
@@ -127,7 +277,7 @@ class PipelineParallel(Parallel):
             world.rank,
             world.size,
             torch.device("cuda", torch.cuda.current_device()) if run.device.type == "cuda" else run.device,
-            # Given here, the shapes are not sent as pickled objects.
+            # Without these, the stages would send each other the shapes as pickled objects.
             input_args=tokens if stages.first else features,
             output_args=logits if stages.last else features,
         )
@@ -146,7 +296,7 @@ class PipelineParallel(Parallel):
         return loss
 
     def _clip(self, most: float) -> Tensor:
-        """Sum the gradient of a tied weight over both ends; scale by the norm over all processes, and return it."""
+        """Sum the gradient of a tied weight over both ends, clip by the norm over all processes, return the norm."""
         own, tied = self.stages.own(), self.stages.model.tokens.weight
         if self._tied_group is not None and "tokens.weight" in own and tied.grad is not None:
             dist.all_reduce(tied.grad, group=self._tied_group)
@@ -159,7 +309,7 @@ class PipelineParallel(Parallel):
         return norm
 
     def verify(self, run: Run) -> Verification:
-        """Count the micro-batches that each block computes in this process, and the bytes of other stages' weights."""
+        """Count the micro-batches that each block computes here, and the bytes of other stages' weights."""
         blocks = list(run.model.blocks)
         with count_calls(block.norm1 for block in blocks) as calls:  # type: ignore[misc]
             yield
@@ -171,6 +321,7 @@ class PipelineParallel(Parallel):
         foreign = [
             name
             for name, each in run.model.named_parameters()
+            # `Stages.fill` makes weights of other stages an expanded zero, of 4 bytes.
             if name not in own and each.untyped_storage().nbytes() > 16
         ]
         if foreign:

@@ -11,12 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
-from tensorkeep.train.techniques.observe import fingerprint, replace_operation
-from tensorkeep.train.techniques.parallel import Parallel, before_each_batch, shard_batches, share_muon
-from tensorkeep.train.techniques.warm_up import Loss, few_rows, next_batch
+from tensorkeep.train.techniques.distributed import ParallelTechnique, before_each_batch, distribute_muon, shard_batches
+from tensorkeep.train.techniques.observe import Loss, few_rows, fingerprint, next_batch, replace_operation
 
 
-class Ddp(Parallel):
+class Ddp(ParallelTechnique):
     """Li et al., arXiv 2006.15704. Only the backward pass of a step's last batch exchanges gradients."""
 
     name: ClassVar = "ddp"
@@ -29,9 +28,8 @@ class Ddp(Parallel):
     _last = False
 
     def apply(self, run: Run) -> None:
-        """Shard the batches, and wrap the loss so that its gradient is averaged over the processes."""
         shard_batches(run, run.world.rank, run.world.size)
-        share_muon(run)
+        distribute_muon(run)
         operations, inner = run.operations, run.operations.loss
         self.parallel = DistributedDataParallel(_LossModule(run.model, inner), gradient_as_bucket_view=True)
 
@@ -50,13 +48,12 @@ class Ddp(Parallel):
         before_each_batch(run, lambda last: setattr(self, "_last", last))
 
     def warm_up(self, run: Run) -> None:
-        """Compute a gradient and discard it: DDP rebuilds its buckets after the first one.
+        """Compute a gradient and discard it, so that DDP rebuilds its buckets before the first step.
 
-        Sums of more than two numbers depend on their order, and a resumed run must compute the same bits as one that
-        was never interrupted.
+        The buckets decide the order of sums, and a resumed run must compute the same bits as an uninterrupted run.
         """
         with next_batch(run) as (inputs, targets):
-            # A few rows: beside `compile`, a whole batch would need more memory here than in the steps.
+            # Only a few rows: with `compile` on, a whole batch would need more memory here than in the steps.
             self.parallel(*few_rows(inputs, targets)).backward()
         run.model.zero_grad()
 
@@ -88,10 +85,9 @@ class Ddp(Parallel):
 
 
 class _LossModule(nn.Module):
-    """The loss as a module with the model's parameters, for DDP to wrap.
+    """The loss as a module with the model's parameters, for DDP to wrap."""
 
-    It has no buffers: DDP would send them in every step, and they never change.
-    """
+    # Without the model's buffers, which DDP would broadcast in every step. They never change.
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
