@@ -62,18 +62,23 @@ class StorePath(PosixPath):
         return STEP_NAME.fullmatch(self.name) is not None
 
 
+def _elsewhere(path: PathLike) -> Path | None:
+    """Return a path whose class has a storage of its own, such as `StorePath`; None for a path of a disk."""
+    return path if isinstance(path, Path) and type(path) is not PosixPath else None
+
+
 def as_path(path: PathLike) -> Path:
     """Return a path as an object: a `StorePath` if it is the URL of an object store."""
-    if isinstance(path, StorePath):
-        return path
+    if elsewhere := _elsewhere(path):
+        return elsewhere
     found = _SCHEME.match(os.fspath(path))
     return StorePath(path) if found and found[1].lower() in STORES and _is_url(path, found) else Path(path)
 
 
 def absolute(path: PathLike, *, follow_links: bool = False) -> Path:
     """Return the absolute path, if asked also without symbolic links; StoreError if the working directory is gone."""
-    if isinstance(path, StorePath):
-        return path
+    if elsewhere := _elsewhere(path):
+        return elsewhere
     try:
         return Path(os.path.realpath(path) if follow_links else os.path.abspath(path))
     except OSError as error:
