@@ -211,7 +211,7 @@ def test_tensors_of_another_model_and_invalid_arguments_are_refused(tmp_path: Pa
     assert mismatch.value.extra == ("blocks.0.mlp.fc.weight",)
     assert mismatch.value.different == ("norm.weight",)
     assert "missing: blocks.0.mlp.up.weight" in mismatch.value.message
-    with pytest.raises(UsageError, match="not that of the model"):
+    with pytest.raises(UsageError, match="configuration is not the model"):
         export(model, build(**GPT2, dropout=0.1).config, tmp_path / "out")
     beyond = json.dumps(TOKENIZER).replace('"b": 1', '"b": 13')
     refused: list[tuple[dict[str, Any], str]] = [

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Any
 
@@ -90,10 +90,9 @@ def generate(
         trained.model,
         ids,
         max_new_tokens=options.tokens,
-        **asdict(options.sampling()),
+        sampling=replace(options.sampling(), vocab_size=tokenizer.vocab_size),
         seed=options.seed,
         stop=tokenizer.end_of_document,
-        vocab_size=tokenizer.vocab_size,
         use_cache=cache,
     )
 

@@ -154,14 +154,14 @@ def trained(config: Config, data: Path) -> Path:
 
 
 def verified_step(run: OpenRun) -> dict[str, dict[str, Any]]:
-    """Make one step; return the figures of the proof of each technique."""
+    """Make one step; return the figures of the proof of every technique."""
     with run.techniques.verified(run):
         take_step(run)
     return {name: proof.figures for name, proof in run.techniques.proofs.items()}
 
 
 def losses(folder: Path) -> list[tuple[int, str, float]]:
-    """Return the step, kind and value of each loss in a run's log."""
+    """Return the step, kind and value of every loss in a run's log."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     names = {"train": "loss", "evaluate": "validation_loss"}
     return [(line["step"], line["kind"], line[names[line["kind"]]]) for line in lines if line["kind"] in names]

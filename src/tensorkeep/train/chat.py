@@ -1,7 +1,7 @@
 """A conversation with a model: turns, their tokens, and the key-value cache that they share."""
 
 from collections.abc import Collection, Generator
-from dataclasses import asdict
+from dataclasses import replace
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.data.tokenizers.base import Tokenizer
@@ -10,7 +10,7 @@ from tensorkeep.train.generate import Sampling, generate_stream, until_stop
 from tensorkeep.train.model.gpt import GPT
 
 _RESERVED_FRACTION = 4
-"""One part in this many of the context is kept free for an answer, unless fewer tokens are wanted."""
+"""1 / this fraction of the context is kept free for an answer, unless ``max_new_tokens`` is less."""
 
 
 class ChatSession:
@@ -23,7 +23,7 @@ class ChatSession:
     ----------
     model : GPT
     tokenizer : Tokenizer
-        That of the run; it must have the tokens of messages.
+        The tokenizer of the run; it must have message tokens.
     sampling : Sampling
         How tokens are drawn.
     system : str, optional
@@ -33,7 +33,7 @@ class ChatSession:
     stop : collection of str
         Texts that end an answer, and are left out of it.
     seed : int
-        Of the draws of the first answer; each later one takes the next seed.
+        The seed of the first answer; each later answer takes the next seed.
 
     Attributes
     ----------
@@ -100,11 +100,11 @@ class ChatSession:
     def answer(self, text: str) -> Generator[str]:
         """Add a message of the user, and yield the answer as it is generated.
 
-        Nothing is added before the first piece is asked for. An answer that the caller stops early, or an exception
-        ends, is kept as far as it came.
+        The session changes when the caller asks for the first piece. If the caller stops early, or an exception ends
+        the answer, the session keeps the pieces so far.
 
-        Raises UsageError if the message does not fit into the context, or the tokenizer cannot encode it; nothing is
-        then added.
+        Raises UsageError, before the session changes, if the message does not fit into the context, or the tokenizer
+        cannot encode it.
         """
         begin = self._tokenizer.begin["assistant"]
         turn = [*self._tokenizer.message("user", text).tolist(), begin]
@@ -121,10 +121,9 @@ class ChatSession:
             self._model,
             prompt,
             max_new_tokens=min(self._max_new_tokens, self._model.config.context_length - len(prompt)),
-            **asdict(self._sampling),
+            sampling=replace(self._sampling, vocab_size=tokenizer.vocab_size),
             seed=self._seed,
             stop=tokenizer.stops,
-            vocab_size=tokenizer.vocab_size,
             cache=self._cache,
         )
         self._seed += 1
@@ -145,20 +144,20 @@ class ChatSession:
                 message["content"] += piece
                 yield piece
             if not ended:
-                # At a text of `stop`: the next turn must not see its tokens, which are in the cache, too.
+                # A stop text ended the answer. The next turn must not see its tokens, so the cache is dropped as well.
                 turn[begin:] = tokenizer.message("assistant", message["content"]).tolist()[1:-1]
                 self._cache.clear()
         except GeneratorExit:
             raise
         except BaseException:
-            # It may have ended within the computation of a token.
+            # The exception may have interrupted a forward pass that was filling the cache.
             self._cache.clear()
             raise
         finally:
             turn.append(tokenizer.end)
 
     def _make_space(self, turn: list[int]) -> None:
-        """Leave the oldest turns out until_stop a new one fits, with space for its answer."""
+        """Drop the oldest turns until a new turn and its answer fit."""
         length = self._model.config.context_length
         limit = length - min(self._max_new_tokens, max(1, length // _RESERVED_FRACTION))
         used = len(self._first) + len(turn)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
 import torch
@@ -38,11 +38,11 @@ class ExportReport:
     Attributes
     ----------
     architecture : str
-        The class in transformers: ``"GPT2LMHeadModel"`` or ``"LlamaForCausalLM"``.
+        The class in transformers: ``"GPT2LMHeadModel"``, ``"LlamaForCausalLM"`` or ``"Qwen3ForCausalLM"``.
     parameters : int
         Elements of the written tensors; tied weights count once.
     stored_bytes : int
-        Of all files.
+        The size of all files.
     """
 
     path: str
@@ -57,22 +57,35 @@ class ExportReport:
         return asdict(self)
 
 
+class SpecialTokenOptions(TypedDict, total=False):
+    """Tokens that begin and end documents, and end messages; see `export`."""
+
+    begin_of_document: int | None
+    end_of_document: int | None
+    end_of_message: int | None
+
+
+class _SpecialTokens(NamedTuple):
+    begin_of_document: int | None = None
+    end_of_document: int | None = None
+    end_of_message: int | None = None
+
+
 def export(
     model_or_state: GPT | Mapping[str, Tensor],
     config: ModelConfig,
     folder: PathLike,
     *,
     tokenizer_json: str | None = None,
-    begin_of_document: int | None = None,
-    end_of_document: int | None = None,
-    end_of_message: int | None = None,
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
+    **special_tokens: Unpack[SpecialTokenOptions],
 ) -> ExportReport:
     """Write a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens; it appears when complete.
 
-    Models with learned positions, LayerNorm and GELU become a GPT-2, those with rotary positions, RMSNorm, SwiGLU and
-    no biases a LLaMA. Their logits are the same up to rounding. It needs memory for a copy of the weights.
+    A model with learned positions, LayerNorm and GELU becomes a GPT-2; a model with rotary positions, RMSNorm, SwiGLU
+    and no biases becomes a LLaMA, or with ``qk_norm`` a Qwen 3. The logits are the same up to rounding. The export
+    needs memory for a copy of the weights.
 
     Parameters
     ----------
@@ -104,7 +117,7 @@ def export(
     UnsupportedError
         If transformers has no architecture for the configuration; the message names the settings that prevent it.
     StateMismatchError
-        If the tensors are not those of the configuration.
+        If the tensors do not match the configuration.
     UsageError, MissingExtraError
         If another argument is invalid, or a tokenizer is given and the package ``tokenizers`` is not installed.
     DestinationExistsError, BusyError, StoreError
@@ -123,11 +136,11 @@ def export(
     state, config = merge_adapters(_checked_state(model_or_state, config), config)
     state, config = _without_padding(state, config)
     target = _checked_dtype(state["tokens.weight"].dtype if dtype is None else dtype)
-    ends = _Ends(begin_of_document, end_of_document, end_of_message)
+    ends = _SpecialTokens(**special_tokens)
     contents = {CONFIG: _config_document(architecture, config, target, ends)}
     contents |= _tokenizer_files(tokenizer_json, config, ends)
     named = architecture.tensors(state, config)
-    # Copies, because of tensors that share memory, safetensors writes only the first.
+    # Copies: safetensors writes only the first of several tensors that share memory.
     tensors = {name: tensor.detach().to("cpu", _DTYPES[target], copy=True) for name, tensor in named}
     with Commit(Path(checked_path(folder)), directory=True, overwrite=overwrite, replaceable=_is_export) as commit:
         saved = save(tensors, commit.path / WEIGHTS, format="safetensors", compression="none")
@@ -155,7 +168,7 @@ def _checked_state(model_or_state: GPT | Mapping[str, Tensor], config: ModelConf
     """Return the tensors by their names in `GPT`, after a check that they match the configuration."""
     if isinstance(model_or_state, GPT):
         if model_or_state.config != config:
-            raise UsageError("the configuration is not that of the model", remedy="give model.config")
+            raise UsageError("the configuration is not the model's", remedy="give model.config")
         return model_or_state.state_dict()
     state: dict[str, Any] = dict(model_or_state)
     wanted = {name: tensor.shape for name, tensor in GPT(config, device="meta").state_dict().items()}
@@ -180,7 +193,7 @@ def _checked_state(model_or_state: GPT | Mapping[str, Tensor], config: ModelConf
 
 
 def _without_padding(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[Mapping[str, Tensor], ModelConfig]:
-    """Return tensors and configuration of a model without the rows that belong to no token."""
+    """Return the tensors and the configuration without the padding rows of the vocabulary."""
     if not config.vocab_padding:
         return state, config
     cut = {name: state[name][: config.n_tokens] for name in ("tokens.weight", "head.weight") if name in state}
@@ -199,23 +212,15 @@ def _checked_dtype(dtype: torch.dtype | str) -> str:
     return name
 
 
-class _Ends(NamedTuple):
-    """Tokens that begin and end documents, and end messages."""
-
-    begin: int | None
-    document: int | None
-    message: int | None
-
-
-def _config_document(architecture: Architecture, config: ModelConfig, dtype: str, tokens: _Ends) -> bytes:
+def _config_document(architecture: Architecture, config: ModelConfig, dtype: str, tokens: _SpecialTokens) -> bytes:
     """Return the ``config.json``."""
-    for end, what in zip(tokens, ("begin of document", "end of document", "end of message"), strict=True):
+    for name, end in tokens._asdict().items():
         if end is not None and not 0 <= end < config.vocab_size:
             raise UsageError(
-                f"the {what} is token {end}, and the model has tokens 0 to {config.vocab_size - 1}",
-                remedy="give that of the tokenizer, or leave it out",
+                f"the {name.replace('_', ' ')} is token {end}, and the model has tokens 0 to {config.vocab_size - 1}",
+                remedy="give the token of the tokenizer, or leave it out",
             )
-    ends = [each for each in (tokens.message, tokens.document) if each is not None]
+    ends = [each for each in (tokens.end_of_message, tokens.end_of_document) if each is not None]
     return _json(
         {
             "architectures": [architecture.name],
@@ -224,16 +229,16 @@ def _config_document(architecture: Architecture, config: ModelConfig, dtype: str
             "initializer_range": float(config.init_std),
             "tie_word_embeddings": config.tied,
             "torch_dtype": dtype,
-            # Without these entries, transformers uses those of the published models.
-            "bos_token_id": tokens.document if tokens.begin is None else tokens.begin,
+            # Without these entries, transformers takes the tokens of the published models.
+            "bos_token_id": tokens.end_of_document if tokens.begin_of_document is None else tokens.begin_of_document,
             "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
             "pad_token_id": None,
         }
     )
 
 
-def _tokenizer_files(text: str | None, config: ModelConfig, reserved: _Ends) -> dict[str, bytes]:
-    """Return both files of a tokenizer, after a check that all tokens are in the vocabulary of the model."""
+def _tokenizer_files(text: str | None, config: ModelConfig, special: _SpecialTokens) -> dict[str, bytes]:
+    """Return both files of a tokenizer; UsageError if a token is not in the vocabulary of the model."""
     if text is None:
         return {}
     tokens = _tokens_of(text)
@@ -243,16 +248,16 @@ def _tokenizer_files(text: str | None, config: ModelConfig, reserved: _Ends) -> 
             f"the tokenizer has the token {largest}, and the model has tokens 0 to {config.vocab_size - 1}",
             remedy="give the tokenizer that the model was trained with",
         )
-    end = reserved.document if reserved.message is None else reserved.message
-    named = {"bos_token": reserved.begin, "eos_token": end}
+    end = special.end_of_document if special.end_of_message is None else special.end_of_message
+    named = {"bos_token": special.begin_of_document, "eos_token": end}
     names = {number: token for token, number in tokens.items()}
-    template = TEMPLATE if reserved.begin is None else "{{ bos_token }}" + TEMPLATE
+    template = TEMPLATE if special.begin_of_document is None else "{{ bos_token }}" + TEMPLATE
     document = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.context_length,
         "clean_up_tokenization_spaces": False,
         **{name: names[number] for name, number in named.items() if number in names},
-        **({"chat_template": template} if reserved.message is not None else {}),
+        **({"chat_template": template} if special.end_of_message is not None else {}),
     }
     return {TOKENIZER_CONFIG: _json(document), TOKENIZER: text.encode()}
 

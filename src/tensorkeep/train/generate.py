@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -16,52 +17,53 @@ from tensorkeep.train.evaluate import evaluating
 from tensorkeep.train.model.attention import Cache
 from tensorkeep.train.model.gpt import GPT
 
-# Texts at which generated text ends.
-
-
-def until_stop(pieces: Iterable[str], stops: Collection[str]) -> Iterator[str]:
-    """Yield a text that comes in pieces up to the first of some texts, which is left out.
-
-    The end of a piece that may begin such a text is held back until_stop that is known.
-
-    Examples
-    --------
-    >>> list(until_stop(["one tw", "o th", "ree"], ["two"]))
-    ['one ']
-    >>> "".join(until_stop(["one tw", "elve"], ["two"]))
-    'one twelve'
-    """
-    held = ""
-    for piece in pieces:
-        held += piece
-        found = [place for each in stops if (place := held.find(each)) >= 0]
-        if found:
-            if held[: min(found)]:
-                yield held[: min(found)]
-            return
-        kept = max((n for each in stops for n in range(1, len(each)) if held.endswith(each[:n])), default=0)
-        if ready := held[: len(held) - kept]:
-            yield ready
-        held = held[len(held) - kept :]
-    if held:
-        yield held
-
-
 Prompt = Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer] | Tensor
 """Token ids of one prompt, or of several prompts of equal length."""
+
 OnToken = Callable[[list[int]], None]
 """Called after each step with its new tokens, one for each prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen from logits; see `generate` for the attributes. UsageError if one is out of range."""
+    """How a token is drawn from logits.
+
+    Parameters
+    ----------
+    temperature : float
+        The logits are divided by it; 0 always takes the likeliest token.
+    top_k : int, optional
+        Draw from this many of the likeliest tokens.
+    top_p : float, optional
+        Draw from the smallest set of likeliest tokens whose probabilities, after ``top_k``, sum to at least this
+        (nucleus sampling; Holtzman et al., arXiv 1904.09751).
+    min_p : float, optional
+        Draw from the tokens that are at least this many times as likely as the likeliest, after ``top_p`` (Nguyen et
+        al., arXiv 2407.01082).
+    repetition_penalty : float
+        Logits of tokens that the sequence has already, except stop tokens, are divided by this if they are positive,
+        else multiplied (Keskar et al., arXiv 1909.05858); from 0.01 to 100, 1 changes nothing.
+    vocab_size : int, optional
+        Draw from tokens below this only: the size of the tokenizer, if the vocabulary of the model is padded.
+
+    Raises
+    ------
+    UsageError
+        If a value is out of range.
+
+    Examples
+    --------
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> Sampling(temperature=0).choose(torch.tensor([[0.1, 2.0, 0.3]]), generator)
+    tensor([1])
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         finite = math.isfinite(self.temperature) and self.temperature >= 0
@@ -71,16 +73,18 @@ class Sampling:
         _require(fraction, "top_p", self.top_p, "give a number above 0 and up to 1, or leave it out")
         fraction = self.min_p is None or 0 <= self.min_p <= 1
         _require(fraction, "min_p", self.min_p, "give a number from 0 to 1, or leave it out")
-        bounded = 0.01 <= self.repetition_penalty <= 100
-        _require(
-            bounded, "repetition_penalty", self.repetition_penalty, "give 1, for none, or a number from 0.01 to 100"
-        )
+        bounded, penalty = 0.01 <= self.repetition_penalty <= 100, self.repetition_penalty
+        _require(bounded, "repetition_penalty", penalty, "give 1, for none, or a number from 0.01 to 100")
+        positive = self.vocab_size is None or self.vocab_size >= 1
+        _require(positive, "vocab_size", self.vocab_size, "give 1 or more, or leave it out")
 
     def choose(self, logits: Tensor, generator: torch.Generator, earlier: Tensor | None = None) -> Tensor:
         """Return one token, int64, for each row of logits, which are on the generator's device.
 
-        ``earlier`` has the tokens before it, of shape [batch, positions], for the repetition penalty.
+        ``earlier`` has the tokens before it, of shape [batch, positions], for the repetition penalty. Tokens beyond the
+        logits are not penalised.
         """
+        logits = logits[:, : self.vocab_size]
         if self.repetition_penalty != 1 and earlier is not None:
             logits = _penalised(logits, earlier, self.repetition_penalty)
         if self.temperature == 0:
@@ -88,13 +92,13 @@ class Sampling:
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probability of each token, float64, of the shape of the logits; the temperature is above 0."""
+        """Return the probability of every token, float64, of the shape of the logits; the temperature is above 0."""
         scaled = logits.double()
-        # The maximum is 0 before the division, so that no temperature overflows.
+        # Subtract the maximum before the division, so that no temperature overflows.
         scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / self.temperature
         if self.top_k is None and self.top_p is None:
             return _likely(scaled.softmax(dim=-1), self.min_p)
-        # Stable: of equally likely tokens at the limit, those with lower ids are kept.
+        # Stable: among equally likely tokens at the limit, lower ids are kept.
         scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             scaled[:, self.top_k :] = -math.inf
@@ -105,8 +109,19 @@ class Sampling:
         return torch.zeros_like(sorted_probabilities).scatter(-1, order, sorted_probabilities)
 
 
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `Sampling` as keywords."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    vocab_size: int | None
+
+
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Keep the likeliest tokens of each sorted row, up to and including the one that reaches top_p."""
+    """Keep the likeliest tokens of every sorted row, up to and including the one that reaches top_p."""
     if top_p == 1:
         return probabilities
     before = probabilities.cumsum(dim=-1).roll(1, -1)
@@ -116,7 +131,7 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def _likely(probabilities: Tensor, min_p: float | None) -> Tensor:
-    """Keep the tokens of each row that are at least min_p times as likely as the likeliest."""
+    """Keep the tokens of every row that are at least min_p times as likely as the likeliest."""
     if not min_p:
         return probabilities
     kept = probabilities.masked_fill(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), 0)
@@ -124,8 +139,8 @@ def _likely(probabilities: Tensor, min_p: float | None) -> Tensor:
 
 
 def _penalised(logits: Tensor, earlier: Tensor, penalty: float) -> Tensor:
-    """Lower the logits of the tokens that each row has already; float64, which no penalty overflows."""
-    # Earlier tokens beyond these logits are padding of the vocabulary: they share a column, which is cut off again.
+    """Lower the logits of the tokens that each row has already; in float64, which no penalty overflows."""
+    # Earlier tokens beyond these logits share a column, which is cut off again.
     padded, earlier = functional.pad(logits.double(), (0, 1)), earlier.clamp(max=logits.shape[-1])
     known = padded.gather(-1, earlier)
     return padded.scatter(-1, earlier, torch.where(known > 0, known / penalty, known * penalty))[:, :-1]
@@ -137,7 +152,7 @@ def _require(valid: bool, name: str, value: object, remedy: str) -> None:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
-    """Return the tokens of a prompt, as a document begins; None begins a new document, or a new line, or is token 0.
+    """Return the tokens of a prompt, as a document begins. None begins a document, or else a line, or is token 0.
 
     Raises UsageError if the tokenizer cannot encode the prompt, or it is empty.
     """
@@ -161,16 +176,12 @@ def generate(
     prompt_ids: Prompt,
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
+    sampling: Sampling | None = None,
     seed: int = 0,
     stop: int | Collection[int] | None = None,
-    vocab_size: int | None = None,
     use_cache: bool = True,
     on_token: OnToken | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> Tensor:
     """Continue one prompt, or several prompts of equal length; `generate_stream` yields the tokens one by one.
 
@@ -184,30 +195,19 @@ def generate(
         Token ids, of shape [positions] or [batch, positions].
     max_new_tokens : int
         The largest number of tokens to add.
-    temperature : float
-        The logits are divided by it; 0 always takes the likeliest token.
-    top_k : int, optional
-        Draw from this many of the likeliest tokens.
-    top_p : float, optional
-        Draw from the smallest set of likeliest tokens whose probabilities, after ``top_k``, sum to at least this
-        (nucleus sampling; Holtzman et al., arXiv 1904.09751).
-    min_p : float, optional
-        Draw from the tokens that are at least this many times as likely as the likeliest, after ``top_p`` (Nguyen et
-        al., arXiv 2407.01082).
-    repetition_penalty : float
-        Logits of tokens that the sequence has already, but for those of ``stop``, are divided by this if they are
-        positive, else multiplied (Keskar et al., arXiv 1909.05858); from 0.01 to 100, 1 changes nothing.
+    sampling : Sampling, optional
+        How tokens are drawn; by default from all tokens, by their probability.
     seed : int
-        Of the draws, which are made on the CPU. The draws of a prompt depend on the number of prompts.
+        The seed of the draws, which are made on the CPU. The draws of a prompt depend on the number of prompts.
     stop : int or collection of int, optional
         Tokens that end a sequence, and are included in it. A sequence that ends before the others is padded with its
         stop token.
-    vocab_size : int, optional
-        Draw from tokens below this only: that of the tokenizer, if the vocabulary of the model is padded.
     use_cache : bool
         False computes the whole window for every token.
     on_token : callable, optional
         Called with the new tokens as soon as they are drawn: a list of int, one for each prompt.
+    **options
+        The fields of `Sampling`, in place of ``sampling``.
 
     Returns
     -------
@@ -223,7 +223,7 @@ def generate(
     --------
     >>> from tensorkeep.train.model.config import ModelConfig
     >>> model = GPT(ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4))
-    >>> generate(model, [1, 2, 3], max_new_tokens=4, seed=1).shape
+    >>> generate(model, [1, 2, 3], max_new_tokens=4, temperature=0.8, seed=1).shape
     torch.Size([7])
     """
     drawn: list[list[int]] = []
@@ -231,15 +231,11 @@ def generate(
         model,
         prompt_ids,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
+        sampling=sampling,
         seed=seed,
         stop=stop,
-        vocab_size=vocab_size,
         use_cache=use_cache,
+        **options,
     ):
         drawn.append(tokens)
         if on_token is not None:
@@ -255,16 +251,12 @@ def generate_stream(
     prompt_ids: Prompt,
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
+    sampling: Sampling | None = None,
     seed: int = 0,
     stop: int | Collection[int] | None = None,
-    vocab_size: int | None = None,
     use_cache: bool = True,
     cache: Cache | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> Iterator[list[int]]:
     """Continue one prompt, or several prompts of equal length, token by token.
 
@@ -273,9 +265,7 @@ def generate_stream(
 
     Parameters
     ----------
-    model, prompt_ids, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, vocab_size
-        See `generate`.
-    use_cache : bool
+    model, prompt_ids, max_new_tokens, sampling, seed, stop, use_cache, **options
         See `generate`.
     cache : Cache, optional
         A cache of one prompt that continues: it may hold the beginning of the prompt, and holds more of it afterwards.
@@ -298,8 +288,12 @@ def generate_stream(
     >>> tokens == generate(model, [1, 2, 3], max_new_tokens=4, seed=1)[3:].tolist()
     True
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    _check_numbers(max_new_tokens, seed, vocab_size)
+    if sampling is None:
+        sampling = Sampling(**options)
+    elif options:
+        raise UsageError(f"sampling and {', '.join(options)} are given", remedy="set them in sampling only")
+    _require(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "give 0 or more")
+    _require(0 <= seed < 2**64, "the seed", seed, "give a whole number from 0 to below 2**64")
     prompt, stops = _checked_ids(prompt_ids, stop, model.config.vocab_size)
     length = prompt.shape[-1]
     ids = functional.pad(prompt.reshape(-1, length), (0, max_new_tokens)).to(model.tokens.weight.device)
@@ -310,9 +304,9 @@ def generate_stream(
     def draw(position: int, ended: Tensor) -> Tensor:
         # Not inference_mode, which does not support sharded weights. Not open while the caller uses the token.
         with torch.no_grad(), evaluating(model):
-            logits = _next_logits(model, ids[:, :position], cache)[:, :vocab_size]
+            logits = _next_logits(model, ids[:, :position], cache)
         earlier = ids[:, :position].cpu()
-        # Tokens beyond the logits are not penalised, nor those that end a sequence: each message before had one.
+        # Stop tokens become tokens beyond the logits, which are not penalised: each earlier message ended with one.
         earlier = earlier.masked_fill(torch.isin(earlier, stops), logits.shape[-1])
         drawn = sampling.choose(logits, generator, earlier)
         return torch.where(ended, ids[:, position - 1].cpu(), drawn)
@@ -329,18 +323,10 @@ def generate_stream(
     return stream()
 
 
-def _check_numbers(max_new_tokens: int, seed: int, vocab_size: int | None) -> None:
-    _require(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "give 0 or more")
-    _require(0 <= seed < 2**64, "the seed", seed, "give a whole number from 0 to below 2**64")
-    _require(vocab_size is None or vocab_size >= 1, "vocab_size", vocab_size, "give 1 or more, or leave it out")
-
-
 def _next_logits(model: GPT, ids: Tensor, cache: Cache | None) -> Tensor:
-    """Return the logits of the token after these, on the CPU, of shape [batch, vocab_size].
-
-    As long as all tokens fit, each is computed once, and its keys and values are cached. After that, the window moves
-    by one position with every token, which changes all positions, so the whole window is computed for each token.
-    """
+    """Return the logits of the token after these, on the CPU, of shape [batch, vocab_size]."""
+    # While all tokens fit into the context, each is computed once and its keys and values are cached. After that, the
+    # window moves by one position with every token, which changes all positions: the whole window is computed again.
     if cache is None or ids.shape[1] > model.config.context_length:
         logits = model.last_logits(ids[:, -model.config.context_length :]).cpu()
     else:
@@ -378,3 +364,31 @@ def _checked_ids(prompt_ids: Prompt, stop: int | Collection[int] | None, vocab_s
                 remedy="encode the text with the tokenizer that the model was trained with",
             )
     return prompt, stops
+
+
+def until_stop(pieces: Iterable[str], stops: Collection[str]) -> Iterator[str]:
+    """Yield the pieces of a text up to the first stop text, which is left out.
+
+    The end of a piece that may begin a stop text is held back until the next piece decides it.
+
+    Examples
+    --------
+    >>> list(until_stop(["one tw", "o th", "ree"], ["two"]))
+    ['one ']
+    >>> "".join(until_stop(["one tw", "elve"], ["two"]))
+    'one twelve'
+    """
+    held = ""
+    for piece in pieces:
+        held += piece
+        found = [at for each in stops if (at := held.find(each)) >= 0]
+        if found:
+            if held[: min(found)]:
+                yield held[: min(found)]
+            return
+        kept = max((n for each in stops for n in range(1, len(each)) if held.endswith(each[:n])), default=0)
+        if ready := held[: len(held) - kept]:
+            yield ready
+        held = held[len(held) - kept :]
+    if held:
+        yield held

@@ -1,4 +1,8 @@
-"""How scores are computed: the precision of matmuls, and how many rows at once."""
+"""Scores of a trained model: the loss of a text, and multiple-choice questions in HellaSwag's format.
+
+A file of questions (Zellers et al., arXiv 1905.07830) has one JSON object per line, with ``ctx`` (the given text),
+``endings`` (the texts to choose from) and ``label`` (the index of the right ending).
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -32,18 +36,16 @@ from tensorkeep.train.model.attention import in_float32
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT, IGNORED
 
-# How scores are computed: the precision of matmuls, and how many rows at once.
-
 Precision = Literal["run", "float32", "bf16", "fp16"]
 Progress = Callable[[int, int], None]
 """Called with the number of rows that are done, and of all rows."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FRACTION_OF_FREE = 4
-"""Of the free memory of a GPU, one part in this many is used."""
+"""1 / this fraction of a GPU's free memory is used."""
 
 
 def resolve_precision(config: Config, precision: Precision) -> str:
-    """Return ``"float32"``, ``"bf16"`` or ``"fp16"``: for ``"run"``, that in which a run computes its losses."""
+    """Return ``"float32"``, ``"bf16"`` or ``"fp16"``; ``"run"`` is the precision of the run's losses."""
     if precision != "run":
         return precision
     used = config.techniques.get("mixed-precision", {}).get("dtype")
@@ -52,7 +54,7 @@ def resolve_precision(config: Config, precision: Precision) -> str:
 
 @contextmanager
 def compute_in(precision: str, model: GPT, config: Config) -> Iterator[None]:
-    """Compute the matmuls of a run's model in a precision, and attention in float32 where the run does so."""
+    """Compute the matmuls of a run's model in a precision, and attention in float32 if the run does."""
     if precision not in _DTYPES:
         yield
         return
@@ -69,14 +71,11 @@ def compute_in(precision: str, model: GPT, config: Config) -> Iterator[None]:
 
 
 def affordable_rows(model: ModelConfig, device: torch.device) -> int:
-    """Return how many rows of the context's length to compute at once: 256 MiB, or a quarter of a GPU's free memory."""
+    """Return how many full windows to compute at once: 256 MiB of them, or a quarter of a GPU's free memory."""
     budget, tokens = LEAST_BYTES, LARGEST_TOKENS
     if device.type == "cuda":
         budget, tokens = max(budget, torch.cuda.mem_get_info(device)[0] // _FRACTION_OF_FREE), 8 * tokens
     return max(1, min(budget // evaluation_bytes(model, 1), tokens // model.context_length))
-
-
-# The loss, the perplexity and the bits per byte of a text.
 
 
 class TextScore(NamedTuple):
@@ -92,8 +91,7 @@ class TextScore(NamedTuple):
         The cross-entropy of the text in bits, by its bytes in UTF-8; it can be compared between tokenizers. NaN for a
         text without bytes.
     tokens, bytes : int
-        What was predicted. The bytes are those of the text of the predicted tokens; reserved ones, such as the end of a
-        document or of a message, have none.
+        The predicted tokens, and the bytes of their text; reserved tokens, such as the end of a document, have none.
     """
 
     loss: float
@@ -150,7 +148,7 @@ def score_text(
 
 
 def _reported(batches: Iterator[Batch], total: int, progress: Progress | None) -> Iterator[Batch]:
-    """Yield batches; report those whose successor is asked for."""
+    """Yield batches; report a batch as done when the next one is asked for."""
     done = 0
     for inputs, targets in batches:
         yield inputs, targets
@@ -205,12 +203,6 @@ def read_tokens(
     return tokens
 
 
-# Multiple-choice questions in HellaSwag's format: the model chooses the most probable ending of a context.
-#
-# Zellers et al., arXiv 1905.07830. A file has one JSON object per line, with ``ctx`` (the text that is given),
-# ``endings`` (the texts to choose from) and ``label`` (the index of the right one).
-
-
 class Question(msgspec.Struct, frozen=True):
     """A context, its possible endings, and the index of the right one."""
 
@@ -229,10 +221,10 @@ class ChoiceScore(NamedTuple):
     acc_norm : float
         The same for the largest mean log-probability per token, which does not prefer short endings.
     acc_stderr, acc_norm_stderr : float
-        Their standard errors: those of a fraction of independent questions.
+        The standard errors of both fractions, for independent questions.
     questions : int
     truncated : int
-        Questions of which the beginning was left out, because it does not fit into the context of the model.
+        Questions that lost their beginning, because they do not fit into the context of the model.
     """
 
     acc: float
@@ -279,7 +271,7 @@ def _question(line: bytes, number: int, path: Path) -> Question:
 
 
 class _Row(NamedTuple):
-    """The tokens of a context with one of its endings, and how many of the last ones are the ending's."""
+    """The tokens of a context and one ending, and how many of the last tokens belong to the ending."""
 
     question: int
     tokens: list[int]
@@ -296,8 +288,8 @@ def score_choices(
 ) -> ChoiceScore:
     """Return how many questions a model answers correctly.
 
-    The tokens of an ending are those of a space and its text. What does not fit into the model's context is left out
-    at the beginning.
+    An ending is encoded with a space before its text. Of a question that does not fit into the model's context, the
+    beginning is left out.
 
     Parameters
     ----------
@@ -350,7 +342,7 @@ def _encoded(number: int, question: Question, tokenizer: Tokenizer) -> list[_Row
 
 
 def _log_probabilities(model: GPT, encoded: Sequence[_Row], rows: int, progress: Progress | None) -> list[float]:
-    """Return the log-probability of the scored tokens of each row, computed in batches of similar length."""
+    """Return the log-probability of every row's scored tokens, computed in batches of similar length."""
     order = sorted(range(len(encoded)), key=lambda number: len(encoded[number].tokens))
     found = [0.0] * len(encoded)
     with torch.no_grad(), evaluating(model):

@@ -1,4 +1,4 @@
-"""LoRA: adapters, merge_adapters weights, and what is frozen."""
+"""LoRA: adapters, merged weights, and what is frozen."""
 
 from pathlib import Path
 from typing import Any

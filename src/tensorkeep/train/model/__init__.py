@@ -1,1 +1,1 @@
-"""The model: a decoder-only transformer whose parts are chosen by a configuration."""
+"""The model: a decoder-only transformer; its configuration chooses the parts."""

@@ -92,7 +92,7 @@ class Cache:
         self.layers = [LayerCache(*pair) for pair in zip(keys, values, strict=True)]
         self.tails: Tails = {}
         self.documents: Tensor | None = None
-        """The document number of each token, [batch, positions], if the model masks documents."""
+        """The document number of every token, [batch, positions], if the model masks documents."""
 
     @property
     def length(self) -> int:
@@ -109,7 +109,7 @@ class Cache:
 
 
 class Attention(nn.Module):
-    """Multi-head attention of each position to itself and the positions before it.
+    """Multi-head attention of every position to itself and the positions before it.
 
     ``qkv`` projects to queries, keys and values, in this order, each with all heads in sequence; ``out`` projects the
     heads to the residual stream. If several query heads share a key and value head, ``q`` and ``kv`` are two
@@ -207,7 +207,7 @@ def _normalised(heads: Tensor, norm: nn.RMSNorm) -> Tensor:
 
 
 def document_numbers(tokens: Tensor, end: int, before: Tensor | None = None) -> Tensor:
-    """Return the document number of each token, of shape [batch, positions]; a window begins in document 0.
+    """Return the document number of every token, of shape [batch, positions]; a window begins in document 0.
 
     ``before`` holds the numbers of earlier tokens, and is included in the result.
 

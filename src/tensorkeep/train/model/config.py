@@ -15,19 +15,19 @@ GATED = ("swiglu", "geglu")
 
 
 class RopeScaling(Section, frozen=True):
-    """How the angles of rotary positions are changed for a context longer than that of the first training.
+    """How the angles of rotary positions are changed for a context longer than in the first training.
 
     Attributes
     ----------
     kind : str, optional
         None for no change; ``"linear"``: all angles are divided by the factor (Chen et al., arXiv 2306.15595);
-        ``"llama3"``: only those of long wavelengths, as in LLaMA 3.1 (Grattafiori et al., arXiv 2407.21783).
+        ``"llama3"``: only angles with long wavelengths, as in LLaMA 3.1 (Grattafiori et al., arXiv 2407.21783).
     factor : float
-        What the angles are divided by.
+        The divisor of the angles.
     low_frequency_factor, high_frequency_factor : float
-        For ``"llama3"``: angles that turn fewer times than the first within the original context are divided by the
-        factor, those that turn more often than the second are not changed, and between them the division is
-        interpolated.
+        For ``"llama3"``: angles that turn at most ``low_frequency_factor`` times within the original context are
+        divided by the factor, angles that turn at least ``high_frequency_factor`` times are unchanged, and in between
+        the division is interpolated.
     original_context_length : int
         For ``"llama3"``: the context of the first training.
     """
@@ -48,7 +48,7 @@ class RopeScaling(Section, frozen=True):
 
 
 class LoraConfig(Section, frozen=True):
-    """Adapters of low rank beside weights that are not trained; see `tensorkeep.train.model.layers`.
+    """Adapters of low rank beside frozen weights; see `tensorkeep.train.model.layers.LoraLinear`.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class LoraConfig(Section, frozen=True):
     alpha : float
         The output of the adapters is multiplied by alpha / rank.
     targets : str
-        The layers that have one: those of ``"attention"``, of the ``"mlp"``, or ``"all"`` of both.
+        The layers that have an adapter: ``"attention"``, ``"mlp"``, or ``"all"``.
     """
 
     rank: Steps = 0
@@ -70,27 +70,27 @@ class LoraConfig(Section, frozen=True):
 
 
 class ModelConfig(Section, frozen=True):
-    """What a `GPT` consists of.
+    """The architecture of a `GPT`.
 
     Attributes
     ----------
     vocab_size : int
         Rows of the token embedding and of the head.
     vocab_multiple : int
-        Opening a run rounds ``vocab_size`` up to a multiple of it: a GPU multiplies matrices of 128 rows faster.
+        Opening a run rounds ``vocab_size`` up to a multiple of this: matmuls of a multiple of 128 are faster on a GPU.
     vocab_padding : int
-        How many of the last rows belong to no token; opening a run sets it. They have no part in the loss, never win,
+        The number of last rows without a token; opening a run sets it. They are not part of the loss, are never drawn,
         and are not exported.
     context_length : int
         The largest number of tokens that the model attends to.
     n_layers, n_heads, d_model : int
-        Blocks, attention heads in each, and the width of the residual stream: without ``head_dim`` a multiple of the
-        heads.
+        Blocks, attention heads in a block, and the width of the residual stream: without ``head_dim`` a multiple of
+        ``n_heads``.
     head_dim : int, optional
         The width of one attention head, as in Qwen 3. By default ``d_model / n_heads``.
     kv_heads : int, optional
-        Heads of keys and values, a divisor of the heads: each serves a group of consecutive query heads (Ainslie et
-        al., arXiv 2305.13245). By default as many as ``n_heads``.
+        Key and value heads, a divisor of ``n_heads``: each serves a group of consecutive query heads (Ainslie et al.,
+        arXiv 2305.13245). By default as many as ``n_heads``.
     qk_norm : bool
         Whether each head's queries and keys are normalised by an RMSNorm (Henry et al., arXiv 2010.04245; with learned
         weights, as in Qwen 3), before they are rotated.
@@ -98,23 +98,23 @@ class ModelConfig(Section, frozen=True):
         Width of the hidden layer of the MLPs. The default is 4 d_model; for gated activations it is 8/3 d_model,
         rounded up to a multiple of 8, so that both have about the same number of parameters; see `mlp_width`.
     positions : str
-        ``"learned"``: an embedding of each position is added to the tokens' (GPT-2); ``"rotary"``: queries and keys
-        are rotated by an angle proportional to their position (Su et al., arXiv 2104.09864), which needs an even head
-        size.
+        ``"learned"``: an embedding of the position is added to the token embedding (GPT-2); ``"rotary"``: queries and
+        keys are rotated by an angle proportional to their position (Su et al., arXiv 2104.09864), which needs an even
+        head size.
     rope_base : float
-        Of rotary positions: the wavelengths range from 2 pi to almost 2 pi times the base, in tokens.
+        Rotary positions have wavelengths from 2 pi to almost 2 pi times the base, in tokens.
     rope_scaling : RopeScaling
-        Of rotary positions.
+        The scaling of rotary positions.
     token_shift : bool or str
         Whether a learned fraction of the previous token's embedding is added to each embedding; with ``"blocks"``, the
         same is done with the input of every attention and MLP as well; see `TokenShift`.
     convolution : int
-        The width in positions of a causal convolution over queries, keys and values, each channel by itself; 1
-        for none; see `CausalConvolution`. Not with ``kv_heads``.
+        The width in positions of a causal depthwise convolution over queries, keys and values; 1 for none; see
+        `CausalConvolution`. Not with ``kv_heads``.
     norm : str
         ``"layernorm"`` or ``"rmsnorm"`` (Zhang and Sennrich, arXiv 1910.07467).
     norm_eps : float
-        Added to the variance, or to the mean square.
+        The number added to the variance, or to the mean square.
     activation : str
         ``"gelu"``, ``"gelu_tanh"`` (its approximation, as in GPT-2), ``"relu2"`` (So et al., arXiv 2109.08668),
         ``"swiglu"`` or ``"geglu"``.
@@ -126,7 +126,7 @@ class ModelConfig(Section, frozen=True):
         Probability that an element is zeroed in training: of the embeddings, of the attention weights, and of the
         outputs of attention and MLPs.
     lora : LoraConfig
-        Adapters; the other weights are then not trained. The technique ``lora`` sets it.
+        Adapters; with adapters, the other weights are frozen. The technique ``lora`` sets it.
     init_std : float
         Standard deviation of the initial weights.
 
@@ -181,7 +181,7 @@ class ModelConfig(Section, frozen=True):
                 remedy=f"give a d_model that is a multiple of {self.n_heads}, another n_heads, or a head_dim",
             )
         if self.attention_width == self.d_model:
-            # One way to state each model: configurations are compared.
+            # A model has one configuration, because configurations are compared.
             msgspec.structs.force_setattr(self, "head_dim", None)
         if self.n_heads % self.n_kv_heads:
             raise UsageError(
@@ -211,7 +211,7 @@ class ModelConfig(Section, frozen=True):
         return self.vocab_size - self.vocab_padding
 
     def with_tokens(self, count: int) -> Self:
-        """Return a configuration with a vocabulary of at least so many tokens; the other rows are padding.
+        """Return a configuration with a vocabulary of at least ``count`` tokens; the other rows are padding.
 
         Examples
         --------
@@ -295,9 +295,9 @@ class ModelConfig(Section, frozen=True):
 
         Only matmuls count: 6 operations for each weight of a matmul (the head included, embedding look-ups not), and
         12 n_layers attention_width T for attention over T tokens, by default the context of the model. By convention
-        attention counts in full, although half of it is masked (Chowdhery et al., arXiv 2204.02311, appendix B).
-        Recomputation by activation checkpointing does not count. Weights that are not trained, beside adapters, have no
-        gradient: they take 4 operations.
+        attention counts in full, although half the scores are masked (Chowdhery et al., arXiv 2204.02311, appendix B).
+        Recomputation by activation checkpointing does not count. Frozen weights, beside adapters, have no gradient and
+        take 4 operations.
         """
         length = self.context_length if context_length is None else context_length
         if length < 1:

@@ -141,7 +141,7 @@ class GPT(nn.Module):
     device : torch.device or str, optional
         The device of the parameters. On ``"meta"`` they have no values; call `initialise` after ``to_empty``.
     values : mapping of str to Tensor, optional
-        Initial values of parameters by name, such as those of another model; the others are drawn.
+        Initial values of parameters by name, such as the weights of another model; the others are drawn.
 
     Attributes
     ----------
@@ -234,7 +234,7 @@ class GPT(nn.Module):
 
     @property
     def attentions(self) -> list[Attention]:
-        """The attention of each block."""
+        """The attention layers of the blocks."""
         return [block.attention for block in self.blocks]  # type: ignore[misc]
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
@@ -260,7 +260,7 @@ class GPT(nn.Module):
         return self.logits(self.features(tokens, cache))
 
     def logits(self, features: Tensor) -> Tensor:
-        """Return the logits that the head computes from its input, without those of padding."""
+        """Return the logits of the head's input, without padding of the vocabulary."""
         logits: Tensor = self.head(features)
         return logits[..., : self.config.n_tokens] if self.config.vocab_padding else logits
 

@@ -1,4 +1,7 @@
-"""Models of Hugging Face transformers: class, configuration, and mapping of tensor names."""
+"""Models of Hugging Face transformers: ``config.json`` and tensors in both directions.
+
+A setting of ``config.json`` that changes what the model computes is either supported or refused by its name.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +17,11 @@ from tensorkeep.train.config.sections import Positive, read_settings
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 
-GPT2_BLOCK = (
+Document = Mapping[str, Any]
+TensorNames = Iterator[tuple[str, tuple[str, ...], bool]]
+"""For each tensor of a `GPT`: its name, the names in transformers of its parts, and whether these are transposed."""
+
+_GPT2_BLOCK = (
     # name in transformers, name here, whether transformers stores it as [inputs, outputs]
     ("ln_1", "norm1", False),
     ("attn.c_attn", "attention.qkv", True),
@@ -23,7 +30,7 @@ GPT2_BLOCK = (
     ("mlp.c_fc", "mlp.up", True),
     ("mlp.c_proj", "mlp.down", True),
 )
-LLAMA_BLOCK = (
+_LLAMA_BLOCK = (
     ("input_layernorm", "norm1"),
     ("self_attn.o_proj", "attention.out"),
     ("post_attention_layernorm", "norm2"),
@@ -31,21 +38,78 @@ LLAMA_BLOCK = (
     ("mlp.up_proj", "mlp.up"),
     ("mlp.down_proj", "mlp.down"),
 )
+_GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ROPE = {
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_context_length",
+}
+_MOST_NAMED = 5
+
+
+def _gpt2_names(config: ModelConfig) -> TensorNames:
+    yield "tokens.weight", ("wte.weight",), False
+    yield "positions.weight", ("wpe.weight",), False
+    for number in range(config.n_layers):
+        for theirs, ours, transposed in _GPT2_BLOCK:
+            for kind in ("weight", "bias"):
+                yield f"blocks.{number}.{ours}.{kind}", (f"h.{number}.{theirs}.{kind}",), transposed
+    for kind in ("weight", "bias"):
+        yield f"norm.{kind}", (f"ln_f.{kind}",), False
+
+
+def _llama_names(config: ModelConfig) -> TensorNames:
+    kinds = ("weight", "bias") if config.bias else ("weight",)
+    yield "tokens.weight", ("embed_tokens.weight",), False
+    for number in range(config.n_layers):
+        block, layer = f"blocks.{number}", f"layers.{number}"
+        for ours in ("q", "kv") if config.grouped else ("qkv",):
+            for kind in kinds:
+                theirs = tuple(f"{layer}.self_attn.{each}_proj.{kind}" for each in ours)
+                yield f"{block}.attention.{ours}.{kind}", theirs, False
+        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+            yield f"{block}.attention.{norm}.weight", (f"{layer}.self_attn.{norm}.weight",), False
+        for their_name, our_name in _LLAMA_BLOCK:
+            for kind in ("weight",) if "norm" in our_name else kinds:
+                yield f"{block}.{our_name}.{kind}", (f"{layer}.{their_name}.{kind}",), False
+    yield "norm.weight", ("norm.weight",), False
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Architectures with the same tensor names."""
+
+    prefix: str
+    """Before all names but ``lm_head``; files of a model without its head have no prefix."""
+    buffers: tuple[str, ...]
+    """Ends of the names of tensors beside the weights in old files: masks and frequencies, which are recomputed."""
+    block_names: Callable[[ModelConfig], TensorNames]
+
+    def names(self, config: ModelConfig) -> TensorNames:
+        """Yield the tensor names of a model, without the prefix."""
+        yield from self.block_names(config)
+        if not config.tied:
+            yield "head.weight", ("lm_head.weight",), False
+
+
+_GPT2_FAMILY = _Family("transformer.", (".attn.bias", ".attn.masked_bias"), _gpt2_names)
+_LLAMA_FAMILY = _Family("model.", (".rotary_emb.inv_freq",), _llama_names)
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """A model class in transformers, and its common name.
 
-    ``needs`` holds the values that the fields of a `ModelConfig` may have. ``settings`` returns its ``config.json``,
-    without the entries that all classes share; ``tensors`` yields its names and tensors, made from those of a `GPT`.
+    ``needs`` holds the values that the fields of a `ModelConfig` may have. ``settings`` returns the ``config.json``,
+    without the entries that all classes share.
     """
 
     name: str
     title: str
     needs: Mapping[str, tuple[object, ...]]
     settings: Callable[[ModelConfig], dict[str, Any]]
-    tensors: Callable[[Mapping[str, Tensor], ModelConfig], Iterator[tuple[str, Tensor]]]
+    family: _Family
 
     def obstacles(self, config: ModelConfig) -> list[str]:
         """Return the settings that would have to differ."""
@@ -55,11 +119,23 @@ class Architecture:
             if getattr(config, field) not in allowed
         ]
 
+    def tensors(self, state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and tensors in transformers, from the tensors of a `GPT`."""
+        for ours, theirs, transposed in self.family.names(config):
+            tensor = state.get(ours)
+            if tensor is None:
+                # GPT-2 always has biases: a zero for each output, the first dimension of the weight.
+                weight = state[f"{ours.removesuffix('bias')}weight"]
+                tensor = weight.new_zeros(weight.shape[0])
+            for name, part in zip(theirs, tensor.chunk(len(theirs)), strict=True):
+                full_name = name if name == "lm_head.weight" else self.family.prefix + name
+                yield full_name, part.T if transposed and part.ndim == 2 else part
+
 
 def architecture_of(config: ModelConfig) -> Architecture:
     """Return the class in transformers that computes the same model.
 
-    Raises UnsupportedError if transformers has no such model; the message names the settings that prevent it.
+    Raises UnsupportedError, which names the settings that prevent it, if transformers has no such model.
     """
     candidates = [(architecture, architecture.obstacles(config)) for architecture in _ARCHITECTURES]
     for architecture, obstacles in candidates:
@@ -68,7 +144,7 @@ def architecture_of(config: ModelConfig) -> Architecture:
     needs = "; ".join(f"{architecture.title} needs {', '.join(obstacles)}" for architecture, obstacles in candidates)
     raise UnsupportedError(
         f"transformers has no architecture for this model: {needs}",
-        remedy="train a model with the settings of one of them, or use Tensorkeep to run this one",
+        remedy="train a model with these settings, or use Tensorkeep to run this one",
     )
 
 
@@ -86,24 +162,6 @@ def _gpt2_settings(config: ModelConfig) -> dict[str, Any]:
         "attn_pdrop": float(config.dropout),
         "resid_pdrop": float(config.dropout),
     }
-
-
-def _gpt2_tensors(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    yield "transformer.wte.weight", state["tokens.weight"]
-    yield "transformer.wpe.weight", state["positions.weight"]
-    layers = [
-        (f"transformer.h.{number}.{theirs}", f"blocks.{number}.{ours}", transposed)
-        for number in range(config.n_layers)
-        for theirs, ours, transposed in GPT2_BLOCK
-    ]
-    for theirs, ours, transposed in (*layers, ("transformer.ln_f", "norm", False)):
-        weight = state[f"{ours}.weight"]
-        yield f"{theirs}.weight", weight.T if transposed else weight
-        # GPT-2 always has biases.
-        bias = state.get(f"{ours}.bias")
-        yield f"{theirs}.bias", weight.new_zeros(weight.shape[0]) if bias is None else bias
-    if not config.tied:
-        yield "lm_head.weight", state["head.weight"]
 
 
 def _llama_settings(config: ModelConfig) -> dict[str, Any]:
@@ -138,27 +196,8 @@ def _llama_settings(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _llama_tensors(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    yield "model.embed_tokens.weight", state["tokens.weight"]
-    for number in range(config.n_layers):
-        block, layer = f"blocks.{number}", f"model.layers.{number}"
-        if config.grouped:
-            keys_and_values = state[f"{block}.attention.kv.weight"].chunk(2)
-            projections: tuple[Tensor, ...] = (state[f"{block}.attention.q.weight"], *keys_and_values)
-        else:
-            projections = state[f"{block}.attention.qkv.weight"].chunk(3)
-        for name, projection in zip("qkv", projections, strict=True):
-            yield f"{layer}.self_attn.{name}_proj.weight", projection
-        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
-            yield f"{layer}.self_attn.{norm}.weight", state[f"{block}.attention.{norm}.weight"]
-        for their_name, our_name in LLAMA_BLOCK:
-            yield f"{layer}.{their_name}.weight", state[f"{block}.{our_name}.weight"]
-    yield "model.norm.weight", state["norm.weight"]
-    if not config.tied:
-        yield "lm_head.weight", state["head.weight"]
-
-
 _LLAMA_NEEDS: dict[str, tuple[object, ...]] = {
+    "positions": ("rotary",),
     "token_shift": (False,),
     "convolution": (1,),
     "norm": ("rmsnorm",),
@@ -180,46 +219,26 @@ _ARCHITECTURES = (
             "activation": ("gelu", "gelu_tanh"),
         },
         _gpt2_settings,
-        _gpt2_tensors,
+        _GPT2_FAMILY,
     ),
     Architecture(
         "LlamaForCausalLM",
         "a LLaMA",
-        {
-            "positions": ("rotary",),
-            "qk_norm": (False,),
-            **_LLAMA_NEEDS,
-        },
+        {"qk_norm": (False,), **_LLAMA_NEEDS},
         _llama_settings,
-        _llama_tensors,
+        _LLAMA_FAMILY,
     ),
     Architecture(
         "Qwen3ForCausalLM",
         "a Qwen 3",
-        {
-            "positions": ("rotary",),
-            "qk_norm": (True,),
-            **_LLAMA_NEEDS,
-        },
+        {"qk_norm": (True,), **_LLAMA_NEEDS},
         lambda config: {**_llama_settings(config), "model_type": "qwen3", "use_sliding_window": False},
-        _llama_tensors,
+        _LLAMA_FAMILY,
     ),
 )
 
 
-# Reading models of Hugging Face transformers: what their ``config.json`` states, and their tensors by our names.
-#
-# A setting that changes what the model computes is either supported or refused by its name; see
-# `tensorkeep.train.model.huggingface` for the way back.
-
-Document = Mapping[str, Any]
-_MOST_NAMED = 5
-_GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-_GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")
-"""Masks, which old files have beside the weights."""
-_LLAMA_BUFFERS = (".rotary_emb.inv_freq",)
-"""Frequencies, likewise; they follow from the configuration."""
-# Far above every model, so that a damaged number is refused before anything of its size is made.
+# Limits far above every model: a damaged number is refused before anything of its size is allocated.
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 
@@ -272,20 +291,14 @@ class _Rope(msgspec.Struct, frozen=True):
     original_max_position_embeddings: _Size | None = None
 
 
-_ROPE = {
-    "factor": "factor",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "original_max_position_embeddings": "original_context_length",
-}
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 def read_model_config(document: Document) -> ModelConfig:
     """Return the configuration of the same model.
 
-    Raises UnsupportedError if it is not a GPT-2, LLaMA, Mistral or Qwen 3, or has a setting that `GPT` has not; the
-    message names it. CorruptCheckpointError if a setting is missing or has no valid value.
+    Raises UnsupportedError, which names the setting, if the model is not a GPT-2, LLaMA, Mistral or Qwen 3, or `GPT`
+    does not support a setting. CorruptCheckpointError if a setting is missing or invalid.
     """
     kind = document.get("model_type")
     read = _CONFIGS.get(kind) if isinstance(kind, str) else None
@@ -301,7 +314,7 @@ def read_model_config(document: Document) -> ModelConfig:
 
 
 def _settings(document: Document, kind: type[S], prefix: str = "") -> S:
-    """Return the settings of a class; CorruptCheckpointError if one is missing or of another type, by its name."""
+    """Return the settings of a class; CorruptCheckpointError names a setting that is missing or of another type."""
     for field in msgspec.structs.fields(kind):
         if field.required and field.name not in document:
             raise CorruptCheckpointError(f"config.json has no {prefix + field.name!r}")
@@ -317,23 +330,21 @@ def _settings(document: Document, kind: type[S], prefix: str = "") -> S:
 
 
 def convert_weights(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors by their names in `GPT`, in float32.
+    """Return the tensors of a file by their names in `GPT`, in float32.
 
-    Raises StateMismatchError if tensors are missing or left over, or have other shapes than the configuration states.
+    Raises StateMismatchError if tensors are missing or left over, or do not have the shapes of the configuration.
     """
-    learned = config.positions == "learned"
-    prefix = "transformer." if learned else "model."
-    # Files of the model without its head have no prefix.
+    family = _GPT2_FAMILY if config.positions == "learned" else _LLAMA_FAMILY
+    prefix = family.prefix
     found = {name if name == "lm_head.weight" else name.removeprefix(prefix): each for name, each in tensors.items()}
     if len(found) < len(tensors):
         twice = f"tensors are stored twice, with {prefix!r} before their names and without it"
-        raise StateMismatchError(twice, remedy="remove one of each from the safetensors files")
-    buffers = _GPT2_BUFFERS if learned else _LLAMA_BUFFERS
-    found = {name: each for name, each in found.items() if not name.endswith(buffers)}
+        raise StateMismatchError(twice, remedy="remove one copy from the safetensors files")
+    found = {name: each for name, each in found.items() if not name.endswith(family.buffers)}
     read: dict[str, Tensor] = {}
     missing: list[str] = []
     unequal: list[str] = []
-    for ours, theirs, transposed in _names(config):
+    for ours, theirs, transposed in family.names(config):
         if absent := [name for name in theirs if name not in found]:
             missing += absent
             continue
@@ -343,13 +354,13 @@ def convert_weights(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
             continue
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
         read[ours] = (joined.T if transposed and joined.ndim == 2 else joined).float().contiguous()
-    used = {name for _, theirs, _ in _names(config) for name in theirs}
+    used = {name for _, theirs, _ in family.names(config) for name in theirs}
     # A tied head may be stored, too.
     extra = found.keys() - used - ({"lm_head.weight"} if config.tied else set())
     _check(config, read, tuple(missing), tuple(sorted(extra)), tuple(unequal))
     head = found.get("lm_head.weight") if config.tied else None
     if head is not None and not torch.equal(head.float(), read["tokens.weight"]):
-        # Some versions of transformers take the embedding, others take the head.
+        # Some versions of transformers use the embedding, other versions the head.
         raise StateMismatchError(
             "config.json has tie_word_embeddings true, and lm_head.weight differs from the embedding of the tokens",
             remedy='write "tie_word_embeddings": false into config.json to use that head, or remove lm_head.weight',
@@ -371,7 +382,7 @@ def _check(
         return
     parts = {"missing": missing, "not of the model": extra, "of another shape": different}
     raise StateMismatchError(
-        "the tensors are not those that config.json describes: "
+        "the tensors do not match config.json: "
         + "; ".join(f"{what}: {', '.join(names[:_MOST_NAMED])}" for what, names in parts.items() if names),
         remedy="check that config.json and the safetensors files belong together",
         missing=missing,
@@ -380,44 +391,8 @@ def _check(
     )
 
 
-def _names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yield the name here, the names there of the parts that it consists of, and whether these are transposed."""
-    yield from _gpt2_names(config) if config.positions == "learned" else _llama_names(config)
-    if not config.tied:
-        yield "head.weight", ("lm_head.weight",), False
-
-
-def _gpt2_names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    yield "tokens.weight", ("wte.weight",), False
-    yield "positions.weight", ("wpe.weight",), False
-    for number in range(config.n_layers):
-        for theirs, ours, transposed in GPT2_BLOCK:
-            for kind in ("weight", "bias"):
-                yield f"blocks.{number}.{ours}.{kind}", (f"h.{number}.{theirs}.{kind}",), transposed
-    for kind in ("weight", "bias"):
-        yield f"norm.{kind}", (f"ln_f.{kind}",), False
-
-
-def _llama_names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    kinds = ("weight", "bias") if config.bias else ("weight",)
-    projections = {"q": "q", "kv": "kv"} if config.grouped else {"qkv": "qkv"}
-    yield "tokens.weight", ("embed_tokens.weight",), False
-    for number in range(config.n_layers):
-        block, layer = f"blocks.{number}", f"layers.{number}"
-        for ours in projections:
-            for kind in kinds:
-                theirs = tuple(f"{layer}.self_attn.{each}_proj.{kind}" for each in ours)
-                yield f"{block}.attention.{ours}.{kind}", theirs, False
-        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
-            yield f"{block}.attention.{norm}.weight", (f"{layer}.self_attn.{norm}.weight",), False
-        for their_name, our_name in LLAMA_BLOCK:
-            for kind in ("weight",) if "norm" in our_name else kinds:
-                yield f"{block}.{our_name}.{kind}", (f"{layer}.{their_name}.{kind}",), False
-    yield "norm.weight", ("norm.weight",), False
-
-
 def _refuse(document: Document, allowed: Mapping[str, tuple[object, ...]], prefix: str = "") -> None:
-    """Raise UnsupportedError if a setting has a value that is not among these; an absent one is the first."""
+    """Raise UnsupportedError if a setting has another value; an absent setting counts as its first value."""
     for name, values in allowed.items():
         if document.get(name, values[0]) not in values:
             raise UnsupportedError(
@@ -459,7 +434,7 @@ def _gpt2(document: Document) -> dict[str, Any]:
 def _llama(document: Document) -> dict[str, Any]:
     found = _settings(document, _Llama)
     heads, window = found.num_attention_heads, found.sliding_window
-    # A window as long as the context hides nothing.
+    # A sliding window as long as the context hides nothing.
     whole = not found.use_sliding_window or window is None or window >= found.max_position_embeddings
     _refuse(
         document,
@@ -505,14 +480,14 @@ def _check_multiple(document: Document, name: str, divisor: str) -> None:
 
 
 def _rope(model: _Llama) -> dict[str, Any]:
-    """Return the settings of rotary positions; all versions of transformers take ``rope_scaling`` if both are there."""
+    """Return the settings of rotary positions; like transformers, prefer ``rope_scaling`` to ``rope_parameters``."""
     name = "rope_scaling" if model.rope_scaling else "rope_parameters"
     rope = model.rope_scaling or model.rope_parameters or {}
     _refuse(rope, {"partial_rotary_factor": (None, 1)}, f"{name}.")
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedError(
             f"config.json has {name} of several kinds of layers, which are not supported",
-            remedy="give a model whose layers all have the same positions",
+            remedy="give a model with the same positions in all layers",
         )
     found = _settings(rope, _Rope, f"{name}.")
     base = found.rope_theta or model.rope_theta
@@ -535,7 +510,7 @@ def _rope(model: _Llama) -> dict[str, Any]:
 _CONFIGS: dict[str, Callable[[Document], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "llama": _llama,
-    # With the values of transformers for settings that are absent.
+    # Absent settings have the defaults of transformers.
     "mistral": lambda document: _llama({"sliding_window": 4096, "num_key_value_heads": 8, **document}),
     "qwen3": lambda document: {**_llama({"head_dim": 128, "use_sliding_window": False, **document}), "qk_norm": True},
 }

@@ -23,7 +23,7 @@ _KEPT = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
-"""The operators whose results a selective checkpoint keeps: matmuls take most of the time."""
+"""A selective checkpoint keeps the results of these operators: matmuls take most of the time."""
 
 
 class CheckpointingSettings(Section, frozen=True):
@@ -55,7 +55,6 @@ class ActivationCheckpointing(Technique):
     settings: CheckpointingSettings
 
     def apply(self, run: Run) -> None:
-        """Wrap the forward of the blocks."""
         for block in self._blocks(run):
             block.forward = _checkpointed(block.forward, keep=self.settings.keep)  # type: ignore[method-assign]
 
@@ -63,7 +62,7 @@ class ActivationCheckpointing(Technique):
         return cast("list[TransformerBlock]", list(run.model.blocks))[:: self.settings.every]
 
     def verify(self, run: Run) -> Verification:
-        """Count the calls of each block: two for each batch, or it was not recomputed."""
+        """Count the forward passes through the blocks: two for each batch, or a block was not recomputed."""
         blocks = self._blocks(run)
         expected = 2 * run.config.loop.accumulate
         with count_calls(block.norm1 for block in blocks) as calls:

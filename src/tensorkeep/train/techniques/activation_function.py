@@ -76,7 +76,7 @@ class ActivationFunction(Technique):
         return config.changed({"model.activation": chosen.activation, "model.d_ff": d_ff})
 
     def verify(self, run: Run) -> Verification:
-        """Compare the hidden layer of each MLP with the formula, and the size of the model with a GELU model's."""
+        """Compare the hidden layer of every MLP with the formula, and the size of the model with a GELU model's."""
         name = self.settings.activation
         mlps: list[MLP] = [block.mlp for block in run.model.blocks]  # type: ignore[misc]
         by_layer: dict[nn.Module, MLP] = {mlp.down: mlp for mlp in mlps if (mlp.gate is not None) == (name in GATED)}

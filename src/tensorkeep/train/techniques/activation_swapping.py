@@ -1,4 +1,4 @@
-"""Activation swapping: what the backward pass needs is moved to CPU memory, and back when it is needed.
+"""Activation swapping: tensors for the backward pass are moved to CPU memory, and back when they are needed.
 
 Two streams, ``out`` and ``back``, copy beside the stream that computes. These rules keep gradients correct:
 
@@ -66,7 +66,6 @@ class ActivationSwapping(Technique):
     _out_bytes = _back_bytes = 0
 
     def apply(self, run: Run) -> None:
-        """Compute losses with hooks that move the tensors that autograd saves."""
         settings, inner = self.settings, run.operations.loss
         swapper = Swapper(run.device, list(run.model.parameters()), least=settings.least, ahead=settings.ahead)
 
@@ -91,7 +90,7 @@ class ActivationSwapping(Technique):
         return saved_tensors_hooks(pack, unpack)
 
     def verify(self, run: Run) -> Verification:
-        """Count the bytes that are moved, which must all come back."""
+        """Count the bytes that are moved out, and the bytes that come back."""
         self._out_bytes = self._back_bytes = 0
         yield
         out, back = self._out_bytes, self._back_bytes
@@ -105,9 +104,9 @@ class ActivationSwapping(Technique):
 
 @dataclass(eq=False)
 class SwappedTensor:
-    """A tensor that was moved out, as number ``index`` of those saved in ``order``.
+    """A tensor in CPU memory: number ``index`` in the ``order`` in which the forward pass saved tensors.
 
-    ``fetched`` holds a prefetched copy on the device and the event after which it is complete, until it is returned.
+    ``fetched`` holds a prefetched copy on the device and the event that completes it, until the copy is returned.
     """
 
     host: Tensor
@@ -119,14 +118,14 @@ class SwappedTensor:
 
 
 class Swapper:
-    """Moves what autograd saves within `hooks`, and moves it back when the backward pass asks for it.
+    """Moves the tensors that autograd saves within `hooks`, and moves them back when the backward pass needs them.
 
-    Tensors on other devices than ``device`` are not moved, nor are ``kept`` tensors (the parameters) and their views,
-    and tensors of fewer than ``least`` bytes. While a tensor is used, the ``ahead`` ones before it are prefetched.
+    Tensors on other devices than ``device``, tensors of fewer than ``least`` bytes, and views of ``kept`` tensors (the
+    parameters) are not moved. While a tensor is used, the ``ahead`` tensors before it are prefetched.
     """
 
     def __init__(self, device: torch.device, kept: Collection[Tensor], *, least: int, ahead: int) -> None:
-        # With an index, as tensors name it: no tensor has the device "cuda".
+        # Tensors name their device with an index: "cuda:0", never "cuda".
         self._device = torch.empty(0, device=device).device
         self._kept = kept
         self._least = least
@@ -140,7 +139,7 @@ class Swapper:
     def hooks(self) -> saved_tensors_hooks:
         """Return a context for one forward pass."""
         self._order = []
-        # Read each time: a parameter may have been given other memory.
+        # Read for each forward pass: a parameter may have been given other memory.
         kept = {each.untyped_storage().data_ptr() for each in self._kept}
 
         def pack(tensor: Tensor) -> Tensor | SwappedTensor:
@@ -151,12 +150,13 @@ class Swapper:
         return saved_tensors_hooks(pack, self._unpack)
 
     def _move_out(self, tensor: Tensor) -> SwappedTensor:
-        # With the tensor's own strides, if its elements fill its memory.
+        # empty_like keeps the strides of a dense tensor, so that the copy is one transfer.
         host = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
         self._out.wait_stream(self._backend.current_stream(self._device))
         with self._backend.stream(self._out):
             host.copy_(tensor, non_blocking=True)
         if tensor.is_cuda:
+            # The allocator does not reuse the memory before this stream has read it.
             tensor.record_stream(self._out)
         swapped = SwappedTensor(host, self._event(self._out), self._order, len(self._order))
         self._order.append(weakref.ref(swapped))
@@ -167,7 +167,7 @@ class Swapper:
             return packed
         tensor, arrived = packed.fetched or self._fetch(packed)
         packed.fetched, packed.returned = None, True
-        # The backward pass goes through the saved tensors in reverse order.
+        # The backward pass needs the saved tensors in reverse order.
         for reference in packed.order[max(0, packed.index - self._ahead) : packed.index]:
             earlier = reference()
             if earlier is not None and earlier.fetched is None and not earlier.returned:
@@ -179,7 +179,7 @@ class Swapper:
         return tensor
 
     def _fetch(self, swapped: SwappedTensor) -> tuple[Tensor, Any]:
-        """Begin to copy a tensor back; return it, and the event after which it is complete."""
+        """Begin to copy a tensor back; return it, and the event that completes it."""
         with self._backend.stream(self._back):
             self._back.wait_event(swapped.copied)
             tensor = torch.empty_like(swapped.host, device=self._device)

@@ -13,13 +13,13 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""torch reads the second one, the older name, if the first is not set."""
+"""torch reads the second variable, an older name, if the first is not set."""
 
 _MIB = 2**20
 
 
 class AllocatorSettings(Section, frozen=True):
-    """The settings that the environment must have.
+    """The allocator settings that the environment must have.
 
     Attributes
     ----------
@@ -49,7 +49,6 @@ class Allocator(Technique):
     settings: AllocatorSettings
 
     def missing(self, machine: Machine) -> str | None:
-        """Return the missing requirement; torch has read the environment already."""
         requested = {name: str(value) for name, value in self._requested().items()}
         given = _parse_environment(os.environ)
         unset = any(given.get(name) != value for name, value in requested.items())
@@ -95,7 +94,6 @@ class Allocator(Technique):
 
 
 def _parse_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the allocator settings of an environment."""
     line = next((environment[name] for name in _VARIABLES if environment.get(name)), "")
     parts = (part.partition(":") for part in line.split(","))
     return {name.strip(): value.strip() for name, _, value in parts if name.strip()}

@@ -24,57 +24,6 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_inputs
 
-# Attention by batched matmuls, with a gradient of its own: for short contexts on a CPU.
-
-
-class _MatmulAttention(torch.autograd.Function):
-    """Attention of [batch * heads, positions, head size]; a mask is added to the scores.
-
-    The scores have at least 32 bits: in 16 bits, training reaches a higher loss. The probabilities, which are kept for
-    the gradient, and everything after them have the dtype of the queries.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        ctx.scale = query.shape[-1] ** -0.5
-        # Autocast would multiply in 16 bits.
-        with torch.autocast(query.device.type, enabled=False):
-            scores = torch.baddbmm(mask, query.to(mask.dtype), key.to(mask.dtype).mT, alpha=ctx.scale)
-        shares = scores.softmax(-1).to(query.dtype)
-        ctx.save_for_backward(query, key, value, shares)
-        return torch.bmm(shares, value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, shares = ctx.saved_tensors
-        of_value = torch.bmm(shares.mT, gradient)
-        of_scores = torch._softmax_backward_data(torch.bmm(gradient, value.mT), shares, -1, shares.dtype)
-        of_scores *= ctx.scale
-        return torch.bmm(of_scores, key), torch.bmm(of_scores.mT, query), of_value, None
-
-
-def matmul_attention(
-    query: Tensor, key: Tensor, value: Tensor, /, *, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any
-) -> Tensor:
-    """Compute attention without dropout; see `tensorkeep.train.model.attention.AttentionFunction`."""
-    if not torch.is_grad_enabled():
-        return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    mask = _causal_mask(query.shape[-2], wide, query.device) if is_causal else query.new_zeros((), dtype=wide)
-    if attn_mask is not None:
-        mask = torch.where(attn_mask, mask, -torch.inf).expand(*query.shape[:-1], key.shape[-2]).flatten(0, 1)
-    result: Tensor = _MatmulAttention.apply(  # type: ignore[no-untyped-call]
-        query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask
-    )
-    return result.view(query.shape)
-
-
-@lru_cache(maxsize=2)
-def _causal_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what is added to scores so that no position attends to a later one."""
-    return torch.full((length, length), -torch.inf, dtype=dtype, device=device).triu(1)
-
-
 _BACKENDS = {
     "math": SDPBackend.MATH,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -84,16 +33,16 @@ _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 _IN_16_BITS = ("flash", "fa3", "cudnn")
-"""Kernels that have no 32-bit version on CUDA."""
+"""Kernels without a 32-bit version on CUDA."""
 _FA3_OPERATOR = "flash_attn_3::fwd"
 _FA3_TORCH = (2, 13)
-"""The first version of torch whose FlashAttention-3 has a gradient."""
+"""The first version of torch with a gradient of FlashAttention-3."""
 _FA3_WHEELS = "https://download.pytorch.org/whl/flash-attn-3/"
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _LARGEST_HEAD = 128
-"""For which each GPU has the kernels of 16 bits, gradients included."""
+"""The largest head size that the 16-bit kernels and their gradients support on every GPU."""
 _ALIGNED = 8
-"""Head sizes are a multiple of it in all kernels but math."""
+"""All kernels but math need head sizes that are multiples of this."""
 _NODES = {
     "ScaledDotProductEfficientAttention": "efficient",
     "ScaledDotProductFlashAttention": "flash",
@@ -103,13 +52,12 @@ _NODES = {
     "_MatmulAttention": "matmul",
     "Bmm": "math",
 }
-"""The kernel that leaves a node of that name in the autograd graph."""
+"""The kernel by the beginning of the name of its node in the autograd graph."""
 _FA3_ERROR = "FA3 "
 _NO_KERNEL = ("No available kernel", "No viable backend", _FA3_ERROR)
-"""Parts of the errors with which torch refuses inputs. That of FlashAttention-3 has the reason."""
+"""Parts of torch's errors when no kernel takes the inputs. The error of FlashAttention-3 has the reason."""
 _PASS_THROUGH_NODES = ("View", "UnsafeView", "Reshape", "Clone", "Transpose", "Permute", "ToCopy", "Slice")
-"""Nodes that do not compute. The kernel "math" computes in 32 bits, and casts its result to the dtype of its input;
-torch pads heads for flash, and cuts its result."""
+"""Nodes that do not compute: "math" computes in 32 bits and casts its result; torch pads heads for flash."""
 _Kernel = Literal["auto", "math", "matmul", "efficient", "flash", "fa3", "cudnn", "flex"]
 
 
@@ -123,12 +71,11 @@ class AttentionKernelSettings(Section, frozen=True):
         without dropout); ``"fa3"``: FlashAttention-3 of the package ``flash-attn-3``, on Hopper only (compute
         capability 9.0), without dropout; ``"efficient"``: xFormers' kernel, CUDA only; ``"cudnn"``: like flash, CUDA
         only; ``"flex"``: FlexAttention, compiled, CUDA only, without dropout; ``"math"``: matmuls and a softmax, the
-        reference; ``"matmul"``: the same with one gradient for all of it, and scores in 32 bits, without dropout: in
-        bfloat16 on a CPU, for contexts up to a few hundred tokens, about half the time of flash; ``"auto"``: with
-        16-bit attention on CUDA, fa3 if it is installed, else cudnn from Hopper on, else flash; efficient where these
-        cannot compute, or attention is in float32; on a CPU, flash; and math where no other can. The choice is stored
-        with the run. On CUDA, flash, fa3 and cudnn compute in 16 bits only: named without mixed-precision, in bfloat16,
-        between layers that stay in float32.
+        reference; ``"matmul"``: math with a gradient of its own and 32-bit scores, without dropout, which takes about
+        half the time of flash in bfloat16 on a CPU for contexts up to a few hundred tokens; ``"auto"``: on CUDA with
+        16-bit attention, fa3 if it is installed, else cudnn from Hopper on, else flash, and efficient in other cases;
+        on a CPU, flash; and math where no other kernel can compute. The choice is stored with the run. On CUDA, flash,
+        fa3 and cudnn compute in 16 bits only: without mixed-precision, in bfloat16 between float32 layers.
     """
 
     kernel: _Kernel = "flash"
@@ -153,7 +100,6 @@ class AttentionKernel(Technique):
     _dtype: torch.dtype | None = None
 
     def missing(self, machine: Machine) -> str | None:
-        """Return what device the kernel needs."""
         kernel = self.settings.kernel
         if kernel == "fa3":
             return _missing_fa3(machine)
@@ -171,7 +117,7 @@ class AttentionKernel(Technique):
             raise UsageError(
                 "data.mask_documents is true, and attention-kernel is on: masked documents need a kernel that takes a "
                 "mask, which is chosen by the device",
-                remedy="leave one of them out",
+                remedy="leave attention-kernel out, or set data.mask_documents to false",
             )
         mixed = config.techniques.get("mixed-precision")
         if self.settings.kernel == "auto":
@@ -214,19 +160,16 @@ class AttentionKernel(Technique):
             torch_attention.restore_flash_attention_impl()
 
     def apply(self, run: Run) -> None:
-        """Give each block the kernel."""
         name = self.settings.kernel
-        kernel = self._kernel(name)
+        if name == "matmul":
+            kernel: AttentionFunction = matmul_attention
+        else:
+            kernel = _flex_kernel() if name == "flex" else _fixed_kernel(_BACKENDS[name], self._dtype)
         for attention in run.model.attentions:
             attention.kernel = kernel
 
-    def _kernel(self, name: str) -> AttentionFunction:
-        if name == "matmul":
-            return matmul_attention
-        return _flex_kernel() if name == "flex" else _fixed_kernel(_BACKENDS[name], self._dtype)
-
     def verify(self, run: Run) -> Verification:
-        """Read from the autograd graph which kernel computed the input of each output projection."""
+        """Read from the autograd graph which kernel computed the inputs of the output projections."""
         projections, requested = [each.out for each in run.model.attentions], self.settings.kernel
         # In the graph, fa3 looks like the kernel that it replaces.
         expected, operators = "flash" if requested == "fa3" else requested, Counter[str]()
@@ -248,7 +191,7 @@ class AttentionKernel(Technique):
 
     @contextmanager
     def _reasons_in_error(self) -> Iterator[None]:
-        """Put torch's warnings into the error, if it found no kernel: they have the reasons."""
+        """Put torch's warnings into the error, if torch found no kernel: they have the reasons."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -277,7 +220,7 @@ def _missing_fa3(machine: Machine) -> str | None:
 
 
 def _best_kernel(machine: Machine, config: Config) -> _Kernel:
-    """Return the kernel that is expected to be the fastest for a model, of those that can compute."""
+    """Return the kernel that is expected to be the fastest for a model."""
     if not machine.on_cuda:
         return "math" if config.model.dropout else "flash"
     size, mixed = config.model.head_size, config.techniques.get("mixed-precision")
@@ -293,14 +236,14 @@ def _best_kernel(machine: Machine, config: Config) -> _Kernel:
 
 @contextmanager
 def _counted(operators: Counter[str]) -> Iterator[None]:
-    """Count the calls of each operator of torch, those within other operators included."""
+    """Count the calls of torch's operators, also within other operators."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         yield
     operators.update(each.name for each in profiler.events())
 
 
 def _fixed_kernel(backend: SDPBackend, dtype: torch.dtype | None) -> AttentionFunction:
-    """Return a kernel that computes in a dtype, and returns results in that of the query; None: the query's."""
+    """Return a kernel that computes in a dtype, None for the query's, and returns results in the query's dtype."""
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
         if not torch.is_grad_enabled():
@@ -333,9 +276,56 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _kernel_of(tensor: Tensor) -> str:
-    """Return the kernel that computed a tensor, which may have been reshaped or cast afterwards."""
+    """Return the kernel that computed a tensor, also if the result was reshaped or cast."""
     node = tensor.grad_fn
     while node is not None and node.name().removesuffix("Backward0") in _PASS_THROUGH_NODES:
         node = node.next_functions[0][0]
     name = "nothing" if node is None else node.name()
     return next((kernel for begin, kernel in _NODES.items() if name.startswith(begin)), name)
+
+
+class _MatmulAttention(torch.autograd.Function):
+    """Attention by batched matmuls, [batch * heads, positions, head size]; a mask is added to the scores."""
+
+    # Scores have at least 32 bits: in 16 bits, training reaches a higher loss. The probabilities, which are kept for
+    # the gradient, and later results have the dtype of the queries.
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        ctx.scale = query.shape[-1] ** -0.5
+        # Under autocast, baddbmm would multiply in 16 bits.
+        with torch.autocast(query.device.type, enabled=False):
+            scores = torch.baddbmm(mask, query.to(mask.dtype), key.to(mask.dtype).mT, alpha=ctx.scale)
+        weights = scores.softmax(-1).to(query.dtype)
+        ctx.save_for_backward(query, key, value, weights)
+        return torch.bmm(weights, value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, weights = ctx.saved_tensors
+        by_value = torch.bmm(weights.mT, gradient)
+        by_scores = torch._softmax_backward_data(torch.bmm(gradient, value.mT), weights, -1, weights.dtype)
+        by_scores *= ctx.scale
+        return torch.bmm(by_scores, key), torch.bmm(by_scores.mT, query), by_value, None
+
+
+def matmul_attention(
+    query: Tensor, key: Tensor, value: Tensor, /, *, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any
+) -> Tensor:
+    """Compute attention without dropout; see `AttentionFunction`."""
+    if not torch.is_grad_enabled():
+        return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    mask = _causal_mask(query.shape[-2], wide, query.device) if is_causal else query.new_zeros((), dtype=wide)
+    if attn_mask is not None:
+        mask = torch.where(attn_mask, mask, -torch.inf).expand(*query.shape[:-1], key.shape[-2]).flatten(0, 1)
+    result: Tensor = _MatmulAttention.apply(  # type: ignore[no-untyped-call]
+        query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask
+    )
+    return result.view(query.shape)
+
+
+@lru_cache(maxsize=2)
+def _causal_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the scores to add so that no position attends to a later one."""
+    return torch.full((length, length), -torch.inf, dtype=dtype, device=device).triu(1)

@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SEE_LOG = "see what torch logged"
 
 _MOST_SHAPES = 64
-"""Shapes of batches for which one function is compiled. torch stops at 8, and then runs the function uncompiled."""
+"""The largest number of batch shapes to compile. torch's default is 8; beyond it, the function runs uncompiled."""
 
 
 class CompileSettings(Section, frozen=True):
@@ -57,9 +57,9 @@ class CompileSettings(Section, frozen=True):
 
 
 class Compile(Technique):
-    """Ansel et al., ASPLOS 2024. Compiles the loss of a training batch, with its gradient, and that of an evaluation.
+    """Ansel et al., ASPLOS 2024. Compiles the loss of a training batch, with its gradient, and the evaluation loss.
 
-    Generation, whose shapes differ from token to token, is not compiled.
+    Generation is not compiled: its shapes differ from token to token.
     """
 
     name: ClassVar = "compile"
@@ -82,14 +82,13 @@ class Compile(Technique):
     _observed = False
 
     def missing(self, machine: Machine) -> str | None:
-        """Return what is missing: a compiler, or CUDA for CUDA graphs."""
         if self.settings.mode == "reduce-overhead" and not machine.on_cuda:
             return f'needs a CUDA device for the mode "reduce-overhead"; the run is on {machine.device}'
         return machine.missing_compiler() if self.settings.backend == "inductor" else None
 
     @contextmanager
     def process(self) -> Iterator[None]:
-        """Allow more shapes than torch does. Release compiled code at the end: it counts for the next run as well."""
+        """Allow more shapes than torch does; release compiled code at the end, because the next run would count it."""
         from torch._dynamo import config
 
         try:
@@ -99,17 +98,16 @@ class Compile(Technique):
             torch.compiler.reset()
 
     def apply(self, run: Run) -> None:
-        """Compile the loss at its first call."""
         inner, batches = run.operations.loss, run.config.loop.accumulate
         if self.settings.mode == "reduce-overhead" and batches > 1:
             raise UsageError(
                 f'compile in the mode "reduce-overhead" cannot be combined with {batches} batches a step: each replay '
                 "of its graph overwrites what the one before returned",
-                remedy='give mode "default" and add the technique cuda-graphs, whose graphs add gradients up',
+                remedy='give mode "default" and add the technique cuda-graphs: its graphs add gradients up',
             )
 
         def compiled_only(inputs: Tensor, targets: Tensor) -> Tensor:
-            # This branch is not part of the compiled code: whatever reaches it runs as plain Python.
+            # The compiler evaluates this condition; only an uncompiled call reaches the branch.
             if not torch.compiler.is_compiling():
                 raise self.not_active("torch computed a loss uncompiled", _SEE_LOG)
             return inner(inputs, targets)
@@ -128,16 +126,16 @@ class Compile(Technique):
         run.operations.loss, run.operations.plain_loss = loss, inner
         for optimizer in run.optimizers.values():
             if isinstance(optimizer, Muon):
-                # Each shape is compiled by itself, of which a model has few.
+                # A model has few shapes of matrices, and each is compiled by itself.
                 optimizer.orthogonal = self._compiled(optimizer.orthogonal, dynamic=False)
         if self.settings.evaluation:
             run.operations.evaluate = self._compiled_evaluation(run.operations.evaluate)
 
     def _compiled_evaluation(self, inner: Loss) -> Loss:
-        """Return the loss of an evaluation, whose batches have one shape, compiled at its first call."""
+        """Return the loss of an evaluation, compiled at its first call for the one shape of its batches."""
 
-        # A function of its own: torch remembers the shapes that it has seen by function, and compiles a training batch
-        # with another length according to them. A resumed run may do so without an evaluation before.
+        # A separate function: torch remembers the shapes that a function has seen, and they decide how it compiles a
+        # training batch of another length. A resumed run may not have seen an evaluation.
         def evaluation(inputs: Tensor, targets: Tensor) -> Tensor:
             if not torch.compiler.is_compiling():
                 raise self.not_active("torch computed an evaluation uncompiled", _SEE_LOG)
@@ -162,7 +160,7 @@ class Compile(Technique):
 
         return {
             **list_mode_options(self.settings.mode),
-            # torch's "max-autotune" turns them on too, and they are wrong if a step has several batches.
+            # torch's "max-autotune" turns CUDA graphs on, and they are wrong if a step has several batches.
             "triton.cudagraphs": self.settings.mode == "reduce-overhead",
             # Dropout draws the same numbers as uncompiled.
             "fallback_random": True,

@@ -27,7 +27,7 @@ class CudaGraphs(Technique):
     changes: ClassVar = "compilation"
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "captures the kernels of a batch, forward and backward, and replays them"
-    effect: ClassVar = "up to several times the speed for small models, whose kernels take less time than their launch"
+    effect: ClassVar = "up to several times the speed for small models: their kernels take less time than their launch"
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, CUDA graphs"
     conflicts: ClassVar = {
         "activation-checkpointing": "it reads the state of random numbers, which is not possible in a capture",
@@ -39,7 +39,6 @@ class CudaGraphs(Technique):
     _graphs: "LossGraphs | None" = None
 
     def configure(self, config: Config) -> Config:
-        """Refuse a graph inside a graph."""
         if config.techniques.get("compile", {}).get("mode") == "reduce-overhead":
             raise UsageError(
                 'cuda-graphs and compile in the mode "reduce-overhead" cannot be combined: each makes graphs',
@@ -48,7 +47,6 @@ class CudaGraphs(Technique):
         return config
 
     def apply(self, run: Run) -> None:
-        """Replace the loss, and its gradient in the backward pass, by replays."""
         inner = run.operations.loss
         parameters = [each for each in run.model.parameters() if each.requires_grad]
 
@@ -84,10 +82,10 @@ class CudaGraphs(Technique):
 
 
 class LossGraphs:
-    """The graph of a loss and the graph of its gradient, which use the same memory in each replay.
+    """The graph of a loss and the graph of its gradient; every replay uses the same memory.
 
-    The gradients of the parameters are accumulated in buffers, which become their ``grad``. All batches must have the
-    shape of the first. ``replays`` counts how often the loss and the gradient were replayed.
+    Buffers accumulate the gradients of the parameters, and become their ``grad``. All batches must have the shape of
+    the first. ``replays`` counts how often the loss and the gradient were replayed.
     """
 
     def __init__(self, loss: Loss, parameters: list[nn.Parameter], inputs: Tensor, targets: Tensor) -> None:
@@ -128,7 +126,7 @@ class LossGraphs:
         return self._value.detach().clone()
 
     def add_gradient(self, scale: Tensor) -> None:
-        """Add the gradient of the last loss, times a factor, to that of the parameters."""
+        """Add the gradient of the last loss, times a factor, to the gradients of the parameters."""
         self._scale.copy_(scale)
         for parameter, gradient in self._gradients.items():
             if parameter.grad is None:
@@ -143,7 +141,7 @@ class LossGraphs:
 
 
 class _Replayed(torch.autograd.Function):
-    """Makes the replays part of autograd, so a factor on the loss also scales its gradient."""
+    """Makes the replays part of autograd, so that a factor on the loss also scales its gradient."""
 
     @staticmethod
     def forward(ctx: Any, graphs: LossGraphs, anchor: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:

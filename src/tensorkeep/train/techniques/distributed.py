@@ -4,7 +4,7 @@ The sharding techniques share one mesh of ranks. ``replicate`` counts copies of 
 copy, and ``tensor`` the processes that compute each matmul together; a dimension exists if its technique is on.
 
 A checkpoint has the names, keys and full shapes of one process, so any number of processes can resume. DTensors state
-which part of each tensor a rank has; where a DTensor states it wrongly, `checkpoint_view` corrects it.
+which part of every tensor a rank has; where a DTensor states it wrongly, `checkpoint_view` corrects it.
 """
 
 import math
@@ -62,7 +62,7 @@ class ParallelTechnique(Technique):
 
 
 def shard_batches(run: Run, rank: int, count: int) -> None:
-    """Let this process train one of ``count`` parts of each batch, with its own random numbers for dropout.
+    """Let this process train one of ``count`` parts of every batch, with its own random numbers for dropout.
 
     ``loop.batch_size`` counts the rows of all processes together: they compute what one process would.
 
@@ -85,7 +85,7 @@ def distribute_muon(run: Run) -> None:
 
 
 def before_each_batch(run: Run, announce: Callable[[bool], object]) -> None:
-    """Call a function before the loss of each micro-batch of a step; its argument is True for the last one."""
+    """Call a function before the loss of every micro-batch of a step; its argument is True for the last one."""
     operations = run.operations
     loss, backward, clip, done = operations.loss, operations.backward, operations.clip, 0
 
@@ -170,7 +170,7 @@ def mesh_of(run: Run) -> DeviceMesh:
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return which part of each batch this rank computes, and the number of parts."""
+    """Return which part of every batch this rank computes, and the number of parts."""
     rank, count = 0, 1
     for name in (REPLICATE, SHARD):
         if name in (mesh.mesh_dim_names or ()):

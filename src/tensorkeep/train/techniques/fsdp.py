@@ -59,7 +59,7 @@ class HsdpSettings(FsdpSettings, frozen=True):
 class Fsdp(ShardingTechnique):
     """Zhao et al., arXiv 2304.11277, with torch's FSDP2: weights, gradients and optimizer states are sharded.
 
-    Beside tensor parallelism, it shards the local part of each matrix again.
+    Beside tensor parallelism, it shards the local part of every matrix again.
     """
 
     name: ClassVar = "fsdp"

@@ -1,10 +1,12 @@
 """Fused cross-entropy: head and loss are computed for a chunk of tokens at a time, without the logits of a whole batch.
 
-`torch.nn.functional.linear_cross_entropy` (since 2.13) is not used: it returns the loss in the dtype of its input, and
-accumulates the head's gradient in it, so that in 16 bits losses have two to three digits and a scaled loss overflows.
-Here both are float32. Between the matmuls, compiled code computes loss and gradient of a chunk in one kernel, which
-reads 16-bit logits and writes a 16-bit gradient; uncompiled, several operations work on a copy in float32.
+Between the matmuls, compiled code computes loss and gradient of a chunk in one kernel, which reads 16-bit logits and
+writes a 16-bit gradient; uncompiled, several operations work on a copy in float32.
 """
+
+# torch.nn.functional.linear_cross_entropy (since 2.13) is not used: it returns the loss and accumulates the head's
+# gradient in the dtype of its input. In 16 bits, losses have two to three digits and a scaled loss overflows. Here both
+# are float32.
 
 from collections.abc import Callable
 from functools import cache
@@ -29,11 +31,11 @@ class FusedCrossEntropySettings(Section, frozen=True):
     Attributes
     ----------
     parts : int
-        Into how many chunks the tokens of a batch are split; only the logits of one chunk are in memory.
+        The number of chunks that the tokens of a batch are split into; only the logits of one chunk are in memory.
     kernel : str
-        What computes the loss of a chunk and its gradient from the logits: ``"compiled"``, a kernel that torch
-        compiles; ``"plain"``, operations of torch; ``"auto"``, the former on CUDA, where Triton is installed. The
-        technique compile compiles it in any case.
+        How loss and gradient of a chunk are computed from the logits: ``"compiled"``, by a kernel that torch compiles;
+        ``"plain"``, by operations of torch; ``"auto"``, compiled on CUDA with Triton, else plain. The technique compile
+        compiles them in any case.
     """
 
     parts: Annotated[int, Meta(ge=2)] = 8
@@ -66,7 +68,6 @@ class FusedCrossEntropy(Technique):
     _losses = 0
 
     def missing(self, machine: Machine) -> str | None:
-        """Return the compiler that a compiled kernel misses."""
         return machine.missing_compiler() if self.settings.kernel == "compiled" else None
 
     def _kernel(self, device: torch.device) -> "LossKernel":
@@ -77,7 +78,6 @@ class FusedCrossEntropy(Technique):
         return _compiled_kernel() if compiled else gradient_and_loss
 
     def apply(self, run: Run) -> None:
-        """Compute training losses from the model's features and the weights of its head; evaluation is unchanged."""
         plain_loss, kernel, padding = run.model.loss, self._kernel(run.device), run.config.model.vocab_padding
 
         def loss(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class FusedCrossEntropy(Technique):
                 return plain_loss(tokens, targets)
             features = run.model.features(tokens).flatten(0, 1)
             chunk = -(-len(features) // self.settings.parts)
-            # A counter in compiled code would be recompiled at each value.
+            # Compiled code with a counter would be recompiled at each value.
             if not torch.compiler.is_compiling():
                 self._losses += 1
             return linear_cross_entropy(
@@ -95,7 +95,7 @@ class FusedCrossEntropy(Technique):
         run.model.loss = loss  # type: ignore[method-assign]
 
     def verify(self, run: Run) -> Verification:
-        """Count the losses computed in chunks; the head module itself must return nothing."""
+        """Count the losses computed in chunks; the head module itself must not run."""
         head_outputs: list[int] = []
         self._losses = 0
         with observe_outputs([run.model.head], lambda module, logits: head_outputs.append(logits.nbytes)):
@@ -116,7 +116,7 @@ class FusedCrossEntropy(Technique):
 
 
 LossKernel = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""Computes what `gradient_and_loss` does, from logits [tokens, vocab_size], which it may overwrite, and targets."""
+"""Computes `gradient_and_loss` of logits [tokens, vocab_size], which it may overwrite, and targets [tokens]."""
 
 
 def linear_cross_entropy(
@@ -132,11 +132,12 @@ def linear_cross_entropy(
 
     Under autocast the matmuls are computed in its dtype, all sums in float32. The features have the shape
     [tokens, d_model], the weight [vocab_size, d_model], and the targets, int64, [tokens]. Targets of -1 are ignored; if
-    all are, the mean is NaN. A chunk has ``at_once`` tokens. The last ``padding`` rows of the weight are no tokens.
+    all are ignored, the mean is NaN. A chunk has ``at_once`` tokens. The last ``padding`` rows of the weight do not
+    belong to tokens.
     """
     device = features.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
-    # Compiled as a part of the loss, it becomes a kernel of its own.
+    # The technique compile turns these operations into one kernel.
     chosen = fusable_gradient_and_loss if torch.compiler.is_compiling() else kernel or gradient_and_loss
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         features, weight, targets, at_once, padding, dtype, chosen
@@ -160,7 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), device=features.device)
         by_features = torch.empty_like(features)
-        # None of a frozen head, as with lora.
+        # A frozen head, as with lora, has no gradient.
         by_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         factor = weight.to(dtype)
         for chunk in (slice(begin, begin + at_once) for begin in range(0, len(features), at_once)):
@@ -170,7 +171,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             by_features[chunk] = grad @ factor
             if by_weight is not None:
                 by_weight += grad.T @ inputs
-        # Divided at the end: in float16 the gradient of a mean over many tokens would vanish.
+        # Divide at the end: in float16, the gradient of a mean over many tokens would vanish.
         counted = (targets != IGNORED).sum()
         ctx.save_for_backward(by_features, by_weight, counted)
         return total / counted
@@ -185,9 +186,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def gradient_and_loss(logits: Tensor, targets: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the summed cross-entropy with respect to the logits, in their dtype, and that sum.
+    """Return the gradient of the summed cross-entropy with respect to the logits, in their dtype, and the sum.
 
-    All is computed in float32, in place where possible.
+    Computes in float32, in place where possible.
     """
     dtype, logits = logits.dtype, logits.float()
     if padding:
@@ -202,7 +203,7 @@ def gradient_and_loss(logits: Tensor, targets: Tensor, padding: int) -> tuple[Te
 
 
 def fusable_gradient_and_loss(logits: Tensor, targets: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-    """Return the same as `gradient_and_loss`, by operations that a compiler fuses: none scatters or works in place."""
+    """Return the same as `gradient_and_loss`, by operations that a compiler fuses: no scatter, no in-place writes."""
     dtype, logits = logits.dtype, logits.float()
     tokens = torch.arange(logits.shape[1], device=logits.device)
     if padding:
@@ -210,7 +211,7 @@ def fusable_gradient_and_loss(logits: Tensor, targets: Tensor, padding: int) -> 
     counted = (targets != IGNORED).unsqueeze(1)
     is_target = tokens == targets.unsqueeze(1)
     norms = logits.logsumexp(1, keepdim=True)
-    # One logit of a row is selected; the others must not be multiplied, as those of padding are infinite.
+    # Select the target's logit by `where`, not by a product with 0: the logits of padding are infinite.
     chosen = torch.where(is_target, logits, 0.0).sum(1, keepdim=True)
     loss = torch.where(counted, norms - chosen, 0.0).sum()
     grad = torch.where(counted, (logits - norms).exp() - is_target.float(), 0.0)
@@ -219,6 +220,6 @@ def fusable_gradient_and_loss(logits: Tensor, targets: Tensor, padding: int) -> 
 
 @cache
 def _compiled_kernel() -> LossKernel:
-    # Each shape by itself, so that a resumed run computes the same bits, although it has not seen the shapes before.
+    # Each shape is compiled by itself, so that a resumed run, which has not seen earlier shapes, computes equal bits.
     compiled: LossKernel = torch.compile(fusable_gradient_and_loss, dynamic=False)
     return compiled

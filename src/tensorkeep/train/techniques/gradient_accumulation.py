@@ -1,4 +1,4 @@
-"""Gradient accumulation: a batch is computed in micro-batches, whose gradients add up to that of the batch."""
+"""Gradient accumulation: a batch is computed in micro-batches, and their gradients add up to the batch gradient."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
 
 class AccumulationSettings(Section, frozen=True):
-    """How much is computed at once.
+    """How many micro-batches a batch has.
 
     Attributes
     ----------
     batches : int
-        Micro-batches of one batch of ``loop.batch_size`` sequences, which they must divide evenly.
+        Micro-batches in one batch; a divisor of ``loop.batch_size``.
     """
 
     batches: Annotated[int, msgspec.Meta(ge=2)] = 2
@@ -49,7 +49,6 @@ class GradientAccumulation(Technique):
     settings: AccumulationSettings
 
     def apply(self, run: Run) -> None:
-        """Split the batches, and let the loop accumulate as many more of them."""
         loop, count = run.config.loop, self.settings.batches
         if loop.batch_size % count:
             raise UsageError(
@@ -59,12 +58,13 @@ class GradientAccumulation(Technique):
             )
         self._batches = MicroBatches(run.batches, count)
         run.batches = self._batches
-        # For this process only: the stored configuration has whole batches, and a resumed run may split them otherwise.
+        # For this process only: the stored configuration has whole batches, and a resumed run may split them in another
+        # way.
         loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // count, accumulate=loop.accumulate * count)
         run.config = msgspec.structs.replace(run.config, loop=loop)
 
     def verify(self, run: Run) -> Verification:
-        """Count the losses, their sequences, and the optimizer steps between them, which must be none."""
+        """Count the losses, their sequences, and the optimizer steps between the losses, which must be 0."""
         loss, rows, early_steps = run.operations.loss, list[int](), 0
 
         def observed_loss(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -90,11 +90,10 @@ class GradientAccumulation(Technique):
 
 
 class MicroBatches(WrappedBatches):
-    """Batches split into micro-batches.
+    """Batches split into micro-batches; ``batch_rows`` is the number of sequences in the last whole batch."""
 
-    The saved state, between two steps, is that of the whole batches: a resumed run may split them differently.
-    ``batch_rows`` is the number of sequences of the last whole batch.
-    """
+    # `state_dict`, called between two steps, has the position in whole batches: a resumed run may split them in another
+    # way.
 
     def __init__(self, inner: BatchSource, count: int) -> None:
         super().__init__(inner, self._split)

@@ -24,9 +24,9 @@ class LengthCurriculumSettings(Section, frozen=True):
     Attributes
     ----------
     stages : int
-        The number of stages N: stage n draws from the shortest documents with n/N of all tokens, the last one from all.
+        The number of stages N: stage n draws from the shortest documents with n/N of all tokens.
     share : float
-        The fraction of the steps before the last stage, which the other stages divide equally.
+        The fraction of the steps before the last stage; the other stages have equal parts.
     """
 
     stages: Annotated[int, Meta(ge=2, le=100)] = 4
@@ -35,7 +35,7 @@ class LengthCurriculumSettings(Section, frozen=True):
 
 @dataclass(frozen=True)
 class _Stage:
-    """The batches of a stage, and the number of its documents and tokens."""
+    """The batches of a stage, and its number of documents and tokens."""
 
     batches: Batches
     documents: int
@@ -45,9 +45,9 @@ class _Stage:
 class LengthCurriculum(Technique):
     """Platanios et al., arXiv 1903.09848: easy examples first; the longer a document, the harder it is.
 
-    A stage concatenates its documents, shortest first, and draws windows from them as from any text; the windows depend
-    on the number of the batch alone. The documents of all stages but the last are copied into memory. Evaluation always
-    uses all documents.
+    A stage concatenates its documents, shortest first, and draws windows from the result; the windows depend on the
+    number of the batch alone. The documents of all stages but the last are copied into memory. Evaluation always uses
+    all documents.
     """
 
     name: ClassVar = "length-curriculum"
@@ -68,13 +68,12 @@ class LengthCurriculum(Technique):
     settings: LengthCurriculumSettings
 
     def apply(self, run: Run) -> None:
-        """Sort the documents, and replace the run's batches by those of the stages."""
         self._lengths = _document_lengths(run)
         everything = _Stage(_batches(run, run.dataset.train), len(self._lengths), int(self._lengths.sum()))
         self._stages = [*_first_stages(run, self._lengths, self.settings.stages), everything]
 
         def draw(batches: BatchSource) -> Batch:
-            # The position is that of the last stage, which has the whole text.
+            # `batches` belongs to the last stage, and counts the position for all stages.
             batch = self._stages[self._stage(run)].batches.at(batches.position)
             next(batches)
             return batch
@@ -82,13 +81,13 @@ class LengthCurriculum(Technique):
         run.batches = WrappedBatches(everything.batches, draw)
 
     def _stage(self, run: Run) -> int:
-        # A warm-up draws a batch before the first step.
+        # 0 in a warm-up, which draws a batch before the first step.
         done = max(0, run.progress.step - 1) / (self.settings.share * run.config.loop.steps)
         stages = self.settings.stages
         return min(int(done * (stages - 1)), stages - 1)
 
     def verify(self, run: Run) -> Verification:
-        """Compare the trained windows with those of the stage at the same positions."""
+        """Compare the trained windows with the stage's windows at the same positions."""
         everything = self._stages[-1].batches
         begin = everything.position
         with record_inputs(run) as inputs:
@@ -110,7 +109,7 @@ class LengthCurriculum(Technique):
 
 
 def _document_lengths(run: Run) -> npt.NDArray[np.int64]:
-    """Return the length in tokens of each document of the training split, with the token that ends it."""
+    """Return the document lengths of the training split, in tokens, with the token that ends a document."""
     if run.dataset.mixture:
         raise UsageError(
             "length-curriculum sorts the documents of one text, and the data is a mixture",

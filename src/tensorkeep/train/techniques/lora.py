@@ -16,7 +16,7 @@ from tensorkeep.train.techniques.observe import count_updates, fingerprint
 
 
 class LoraSettings(Section, frozen=True):
-    """The size of the adapters, and which layers have one.
+    """The size of the adapters, and which layers have an adapter.
 
     Attributes
     ----------
@@ -25,7 +25,7 @@ class LoraSettings(Section, frozen=True):
     alpha : float
         The output of the adapters is multiplied by alpha / rank.
     targets : str
-        The layers that have one: those of ``"attention"``, of the ``"mlp"``, or ``"all"`` of both.
+        The layers that have an adapter: ``"attention"``, ``"mlp"``, or ``"all"``.
     """
 
     rank: Count = 8
@@ -56,15 +56,14 @@ class Lora(Technique):
     }
 
     def configure(self, config: Config) -> Config:
-        """Give the model adapters."""
         settings = msgspec.structs.asdict(self.settings)
         return config.changed({f"model.lora.{name}": value for name, value in settings.items()})
 
     def verify(self, run: Run) -> Verification:
-        """Compare the bits of all weights before and after the update, and what the optimizers have."""
+        """Compare the bits of all weights before and after the update."""
         parameters = dict(run.model.named_parameters())
         frozen = {name: each for name, each in parameters.items() if not is_adapter(name)}
-        # In the first update only B moves: the gradient of A is a product with B, which is 0.
+        # The first update moves only B: the gradient of A is a product with B, which is 0.
         adapters = {name: each for name, each in parameters.items() if name.endswith(ADAPTER_B)}
         with count_updates(run) as updates:
             before = _fingerprints(parameters)

@@ -20,7 +20,7 @@ _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 """The states that are quantised, and whether they are signed: the momentum, and the variance."""
 
 _MIN_ELEMENTS = 4096
-"""torchao quantises states of so many elements or more."""
+"""torchao quantises states of at least this many elements."""
 
 
 class LowBitSettings(Section, frozen=True):
@@ -42,7 +42,7 @@ class LowBitSettings(Section, frozen=True):
 class LowBitOptimizer(Technique):
     """Dettmers et al., arXiv 2110.02861, with torchao, in blocks of 256 elements (4 bits: 128) that share a scale.
 
-    States of fewer than 4,096 elements keep 32 bits, and so do those whose size is not a multiple of the block size.
+    States of fewer than 4,096 elements keep 32 bits, and so do states with a size that is not a multiple of a block.
     """
 
     name: ClassVar = "low-bit-optimizer"
@@ -62,12 +62,10 @@ class LowBitOptimizer(Technique):
     }
 
     def missing(self, machine: Machine) -> str | None:
-        """Return the missing requirement."""
         lack = machine.missing_package("torchao", install="torchao")
         return lack or (machine.missing_compiler() if self.settings.compiled else None)
 
     def apply(self, run: Run) -> None:
-        """Replace torch's AdamW by torchao's."""
         optimizer = low_bit(run.optimizers["adamw"], bits=self.settings.bits)
         self._block_size = optimizer.block_size
         if not any(map(self._is_large, weights_of(optimizer))):
@@ -84,7 +82,7 @@ class LowBitOptimizer(Technique):
         return weight.numel() >= _MIN_ELEMENTS and weight.numel() % self._block_size == 0
 
     def verify(self, run: Run) -> Verification:
-        """Check the update, which states are quantised after it, and their fraction of the bytes."""
+        """Check the update, and which states are quantised after it."""
         with count_updates(run) as updates, observe_adamw(run) as observed:
             yield
         optimizer = run.optimizers["adamw"]
@@ -137,7 +135,7 @@ def low_bit(plain: torch.optim.Optimizer, *, bits: int | str) -> Any:
 
 
 def _rates_to_tensors(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-    """Make the learning rates tensors, for torchao's step only; elsewhere they are numbers."""
+    """Make the learning rates tensors, for torchao's step only; other code reads numbers."""
     for group in optimizer.param_groups:
         group["rate"], group["lr"] = group["lr"], torch.tensor(group["lr"], dtype=torch.float32)
 
@@ -155,7 +153,7 @@ def _flatten_states(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
 
 
 def _unflatten_states(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Make quantised tensors of those that `_flatten_states` returned, and of the tensors of torch's AdamW."""
+    """Make quantised tensors from the result of `_flatten_states`, or from the states of torch's AdamW."""
     weights = weights_of(optimizer)
 
     def unflatten(index: int, key: str, value: Any) -> Any:
@@ -180,7 +178,7 @@ def _with_states(state: dict[str, Any], change: Callable[[int, str, Any], Any]) 
 
 
 def _inner_tensors(tensor: Any) -> dict[str, Tensor]:
-    """Return the plain tensors of a quantised one; a plain one itself."""
+    """Return the plain tensors inside a quantised tensor; a plain tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return {"": tensor}
     names, _ = tensor.__tensor_flatten__()

@@ -23,13 +23,13 @@ _DTYPES: dict[_Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.
 _CLEARLY_FASTER = 1.1
 """How many times as fast as float32 the matmuls of a precision must be."""
 _WORTH_SCALING = 1.5
-"""How many times as fast as bfloat16 float16 must be: it needs scaled losses and skips updates, and a GPU that computes
-bfloat16 at all either has the same speed in both, apart from noise, or emulates bfloat16 several times slower."""
+"""How many times as fast as bfloat16 float16 must be, because it needs scaled losses and skips updates. A GPU computes
+both at the same speed, apart from noise, or emulates bfloat16 several times slower."""
 _NOISE = 1.15
-"""A ratio of two measurements that is nearer to its bound than this factor is measured again."""
+"""Two speeds are measured again if their ratio is within this factor of a bound."""
 _MEASUREMENTS = 3
 _SHORT_CONTEXT = 256
-"""Tokens of context from which attention on a CPU is as fast in 16 bits as in 32."""
+"""On a CPU, attention to fewer tokens is slower in 16 bits than in 32."""
 
 
 class MixedPrecisionSettings(Section, frozen=True):
@@ -38,12 +38,12 @@ class MixedPrecisionSettings(Section, frozen=True):
     Attributes
     ----------
     dtype : str
-        ``"bf16"``; ``"fp16"``, whose losses are scaled so that small gradients do not vanish; ``"auto"``: bf16, or fp16
-        where its matmuls, measured here, are at least 1.5 times as fast; an error if neither is faster than float32.
-        The choice is stored with the run.
+        ``"bf16"``; ``"fp16"``, with scaled losses, so that small gradients do not vanish; ``"auto"``: bf16, or fp16 if
+        its matmuls, measured here, are at least 1.5 times as fast; an error if neither is faster than float32. The
+        choice is stored with the run.
     attention : str
         The precision of attention between its projections: ``"same"``; ``"float32"``; ``"auto"``: float32 on CPUs with
-        contexts of less than 256, where the gradient of torch's 16-bit kernel takes several times as long.
+        contexts of less than 256, because the gradient of torch's 16-bit kernel takes several times as long.
     """
 
     dtype: Literal["auto", "bf16", "fp16"] = "auto"
@@ -83,7 +83,6 @@ class MixedPrecision(Technique):
         return torch.float16 if self.settings.dtype == "fp16" else torch.bfloat16
 
     def apply(self, run: Run) -> None:
-        """Compute losses under autocast, those of evaluations too; scale them in float16."""
         dtype, operations = self._dtype, run.operations
 
         def under_autocast(inner: Loss) -> Loss:
@@ -133,7 +132,7 @@ class MixedPrecision(Technique):
         operations.accepts, operations.update = accepts_or_backs_off, update
 
     def verify(self, run: Run) -> Verification:
-        """Record the dtype of each linear layer's output, and of attention's result."""
+        """Record the dtypes of the results of linear layers and of attention."""
         linear: Counter[torch.dtype] = Counter()
         attention: Counter[torch.dtype] = Counter()
         layers = [each for each in run.model.blocks.modules() if isinstance(each, nn.Linear)]
@@ -145,14 +144,14 @@ class MixedPrecision(Technique):
             yield
         if set(linear) != {self._dtype}:
             raise self.not_active(f"linear layers returned {_formatted(linear)}", "leave it out, or report it")
-        of_attention = torch.float32 if self.settings.attention == "float32" else self._dtype
-        if set(attention) != {of_attention}:
+        in_attention = torch.float32 if self.settings.attention == "float32" else self._dtype
+        if set(attention) != {in_attention}:
             raise self.not_active(f"attention returned {_formatted(attention)}")
         return Proof(
-            f"{linear[self._dtype]} results of linear layers were {self._dtype}, those of attention {of_attention}",
+            f"{linear[self._dtype]} results of linear layers were {self._dtype}, attention returned {in_attention}",
             results=linear[self._dtype],
             dtype=str(self._dtype),
-            attention=str(of_attention),
+            attention=str(in_attention),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,10 +183,8 @@ def _fastest(device: torch.device) -> _Precision:
 
 
 def _peaks(device: torch.device) -> list[float]:
-    """Return the FLOP/s of matmuls in float32, bfloat16 and float16, measured again while a decision is near.
-
-    Other processes only slow a measurement down, so that the highest of several is nearest to the truth.
-    """
+    """Return the FLOP/s of matmuls in float32, bfloat16 and float16, measured again while a decision is near."""
+    # Other processes only slow a measurement down, so the highest of several is nearest to the truth.
     dtypes = (torch.float32, *_DTYPES.values())
     peaks = [0.0] * len(dtypes)
     for _ in range(_MEASUREMENTS):

@@ -31,7 +31,7 @@ PROVED_TOKENS = 1024
 """Tokens of a batch that are also computed in plain Python while a step is observed; at least one row."""
 
 _SAMPLED = 4096
-"""Elements of each weight that the proof of an update compares, evenly spaced."""
+"""Elements of every weight that the proof of an update compares, evenly spaced."""
 _TOLERANCE = 0.01
 """The largest distance of an update from the formula, relative to the length of the update."""
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -40,14 +40,14 @@ _ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 @contextmanager
 def count_calls(modules: Iterable[nn.Module]) -> Iterator[Counter[nn.Module]]:
-    """Count how often the forward of each module runs."""
+    """Count how often the forward of every module runs."""
     calls: Counter[nn.Module] = Counter()
     with observe_inputs(modules, lambda module, inputs: calls.update([module])):
         yield calls
 
 
 def observe_inputs(modules: Iterable[nn.Module], observer: Observer) -> AbstractContextManager[None]:
-    """Call a function with the first input of each module, before other hooks change it."""
+    """Call a function with the first input of every module, before other hooks change it."""
 
     def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():
@@ -57,7 +57,7 @@ def observe_inputs(modules: Iterable[nn.Module], observer: Observer) -> Abstract
 
 
 def observe_outputs(modules: Iterable[nn.Module], observer: Observer) -> AbstractContextManager[None]:
-    """Call a function with the output of each module."""
+    """Call a function with the output of every module."""
 
     def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -88,7 +88,7 @@ def replace_operation(run: Run, name: Operation, replacement: Callable[..., Any]
 
 @contextmanager
 def record_inputs(run: Run) -> Iterator[list[Tensor]]:
-    """Record the inputs, on the CPU, of each call of the run's loss."""
+    """Record the inputs, on the CPU, of every call of the run's loss."""
     loss, inputs_of_step = run.operations.loss, []
 
     def recording_loss(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 @dataclass
 class Updates:
-    """The number of weight updates (0 if the gradient was not finite), and the steps of each optimizer by name."""
+    """The number of weight updates (0 if the gradient was not finite), and the steps of every optimizer by name."""
 
     count: int = 0
     optimizer_steps: Counter[str] = field(default_factory=Counter)
@@ -114,7 +114,7 @@ class Updates:
 
 @contextmanager
 def count_updates(run: Run) -> Iterator[Updates]:
-    """Count the updates of the weights, and the steps of each optimizer."""
+    """Count the updates of the weights, and the steps of every optimizer."""
     updates, update = Updates(), run.operations.update
 
     def counting_update() -> None:
@@ -158,7 +158,7 @@ def warm_up_loss(run: Run) -> None:
 
 @contextmanager
 def plain_rows_computed(run: Run) -> Iterator[None]:
-    """Within this context, also compute a few rows of each batch in plain Python, if the loss itself runs no hooks."""
+    """Within this context, also compute a few rows of every batch in plain Python, if the loss itself runs no hooks."""
     loss, plain = run.operations.loss, run.operations.plain_loss
     if plain is None:
         yield

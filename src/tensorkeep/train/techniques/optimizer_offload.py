@@ -13,11 +13,11 @@ from tensorkeep.train.techniques.observe import observe_adamw
 from tensorkeep.units import format_bytes
 
 _BUCKET_BYTES = 64 << 20
-"""Weights that are updated together: while the CPU updates one bucket, others are being copied."""
+"""Weights that are updated together: while the CPU updates one bucket, other buckets are being copied."""
 
 
 class OptimizerOffload(Technique):
-    """Ren et al., arXiv 2101.06840. Muon, whose updates are matmuls, stays on the device."""
+    """Ren et al., arXiv 2101.06840. Muon stays on the device: its updates are matmuls."""
 
     name: ClassVar = "optimizer-offload"
     kind: ClassVar = "systems"
@@ -39,11 +39,10 @@ class OptimizerOffload(Technique):
     }
 
     def apply(self, run: Run) -> None:
-        """Replace AdamW by an optimizer that steps on the CPU."""
         run.optimizers["adamw"] = HostOptimizer(run.optimizers["adamw"])
 
     def verify(self, run: Run) -> Verification:
-        """Count the gradient bytes copied to the CPU, and check the update and the device of the states after it."""
+        """Count the gradient bytes copied to the CPU, and check the update and the device of the states."""
         optimizer: Any = run.optimizers["adamw"]
         before = getattr(optimizer, "fetched_bytes", 0)
         with observe_adamw(run, getattr(optimizer, "state_of", None)) as observed:
@@ -87,11 +86,11 @@ class HostOptimizer(torch.optim.Optimizer):
     """Steps the weights of a device on the CPU.
 
     Its parameter groups hold the weights on the device, so clipping, scaling and accumulation of gradients work as
-    before. A step copies the gradients to the CPU, updates copies of the weights there, and copies those back: on CUDA
-    through pinned memory, in a stream of its own. It saves the states of the wrapped optimizer.
+    before. A step copies the gradients to the CPU, updates copies of the weights there, and copies the result back: on
+    CUDA through pinned memory, in a stream of its own. It saves the states of the wrapped optimizer.
 
     Nothing else may change the weights between two steps, except temporarily; ``load_state_dict`` reads them again.
-    ``fetched_bytes`` counts the bytes of gradients that were copied to the CPU in all steps so far.
+    ``fetched_bytes`` counts the gradient bytes that were copied to the CPU so far.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
@@ -118,7 +117,7 @@ class HostOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the weights that have a gradient."""
-        # The master copies are about to be overwritten.
+        # The last step may still be copying the master weights, which this step overwrites.
         self._copied_back.synchronize()
         if not self._masters_are_current:
             for weight in self._weights:
@@ -126,7 +125,7 @@ class HostOptimizer(torch.optim.Optimizer):
             self._masters_are_current = True
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(group))
-        # The gradients are complete when the device reaches this point, and the weights are no longer in use.
+        # At this point in the device's stream, the gradients are complete and the weights are no longer in use.
         self._stream.wait_stream(self._backend.current_stream(self._device))
         arrivals = [self._fetch_gradients(bucket) for bucket in self._buckets]
         for bucket, arrived in zip(self._buckets, arrivals, strict=True):
@@ -147,7 +146,8 @@ class HostOptimizer(torch.optim.Optimizer):
         return arrived
 
     def _update(self, bucket: list[_HostWeight]) -> None:
-        """Update one bucket, whose weights are then the only ones with a gradient, and begin to copy it back."""
+        """Update one bucket, and begin to copy it back."""
+        # The inner optimizer steps the weights that have a gradient: for this call, the weights of the bucket.
         with_gradient = [weight for weight in bucket if weight.live.grad is not None]
         for weight in with_gradient:
             weight.master.grad = weight.gradient

@@ -23,7 +23,7 @@ class ProgressiveLengthSettings(Section, frozen=True):
     Attributes
     ----------
     pieces : tuple of int
-        For each stage: into how many pieces a window is cut. The last stage has full windows, 1.
+        For each stage: the number of pieces that a window is cut into. The last stage has full windows, 1.
     shares : tuple of float
         For each stage: its fraction of the steps. They sum to 1.
     """
@@ -50,8 +50,8 @@ class ProgressiveLength(Technique):
     """Li et al., arXiv 2108.06084, but no token is dropped.
 
     The pieces of a window become rows of the batch, so each step trains the same tokens as without the technique. The
-    stage depends on the step alone, so a run can resume within a stage. Evaluation always has full windows. Learned
-    positions that only full windows reach are learned in the last stage.
+    stage depends on the step alone, so a run can resume within a stage. Evaluation always has full windows. Only full
+    windows train the last learned positions.
     """
 
     name: ClassVar = "progressive-length"
@@ -71,19 +71,16 @@ class ProgressiveLength(Technique):
     settings: ProgressiveLengthSettings
 
     def configure(self, config: Config) -> Config:
-        """Check that windows can be cut."""
         length = config.model.context_length
         for pieces in self.settings.pieces:
             if length % pieces:
                 raise UsageError(
                     f"a context of {length} cannot be cut into {pieces} equal pieces",
-                    remedy="give others (techniques.progressive-length.pieces), or another model.context_length",
+                    remedy="give other pieces (techniques.progressive-length.pieces), or another model.context_length",
                 )
         return config
 
     def apply(self, run: Run) -> None:
-        """Cut the windows of the run's batches."""
-
         def cut(batches: BatchSource) -> Batch:
             inputs, targets = (each.reshape(-1, self._length(run)) for each in next(batches))
             return inputs, targets

@@ -43,7 +43,7 @@ class Stack:
 
     @classmethod
     def of(cls, settings: Mapping[str, Mapping[str, Any]]) -> "Stack":
-        """Return a stack from the settings of each technique by its name."""
+        """Return a stack from the settings of every technique by its name."""
         return cls([_build(name, given) for name, given in settings.items()])
 
     def check(self, machine: Machine) -> None:

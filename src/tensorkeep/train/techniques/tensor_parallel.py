@@ -48,7 +48,7 @@ class TensorParallel(ShardingTechnique):
 
     Between the two layers each process computes alone; after the second layer the results are summed. Embeddings, norms
     and the head are replicated, and the processes compute the same batches. Dropout in attention draws the same zeros
-    for the heads of each process. Beside fsdp or hsdp, groups of processes share the matmuls.
+    for the heads of every process. Beside fsdp or hsdp, groups of processes share the matmuls.
     """
 
     name: ClassVar = "tensor-parallel"

@@ -1,4 +1,4 @@
-"""TF32: float32 matmuls whose operands are rounded to fewer bits by the device."""
+"""TF32: the device rounds the operands of float32 matmuls to fewer bits."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +16,7 @@ from tensorkeep.train.techniques.observe import observe_outputs
 _LEVELS = {"tf32": "high", "bf16": "medium"}
 _SIZE = 256
 _ROUNDED = 1e-5
-"""A float32 matmul is within 1e-6 of the exact one; with operands of 10 bits of mantissa it is off by 3e-4."""
+"""A float32 matmul is exact to 1e-6; with operands of 10 bits of mantissa it is off by 3e-4."""
 
 
 class Tf32Settings(Section, frozen=True):
@@ -35,7 +35,7 @@ class Tf32Settings(Section, frozen=True):
 class Tf32(Technique):
     """Results, sums, weights and everything else outside matmuls stay in float32.
 
-    Beside mixed precision it applies to the matmuls that are left in float32, such as those of samples.
+    Beside mixed precision it applies to the matmuls that stay in float32, such as matmuls of generation.
     """
 
     name: ClassVar = "tf32"
@@ -49,10 +49,10 @@ class Tf32(Technique):
     settings: Tf32Settings
 
     def missing(self, machine: Machine) -> str | None:
-        """Return what device it needs. On a CPU a matmul is tried, because torch accepts the setting on any CPU."""
         precision = self.settings.precision
         if machine.on_cuda:
             return "needs a CPU for bf16" if precision == "bf16" else machine.missing_cuda(least=(8, 0))
+        # Try a matmul: torch accepts the setting on any CPU.
         with _restored_precision():
             torch.set_float32_matmul_precision(_LEVELS[precision])
             error = _matmul_error(machine.device)
@@ -61,12 +61,10 @@ class Tf32(Technique):
         return f"needs a device that rounds float32 matmuls to {precision}; here they are exact to {error:.0e}"
 
     def process(self) -> AbstractContextManager[None]:
-        """Restore the precision at the end."""
         return _restored_precision()
 
     def apply(self, run: Run) -> None:
-        """Set the precision of matmuls."""
-        # Of all backends: torch.compile reads the common setting, and fails where only one backend has been set.
+        # The setting of all backends: torch.compile reads it, and fails if it differs from a backend's own setting.
         torch.set_float32_matmul_precision(_LEVELS[self.settings.precision])
         run.speed.peak = measured_peak(run.device)
 
@@ -107,7 +105,7 @@ def _precision(device: torch.device) -> str:
 
 @contextmanager
 def _restored_precision() -> Iterator[None]:
-    """Restore the common precision and that of each backend at the end."""
+    """Restore the common precision and the backends' own precisions at the end."""
     common = torch.get_float32_matmul_precision()
     own = {device: _precision(device) for device in (torch.device("cpu"), torch.device("cuda"))}
     try:

@@ -1,7 +1,7 @@
 """Triton kernels for the activation of an MLP, forward and backward, each in one pass over memory.
 
-This module imports Triton, so only the technique that is on imports it. Everything is computed in float32 and rounded
-once.
+This module imports Triton, which not every machine has, so only the technique imports it, when it is on. Everything is
+computed in float32 and rounded once.
 """
 
 from collections.abc import Callable
@@ -81,7 +81,7 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: int, gate: Tensor, up: Tensor | None, count_launch: Callable[[str], object]) -> Tensor:
         gate = gate.contiguous()
-        # The kernel needs a pointer, also if it does not read it.
+        # The kernel needs a second pointer even if it does not read from it.
         other = gate if up is None else up.contiguous()
         ctx.save_for_backward(gate, other)
         ctx.kind, ctx.count_launch = kind, count_launch
@@ -104,6 +104,6 @@ class _Activation(torch.autograd.Function):
 
 def _launch(kernel: Any, *tensors: Tensor, kind: int) -> None:
     count = tensors[0].numel()
-    # Triton launches on the current device, not on that of the tensors.
+    # Triton launches on the current device, which may not be the device of the tensors.
     with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
         kernel[(triton.cdiv(count, _BLOCK),)](*tensors, count, KIND=kind, BLOCK=_BLOCK)

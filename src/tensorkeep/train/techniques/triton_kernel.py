@@ -1,4 +1,4 @@
-"""Triton kernel: the activation of each MLP in one pass over memory, forward and backward."""
+"""Triton kernel: the activation of an MLP in one pass over memory, forward and backward."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
 
 _SUPPORTED = ("relu2", "swiglu", "geglu")
-"""Activations that torch computes in several passes; GELU is one kernel in torch."""
+"""Activations that torch computes in several passes. GELU is one kernel in torch."""
 
 
 class TritonKernel(Technique):
@@ -31,11 +31,9 @@ class TritonKernel(Technique):
     conflicts: ClassVar = {"compile": "the compiler fuses activations itself"}
 
     def missing(self, machine: Machine) -> str | None:
-        """Return the missing requirement."""
         return machine.missing_cuda(least=(8, 0)) or machine.missing_package("triton", install="triton")
 
     def apply(self, run: Run) -> None:
-        """Give the MLPs of all blocks a forward that launches the kernel."""
         kind = run.config.model.activation
         if kind not in _SUPPORTED:
             raise UsageError(

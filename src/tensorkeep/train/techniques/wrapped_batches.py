@@ -10,9 +10,9 @@ from tensorkeep.train.data.batches import Batch, BatchSource
 
 
 class WrappedBatches:
-    """Batches that ``draw`` makes from ``inner``, whose position and checkpoint state they have.
+    """Batches that ``draw`` makes from ``inner``, with the position and the checkpoint state of ``inner``.
 
-    ``length`` returns the tokens in a window, if the windows are others than those of ``inner``.
+    ``length`` returns the tokens in a window, if ``draw`` changes the windows.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class WrappedBatches:
 
     @property
     def note(self) -> str | None:
-        """What of the data is not used, for the user."""
+        """A note for the user about data that is not used."""
         return self.inner.note
 
     def __iter__(self) -> Self:
@@ -44,7 +44,7 @@ class WrappedBatches:
         return self._draw(self.inner)
 
     def draw_part(self, part: int, parts: int) -> None:
-        """Draw from one of equal parts of the rows of each inner batch."""
+        """Draw from one of ``parts`` equal parts of the rows of every inner batch."""
         self.inner.draw_part(part, parts)
 
     def state_dict(self) -> dict[str, int]:

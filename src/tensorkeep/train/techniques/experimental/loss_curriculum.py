@@ -107,7 +107,7 @@ class LossCurriculum(Technique):
 
 @torch.no_grad()
 def window_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of each window of a batch of shape [rows, context]: float32 on the CPU, of shape [rows]."""
+    """Return the mean loss of every window of a batch of shape [rows, context]: float32 on the CPU, of shape [rows]."""
     device = model.tokens.weight.device
     with evaluating(model):
         features = model.features(inputs.to(device))

@@ -19,7 +19,7 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 
 _QUERIES_AT_ONCE = 32
-"""Queries of one matmul; the last matmul of each block is padded."""
+"""Queries of one matmul; the last matmul of every block is padded."""
 
 
 class ChosenBlocks(NamedTuple):
