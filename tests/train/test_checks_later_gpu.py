@@ -33,8 +33,8 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path, data: Path, changes: dict[str
     with opened(FUSED.changed(changes), tmp_path / "run", data) as run:
         for _ in range(3):
             make_step(run)
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             make_step(run)
             # What waits is an error in this mode.
             with pytest.raises(RuntimeError, match="synchronizing"):
