@@ -280,8 +280,8 @@ class TechniqueSuite(ABC):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, of all its shards if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    """Return a copy of a tensor on the CPU, of all its shards if it is sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()).cpu()
 
 
 def _distance(start: Mapping[str, torch.Tensor], folder: Path) -> float:
