@@ -193,7 +193,8 @@ class AttentionKernel(Technique):
     def _reasons_in_error(self) -> Iterator[None]:
         """Put torch's warnings into the error, if torch found no kernel: they have the reasons."""
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            # Only these: a warning is given again without its module, by which others are filtered.
+            warnings.simplefilter("always", UserWarning)
             try:
                 yield
             except RuntimeError as error:
