@@ -290,7 +290,7 @@ def test_gpu_holds_only_weights_and_gradients() -> None:
         host.zero_grad()
         for live, copy in zip(found, plain.param_groups[0]["params"], strict=True):
             assert torch.equal(live.cpu(), copy)
-    del found
+    del found, live
     assert torch.cuda.memory_allocated() == before
     assert all(each.gradient.is_pinned() and each.master.is_pinned() for each in host._weights)
 
