@@ -31,6 +31,7 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.validation import validation_loss
 from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.compile import Compile, CompileSettings
+from tensorkeep.train.techniques.observe import next_batch
 from train.techniques.several_processes import compile_by
 from train.tiny_training import check_same
 
@@ -82,6 +83,28 @@ def test_inductor_keeps_the_losses_with_dropout(tmp_path: Path, data: Path) -> N
     train_run(with_techniques(config, {"compile": {}}), tmp_path / "compiled", data, stop_after=2)
     plain, compiled = ([loss for _, _, loss in losses(tmp_path / each)] for each in ("plain", "compiled"))
     assert compiled == pytest.approx(plain, rel=1e-4)
+
+
+def test_gradients_of_embeddings_are_added_up_in_one_order(tmp_path: Path, data: Path) -> None:
+    """By several threads too, with many tokens of a kind. Other runs compile such a gradient as torch does."""
+    from torch._inductor.decomposition import decompositions
+
+    operator = torch.ops.aten.embedding_dense_backward.default
+    large = {
+        "model.context_length": 128,
+        "loop.batch_size": 32,
+        "loop.accumulate": 1,
+        "loop.threads": 4,
+        "model.dropout": 0.0,
+    }
+    config = with_techniques(TINY.changed({**large, "model.tied": False}), {"compile": {}})
+    assert operator in decompositions
+    with opened(config, tmp_path / "run", data) as run, next_batch(run) as batch:
+        weight = run.model.tokens.weight
+        gradients = [torch.autograd.grad(run.operations.loss(*batch), weight)[0] for _ in range(8)]
+        assert operator not in decompositions
+    assert all(torch.equal(gradients[0], each) for each in gradients)
+    assert operator in decompositions
 
 
 @pytest.mark.usefixtures("traced_only")

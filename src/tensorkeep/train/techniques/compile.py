@@ -88,11 +88,14 @@ class Compile(Technique):
 
     @contextmanager
     def process(self) -> Iterator[None]:
-        """Allow more shapes than torch does; release compiled code at the end, because the next run would count it."""
+        """Allow more shapes than torch does, add up in one order, and release the compiled code at the end.
+
+        The next run would count compiled code as its own.
+        """
         from torch._dynamo import config
 
         try:
-            with config.patch(recompile_limit=_MOST_SHAPES):
+            with config.patch(recompile_limit=_MOST_SHAPES), _embeddings_not_compiled():
                 yield
         finally:
             torch.compiler.reset()
@@ -206,6 +209,26 @@ class Compile(Technique):
             recompiled=self._recompiled,
             seconds=self._seconds,
         )
+
+
+@contextmanager
+def _embeddings_not_compiled() -> Iterator[None]:
+    """Leave the gradient of embeddings to torch's own kernel, which adds up the rows of a token in one order.
+
+    Compiled code adds them in any order, on a GPU and with several threads: a resumed run would have other last bits.
+    """
+    from torch._inductor.decomposition import decompositions
+    from torch.compiler import config
+
+    operator = torch.ops.aten.embedding_dense_backward.default
+    compiled = decompositions.pop(operator, None)
+    try:
+        # Not with code that was compiled and kept before.
+        with config.patch(cache_key_tag=f"{config.cache_key_tag} embeddings"):
+            yield
+    finally:
+        if compiled is not None:
+            decompositions[operator] = compiled
 
 
 def _counts() -> tuple[int, int, int]:
