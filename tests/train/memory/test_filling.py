@@ -53,6 +53,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def measured(trial: Any, memory: GpuMemory) -> Peaks:
         with trial as (built, _):
             sizes.append(built.config.loop.batch_size)
+            assert built.config.loop.accumulate == min(2, 24 // sizes[-1])
             assert not built.folder.exists()
             return Peaks(100 + 70 * built.config.loop.batch_size, 120)
 

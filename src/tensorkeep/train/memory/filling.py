@@ -97,7 +97,7 @@ def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tup
     available = min(world.all_gather(memory.available()))
 
     def measure(rows: int) -> Peaks | None:
-        found = _measured(trial(with_batch_size(config, rows * replicas)), memory)
+        found = _measured(trial(_shortened(with_batch_size(config, rows * replicas))), memory)
         memory.release()
         of_ranks = [each for each in world.all_gather(None if found is None else [*found]) if each is not None]
         return Peaks(*map(max, *of_ranks, [0, 0])) if len(of_ranks) == world.size else None
@@ -157,6 +157,14 @@ def with_batch_size(config: Config, batch_size: int) -> Config:
     if sequences % batch_size:
         raise UsageError(f"{sequences} sequences do not divide into batches of {batch_size}", remedy="give a divisor")
     loop = msgspec.structs.replace(config.loop, batch_size=batch_size, accumulate=sequences // batch_size)
+    return msgspec.structs.replace(config, loop=loop)
+
+
+def _shortened(config: Config) -> Config:
+    """Return a configuration with two batches in a step at most: the second, beside the gradient of the first, takes as
+    much memory as any later one.
+    """
+    loop = msgspec.structs.replace(config.loop, accumulate=min(2, config.loop.accumulate))
     return msgspec.structs.replace(config, loop=loop)
 
 
