@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STORAGES: dict[type[Path], Storage] = {type(Path()): LocalStorage()}
-"""The storage of each class of paths. `StorePath` joins at its first use, because its requests take long to import."""
+"""The storage for each class of paths. `StorePath` joins at its first use, because its requests take long to import."""
 
 
 def storage_of(path: Path) -> Storage:

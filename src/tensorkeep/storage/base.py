@@ -77,12 +77,12 @@ class SourceFile(Closing):
         return out.tobytes()
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> AbstractContextManager[object]:
-        """Return a context in which this thread's reads within one of these ranges share one request."""
+        """Let this thread's reads within a range share one request, until the context ends."""
         return nullcontext()
 
 
 class Directory(Closing):
-    """An open directory, whose files all belong to one checkpoint; a context manager.
+    """An open directory with the files of one checkpoint; a context manager.
 
     A save may replace the checkpoint at the path meanwhile. Files opened by path could then belong to two checkpoints:
     the manifest to the old one, the data to the new one. Files opened through one `Directory` cannot.
@@ -108,8 +108,8 @@ class Directory(Closing):
     def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
         """Open a file of the directory.
 
-        A symbolic link is CorruptCheckpointError unless ``follow_links``: a checkpoint holds none, so a link leads out
-        of it. With ``page_cache``, the bytes remain in the page cache for the next reader.
+        Without ``follow_links``, a symbolic link raises CorruptCheckpointError: a checkpoint has no links, so a link
+        leads to foreign files. With ``page_cache``, the bytes remain in the page cache for the next reader.
         """
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Directory(Closing):
         """Return whether the path now leads to something else, or to nothing."""
 
     def changed(self, names: Iterable[str]) -> str | None:
-        """Return the first of these opened files that now has other content, or is missing; None if none has."""
+        """Return the first name that now has other content or is missing; None if all files are unchanged."""
         return None
 
 
@@ -249,7 +249,7 @@ class Storage(ABC):
         direct: bool = True,
         progress: Callable[[int], None] = lambda count: None,
     ) -> OutputFile:
-        """Return a new file of at most ``most_bytes``; ``progress`` is called with the ``counts`` of each write."""
+        """Return a new file of at most ``most_bytes``. Each write calls ``progress`` with its ``counts``."""
 
     @abstractmethod
     def buffer_bytes(self, most_bytes: int) -> int:
@@ -273,6 +273,6 @@ class Storage(ABC):
         """Return the commit of a checkpoint: of a directory with a manifest, or of one file.
 
         ``replaceable`` returns whether an existing checkpoint may be replaced. A storage without a rename removes the
-        files of the replaced checkpoint, ``listed``, one by one, and leftovers of failed saves whose names ``is_ours``
-        accepts.
+        files of the replaced checkpoint one by one: the names that ``listed`` returns, and leftovers of failed saves
+        if ``is_ours`` accepts the name.
         """

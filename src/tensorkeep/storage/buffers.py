@@ -1,8 +1,7 @@
 """Page-aligned buffers under one byte budget.
 
-The memory of an operation is its threads times the size of their blocks, so the budget is one number for all of them,
-not one for each tensor. A task acquires all that it needs in one call: two tasks that each hold a buffer and wait for
-another could deadlock.
+An operation needs its number of threads times the block size, so one budget serves all tensors together. A task
+acquires all its memory in one call: two tasks that each hold a buffer and wait for another could deadlock.
 """
 
 import mmap
@@ -49,8 +48,8 @@ def buffer_bytes(nbytes: int) -> int:
 class Buffer:
     """A buffer of a pool, until `release` (in any thread) or the end of a ``with`` returns it.
 
-    ``array`` is page-aligned and of type uint8; its contents are undefined. It may have more bytes than ``size``, those
-    that were requested. While it is lent, it returns to the pool only when it was given back as often.
+    ``array`` is page-aligned and of type uint8; its contents are undefined. It may be longer than ``size``, the
+    requested bytes. A borrowed buffer returns to the pool after `release` and one `give_back` for each `lend`.
     """
 
     def __init__(self, pool: "BufferPool", memory: mmap.mmap, size: int) -> None:
@@ -89,15 +88,14 @@ class Buffer:
 
 
 class BufferPool(Closing):
-    """Reusable page-aligned host buffers whose sum never exceeds a budget; a context manager.
+    """Reusable page-aligned host buffers under one budget; a context manager.
 
     When a pool is closed, its buffers are kept for the next pool of the process: memory that was touched before is
     filled several times faster than new memory.
 
-    ``budget`` limits ``allocated_bytes``, the bytes of all buffers together, free ones included; ``peak_bytes`` is the
-    most that was allocated at one time. A request may be served by a free buffer of up to twice its size, but only as
-    far as the budget exceeds what the threads that `threads` has granted may hold: they never wait for each other.
-    ``page_lock`` page-locks the buffers while they belong to the pool.
+    ``budget`` limits ``allocated_bytes``, the bytes of all buffers, free ones included; ``peak_bytes`` is the maximum
+    so far. A request may get a free buffer of up to twice its size, as long as the threads granted by `threads` keep
+    enough budget: they never wait for each other. ``page_lock`` page-locks the buffers while the pool has them.
 
     Raises UsageError if the budget is below 64 MiB, which one thread needs to code and write blocks of 16 MiB.
 
@@ -170,7 +168,7 @@ class BufferPool(Closing):
         """Return a buffer, and whether it is new to the pool."""
         with self._changed:
             while True:
-                # Larger buffers would break the count of `threads`, which relies on the size of each request.
+                # Larger buffers would break the arithmetic in `threads`, which counts requested sizes.
                 spare = self.budget - self._granted - self._excess if self._granted else 0
                 largest = size + max(0, min(size, spare))
                 if best := _take_smallest(self._free, size, largest):
@@ -191,7 +189,7 @@ class BufferPool(Closing):
                     self._changed.wait(timeout=POLL_SECONDS)
 
     def _remove_free(self) -> mmap.mmap:
-        # Views of its array may still be alive; the memory is then unmapped with the last of them.
+        # Views of its array may still be alive; the memory is then unmapped with the last view.
         memory = self._free.pop()
         if self.page_lock is not None:
             self.page_lock.unlock(memory)

@@ -1,4 +1,4 @@
-"""The clock by which this package waits, repeats and gives up; tests use one that they set."""
+"""The clock for waiting, retrying and giving up. Tests replace it by a clock that they set."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ class Clock:
         return time.time()
 
     def thread_time(self) -> float:
-        """Return the seconds for which the calling thread has run on a processor."""
+        """Return the CPU seconds of the calling thread."""
         return time.thread_time()
 
     def sleep(self, seconds: float) -> None:
@@ -25,11 +25,11 @@ class Clock:
         time.sleep(seconds)
 
     def library_pause(self, seconds: float) -> float:
-        """Return for how long a library that waits by itself, such as obstore, is to wait in place of so long."""
+        """Return how long a library with its own clock, such as obstore, is to wait instead of ``seconds``."""
         return seconds
 
     def patience(self, seconds: float) -> float:
-        """Return for how long to wait for another thread in place of so long."""
+        """Return how long to wait for another thread instead of ``seconds``."""
         return seconds
 
 

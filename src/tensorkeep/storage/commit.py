@@ -1,7 +1,8 @@
-"""Temporaries of checkpoints: names, locks, and the removal of abandoned ones.
+"""The commit of a checkpoint on a disk: atomic, durable, one writer at a time.
 
-Each temporary is a directory beside its destination that its writer locks (``flock``). The kernel releases the lock
-when the writer dies, so a temporary without a lock is abandoned.
+A save writes everything under a temporary name beside the destination. `Commit.publish` makes that durable, makes it
+visible by one rename, and makes the name durable. If the process is killed at any instruction, the destination has
+either its old content or the complete new checkpoint.
 """
 
 import ctypes
@@ -29,10 +30,8 @@ from tensorkeep.storage.base import MANIFEST_NAME, PendingCommit
 from tensorkeep.storage.clock import clock
 from tensorkeep.storage.direct_io import close, store_error, store_errors, sync_directory, write_small
 
-# Temporaries of checkpoints: names, locks, and the removal of abandoned ones.
-#
-# Each temporary is a directory beside its destination that its writer locks (``flock``). The kernel releases the lock
-# when the writer dies, so a temporary without a lock is abandoned.
+# Temporaries. Each is a directory beside its destination that its writer locks (``flock``). The kernel releases the
+# lock when the writer dies, so a temporary without a lock is abandoned.
 
 logger = logging.getLogger(__name__)
 SUFFIX = ".tensorkeep-tmp"
@@ -182,15 +181,8 @@ def _rename_and_remove(temporary: Path) -> None:
     remove(renamed)
 
 
-# The only place that makes a checkpoint visible: atomic, durable, one writer at a time.
-#
-# Everything is written under a temporary name beside the destination. `Commit.publish` makes that durable, makes it
-# visible by one rename, and makes the name durable. A process that is killed at any instruction leaves at the
-# destination
-# either what was there before or the complete new checkpoint.
-#
-# A temporary is locked (``flock``) by its writer. The next save to the same destination removes the temporaries of dead
-# writers; if a writer is alive, it raises `BusyError`.
+# The commit. The next save to the same destination removes the temporaries of dead writers; if a writer is alive, it
+# raises `BusyError`.
 
 _CHOOSE = "choose another path, or ask to overwrite it (overwrite=True)"
 _AT_FDCWD = -100
@@ -324,7 +316,7 @@ class Commit(PendingCommit):
         _active.add(self)
 
     def publish(self, manifest: bytes | None = None) -> None:
-        """Make the checkpoint at `path`, whose files are durable already, visible at the destination, durably.
+        """Make the checkpoint at `path` visible at the destination, durably. Its files are durable already.
 
         Raises DestinationExistsError if something else has appeared there; StoreError if the operating system refuses.
         If only the sync of the new name failed, the error states that the checkpoint is visible; the old checkpoint
@@ -386,7 +378,7 @@ class Commit(PendingCommit):
         self._temporary = temporary
 
     def __exit__(self, *error: object) -> None:
-        if self not in _active:  # a forked child, whose parent is still saving
+        if self not in _active:  # in a forked child: the parent is still saving
             return
         try:
             if self._temporary != self.destination:
@@ -410,7 +402,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file atomically and durably, in place of an older one, whose permissions it keeps.
+    """Write a small file atomically and durably. A replaced file passes its permissions on.
 
     A symbolic link is followed. Raises StoreError if the operating system refuses; an older file then remains.
     """

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tensorkeep.errors import PathLike, StoreError, TensorkeepError
 from tensorkeep.storage.buffers import ALIGNMENT, Buffer, round_down
-from tensorkeep.storage.parallel import Permits, default_threads
+from tensorkeep.storage.parallel import ForkSafeSemaphore, default_threads
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 """A one-dimensional, contiguous array of bytes."""
 
 
-transfers = Permits(lambda: max(2, default_threads() // 2))
+transfers = ForkSafeSemaphore(lambda: max(2, default_threads() // 2))
 """Limits the transfers that run at once to half the threads.
 
 Threads that wait for one disk synchronise: all transfer, then all copy, hash or code while the disk is idle. With the
@@ -36,7 +36,7 @@ _REMEDIES = {
     errno.ENOSPC: "free some space, or save elsewhere",
     errno.EDQUOT: "free some of your quota, or save elsewhere",
     errno.EROFS: "the file system is read-only: save elsewhere",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "check its permissions, and those of the folders that it lies in"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "check the permissions of the path and of its parent folders"),
     errno.EIO: "the device reports an I/O error: check it (dmesg) before you trust it",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EMFILE: "close some files, or raise the limit of open files (ulimit -n)",
@@ -79,7 +79,7 @@ def close(fd: int) -> None:
         os.close(fd)
     except OSError as error:
         if error.errno == errno.EBADF:
-            raise  # it was closed before, and its number may be that of another file: a bug
+            raise  # a bug: the descriptor was closed before, and its number may belong to another file now
 
 
 class DirectFile:

@@ -30,8 +30,8 @@ class LocalFile(SourceFile):
     Large reads copy what is in the page cache from there and read the rest around it (O_DIRECT): from a fast disk, the
     kernel's copy and its small pages take longer than the read.
 
-    ``follow_links`` is whether the last component may be a symbolic link: a checkpoint never has one, so a link there
-    leads out of it. With ``page_cache``, everything is read through the page cache, and so left there for the next
+    ``follow_links`` is whether the last component may be a symbolic link: a checkpoint has no links, so a link leads to
+    foreign files. With ``page_cache``, everything is read through the page cache, and so left there for the next
     reader. ``directory`` is a descriptor of the directory that has the file, whatever its path is now. ``status`` is
     the file's status when it was opened, and ``size`` its length.
 

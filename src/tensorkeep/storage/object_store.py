@@ -134,8 +134,8 @@ class StoreDirectory(Directory):
     """The objects below a prefix; see `Directory`.
 
     Its files never change: a checkpoint is replaced by another manifest, which names other objects. The name
-    ``../NAME/FILE`` is that of an object of another checkpoint of the same run. With ``known``, the objects of a
-    listing by their keys, no request is made for their status.
+    ``../NAME/FILE`` means an object of another checkpoint in the same run. With ``known``, a listing's objects by key,
+    no request is made for a status.
     """
 
     def __init__(self, path: StorePath, known: Mapping[str, store_requests.ObjectStatus] | None = None) -> None:
@@ -278,7 +278,8 @@ class Upload:
     def write(self, offset: int, data: Bytes, memory: Buffer | None = None, *, counts: int = 0) -> None:
         """Write all of ``data``; waits until everything before it was written.
 
-        ``memory`` is the buffer in which it is. It is lent until the data was sent; without it, the data is copied.
+        ``memory`` is the buffer that holds ``data``; it is borrowed until the data was sent. Without it, the data is
+        copied.
         Raises the error of the upload; Cancelled.
         """
         if not len(data):
@@ -391,8 +392,8 @@ class Upload:
     def _is_there(self) -> bool:
         """Return whether the object is there although its upload failed: the answer to the last request was lost.
 
-        A second request to complete an upload is refused by some stores. Objects appear complete or not at all, and one
-        whose name holds the id of this save can be of no other; any other name may be that of an older object.
+        Some stores refuse a second request to complete an upload. Objects appear complete or not at all. A name with
+        the id of this save belongs to this save alone; any other name may belong to an older object.
         """
         if not self._pieces.exhausted or save_of(self.path.name) is None:
             return False
@@ -563,7 +564,7 @@ class ObjectStorage(Storage):
         return StoreDirectory(_url(path))
 
     def reads_again(self, attempt: int) -> bool:
-        # Behind one name of the web there may be servers whose tags of a file differ for ever.
+        # One web address may lead to several servers, and their tags of a file may differ for ever.
         return attempt < _MOST_ATTEMPTS
 
     def write_small(self, path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Resetting objects in forked children, which have neither the threads nor the locks of their parents."""
+"""Threads: tasks in parallel, calls that no signal handler interrupts, and state that forked children reset."""
 
 import _thread
 import contextvars
@@ -14,7 +14,7 @@ from tensorkeep.errors import OutOfMemoryError, UsageError
 from tensorkeep.machine import thread_wait_seconds, usable_processors
 from tensorkeep.storage.clock import clock
 
-# Resetting objects in forked children, which have neither the threads nor the locks of their parents.
+# Forked children have neither the threads nor the usable locks of their parent.
 
 T = TypeVar("T")
 _resets: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
@@ -100,7 +100,7 @@ class _Started(Signal):
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread; raises OutOfMemoryError if the system has no more of them, or no memory for another one."""
+    """Start a thread. Raises OutOfMemoryError if the system refuses another thread, or has no memory for one."""
     vars(thread)["_started"] = _Started()
     try:
         thread.start()
@@ -194,7 +194,7 @@ class _Call(Generic[Result]):
                 raise failure
             return self._result.pop()
         finally:
-            del failure  # whose traceback has this frame: a cycle would keep the state until it is collected
+            del failure  # its traceback has this frame: the cycle would keep the state until a garbage collection
 
 
 _local = threading.local()
@@ -204,12 +204,12 @@ _local = threading.local()
 def shielded(function: Callable[[], Result], cancel: Callable[[], object] = lambda: None) -> Result:
     """Call a function in another thread, where no handler of a signal can raise in it; return its result.
 
-    Python calls the handlers of signals in the main thread, between any two of its instructions, and many of them
-    raise: KeyboardInterrupt of Ctrl-C, SystemExit, the TimeoutError of an alarm. A file that was just opened, or a
-    lock that was just taken, would be lost before its owner knows of it. So the main thread only waits. If it is
-    interrupted, it calls ``cancel``, which may be called again and again, waits until the function has ended, and
-    raises the interrupt. A caller in another thread, which no handler interrupts, calls the function itself; ``cancel``
-    is called then, too, if that thread is one for which the main thread waits here.
+    Python calls signal handlers in the main thread, between any two instructions, and many handlers raise:
+    KeyboardInterrupt on Ctrl-C, SystemExit, the TimeoutError of an alarm. A file that was just opened, or a lock that
+    was just taken, would then be lost before its owner has a reference. So the main thread only waits. On an interrupt
+    it calls ``cancel``, possibly several times, waits until the function has ended, and raises the interrupt. Handlers
+    never interrupt another thread, so a caller there runs the function itself; ``cancel`` is called then, too, if the
+    main thread waits here for that thread.
     """
     if threading.get_ident() != threading.main_thread().ident:
         outer: _Call[Result] | None = getattr(_local, "call", None)
@@ -251,7 +251,7 @@ def shielded(function: Callable[[], Result], cancel: Callable[[], object] = lamb
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the total bytes, from any thread, one call at a time."""
 POLL_SECONDS = 0.1
-"""Interval at which a wait checks for cancellation."""
+"""How often a wait checks for cancellation."""
 
 
 def default_threads() -> int:
@@ -259,8 +259,8 @@ def default_threads() -> int:
     return max(2, min(8, 2 * len(usable_processors())))
 
 
-class Permits:
-    """A bounded number of permits, which threads hold by ``with permits.permit``; ``count`` returns how many."""
+class ForkSafeSemaphore:
+    """A bounded semaphore, ``permit``, of ``count()`` permits; in a forked child, all permits are free again."""
 
     def __init__(self, count: Callable[[], int]) -> None:
         self._count = count
@@ -273,8 +273,8 @@ class Permits:
         self.permit = threading.BoundedSemaphore(self._count())
 
 
-_coding = Permits(lambda: len(usable_processors()))
-_coding_beside = Permits(lambda: max(1, len(usable_processors()) // 2))
+_coding = ForkSafeSemaphore(lambda: len(usable_processors()))
+_coding_beside = ForkSafeSemaphore(lambda: max(1, len(usable_processors()) // 2))
 
 
 class Cancelled(Exception):
@@ -311,7 +311,7 @@ class Pace:
     """
 
     _WAITED = 0.2
-    """Seconds of waiting for each second of coding from which on a thread pauses."""
+    """A thread pauses after it has waited this long for a processor, per second of coding."""
 
     _PAUSE = 3.0
     """Seconds of pausing for each second of coding: a quarter of a processor is used, and steps are hardly slower."""
@@ -407,8 +407,8 @@ def answer_within(seconds: float, function: Callable[[], T]) -> T:
 def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancellation | None = None) -> None:
     """Call every task on ``threads`` threads; tasks start in order.
 
-    After the first exception, or a signal whose handler raises one (Ctrl-C), no further task starts, and those that
-    run are waited for before it is raised: tasks may use files that the caller closes afterwards.
+    After the first exception, or an interrupt such as Ctrl-C, no further task starts. The running tasks end before the
+    exception is raised, because tasks may use files that the caller closes afterwards.
 
     Examples
     --------
@@ -426,7 +426,7 @@ def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancell
         if failure:
             raise failure
     finally:
-        del failure  # whose traceback has this frame: a cycle would keep what the tasks use until it is collected
+        del failure  # its traceback has this frame: the cycle would keep the tasks until a garbage collection
     if workers.is_stopped:
         raise Cancelled
 
@@ -465,7 +465,7 @@ class _Workers:
                 self.failure = OutOfMemoryError("all threads have ended before their work", remedy=NO_MORE_THREADS)
 
     def _work(self) -> None:
-        # The threads take their memory before the tasks take the rest of it.
+        # Threads get their memory before tasks fill the rest.
         self._all_started.wait()
         try:
             while (task := self._next()) is not None:

@@ -81,8 +81,8 @@ def is_tombstone(name: str) -> bool:
 def put_tombstone(path: StorePath, manifest: bytes) -> StorePath:
     """Keep the manifest of a checkpoint that is about to be removed from a prefix; return the path of the tombstone.
 
-    A tombstone never replaces that of another manifest, whose objects may still be read. So if there is a
-    ``removed.json``, the name gets the digest of the manifest.
+    A tombstone never replaces another tombstone, because readers may still use the objects that it lists. So if
+    ``removed.json`` exists, the new name gets the digest of the manifest.
     """
     tombstone = path / TOMBSTONE_NAME
     if not store_requests.put_unless_changed(tombstone, manifest, None):
@@ -94,12 +94,11 @@ def put_tombstone(path: StorePath, manifest: bytes) -> StorePath:
 class StoreCommit(PendingCommit):
     """A checkpoint that is being written to a store: a context manager that removes it unless it was published.
 
-    ``path`` is the prefix of its objects, whose names `object_name` makes with ``save_id``. ``replaceable`` returns
-    whether an existing checkpoint may be replaced, as for `tensorkeep.storage.commit.Commit`. ``listed`` returns
-    the names
-    of the objects that the manifest at a path lists; those of a checkpoint that was replaced are removed, and those of
-    saves that failed a day ago, if ``is_ours`` accepts their names. Other steps may share the objects of a step: its
-    old manifest becomes the tombstone, and `prune` removes what no step names.
+    ``path`` is the prefix of the new objects; `object_name` makes their names with ``save_id``. ``replaceable`` returns
+    whether an existing checkpoint may be replaced. ``listed`` returns the objects that the manifest at a path lists:
+    the commit removes the objects of the replaced checkpoint, and the objects of saves that failed a day ago if
+    ``is_ours`` accepts the name. Other steps may share the objects of a step: its old manifest becomes the tombstone,
+    and `prune` removes what no step names.
 
     Raises DestinationExistsError if something is there and may not be replaced; StoreError if the store refuses or
     does not answer in time.
@@ -173,7 +172,7 @@ class StoreCommit(PendingCommit):
         return found is not None and found[1].tag == seen.tag
 
     def _check_free(self, names: Iterable[str]) -> None:
-        """Raise if there are objects below the prefix other than those of saves that did not end."""
+        """Raise if the prefix has objects that no unfinished save wrote."""
         foreign = sorted(name for name in names if save_of(name) is None and name != TOMBSTONE_NAME)
         if foreign:
             raise DestinationExistsError(
@@ -236,7 +235,7 @@ class StoreCommit(PendingCommit):
     def _check_objects(self, content: bytes) -> None:
         """Check that the objects of a save that took very long still exist: `prune` deletes those that are so old."""
         own = self._own_names(content)
-        # The manifest of several ranks names the fragment of each, which names the objects of the rank.
+        # The manifest of several ranks names one fragment per rank, and the fragment names the objects of its rank.
         for name in [name for name in own if name.endswith(".json")]:
             own += self._own_names(store_requests.read(self._url / name)[0])
         missing = {*own} - {name for name, _ in store_requests.children(self._url)}
@@ -261,7 +260,7 @@ class StoreCommit(PendingCommit):
                 found = self._read_back()
                 if found is not None and found[0] == content:
                     return True
-            # Reading back proves nothing: a request whose answer was lost may still be on its way.
+            # Reading back proves nothing: if the answer was lost, the request may still be on its way.
             if error.errno == errno.EACCES and not before:
                 self._may_appear = False
                 raise
@@ -282,7 +281,7 @@ class StoreCommit(PendingCommit):
             return None
 
     def _needless(self, content: bytes) -> list[str]:
-        """Return the objects that only the old manifest lists, and those of saves that failed a day ago."""
+        """Return the objects that only the old manifest lists, and the objects of saves that failed a day ago."""
         written = {name: each.modified for name, each in store_requests.children(self._url) if each and save_of(name)}
         # The clock of the store: the objects of this save are the newest.
         old = {name for name, when in written.items() if when <= max(written.values()) - LEFTOVER_AGE}

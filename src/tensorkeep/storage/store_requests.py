@@ -1,4 +1,9 @@
-"""What the errors of object stores say: those of obstore as errors of this package, without anything secret."""
+"""Requests to object stores through obstore: their errors without secrets, and what is repeated.
+
+HTTP, signing, credentials and retries are obstore's (https://developmentseed.org/obstore). It reads the environment
+variables of the stores' own tools, such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
+``GOOGLE_APPLICATION_CREDENTIALS`` and ``AZURE_STORAGE_ACCOUNT_NAME``.
+"""
 
 import errno
 import os
@@ -21,14 +26,14 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-# What the errors of object stores say: those of obstore as errors of this package, without anything secret.
+# Errors of obstore as errors of this package, without secrets.
 
 TRIED = re.compile(r" in (\d\S*), after (\d+) retries(?:, max_retries: \d+, retry_timeout: \S+)?")
-"""In how much time obstore has repeated a request how often."""
+"""How long and how often obstore has repeated a request."""
 DETAILS = "\n\nDebug source"
-"""What begins the part of a text that is for developers of obstore."""
+"""The rest of the text is for developers of obstore."""
 REPEATED = "the request was sent before, without an answer"
-"""A note of an error: `stores` has repeated the request itself, and obstore's text does not say so."""
+"""A note on an error: `_repeated` has sent the request before, which obstore's text does not say."""
 _SETTINGS_ERRORS = re.compile(
     r"\w+ must be specified|Unable to (open|decode) service account file|Invalid Access Key|Error reading pem file"
 )
@@ -44,7 +49,7 @@ _WRONG = re.compile(r"status code: 4(?!08|29)\d\d")
 """Answers about the request itself: to repeat it does not help."""
 _SKEWED = ("RequestTimeTooSkewed", "RequestTimeTooFar")
 _SECRET_NAMES = re.compile(r"(AWS|AZURE|GOOGLE|GCP)_.*(KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS)")
-"""Environment variables whose values are printed nowhere."""
+"""Environment variables with secret values, which are never printed."""
 _SECRETS = re.compile(
     r"""
     # A field of a request: a header, of a query, of a form, in JSON, in XML or in a repr.
@@ -209,7 +214,7 @@ def redacted(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text in which nothing is escaped as in JSON, XML or, once or twice, in a URL."""
+    """Undo the escapes of JSON and XML, and up to two of URLs."""
     text = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
     return unquote(unquote(unescape(text))).replace("\\", "").strip()
 
@@ -224,11 +229,7 @@ def unusable(bucket: str, text: str) -> StoreError:
     )
 
 
-# Requests to object stores, through obstore: what is refused, and what is retried.
-#
-# HTTP, signing, credentials and retries are obstore's (https://developmentseed.org/obstore). It reads the environment
-# variables of the stores' own tools, such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
-# ``GOOGLE_APPLICATION_CREDENTIALS`` and ``AZURE_STORAGE_ACCOUNT_NAME``.
+# Requests.
 
 GIVE_UP_SECONDS = 60.0
 """A request is repeated for so long; ``TENSORKEEP_STORE_TIMEOUT`` replaces it."""
@@ -242,7 +243,7 @@ _AGAIN_SECONDS = 0.1
 _FIRST_PAUSE = 0.1
 T = TypeVar("T")
 _used_in: set[int] = set()
-"""The process in which obstore has started its threads, which a forked child does not have."""
+"""The id of the process where obstore started its threads; a forked child does not have them."""
 
 
 class ObjectStatus(NamedTuple):
@@ -297,7 +298,7 @@ def _get(path: StorePath, start: int, stop: int | None, tag: str | None) -> tupl
 
     # Always a range: the answer then states the size of the object beside the length of what it sends.
     options: dict[str, Any] = {"range": {"offset": start} if stop is None else (start, stop)}
-    # A weak tag never matches in a condition (RFC 9110, 13.1.1), so that of the answer is compared.
+    # A weak tag never matches in a condition (RFC 9110, 13.1.1), so the tag of the answer is compared.
     weak = tag is not None and tag.startswith("W/")
     if tag is not None and not weak:
         options["if_match"] = tag
@@ -314,7 +315,7 @@ def _get(path: StorePath, start: int, stop: int | None, tag: str | None) -> tupl
 
 
 def _whole(answer: Any) -> tuple[memoryview, ObjectStatus]:
-    """Return the content of an answer, all of it: obstore accepts less than what was announced."""
+    """Return the content of an answer. Raises OSError if bytes are missing, which obstore does not notice."""
     content = memoryview(answer.bytes())
     start, stop = answer.range
     if len(content) != stop - start:
@@ -385,7 +386,7 @@ def delete(paths: Sequence[StorePath]) -> None:
 
 
 def begins_as(path: StorePath, start: bytes) -> bool:
-    """Return whether an object begins with these bytes, by a request for all of it that is broken off."""
+    """Return whether an object begins with these bytes; for servers that cannot answer a request for a range."""
     store = _store_of(path)
     import obstore
 
@@ -411,7 +412,7 @@ def children(path: StorePath) -> Iterator[tuple[str, ObjectStatus | None]]:
 def objects(path: StorePath, *, after: str | None = None) -> list[ObjectStatus]:
     """Return the status of every object below a prefix, at any depth; one request for each thousand.
 
-    With ``after``, only those whose keys are greater. Raises UnsupportedError if the key of one is not supported.
+    With ``after``, only objects with greater keys. Raises UnsupportedError if a key is not supported.
     """
     store = _store_of(path)
     import obstore
@@ -424,7 +425,7 @@ def objects(path: StorePath, *, after: str | None = None) -> list[ObjectStatus]:
 def _repeated(request: Callable[[], T]) -> T:
     """Make a request again if its answer was lost or cut short, which obstore does not do for every request.
 
-    The last error has the number of all requests, also of those that obstore has repeated.
+    The last error counts all requests, also the ones that obstore has repeated.
     """
     now = clock()
     started, retries = now.monotonic(), 0
