@@ -61,8 +61,8 @@ TINY = Config(
 )
 """The run that is trained: with dropout, tied weights, biases and accumulation."""
 
+# An update of half its length, or of none, is noticed; other zeros of dropout and states of 4 bits are not.
 _DISTANCE_TOLERANCE = 0.25
-"""An update of half its length, or of none, is noticed; other zeros of dropout and states of 4 bits are not."""
 
 _TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 

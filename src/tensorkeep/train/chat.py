@@ -9,8 +9,8 @@ from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.generate import Sampling, generate_stream, until_stop
 from tensorkeep.train.model.gpt import GPT
 
+# 1 / this fraction of the context is kept free for an answer, unless ``max_new_tokens`` is less.
 _RESERVED_FRACTION = 4
-"""1 / this fraction of the context is kept free for an answer, unless ``max_new_tokens`` is less."""
 
 
 class ChatSession:

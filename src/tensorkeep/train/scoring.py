@@ -40,8 +40,8 @@ Precision = Literal["run", "float32", "bf16", "fp16"]
 Progress = Callable[[int, int], None]
 """Called with the number of rows that are done, and of all rows."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# 1 / this fraction of a GPU's free memory is used.
 _FRACTION_OF_FREE = 4
-"""1 / this fraction of a GPU's free memory is used."""
 
 
 def resolve_precision(config: Config, precision: Precision) -> str:

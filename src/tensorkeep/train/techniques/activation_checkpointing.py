@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tensorkeep.train.config.sections import Count, Section
+from tensorkeep.train.config.sections import Count
 from tensorkeep.train.model.gpt import TransformerBlock
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import count_calls
 
+# A selective checkpoint keeps the results of these operators: matmuls take most of the time.
 _KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -23,7 +23,6 @@ _KEPT = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
-"""A selective checkpoint keeps the results of these operators: matmuls take most of the time."""
 
 
 class CheckpointingSettings(Section, frozen=True):

@@ -17,9 +17,8 @@ from msgspec import Meta
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from tensorkeep.train.config.sections import Count, Section
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.config.sections import Count
+from tensorkeep.train.techniques.base import Proof, Run, Section, Technique, Verification
 from tensorkeep.units import format_bytes
 
 

@@ -8,12 +8,11 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from tensorkeep.train.config.sections import Fraction, Section
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
+from tensorkeep.train.config.sections import Fraction
+from tensorkeep.train.techniques.base import Machine, Proof, Run, Section, Technique, Verification
 
+# torch reads the second variable, an older name, if the first is not set.
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""torch reads the second variable, an older name, if the first is not set."""
 
 _MIB = 2**20
 

@@ -16,12 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Section
 from tensorkeep.train.model.attention import AttentionFunction, attend_within
 from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Config, Machine, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_inputs
 
 _BACKENDS = {
@@ -32,17 +29,18 @@ _BACKENDS = {
     "fa3": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+# Kernels without a 32-bit version on CUDA.
 _IN_16_BITS = ("flash", "fa3", "cudnn")
-"""Kernels without a 32-bit version on CUDA."""
 _FA3_OPERATOR = "flash_attn_3::fwd"
+# The first version of torch with a gradient of FlashAttention-3.
 _FA3_TORCH = (2, 13)
-"""The first version of torch with a gradient of FlashAttention-3."""
 _FA3_WHEELS = "https://download.pytorch.org/whl/flash-attn-3/"
 _AMPERE, _HOPPER = (8, 0), (9, 0)
+# The largest head size that the 16-bit kernels and their gradients support on every GPU.
 _LARGEST_HEAD = 128
-"""The largest head size that the 16-bit kernels and their gradients support on every GPU."""
+# All kernels but math need head sizes that are multiples of this.
 _ALIGNED = 8
-"""All kernels but math need head sizes that are multiples of this."""
+# The kernel by the beginning of the name of its node in the autograd graph.
 _NODES = {
     "ScaledDotProductEfficientAttention": "efficient",
     "ScaledDotProductFlashAttention": "flash",
@@ -52,12 +50,11 @@ _NODES = {
     "_MatmulAttention": "matmul",
     "Bmm": "math",
 }
-"""The kernel by the beginning of the name of its node in the autograd graph."""
 _FA3_ERROR = "FA3 "
+# Parts of torch's errors when no kernel takes the inputs. The error of FlashAttention-3 has the reason.
 _NO_KERNEL = ("No available kernel", "No viable backend", _FA3_ERROR)
-"""Parts of torch's errors when no kernel takes the inputs. The error of FlashAttention-3 has the reason."""
+# Nodes that do not compute: "math" computes in 32 bits and casts its result; torch pads heads for flash.
 _PASS_THROUGH_NODES = ("View", "UnsafeView", "Reshape", "Clone", "Transpose", "Permute", "ToCopy", "Slice")
-"""Nodes that do not compute: "math" computes in 32 bits and casts its result; torch pads heads for flash."""
 _Kernel = Literal["auto", "math", "matmul", "efficient", "flash", "fa3", "cudnn", "flex"]
 
 

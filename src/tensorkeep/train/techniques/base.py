@@ -25,6 +25,9 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.run.state import Run
 
+# What the file of a technique needs, in one import.
+__all__ = ["REPORT", "Config", "Machine", "NoSettings", "Proof", "Run", "Section", "Technique", "Verification"]
+
 Kind = Literal["systems", "algorithmic"]
 Changed = Literal["process", "model", "loss", "optimizer", "processes", "data", "compilation"]
 """What a technique changes. Techniques are applied in this order: each one sees the changes of the earlier ones."""

@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Section
 from tensorkeep.train.optim.muon import Muon
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Machine, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import Loss, warm_up_loss
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SEE_LOG = "see what torch logged"
 
+# The largest number of batch shapes to compile. torch's default is 8; beyond it, the function runs uncompiled.
 _MOST_SHAPES = 64
-"""The largest number of batch shapes to compile. torch's default is 8; beyond it, the function runs uncompiled."""
 
 
 class CompileSettings(Section, frozen=True):

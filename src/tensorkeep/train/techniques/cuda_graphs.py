@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Config, Proof, Run, Technique, Verification
 from tensorkeep.train.techniques.distributed import PARALLEL_TECHNIQUES
 from tensorkeep.train.techniques.observe import Loss, warm_up_loss
 

@@ -9,8 +9,7 @@ from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Verification
+from tensorkeep.train.techniques.base import Proof, Run, Verification
 from tensorkeep.train.techniques.distributed import ParallelTechnique, before_each_batch, distribute_muon, shard_batches
 from tensorkeep.train.techniques.observe import Loss, few_rows, fingerprint, next_batch, replace_operation
 

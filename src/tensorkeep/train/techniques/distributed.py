@@ -22,23 +22,21 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import box_of
 from tensorkeep.state.sharded import ShardedLeaf
-from tensorkeep.train.config.config import Config
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.optim.muon import Muon
 from tensorkeep.train.optim.optimizers import weights_of
 from tensorkeep.train.run.device import memory_errors_reported
-from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.world import can_join, launched_machines
-from tensorkeep.train.techniques.base import Machine, Technique
+from tensorkeep.train.techniques.base import Config, Machine, Run, Technique
 
 PARALLEL_TECHNIQUES = ("ddp", "fsdp", "hsdp", "tensor-parallel", "pipeline-parallel")
 """Techniques that distribute a run among processes, each in its own way."""
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 
+# Fused layers, and how many projections each stacks by rows; tensor parallelism shards each projection by heads.
 _FUSED = {".attention.qkv.": 3, ".attention.convolution.": 3, ".attention.kv.": 2}
-"""Fused layers, and how many projections each stacks by rows; tensor parallelism shards each projection by heads."""
 
 
 class ParallelTechnique(Technique):

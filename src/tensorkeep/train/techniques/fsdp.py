@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from tensorkeep.train.config.sections import Section, Steps
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Verification
+from tensorkeep.train.config.sections import Steps
+from tensorkeep.train.techniques.base import Proof, Run, Section, Verification
 from tensorkeep.train.techniques.distributed import (
     REPLICATE,
     SHARD,

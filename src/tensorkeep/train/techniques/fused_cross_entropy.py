@@ -17,10 +17,8 @@ from msgspec import Meta
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tensorkeep.train.config.sections import Section
 from tensorkeep.train.model.gpt import IGNORED
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Machine, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_outputs
 from tensorkeep.units import format_bytes
 

@@ -6,9 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Config, Proof, Run, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_adamw
 
 

@@ -8,10 +8,8 @@ import msgspec
 from torch import Tensor
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, BatchSource
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import count_updates, replace_operation
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 

@@ -11,15 +11,13 @@ import msgspec
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Count, Fraction, Positive, Section
+from tensorkeep.train.config.sections import Count, Fraction, Positive
 from tensorkeep.train.optim.schedules import learning_rate_factor
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Config, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import hooked
 
+# The relative rounding error of a learning rate in float32.
 _SAME_RATE = 1e-6
-"""The relative rounding error of a learning rate in float32."""
 
 
 class _ScheduleTechnique(Technique):

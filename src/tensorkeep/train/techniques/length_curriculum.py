@@ -8,12 +8,10 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, Batches, BatchSource
 from tensorkeep.train.data.dataset import TRAIN
 from tensorkeep.train.data.tokenizers.base import Tokens
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import record_inputs
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches, same_tokens
 

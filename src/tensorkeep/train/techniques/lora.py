@@ -6,12 +6,10 @@ from typing import ClassVar, Literal
 import msgspec
 from torch import Tensor
 
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Count, Positive, Section
+from tensorkeep.train.config.sections import Count, Positive
 from tensorkeep.train.model.layers import ADAPTER_B, is_adapter
 from tensorkeep.train.optim.optimizers import weights_of
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Config, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import count_updates, fingerprint
 
 

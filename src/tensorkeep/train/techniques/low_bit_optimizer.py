@@ -8,19 +8,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Section
 from tensorkeep.train.optim.optimizers import weights_of
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Machine, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import count_updates, observe_adamw
 from tensorkeep.units import format_bytes
 
 _CLASSES = {8: "AdamW8bit", 4: "AdamW4bit", "fp8": "AdamWFp8"}
+# The states that are quantised, and whether they are signed: the momentum, and the variance.
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
-"""The states that are quantised, and whether they are signed: the momentum, and the variance."""
 
+# torchao quantises states of at least this many elements.
 _MIN_ELEMENTS = 4096
-"""torchao quantises states of at least this many elements."""
 
 
 class LowBitSettings(Section, frozen=True):

@@ -8,28 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from tensorkeep.errors import UnsupportedError
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Section
 from tensorkeep.train.model.attention import in_float32
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.speed import measured_peak
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Config, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import Loss, observe_inputs, observe_outputs
 
 _Precision = Literal["bf16", "fp16"]
 
 _DTYPES: dict[_Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# How many times as fast as float32 the matmuls of a precision must be.
 _CLEARLY_FASTER = 1.1
-"""How many times as fast as float32 the matmuls of a precision must be."""
+# How many times as fast as bfloat16 float16 must be, because it needs scaled losses and skips updates. A GPU computes
+# both at the same speed, apart from noise, or emulates bfloat16 several times slower.
 _WORTH_SCALING = 1.5
-"""How many times as fast as bfloat16 float16 must be, because it needs scaled losses and skips updates. A GPU computes
-both at the same speed, apart from noise, or emulates bfloat16 several times slower."""
+# Two speeds are measured again if their ratio is within this factor of a bound.
 _NOISE = 1.15
-"""Two speeds are measured again if their ratio is within this factor of a bound."""
 _MEASUREMENTS = 3
+# On a CPU, attention to fewer tokens is slower in 16 bits than in 32.
 _SHORT_CONTEXT = 256
-"""On a CPU, attention to fewer tokens is slower in 16 bits than in 32."""
 
 
 class MixedPrecisionSettings(Section, frozen=True):

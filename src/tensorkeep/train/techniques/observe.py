@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from tensorkeep.train.model.gpt import IGNORED
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Technique
+from tensorkeep.train.techniques.base import Run, Technique
 
 Observer = Callable[[nn.Module, Tensor], object]
 Operation = Literal["loss", "backward", "clip", "accepts", "update"]
@@ -30,12 +29,12 @@ OptimizerState = Mapping[str, Any]
 PROVED_TOKENS = 1024
 """Tokens of a batch that are also computed in plain Python while a step is observed; at least one row."""
 
+# Elements of every weight that the proof of an update compares, evenly spaced.
 _SAMPLED = 4096
-"""Elements of every weight that the proof of an update compares, evenly spaced."""
+# The largest distance of an update from the formula, relative to the length of the update.
 _TOLERANCE = 0.01
-"""The largest distance of an update from the formula, relative to the length of the update."""
+# The relative rounding error of a float32 weight after an update; smaller differences are not errors.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
-"""The relative rounding error of a float32 weight after an update; smaller differences are not errors."""
 
 
 @contextmanager

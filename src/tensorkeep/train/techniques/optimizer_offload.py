@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from tensorkeep.train.optim.optimizers import weights_of
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Proof, Run, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_adamw
 from tensorkeep.units import format_bytes
 
+# Weights that are updated together: while the CPU updates one bucket, other buckets are being copied.
 _BUCKET_BYTES = 64 << 20
-"""Weights that are updated together: while the CPU updates one bucket, other buckets are being copied."""
 
 
 class OptimizerOffload(Technique):

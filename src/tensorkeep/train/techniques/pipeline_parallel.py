@@ -10,16 +10,15 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Count, Section
+from tensorkeep.train.config.sections import Count
 from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.model.attention import Cache
 from tensorkeep.train.model.gpt import GPT, token_loss
 from tensorkeep.train.model.layers import RotaryPositions
 from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.optim.optimizers import weights_of
-from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.world import World
-from tensorkeep.train.techniques.base import Proof, Verification
+from tensorkeep.train.techniques.base import Proof, Run, Section, Verification
 from tensorkeep.train.techniques.distributed import ParallelTechnique, fill_parameters, update_parameters
 from tensorkeep.train.techniques.observe import count_calls
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches

@@ -6,11 +6,9 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Count, Section
+from tensorkeep.train.config.sections import Count
 from tensorkeep.train.data.batches import Batch, BatchSource
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Config, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_inputs, record_inputs
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 

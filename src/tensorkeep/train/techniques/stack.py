@@ -12,9 +12,8 @@ from tensorkeep.train.config.config import TECHNIQUES, Config
 from tensorkeep.train.config.sections import read_settings
 from tensorkeep.train.guard import checked_at_once
 from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.world import World
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Machine, Proof, Technique
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Machine, Proof, Run, Technique
 from tensorkeep.train.techniques.observe import plain_rows_computed
 
 COMBINATIONS: dict[str, tuple[str, ...]] = {
@@ -23,8 +22,8 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
     "C": ("activation-checkpointing", "low-bit-optimizer"),
 }
 """Named combinations: A for speed, B for memory with long contexts, C for memory alone."""
+# A technique must be proved within this many steps. More than `MOST_SKIPPED`: a run that skips updates ends first.
 _MOST_OBSERVED = 40
-"""A technique must be proved within this many steps. More than `MOST_SKIPPED`: a run that skips updates ends first."""
 
 
 def expanded(names: Iterable[str]) -> list[str]:

@@ -15,12 +15,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Section, Steps
+from tensorkeep.train.config.sections import Steps
 from tensorkeep.train.model.attention import Cache
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Verification
+from tensorkeep.train.techniques.base import Proof, Run, Section, Verification
 from tensorkeep.train.techniques.distributed import TENSOR, ParallelTechnique, ShardingTechnique, mesh_of
 from tensorkeep.train.techniques.observe import observe_outputs
 

@@ -7,16 +7,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from tensorkeep.train.config.sections import Section
 from tensorkeep.train.run.speed import measured_peak
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Machine, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_outputs
 
 _LEVELS = {"tf32": "high", "bf16": "medium"}
 _SIZE = 256
+# A float32 matmul is exact to 1e-6; with operands of 10 bits of mantissa it is off by 3e-4.
 _ROUNDED = 1e-5
-"""A float32 matmul is exact to 1e-6; with operands of 10 bits of mantissa it is off by 3e-4."""
 
 
 class Tf32Settings(Section, frozen=True):

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.model.gpt import MLP
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Machine, Proof, Run, Technique, Verification
 
+# Activations that torch computes in several passes. GELU is one kernel in torch.
 _SUPPORTED = ("relu2", "swiglu", "geglu")
-"""Activations that torch computes in several passes. GELU is one kernel in torch."""
 
 
 class TritonKernel(Technique):

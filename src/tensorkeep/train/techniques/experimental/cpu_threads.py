@@ -15,14 +15,11 @@ from msgspec import Meta
 
 from tensorkeep.errors import UsageError
 from tensorkeep.machine import physical_cores, thread_ids
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Section
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Config, Machine, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.distributed import PARALLEL_TECHNIQUES
 
+# The highest processor number that is accepted.
 _MAX_CPU = 65535
-"""The highest processor number that is accepted."""
 _SEVERAL = "all processes on a machine would bind to the same cores: use torchrun --numa-binding"
 
 

@@ -9,12 +9,10 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.evaluate import evaluating
 from tensorkeep.train.model.gpt import GPT, token_loss
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import record_inputs
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches, same_tokens
 

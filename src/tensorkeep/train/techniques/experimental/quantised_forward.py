@@ -12,23 +12,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Section
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Machine, Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Config, Machine, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import hooked
 
+# Levels are -127 to 127, symmetric around 0.
 _LARGEST = 127
-"""Levels are -127 to 127, symmetric around 0."""
 
+# The error against int8 matmuls must be below this fraction of the error against float matmuls.
 _MAX_DISTANCE_RATIO = 0.5
-"""The error against int8 matmuls must be below this fraction of the error against float matmuls."""
 
+# Tokens of a batch whose results are compared.
 _COMPARED = 256
-"""Tokens of a batch whose results are compared."""
 
+# float8 matmuls need dimensions that are multiples of this.
 _MULTIPLE = 16
-"""float8 matmuls need dimensions that are multiples of this."""
 
 
 class QuantisedForwardSettings(Section, frozen=True):

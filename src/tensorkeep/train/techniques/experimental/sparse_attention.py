@@ -12,14 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Count, Section
+from tensorkeep.train.config.sections import Count
 from tensorkeep.train.model.attention import TILE, attend_within, block_mask
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.base import Config, Proof, Run, Section, Technique, Verification
 
+# Queries of one matmul; the last matmul of every block is padded.
 _QUERIES_AT_ONCE = 32
-"""Queries of one matmul; the last matmul of every block is padded."""
 
 
 class ChosenBlocks(NamedTuple):
