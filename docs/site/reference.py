@@ -15,9 +15,9 @@ from cyclopts import App
 from sphinx.application import Sphinx
 
 import tensorkeep
-from tensorkeep.cli.described import DescribedOption, described
-from tensorkeep.cli.examples import EXAMPLES
-from tensorkeep.cli.main import COMMANDS, build_app
+from tensorkeep.cli.commands import COMMANDS, EXAMPLES
+from tensorkeep.cli.help import DescribedOption, described
+from tensorkeep.cli.main import build_app
 from tensorkeep.cli.output import EVERYWHERE
 
 API, COMMAND_LINE, ERRORS = "reference/api", "reference/commands", "reference/errors"
@@ -108,7 +108,8 @@ def with_links(api: str) -> str:
 def with_commands(page: str) -> str:
     """Return the page of the command line with a link and a summary for each command."""
     links = [
-        f"* [`tensorkeep {name}`](commands/{_file_name(name)}.rst): {text}" for name, (_, text) in COMMANDS.items()
+        f"* [`tensorkeep {name}`](commands/{_file_name(name)}.rst): {command.summary}"
+        for name, command in COMMANDS.items()
     ]
     text = "\n".join([page, "## Commands", "", *links, "", "## Options of every command", "", "```{eval-rst}"])
     shared = described(build_app(), next(iter(COMMANDS))).panels[EVERYWHERE.name]

@@ -1,10 +1,13 @@
 """The contract with scripts: commands, flags, exit codes, one JSON document, errors of at most two lines."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +16,7 @@ import pytest
 
 from cli.calls import Call, RunJson
 from tensorkeep.checkpoint import convert as convert_module
-from tensorkeep.cli import errors
+from tensorkeep.cli import commands, errors
 from tensorkeep.cli.main import build_app
 from tensorkeep.errors import StoreError
 from tensorkeep.storage.parallel import Cancellation
@@ -84,6 +87,32 @@ def test_the_flags_and_summaries_are_those_documented(command: str) -> None:
     assert names == {*FLAGS[command].split(), *EVERYWHERE.split()}
     # The list of commands has the summary of each.
     assert app.help == app.default_command.__doc__.strip().splitlines()[0]
+
+
+def test_commands_are_plug_ins_and_a_missing_package_is_named(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    # The table agrees with the entry points of the packages.
+    found = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+    elsewhere = {
+        name: command.target for name, command in commands.COMMANDS.items() if command.package != commands.CORE
+    }
+    assert {name.replace(".", " "): target for name, target in found["tensorkeep.commands"].items()} == elsewhere
+    absent = commands.COMMANDS["train"]._replace(target="absent_package.cli:train")
+    monkeypatch.setitem(commands.COMMANDS, "train", absent)
+    shown = call("train", "recipe", "--out", "run", "--json", code=7)
+    assert json.loads(shown.out)["error"]["kind"] == "missing-extra"
+    assert shown.err.splitlines() == [
+        "error: tensorkeep train is a command of chatgot, which is not installed",
+        "pip install chatgot",
+    ]
+    assert "(needs chatgot)" in call("--help").out
+    # Another package adds a command of its own to a group, and cannot replace one.
+    entries = {"bench.mine": "platform:python_version", "info": "platform:machine", "mine": "platform:system"}
+    mine = [EntryPoint(name, target, "tensorkeep.commands") for name, target in entries.items()]
+    monkeypatch.setattr(commands, "entry_points", lambda **_: mine)
+    for words, name in (("--help", "mine"), ("bench --help", "mine"), ("info --help", "checkpoint")):
+        assert f" {name}" in call(*words.split()).out
+    assert {*commands.plug_in_commands()} == {"bench mine", "mine"}
 
 
 @pytest.mark.integration

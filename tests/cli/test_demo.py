@@ -22,11 +22,10 @@ from tensorkeep.bench.analysis.summary import summarise
 from tensorkeep.bench.checkpoint.first_load import FreshProcess
 from tensorkeep.bench.demo import six_way, training
 from tensorkeep.bench.demo.training import ComparedRuns, KilledRun, TrainingDemo
-from tensorkeep.cli import demo
-from tensorkeep.cli.charts import sparkline
+from tensorkeep.cli.bench import demo
+from tensorkeep.cli.bench.demo import sparkline, training_demo
 from tensorkeep.cli.main import main
 from tensorkeep.cli.output import Output
-from tensorkeep.cli.training_demo import training_demo
 from tensorkeep.errors import StoreError
 from tensorkeep.runs.steps import Step
 

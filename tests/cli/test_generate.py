@@ -11,8 +11,8 @@ import pytest
 
 from cli.calls import Call
 from forked import ended, start
-from tensorkeep.cli import generate as command
 from tensorkeep.cli.main import main
+from tensorkeep.cli.trainer import generate as command
 from tensorkeep.testing.cases import case
 from train.tiny_training import CONFIG, prepared
 from train.tiny_training import run as train_run

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cli.calls import Call
-from tensorkeep.cli.examples import EXAMPLES
-from tensorkeep.cli.main import COMMANDS, GROUPS, build_app, main
+from tensorkeep.cli.commands import COMMANDS, EXAMPLES, GROUPS
+from tensorkeep.cli.main import build_app, main
 from tensorkeep.cli.options import flags_after_command
 from tensorkeep.testing.cases import case
 from tensorkeep.version import __version__
@@ -92,8 +92,8 @@ def test_bash_falls_back_to_files_and_other_shells_are_refused(bash_script: Path
 def test_help_has_all_text_of_the_docstring_without_its_line_ends(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     shown = call("prune", "--help").out
-    assert "All steps that no rule keeps are deleted, but never the last one, nor a step whose folder contains" in shown
-    assert "finds changed bytes.) Folders that are not checkpoints, could not be read or were" in shown
+    assert "All steps that no rule keeps are deleted, but never the last one, nor a step with other files in" in shown
+    assert "also finds changed bytes.) Folders that are not checkpoints, could not be read or were" in shown
 
 
 @pytest.mark.integration

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.calls import Call, RunJson
-from tensorkeep.cli import list_techniques as techniques
+from tensorkeep.cli.trainer import train as techniques
 from tensorkeep.testing.cases import case
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Machine
 from tensorkeep.train.techniques.stack import COMBINATIONS
@@ -57,8 +57,9 @@ def test_the_list_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((60, 24)))
     import torch
 
-    for each in techniques._described(Machine(torch.device("cpu"))):
-        techniques._print_one(each)
+    for name in TECHNIQUE_CLASSES.names():
+        each = techniques.described(name, Machine(torch.device("cpu")))
+        techniques.print_technique(each)
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"{each['name']} ({each['kind']})"
         assert all(len(line) <= 60 for line in lines)

@@ -20,7 +20,7 @@ import tensorkeep
 from cli.calls import Call, RunJson, run_on_terminal
 from forked import ended, start, start_tensorkeep
 from tensorkeep.cli.main import main
-from tensorkeep.cli.train import resume_command
+from tensorkeep.cli.trainer.train import resume_command
 from tensorkeep.errors import UsageError
 from tensorkeep.train.run.folder import RunFolder
 
@@ -123,7 +123,8 @@ def test_legs_and_branches_are_announced_and_logged(tmp_path: Path, text: Path, 
     ended = run_json(*command[:-1], "9", "--resume")
     assert (ended["step"], ended["steps"]) == (9, 1)
     listed = run_json("log", new)
-    assert (listed["origin"]["step"], listed["legs"][0]["settings"]) == (6, {"loop.steps": [8, 9]})
+    assert (listed["origin"]["step"], listed["segments"][0]["settings"]) == (6, {"loop.steps": [8, 9]})
+    assert listed["legs"] == listed["segments"]  # the older name
     out = call("log", new).out
     assert f"branched from {run} after step 6: optim.lr" in out
     # A run that exists is resumed only as what it is.
@@ -133,9 +134,9 @@ def test_legs_and_branches_are_announced_and_logged(tmp_path: Path, text: Path, 
     # Data is taken as it was prepared.
     shown = call("train", "--branch", new, "--out", tmp_path / "b", "--data.tokenizer", "byte", code=2)
     assert "data.tokenizer is 'byte', and the data was prepared with" in shown.err
-    assert "leg 2 began after step 8, " in out
+    assert "segment 2 began after step 8, " in out
     (new / "run.json").write_text("{")
-    assert "the legs of the run are not known" in call("log", new).out
+    assert "the segments of the run are not known" in call("log", new).out
 
 
 def test_resume_prepares_data_and_a_tokenizer_gives_the_vocab_size(tmp_path: Path, text: Path, call: Call) -> None:
@@ -158,7 +159,7 @@ def test_the_default_data_is_named_before_it_is_prepared(
         assert capsys.readouterr().err == note
         raise UsageError("stop here")
 
-    monkeypatch.setattr("tensorkeep.cli.train.open_data", prepared_later)
+    monkeypatch.setattr("tensorkeep.cli.trainer.train.open_data", prepared_later)
     assert main(["train", RECIPE, "--out", str(tmp_path / "other"), *TINY]) == 2
     assert "stop here" in capsys.readouterr().err
 

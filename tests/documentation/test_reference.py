@@ -9,8 +9,8 @@ import pytest
 
 import tensorkeep
 from documentation.blocks import ROOT, blocks
-from tensorkeep.cli.examples import EXAMPLES
-from tensorkeep.cli.main import COMMANDS, build_app
+from tensorkeep.cli.commands import COMMANDS, EXAMPLES
+from tensorkeep.cli.main import build_app
 from tensorkeep.cli.output import EVERYWHERE
 
 pytest.importorskip("sphinx", reason="the extra [docs] is not installed")

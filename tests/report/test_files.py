@@ -13,7 +13,7 @@ import pytest
 from report import documents
 from report.documents import placed, read
 from tensorkeep import errors
-from tensorkeep.cli import report as command
+from tensorkeep.cli.bench import report as command
 from tensorkeep.cli.output import Output
 from tensorkeep.report import files as module
 from tensorkeep.report.files import write_report

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from tensorkeep import CheckpointManager
 from tensorkeep.checkpoint.background import SaveJob
-from tensorkeep.cli.output import Output
-from tensorkeep.cli.train_progress import Lines, bar, document, print_summary
+from tensorkeep.cli.output import Output, counter
+from tensorkeep.cli.trainer.train import ProgressBar, ProgressLines, document, print_summary
 from tensorkeep.errors import StoreError
 from tensorkeep.machine import resident_bytes
 from tensorkeep.testing.cases import case
@@ -199,7 +199,7 @@ def test_diverging_range_test_ends_with_a_suggestion(tmp_path: Path, data: Path)
 
 def test_step_lines_are_throttled_and_other_lines_are_not(capsys: pytest.CaptureFixture[str]) -> None:
     time = 100.0
-    shown = Lines(2000, now=lambda: time)
+    shown = ProgressLines(2000, now=lambda: time)
     for step in range(10, 200, 10):
         shown.on_event(step, "train", TRAINED)
         time += 1
@@ -220,7 +220,8 @@ def test_step_lines_are_throttled_and_other_lines_are_not(capsys: pytest.Capture
 def test_progress_bar_shows_steps_below_other_events() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120, color_system=None, _environ={"TERM": "xterm"})
-    with bar(console, 2000, done=500) as shown:
+    with counter(console, total=2000, done=500) as bar:
+        shown = ProgressBar(2000, bar)
         shown.on_event(510, "train", {name: TRAINED[name] for name in ("loss", "peak_memory_bytes")})
         shown.on_event(520, "train", TRAINED)
         shown.on_event(520, "evaluate", {METRIC: 2.0, "best": 1.5})

@@ -1,1 +1,4 @@
-"""The command line: one file per command or group of commands."""
+"""The command line, one module per command.
+
+Commands of other packages use ``options``, ``output``, ``text`` and ``errors``, and nothing else of this package.
+"""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -10,9 +11,9 @@ from cyclopts import Parameter
 from tensorkeep.checkpoint.background import SaveReport
 from tensorkeep.checkpoint.convert import convert as write_converted
 from tensorkeep.checkpoint.convert import format_for
-from tensorkeep.cli.addresses import checkpoint_at
+from tensorkeep.cli.checkpoints import OPEN, Globs, OpenOptions, checkpoint_at
 from tensorkeep.cli.errors import most_severe, print_error
-from tensorkeep.cli.options import SIZE, Allow, Endpoint, Globs, Switch, Threads
+from tensorkeep.cli.options import SIZE, AtLeastOne, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines, ratio
 from tensorkeep.errors import DestinationExistsError, TensorkeepError, UsageError
@@ -26,40 +27,18 @@ _SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt", "tensorstore": ".zar
 _KNOWN_SUFFIXES = (".safetensors", ".tensorkeep", ".pt", ".pth", ".bin", ".ckpt", ".zarr")
 
 
-def convert(
-    *paths: Annotated[str, Parameter(required=True)],
-    to: str | None = None,
-    compression: str | None = None,
-    select: Globs = None,
-    overwrite: Annotated[bool, Switch] = False,
-    drop_metadata: Annotated[bool, Switch] = False,
-    format: str | None = None,
-    shard_bytes: Annotated[int | None, SIZE] = None,
-    threads: Threads = None,
-    memory_budget: Annotated[int | None, SIZE] = None,
-    force: Annotated[bool, Switch] = False,
-    allow: Allow = None,
-    endpoint: Endpoint = None,
-    output: Output = DEFAULT,
-) -> int:
-    """Write a checkpoint in another format or with another compression.
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ConvertOptions:
+    """The options of a conversion, with the names of `tensorkeep.convert`.
 
-    Parameters
+    Attributes
     ----------
-    paths
-        SOURCE... DESTINATION. A source is a checkpoint, or a step of a run (RUN, RUN@1200, RUN@best), and is never
-        changed. The destination is the path of the new checkpoint; for several sources, or if it ends with a slash, the
-        folder for new checkpoints that are named after them. One that fails does not stop the others; the exit code is
-        the most severe. A new checkpoint becomes visible when it is complete. URLs of object stores are paths as well.
-    to
-        The format to write: native, torch, safetensors, dcp, tensorstore, t5x, or a plug-in's. By default the suffix
-        decides: .safetensors; .pt, .pth and .bin for torch; .zarr for tensorstore; otherwise native. A suffix
-        of another format is refused.
     compression
         none (the default); lossless, about a third smaller for bf16; auto, which measures both and takes the faster;
         or the name of a codec.
     select
-        Convert only tensors whose names match this glob; may be repeated.
+        Convert only tensors with a name that matches this glob; may be repeated.
     overwrite
         Replace a checkpoint of the same format at the destination.
     drop_metadata
@@ -68,14 +47,56 @@ def convert(
         The format of the source; detected by default.
     shard_bytes
         Start a new file after this many bytes, such as 4GB.
+    threads
+        The number of threads.
     memory_budget
         The limit on the memory of all buffers; 256MiB by default.
     force
         Write compressed tensors into a safetensors file, although other tools would read them as bytes.
     """
-    options: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
-    if force:
-        options["force"] = True
+
+    compression: str | None = None
+    select: Globs = None
+    overwrite: Annotated[bool, Switch] = False
+    drop_metadata: Annotated[bool, Switch] = False
+    format: str | None = None
+    shard_bytes: Annotated[int | None, SIZE] = None
+    threads: Annotated[int | None, AtLeastOne] = None
+    memory_budget: Annotated[int | None, SIZE] = None
+    force: Annotated[bool, Switch] = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `tensorkeep.convert`."""
+        # A format refuses an option that it does not know, so that these two are passed only if they were given.
+        return {name: value for name, value in vars(self).items() if value or name not in ("shard_bytes", "force")}
+
+
+DEFAULT_OPTIONS = ConvertOptions()
+
+
+def convert(
+    *paths: Annotated[str, Parameter(required=True)],
+    to: str | None = None,
+    options: ConvertOptions = DEFAULT_OPTIONS,
+    source: OpenOptions = OPEN,
+    output: Output = DEFAULT,
+) -> int:
+    """Write a checkpoint in another format or with another compression.
+
+    Parameters
+    ----------
+    paths
+        SOURCE... DESTINATION. A source is a checkpoint, or a step of a run (RUN, RUN@1200, RUN@best), and is never
+        changed. The destination is the path of the new checkpoint; for several sources, or if it ends with a slash, it
+        is the folder for new checkpoints with the names of the sources. An error does not stop the others; the exit
+        code is the most severe one. A new checkpoint becomes visible when it is complete. URLs of object stores are
+        paths as well.
+    to
+        The format to write: native, torch, safetensors, dcp, tensorstore, t5x, or a plug-in's. By default the suffix
+        decides: .safetensors; .pt, .pth and .bin for torch; .zarr for tensorstore; otherwise native. A suffix
+        of another format is refused.
+    """
     jobs, into_folder = _plan(paths, to, output)
     if to is None:
         output.note(f"writing {_named(jobs[0].format)}, by the suffix of the destination (see --to)")
@@ -86,17 +107,10 @@ def convert(
                 job.source,
                 job.destination,
                 to=job.format,
-                compression=compression,
-                select=select,
-                overwrite=overwrite,
-                drop_metadata=drop_metadata,
-                format=format,
-                allow=allow,
+                allow=source.allow,
                 progress=progress,
-                threads=threads,
-                memory_budget=memory_budget,
                 settings=output.config,
-                **options,
+                **options.arguments,
             )
 
     if into_folder:
@@ -115,12 +129,12 @@ class _Job(NamedTuple):
 
 
 def _plan(paths: Sequence[str], to: str | None, output: Output) -> tuple[list[_Job], bool]:
-    """Return what to convert to what, and whether the destination is a folder for new checkpoints."""
+    """Return the conversions, and whether the destination is a folder for new checkpoints."""
     if len(paths) < 2:
         raise UsageError("no destination is given", remedy="give SOURCE... DESTINATION")
     *sources, destination = paths
     checked = checked_path(destination, stores=True)
-    # The path of a store has lost the slash at its end.
+    # A StorePath has no slash at its end.
     lost_slash = isinstance(checked, StorePath) and destination.endswith("/")
     destination = os.fspath(checked) + "/" * lost_slash
     format = to or format_for(destination)
@@ -145,7 +159,7 @@ def _plan(paths: Sequence[str], to: str | None, output: Output) -> tuple[list[_J
 
 
 def _is_taken(destination: str) -> bool:
-    """Return whether a path is a file, or a checkpoint other than files of weights in a folder."""
+    """Return whether a path is a file or a checkpoint. A folder that holds files of weights is neither."""
     try:
         return os.path.isfile(destination) or find_format(destination).name not in ("safetensors", "torch")
     except TensorkeepError:
@@ -159,7 +173,7 @@ def _stem(source: str) -> str:
 
 
 def _run_all(jobs: list[_Job], run: Callable[[_Job], SaveReport], output: Output) -> int:
-    """Convert all; print each result, and the error of each that fails."""
+    """Convert all sources; print each result or error."""
     documents: list[dict[str, Any]] = []
     codes: list[int] = []
     for job in jobs:

@@ -1,25 +1,55 @@
-"""``tensorkeep diff``: how two checkpoints differ."""
+"""``tensorkeep diff``: the differences of two checkpoints."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Annotated, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Annotated, TypeVar
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 
 from tensorkeep.checkpoint.diff import DiffReport, TensorDiff
 from tensorkeep.checkpoint.diff import diff as compare
-from tensorkeep.cli.addresses import checkpoint_at
-from tensorkeep.cli.options import AtLeastOne, Endpoint, Globs, Switch
+from tensorkeep.cli.checkpoints import READ, Globs, ReadOptions, checkpoint_at
+from tensorkeep.cli.options import AtLeastOne, AtLeastZero, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.reading import READING, Reading
 from tensorkeep.cli.text import Table, print_lines, print_verdict
 from tensorkeep.errors import UsageError
 from tensorkeep.units import counted
 
 Entry = TypeVar("Entry")
 
-Tolerance = Annotated[float, Parameter(validator=Number(gte=0))]
+Tolerance = Annotated[float, AtLeastZero]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class DiffView:
+    """The options that choose what is printed.
+
+    Attributes
+    ----------
+    by_layer
+        Show layers instead of tensors: a name up to its first number (model.blocks.3), or without its last component.
+    depth
+        With --by-layer: show layers by this many components of the names.
+    top
+        Show this many entries of each list, the largest changes first; 0 shows all.
+    stat
+        Show the totals in one line instead of the lists.
+    """
+
+    by_layer: Annotated[bool, Switch] = False
+    depth: Annotated[int | None, AtLeastOne] = None
+    top: Annotated[int, AtLeastZero] = 20
+    stat: Annotated[bool, Switch] = False
+
+    def cut(self, entries: Sequence[Entry]) -> tuple[Sequence[Entry], list[str]]:
+        """Return the first entries, and a line with the number of entries left out."""
+        shown = entries[: self.top] if self.top else entries
+        left = len(entries) - len(shown)
+        return shown, [f"and {left:,} more (--top 0 shows all)"] if left else []
+
+
+DEFAULT_VIEW = DiffView()
 
 
 def diff(
@@ -30,12 +60,8 @@ def diff(
     atol: Tolerance = 0.0,
     rtol: Tolerance = 0.0,
     select: Globs = None,
-    by_layer: Annotated[bool, Switch] = False,
-    depth: Annotated[int | None, AtLeastOne] = None,
-    top: Annotated[int, Parameter(validator=Number(gte=0))] = 20,
-    stat: Annotated[bool, Switch] = False,
-    reading: Reading = READING,
-    endpoint: Endpoint = None,
+    view: DiffView = DEFAULT_VIEW,
+    options: ReadOptions = READ,
     output: Output = DEFAULT,
 ) -> int:
     """Compare two checkpoints of any format; exit code 1 if they differ.
@@ -51,67 +77,44 @@ def diff(
     rtol
         See --atol.
     select
-        Compare only tensors whose names match this glob, without plain values; may be repeated.
-    by_layer
-        Show layers instead of tensors: a name up to its first number (model.blocks.3), or without its last component.
-    depth
-        With --by-layer: show layers by this many components of the names.
-    top
-        Show this many entries of each list, those that changed most first; 0 shows all.
-    stat
-        Show the totals in one line instead of the lists.
+        Compare only tensors with a name that matches this glob, and no plain values; may be repeated.
     """
-    if depth is not None and not by_layer:
+    if view.depth is not None and not view.by_layer:
         raise UsageError("--depth is for --by-layer", remedy="give both, or neither")
     a, b = checkpoint_at(a, output), checkpoint_at(b, output)
     with output.meter("comparing") as progress:
-        report = compare(a, b, atol=atol, rtol=rtol, select=select, progress=progress, **vars(reading))
-    output.show(report.as_dict(depth=depth), lambda: _print_report(report, _Shown(top, by_layer, depth, stat)))
+        report = compare(a, b, atol=atol, rtol=rtol, select=select, progress=progress, **options.arguments)
+    output.show(report.as_dict(depth=view.depth), lambda: _print_report(report, view))
     return 0 if report.equal else 1
 
 
-class _Shown(NamedTuple):
-    """What of a report is printed."""
-
-    top: int
-    by_layer: bool
-    depth: int | None
-    stat: bool
-
-    def cut(self, entries: Sequence[Entry]) -> tuple[Sequence[Entry], list[str]]:
-        """Return the first entries, and the line that says how many are left out."""
-        shown = entries[: self.top] if self.top else entries
-        left = len(entries) - len(shown)
-        return shown, [f"and {left:,} more (--top 0 shows all)"] if left else []
-
-
-def _print_report(report: DiffReport, shown: _Shown) -> None:
+def _print_report(report: DiffReport, view: DiffView) -> None:
     values = f"; {counted(len(report.values), 'plain value')} changed" if report.values else ""
     if report.placeholders:
         values += f"; {counted(len(report.placeholders), 'value')} not compared"
     tensors = f"tensors: {report.summary}{values}"
     verdict = "same" if report.equal else "different"
     totals = _totals(report.total) if report.changed else ""
-    if shown.stat:
+    if view.stat:
         print_verdict(verdict, f": {tensors}" + (f"; {totals}" if totals else ""), good=report.equal)
         return
     print_verdict(verdict, f": {report.a} and {report.b}: {tensors}", good=report.equal)
     print_lines(*([f"of the changed tensors, {totals}"] if totals else []))
-    _print_lists(report, shown)
+    _print_lists(report, view)
 
 
-def _print_lists(report: DiffReport, shown: _Shown) -> None:
+def _print_lists(report: DiffReport, view: DiffView) -> None:
     if report.changed:
-        layers = report.by_layer(shown.depth) if shown.by_layer else report.changed
-        _print_diffs("changed layers" if shown.by_layer else "changed", layers, shown)
+        layers = report.by_layer(view.depth) if view.by_layer else report.changed
+        _print_diffs("changed layers" if view.by_layer else "changed", layers, view)
     if report.converted:
         types = {each.name: f"{each.a} -> {each.b}" for each in report.retyped}
         named = [replace(each, name=f"{each.name}  ({types[each.name]})") for each in report.converted]
-        _print_diffs("of another dtype, compared by value", named, shown)
+        _print_diffs("of another dtype, compared by value", named, view)
     for title, mismatches in (("reshaped", report.reshaped), ("plain values", report.values)):
         if mismatches:
             print(f"\n{title}:")
-            entries, more = shown.cut(mismatches)
+            entries, more = view.cut(mismatches)
             Table(("name", "first", "second"), [(each.name, *each.texts) for each in entries]).show()
             print_lines(*more)
     for title, names in (
@@ -120,13 +123,13 @@ def _print_lists(report: DiffReport, shown: _Shown) -> None:
         ("not compared, because they cannot be read (--select '*' leaves them out)", report.placeholders),
     ):
         if names:
-            first, more = shown.cut(names)
+            first, more = view.cut(names)
             print_lines("", f"{title}:", *first, *more)
 
 
-def _print_diffs(title: str, diffs: Sequence[TensorDiff], shown: _Shown) -> None:
+def _print_diffs(title: str, diffs: Sequence[TensorDiff], view: DiffView) -> None:
     print(f"\n{title}:")
-    entries, more = shown.cut(diffs)
+    entries, more = view.cut(diffs)
     headings = ("name", ">elements", ">different", ">rel. L2", ">cosine", ">max |a-b|")
     rows = [
         (

@@ -16,7 +16,7 @@ def env(*, path: Path = Path(), output: Output = DEFAULT) -> None:
     Parameters
     ----------
     path
-        The folder whose file system is shown; a small file is written there and removed.
+        A folder of the file system to show; a small file is written there and removed.
     """
     document = {**describe(path), "coder": coder.describe()}
     output.show(document, lambda: _print_environment(document))

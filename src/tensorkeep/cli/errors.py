@@ -1,4 +1,4 @@
-"""How errors become messages and exit codes, which ``docs/reference/exit-codes.md`` lists."""
+"""Errors as messages and exit codes; ``docs/reference/exit-codes.md`` lists the codes."""
 
 import errno
 import json
@@ -16,14 +16,13 @@ from tensorkeep.cli.text import printable
 from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError, did_you_mean, is_out_of_memory
 
 BROKEN_PIPE = 141
-"""The exit code if the reader of the output has closed it (``tensorkeep ls x | head -1``)."""
+"""The exit code if the reader of a pipe has closed it (``tensorkeep ls x | head -1``): 128 + SIGPIPE, as shells do."""
 
-# Which exit code is returned when several checkpoints fail: damage before I/O errors, those before missing paths.
 _SEVERITY = (4, 3, 5, 7, 6, 2, 1, 0)
-
+"""Exit codes, the most severe first: damage before I/O errors before missing paths."""
 
 _KEYWORD = re.compile(r"""\b(allow|drop_metadata|force|metric|mode|overwrite|select)=(True|\[[^\]]*\]|"[^"]*")""")
-"""Keywords of calls in the remedies of errors that the Python API raises as well."""
+"""Keyword arguments in remedies, which the Python API writes for its callers."""
 
 
 class Interrupted(TensorkeepError, kind="interrupted", exit_code=130):
@@ -31,7 +30,7 @@ class Interrupted(TensorkeepError, kind="interrupted", exit_code=130):
 
 
 class InternalError(TensorkeepError, kind="internal", exit_code=70):
-    """An exception that is a bug."""
+    """An unexpected exception, which is a bug of Tensorkeep."""
 
 
 def most_severe(codes: Iterable[int]) -> int:
@@ -40,10 +39,7 @@ def most_severe(codes: Iterable[int]) -> int:
 
 
 def as_failure(error: BaseException) -> TensorkeepError:
-    """Return any exception as a TensorkeepError, which has an exit code and a message of at most two lines.
-
-    Its remedy names options of commands instead of keywords of calls.
-    """
+    """Return an exception as a TensorkeepError with a remedy for the command line (``--overwrite``)."""
     if isinstance(error, TensorkeepError):
         error.remedy = error.remedy and _KEYWORD.sub(_as_option, error.remedy)
         return error
@@ -74,33 +70,33 @@ def _as_option(keyword: re.Match[str]) -> str:
         return option
     try:
         value = json.loads(keyword[2])
-    except ValueError:  # a name in it, from a file, has brackets or quotes
+    except ValueError:  # a name from a file has brackets or quotes
         return keyword[0]
     return " ".join(f"{option} {shlex.quote(each)}" for each in (value if isinstance(value, list) else [value]))
 
 
 def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
-    """Print an error on stderr, and as JSON on stdout if ``as_json`` is set, and return the exit code."""
+    """Print an error on stderr, with ``as_json`` also as JSON on stdout, and return the exit code."""
     if verbose and not isinstance(error, CycloptsError):
         traceback.print_exception(error, file=sys.stderr)
     failure = print_error(error)
     if as_json:
+        # If stdout fails as well, the error is on stderr.
         with suppress(OSError):
             print(json.dumps({"error": failure.as_dict()}, indent=2))
-    # If stdout fails as well, the error is on stderr.
     finish_stdout()
     return failure.exit_code
 
 
 def print_error(error: BaseException) -> TensorkeepError:
-    """Print an error on stderr, and return it as an error of Tensorkeep."""
+    """Print an error on stderr, and return it as a TensorkeepError."""
     failure = as_failure(error)
     print(*error_lines(failure), sep="\n", file=sys.stderr)
     return failure
 
 
 def error_lines(failure: TensorkeepError) -> list[str]:
-    """Return the one or two lines of an error, without control characters: names in it may come from hostile files."""
+    """Return the message and the remedy. Control characters are escaped: names may come from hostile files."""
     text = str(failure).removesuffix(f"\n{failure.remedy}")
     prefix = {"interrupted": "", "internal": "internal error: "}.get(failure.kind, "error: ")
     return [printable(line) for line in (f"{prefix}{text}", failure.remedy) if line]
@@ -110,7 +106,7 @@ def _usage_error(error: CycloptsError) -> UsageError:
     command = " ".join(["tensorkeep", *(error.command_chain or ())])
     remedy = f"see `{command} --help`"
     if isinstance(error, UnknownCommandError) and error.unused_tokens and error.app is not None:
-        # The message of cyclopts would import every command to suggest one.
+        # cyclopts would import every command to suggest a name.
         token = error.unused_tokens[0]
         if token.startswith("-"):
             return UsageError(f"unknown option: {token}", remedy=remedy)

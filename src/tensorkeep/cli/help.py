@@ -1,25 +1,35 @@
-"""The text of ``--help``: the docstring of the command, wrapped to the terminal."""
+"""The text of ``--help``; the same text as data, for the site; and the manual page in roff (see man(7))."""
 
 import inspect
-from typing import TYPE_CHECKING
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import App
 from cyclopts.help.formatters import DefaultFormatter
+
+from tensorkeep.cli.commands import EXAMPLES
+from tensorkeep.cli.output import EVERYWHERE
+from tensorkeep.version import __version__
 
 if TYPE_CHECKING:
     from cyclopts.help import HelpPanel
     from rich.console import Console, ConsoleOptions
 
+_UNWRAPPED = 1 << 16
+"""A width of the console at which no line is wrapped: man and the browser wrap the text."""
 
-def describe_fully(app: App) -> None:
-    """Give a command all text of its docstring before the parameters; the list of commands has its first line only."""
+
+def show_whole_docstring(app: App) -> None:
+    """Show the docstring of a command above its options. The list of commands shows only the first line."""
     if app.default_command is not None:
         text = inspect.cleandoc(app.default_command.__doc__ or "").partition("\nParameters\n")[0]
         app.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n"))
 
 
 class Formatter(DefaultFormatter):
-    """Prints the panels of cyclopts, whose descriptions keep the line ends of the docstring, with these removed."""
+    """Prints cyclopts' panels without the line ends of docstrings, so that the terminal's width decides."""
 
     def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
         from rich.text import Text
@@ -29,3 +39,112 @@ class Formatter(DefaultFormatter):
             if isinstance(text, Text):
                 text.plain = " ".join(text.plain.split())
         super().__call__(console, options, panel)
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedOption:
+    """An option or an argument: its names with the placeholder of its value, and its help."""
+
+    names: tuple[str, ...]
+    text: str
+
+
+@dataclass(slots=True)
+class DescribedCommand:
+    """The help of a command: usage, description, and the options of each panel by the panel's title."""
+
+    usage: str = ""
+    description: str = ""
+    panels: dict[str, list[DescribedOption]] = field(default_factory=dict)
+
+
+def described(app: App, command: str) -> DescribedCommand:
+    """Return the help of a command as data. The formatter of the application is replaced."""
+    from rich.console import Console
+
+    found = DescribedCommand()
+    app.help_formatter = _Collector(found)
+    show_whole_docstring(app.parse_commands(command.split())[1][-1])
+    app.help_print(command.split(), console=Console(file=io.StringIO(), width=_UNWRAPPED))
+    return found
+
+
+class _Collector:
+    """A help formatter of cyclopts that keeps the parts of the help instead of printing them."""
+
+    def __init__(self, command: DescribedCommand) -> None:
+        self._command = command
+
+    def render_usage(self, console: "Console", options: "ConsoleOptions", usage: Any) -> None:
+        self._command.usage = _plain(console, usage).removeprefix("Usage: ")
+
+    def render_description(self, console: "Console", options: "ConsoleOptions", description: Any) -> None:
+        self._command.description = _plain(console, description)
+
+    def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
+        if not panel.entries:
+            return
+        shown = self._command.panels.setdefault(_plain(console, panel.title), [])
+        for entry in panel.entries:
+            remarks = ["Required."] if entry.required else []
+            if entry.choices:
+                remarks.append(f"One of {', '.join(entry.choices)}.")
+            if entry.default is not None:
+                remarks.append(f"Default: {entry.default}.")
+            text = " ".join([_plain(console, entry.description), *remarks])
+            shown.append(DescribedOption(tuple(entry.display_labels_with_metavar), text))
+
+
+def _plain(console: "Console", text: Any) -> str:
+    with console.capture() as capture:
+        console.print(text, end="")
+    return " ".join(capture.get().split())
+
+
+def manual_page(app: App, commands: Sequence[str], epilogue: str) -> str:
+    """Return the manual page of the program."""
+    summary = str(app.help).rstrip(".")
+    lines = [
+        f'.TH TENSORKEEP 1 "" "tensorkeep {__version__}" "User Commands"',
+        *(".nh", ".ad l", ".SH NAME"),
+        escaped(f"tensorkeep - {summary[:1].lower()}{summary[1:]}"),
+        *(".SH SYNOPSIS", ".B tensorkeep", r"\fICOMMAND\fR [\fIOPTIONS\fR]", ".SH COMMANDS"),
+    ]
+    shared: list[DescribedOption] = []
+    for command in commands:
+        found = described(app, command)
+        shared = found.panels.pop(EVERYWHERE.name)
+        lines += [f'.SS "{command}"', ".PP", rf"\fB{escaped(found.usage)}\fR", ".PP", escaped(found.description)]
+        for options in found.panels.values():
+            lines += _options(options)
+        lines += _examples(command, "Examples:")
+    lines += ['.SH "OPTIONS OF EVERY COMMAND"', *_options(shared), '.SH "ENVIRONMENT, FILES AND EXIT STATUS"']
+    for paragraph in epilogue.split("\n\n"):
+        lines += [escaped(paragraph), ".PP"]
+    return "\n".join([*lines, *_examples("", ".SH EXAMPLES"), ""])
+
+
+def _options(options: Iterable[DescribedOption]) -> list[str]:
+    texts = [[".TP", rf"\fB{escaped(', '.join(option.names))}\fR", escaped(option.text)] for option in options]
+    return [line for text in texts for line in text]
+
+
+def _examples(command: str, heading: str) -> list[str]:
+    examples = [escaped(f"    {example}") for example in EXAMPLES.get(command, ())]
+    return [".PP", heading, ".PP", ".EX", *examples, ".EE"]
+
+
+def escaped(text: str) -> str:
+    """Return text that roff prints as it is: no escapes, no requests, and hyphens that can be copied."""
+    # The backslash first: the other replacements add backslashes.
+    for character, escape in {
+        "\\": r"\e",
+        "-": r"\-",
+        "'": r"\(aq",
+        "`": r"\(ga",
+        "^": r"\(ha",
+        "~": r"\(ti",
+    }.items():
+        text = text.replace(character, escape)
+    # A leading dot or quote would make the line a request.
+    return rf"\&{text}" if text.startswith((".", r"\(aq")) else text

@@ -1,18 +1,16 @@
-"""``tensorkeep log``: the steps of a run; and the summary of a run that ``tensorkeep info RUN`` shows."""
+"""``tensorkeep log``: the steps of a run; and the summary of a run, which ``tensorkeep info RUN`` prints."""
 
 import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
-from cyclopts import Parameter
-from cyclopts.validators import Number
 
 from tensorkeep.checkpoint.log import LoggedStep, RunLog
 from tensorkeep.checkpoint.log import log as read_log
-from tensorkeep.cli.options import Endpoint, Switch
+from tensorkeep.cli.options import STORE, AtLeastOne, StoreOptions, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, ratio
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
@@ -27,16 +25,17 @@ def log(
     run: str,
     /,
     *,
-    last: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    last: Annotated[int | None, AtLeastOne] = None,
     metric: str | None = None,
     mode: Literal["min", "max"] | None = None,
     verify: Annotated[bool, Switch] = False,
-    endpoint: Endpoint = None,
+    store: StoreOptions = STORE,
     output: Output = DEFAULT,
 ) -> int:
-    """List the steps of a training run, the newest first, and the legs in which it was trained.
+    """List the steps and segments of a training run, the newest step first.
 
-    Damaged and incomplete steps are named. Without --verify only manifests are read, and the sizes of files checked.
+    Damaged and incomplete steps are named. Without --verify, tensorkeep log reads manifests only, and compares the
+    sizes of files. A run of tensorkeep train has a new segment wherever its settings changed.
 
     Parameters
     ----------
@@ -45,60 +44,54 @@ def log(
     last
         Show this many of the last steps; by default 20 on a terminal, else all.
     metric
-        Show only this metric, and star the best step by it; by default all, and the validation loss, the loss or the
-        only metric.
+        Show only this metric, and star the best step by it; by default all metrics, and the best step by the
+        validation loss, the loss or the only metric.
     mode
         Whether the smallest (min) or the largest (max) value of the metric is best; by default known from its name.
     verify
-        Read every byte of every step; the exit code is 4 if one is damaged.
+        Read every byte of every step; the exit code is 4 if a step is damaged.
     """
     with output.meter(f"verifying {run}") if verify else nullcontext() as progress:
         found = read_log(run, metric=metric, mode=mode, verify=verify, progress=progress)
     count = last or (_ON_A_TERMINAL if sys.stdout.isatty() else len(found.steps))
     names = [metric] if metric else _metrics(found)
-    history = _history(Path(found.path))
+    document, lines = _segments(Path(found.path))
 
     def text() -> None:
         _print_log(found, found.steps[-count:][::-1], names)
-        print_lines(*history.lines)
+        print_lines(*lines)
 
-    output.show(found.as_dict(last=last) | history.document, text)
+    output.show(found.as_dict(last=last) | document, text)
     return CorruptCheckpointError.exit_code if verify and any(step.problem for step in found.steps) else 0
 
 
-class _History(NamedTuple):
-    """The legs of a run of ``tensorkeep train``, and the run that it branched from: as plain values and as lines."""
+def _segments(root: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the segments of a run of ``tensorkeep train`` and the run that it branched from: as JSON and as text.
 
-    document: dict[str, Any]
-    lines: list[str]
-
-
-def _history(root: Path) -> _History:
-    """Return the history in the record of a run, given the folder of its steps or the folder of the run."""
+    ``root`` is the folder of the steps or of the run. The JSON has each segment in ``segments`` and, under the older
+    name, in ``legs``.
+    """
     folder = next((place for place in (root, root.parent) if (place / "run.json").is_file()), None)
     if folder is None:
-        return _History({}, [])
-    # Not for every run: this imports torch.
+        return {}, []
+    # Only here, because the trainer imports torch.
     from tensorkeep.train.run.folder import RunFolder
     from tensorkeep.train.run.resume import describe
 
     try:
         record = RunFolder(folder).record()
     except TensorkeepError as error:
-        # The steps can be listed without it.
-        return _History({"record": str(error)}, [f"the legs of the run are not known: {error}"])
-    lines, origin = [], record.origin
+        # The steps can be listed without the record.
+        return {"record": str(error)}, [f"the segments of the run are not known: {error}"]
+    origin, segments, lines = record.origin, [], []
     if origin is not None:
         lines.append(f"branched from {origin.run} after step {origin.step}: {describe(origin.settings)}")
-    legs = [
-        {"leg": number, "step": leg.step, "time": leg.time, "settings": leg.settings}
-        for number, leg in enumerate(record.legs, 2)
-    ]
-    lines += [
-        f"leg {number} began after step {leg.step}, {leg.time}: {describe(leg.settings)}"
-        for number, leg in enumerate(record.legs, 2)
-    ]
-    return _History({"legs": legs, "origin": None if origin is None else msgspec.to_builtins(origin)}, lines)
+    for number, segment in enumerate(record.legs, 2):
+        about = {"step": segment.step, "time": segment.time, "settings": segment.settings}
+        segments.append({"segment": number, "leg": number, **about})
+        lines.append(f"segment {number} began after step {segment.step}, {segment.time}: {describe(segment.settings)}")
+    document = {"segments": segments, "legs": segments}
+    return document | {"origin": None if origin is None else msgspec.to_builtins(origin)}, lines
 
 
 def print_summary(found: RunLog) -> None:
@@ -151,7 +144,7 @@ def _print_log(found: RunLog, shown: list[LoggedStep], names: list[str]) -> None
 
 
 def _metrics(found: RunLog) -> list[str]:
-    """Return the names of all metrics; the one that the best step is found by comes first."""
+    """Return the names of all metrics, the metric of the best step first."""
     names = dict.fromkeys(name for step in found.steps for name in step.metrics or {})
     return sorted(names, key=lambda name: name != found.metric)
 

@@ -1,8 +1,7 @@
-"""Options of commands: from the flag, the environment or a TOML file; and their types.
+"""Options that commands share: their types, and their values from the flag, the environment or a TOML file.
 
 A flag overrides the environment (``TENSORKEEP_MEMORY_BUDGET=1GiB``), which overrides the TOML file of ``-C``
-(``[convert]`` / ``memory-budget = "1GiB"``), which overrides the default. Settings of a training run (``--optim.lr``)
-are merged in the same order by ``train/config/arguments.py``.
+(``[convert]`` / ``memory-budget = "1GiB"``), which overrides the default.
 """
 
 import difflib
@@ -11,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -27,10 +27,11 @@ from tensorkeep.units import parse_bytes
 
 _PREFIX = "TENSORKEEP_"
 
-SAVE_TABLE = "save"
+_SAVE_TABLE = "save"
+"""The table that ``tensorkeep tune checkpoint`` writes. The library reads it in every command that saves."""
 
-TRAIN_TABLE = "train"
-"""The tables within it, such as ``[train.optim]``, are settings of a recipe; ``tensorkeep train`` reads them."""
+_TRAIN_TABLE = "train"
+"""The tables within it, such as ``[train.optim]``, are settings of a recipe. ``tensorkeep train`` reads them."""
 
 
 def _size(kind: type, tokens: Sequence[Token]) -> int:
@@ -53,54 +54,46 @@ Switch = Parameter(negative="", show_default=False)
 
 AtLeastOne = Parameter(validator=Number(gte=1))
 
-Threads = Annotated[int | None, AtLeastOne, Parameter(help="The number of threads.")]
-
-MemoryBudget = Annotated[Size, Parameter(help="The limit on the memory of all buffers.")]
-
-Allow = Annotated[
-    list[str] | None,
-    Parameter(
-        negative="",
-        metavar="CLASS",
-        help="Read objects of this class in torch.save files, such as argparse.Namespace, as dicts of their "
-        "attributes, without its code; may be repeated.",
-    ),
-]
-
-Endpoint = Annotated[
-    str | None,
-    Parameter(
-        metavar="URL",
-        help="The server of s3:// paths, such as http://127.0.0.1:9000, instead of that in AWS_ENDPOINT_URL.",
-    ),
-]
-"""An option of commands that read or write object stores; `main` applies it to the whole command."""
-
-InputFormat = Annotated[str | None, Parameter(help="The format; detected by default.")]
+AtLeastZero = Parameter(validator=Number(gte=0))
 
 Run = Annotated[Path, Parameter(help="The folder of the run, or a step of it: RUN@1200, RUN@best.")]
 
 Which = Annotated[Literal["last", "best"], Parameter(help="The last checkpoint, or the best one by validation loss.")]
 
-Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
-"""Patterns of tensor names; the option may be repeated."""
+Checkpoint = Annotated[Path | None, Parameter(name="--from", metavar="CHECKPOINT")]
 
 
-@contextmanager
-def store_endpoint(url: str | None) -> Iterator[None]:
-    """Use a server for ``s3://`` in the block; UsageError if it is not the URL of one."""
-    if url is None:
-        yield
-        return
-    if not re.fullmatch(r"https?://[^\s@?#]+", url):
-        raise UsageError("--endpoint is not the URL of a server", remedy="give http://HOST:PORT, or https://HOST")
-    kept = {name: os.environ.pop(name) for name in ENDPOINT_VARIABLES if name in os.environ}
-    os.environ["AWS_ENDPOINT_URL"] = url.rstrip("/")
-    try:
-        yield
-    finally:
-        del os.environ["AWS_ENDPOINT_URL"]
-        os.environ.update(kept)
+@Parameter(name="*")
+@dataclass(frozen=True)
+class StoreOptions:
+    """The options of commands that read or write object stores.
+
+    Attributes
+    ----------
+    endpoint
+        The server of s3:// paths, such as http://127.0.0.1:9000, instead of the one in AWS_ENDPOINT_URL.
+    """
+
+    endpoint: Annotated[str | None, Parameter(metavar="URL")] = None
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Use the server for ``s3://`` in the block; UsageError if ``endpoint`` is not the URL of a server."""
+        if self.endpoint is None:
+            yield
+            return
+        if not re.fullmatch(r"https?://[^\s@?#]+", self.endpoint):
+            raise UsageError("--endpoint is not the URL of a server", remedy="give http://HOST:PORT, or https://HOST")
+        kept = {name: os.environ.pop(name) for name in ENDPOINT_VARIABLES if name in os.environ}
+        os.environ["AWS_ENDPOINT_URL"] = self.endpoint.rstrip("/")
+        try:
+            yield
+        finally:
+            del os.environ["AWS_ENDPOINT_URL"]
+            os.environ.update(kept)
+
+
+STORE = StoreOptions()
 
 
 def flags_after_command(tokens: Sequence[str], groups: Collection[str]) -> list[str]:
@@ -138,7 +131,7 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
 
 
 def with_local_paths(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Expand ``~`` in the options that are paths, and refuse URLs, before they become `Path`."""
+    """Expand ``~`` in options of the type `Path`, and refuse URLs. A `Path` would lose the second slash of a URL."""
     for argument in arguments:
         if Path in (argument.hint, *get_args(argument.hint)):
             argument.tokens[:] = [token.evolve(value=os.fspath(checked_path(token.value))) for token in argument.tokens]
@@ -150,17 +143,15 @@ def from_file(known: Collection[str], app: App, commands: tuple[str, ...], argum
     if not tokens:
         return
     path = tokens[0][-1].value
-    # The table [save], which `tensorkeep tune checkpoint` writes, is read by the commands that save.
-    tables = {key: table for key, table in _read(path).items() if key != SAVE_TABLE or not isinstance(table, dict)}
+    tables = {key: table for key, table in _read(path).items() if key != _SAVE_TABLE or not isinstance(table, dict)}
     for key, table in tables.items():
         if key not in known or not isinstance(table, dict):
             near = difflib.get_close_matches(key, known, n=1)
             remedy = f"did you mean [{near[0]}]?" if near and key not in known else f"tables: {', '.join(known)}"
             raise UsageError(f"{key!r} is not a table of options of a command", path=path, remedy=remedy)
-    if TRAIN_TABLE in tables:
-        tables[TRAIN_TABLE] = {
-            name: value for name, value in tables[TRAIN_TABLE].items() if not isinstance(value, dict)
-        }
+    if _TRAIN_TABLE in tables:
+        options = {name: value for name, value in tables[_TRAIN_TABLE].items() if not isinstance(value, dict)}
+        tables[_TRAIN_TABLE] = options
     Dict(tables, source=path)(app, commands, arguments)
 
 

@@ -1,4 +1,4 @@
-"""The options that every command takes; JSON, text, progress and log messages follow them."""
+"""The options that every command takes, and printing by them: JSON or text, notes, progress and log messages."""
 
 import io
 import json
@@ -10,17 +10,22 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from tensorkeep.checkpoint.progress import progress_bar
 from tensorkeep.cli.text import columns, elided, print_lines, printable
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
 EVERYWHERE = Group("Everywhere", sort_key=100)
 
 _LEAST_LABEL, _BAR_COLUMNS = 16, 28
-"""Columns of a terminal that the name of a progress bar always has, and those that it leaves to the bar."""
+"""Columns of a terminal: the least for the label of a progress bar, and the columns for the bar itself."""
 
 
 @Parameter(name="*", group=EVERYWHERE, negative="", show_default=False)
@@ -50,17 +55,17 @@ class Output:
 
     @property
     def shows_text(self) -> bool:
-        """Whether text is printed on stdout: neither --json nor --quiet is given."""
+        """Whether stdout has text: neither --json nor --quiet is given."""
         return not (self.json or self.quiet)
 
     def print_lines(self, *lines: str) -> None:
-        """Print lines at once, so that they appear before a long stage begins."""
+        """Print lines on stdout and flush them, so that they appear before a long stage begins."""
         if self.shows_text:
             print_lines(*lines)
             sys.stdout.flush()
 
     def paragraph(self, *sentences: str) -> None:
-        """Print an empty line and some texts, wrapped at 79 columns or less; names and paths are never broken."""
+        """Print an empty line and sentences, wrapped at 79 columns or less; names and paths are never broken."""
         wrapper = textwrap.TextWrapper(
             min(79, columns()), subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
         )
@@ -78,7 +83,7 @@ class Output:
 
     @contextmanager
     def status(self, stage: str) -> Iterator[Callable[[str], None]]:
-        """Show a stage on stderr while the block runs; yield a callback that takes the text of the next stage."""
+        """Show the text of a stage on stderr while the block runs; yield a function that replaces the text."""
         if not self.draws_progress:
             yield lambda text: None
             return
@@ -89,7 +94,7 @@ class Output:
 
     @contextmanager
     def meter(self, doing: str, *, of_bytes: bool = True) -> Iterator[Callable[[int, int], None] | None]:
-        """Yield a callback that takes (bytes or others done, in all) and draws a bar, or None for no bar."""
+        """Yield a callback for (amount done, total amount) that draws a bar; None if no bar is drawn."""
         if not self.draws_progress:
             yield None
             return
@@ -97,12 +102,52 @@ class Output:
         with progress_bar(label, of_bytes=of_bytes) as callback:
             yield callback
 
+    @contextmanager
+    def counter(self) -> Iterator["Counter"]:
+        """Yield a bar that counts steps; it draws nothing where `draws_progress` is false."""
+        from rich.console import Console
+
+        # Without a thread that refreshes: it would take time from what is measured.
+        with counter(Console(stderr=True, quiet=not self.draws_progress), auto_refresh=False) as shown:
+            yield shown
+
 
 DEFAULT = Output()
 
 
+class Counter:
+    """A bar on a terminal that counts steps, with a text; lines are printed above it."""
+
+    def __init__(self, bar: "Bar", task: "TaskID", *, refresh: bool) -> None:
+        self._bar, self._task, self._refresh = bar, task, refresh
+
+    def update(self, text: str, *, completed: int | None = None, total: int | None = None) -> None:
+        """Show a text and counts; None leaves a count as it is."""
+        text = printable(text)
+        self._bar.update(self._task, description=text, completed=completed, total=total, refresh=self._refresh)
+
+    def print(self, line: str) -> None:
+        """Print a line above the bar."""
+        # Without markup and highlighting: samples of text and error messages may contain brackets.
+        self._bar.console.print(line, markup=False, highlight=False)
+
+
+@contextmanager
+def counter(
+    console: "Console", *, total: int | None = None, done: int = 0, auto_refresh: bool = True
+) -> Iterator[Counter]:
+    """Draw a bar on a console while the block runs, and remove it at the end."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    text = TextColumn("{task.description}", markup=False)
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text
+    with Bar(*columns, console=console, transient=True, auto_refresh=auto_refresh) as bar:
+        yield Counter(bar, bar.add_task("", total=total, completed=done), refresh=not auto_refresh)
+
+
 def _strict(value: Any) -> Any:
-    """Return plain values with NaN and infinity, which JSON does not have, replaced by None."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -113,7 +158,7 @@ def _strict(value: Any) -> Any:
 
 
 class _LogLine(logging.Handler):
-    """Prints log records on stderr, a line each, without anything that could control the terminal."""
+    """Prints each log record as a line on stderr, with control characters escaped."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(printable(f"{record.levelname.lower()}: {record.getMessage()}"), file=sys.stderr)
@@ -121,7 +166,7 @@ class _LogLine(logging.Handler):
 
 @contextmanager
 def logging_to_stderr(output: Output) -> Iterator[None]:
-    """Print the log records of the library: warnings, with ``-v`` also INFO, with ``-q`` errors only."""
+    """Print log records of the library: warnings; with ``-v`` the level INFO as well; with ``-q`` errors only."""
     log, handler = logging.getLogger("tensorkeep"), _LogLine()
     level = log.level
     log.setLevel(logging.INFO if output.verbose else logging.ERROR if output.quiet else logging.WARNING)
@@ -134,9 +179,10 @@ def logging_to_stderr(output: Output) -> Iterator[None]:
 
 
 def make_streams_safe() -> None:
-    """Make printing possible when streams are closed, and escape characters outside of their encoding."""
+    """Open closed streams, and escape characters that the encoding of a stream does not have."""
     for name in ("stdin", "stdout", "stderr"):
-        # A stream that the caller closed: its file descriptor would go to the next file that is opened.
+        # The caller closed the stream. Without a replacement, the next opened file, such as a checkpoint, would get its
+        # file descriptor, and prints would go into that file.
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -145,13 +191,11 @@ def make_streams_safe() -> None:
 
 
 def finish_stdout() -> OSError | None:
-    """Flush stdout and return the error if that fails.
-
-    After an error stdout is redirected to nowhere: the interpreter flushes it again at exit and would print the error.
-    """
+    """Flush stdout and return the error, if one occurs."""
     try:
         sys.stdout.flush()
     except OSError as error:
+        # The interpreter flushes stdout again at exit, and would print the error a second time.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from tensorkeep.cli.options import Endpoint, Switch
+from tensorkeep.cli.options import STORE, StoreOptions, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError
@@ -27,37 +27,17 @@ _SHOWN = 20
 """The most steps that are listed before the question."""
 
 
-def prune(
-    root: str,
-    /,
-    *,
-    keep_last: int | None = None,
-    keep_every: int | None = None,
-    keep_best: int | None = None,
-    metric: str | None = None,
-    mode: Literal["min", "max"] | None = None,
-    keep_thinned: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=(), show_default=False)] = (),
-    broken: Annotated[bool, Switch] = False,
-    dry_run: Annotated[bool, Switch] = False,
-    yes: Annotated[bool, Switch, Parameter(name=["--yes", "-y"])] = False,
-    endpoint: Endpoint = None,
-    output: Output = DEFAULT,
-) -> int:
-    """Delete old steps of a training run.
+@Parameter(name="*")
+@dataclass(frozen=True)
+class KeepOptions:
+    """The options that choose the steps to keep.
 
-    All steps that no rule keeps are deleted, but never the last one, nor a step whose folder contains other files. On a
-    terminal they are listed first, and you are asked; in a script, and with --json, they are deleted without a
-    question. In an object store, the objects of a deleted step remain until the grace period is over (an hour, or
-    TENSORKEEP_STORE_GRACE), for those who are reading it; what earlier deletions and failed saves have left is deleted.
-
-    Parameters
+    Attributes
     ----------
-    root
-        The folder of a run, or its URL in an object store: step-000100, step-000200, ...
     keep_last
         Keep this many of the last steps.
     keep_every
-        Keep the steps whose number is a multiple of this.
+        Keep the steps with a number that is a multiple of this.
     keep_best
         Keep this many of the best steps.
     metric
@@ -67,25 +47,79 @@ def prune(
     keep_thinned
         Keep fewer of the older steps: AGE:DISTANCE pairs such as 1h:0 1d:1h 30d:1d.
     broken
-        Also delete damaged steps: files that are missing or have another size, an unreadable manifest. (`verify` also
-        finds changed bytes.) Folders that are not checkpoints, could not be read or were written by a later
-        version are kept.
+        Also delete damaged steps: missing files, files of another size, an unreadable manifest. (`verify` also finds
+        changed bytes.) Folders that are not checkpoints, could not be read or were written by a later version are kept.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+    metric: str | None = None
+    mode: Literal["min", "max"] | None = None
+    keep_thinned: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=(), show_default=False)] = ()
+    broken: Annotated[bool, Switch] = False
+
+    @property
+    def given(self) -> bool:
+        """Whether an option says what to delete."""
+        counts = self.keep_last, self.keep_every, self.keep_best
+        return any(count is not None for count in counts) or bool(self.keep_thinned) or self.broken
+
+    def rule(self, found: StepListing) -> Keep:
+        """Return the retention rule; UsageError if it cannot rank the steps."""
+        thinned = KeepThinned(tuple(map(_interval, self.keep_thinned))) if self.keep_thinned else None
+        return keep_rule(self.keep_last, self.keep_every, self._best(found), thinned)
+
+    def _best(self, found: StepListing) -> KeepBest | None:
+        if self.keep_best is None:
+            return None
+        if self.metric is not None:
+            # Reports a mistyped name as such, and not as a metric of unknown mode.
+            ranked(found.steps, self.metric, self.mode)
+        rule = KeepBest(self.keep_best, self.metric, self.mode)
+        if found.steps and not rule.ranked(found.steps):
+            raise UsageError("no step has a value of a metric, so none is the best", remedy="omit --keep-best")
+        return rule
+
+
+NO_RULES = KeepOptions()
+
+
+def prune(
+    root: str,
+    /,
+    *,
+    keep: KeepOptions = NO_RULES,
+    dry_run: Annotated[bool, Switch] = False,
+    yes: Annotated[bool, Switch, Parameter(name=["--yes", "-y"])] = False,
+    store: StoreOptions = STORE,
+    output: Output = DEFAULT,
+) -> int:
+    """Delete old steps of a training run.
+
+    All steps that no rule keeps are deleted, but never the last one, nor a step with other files in its folder. On a
+    terminal they are listed first, and you are asked; in a script, and with --json, they are deleted without a
+    question. In an object store, the objects of a deleted step remain for a grace period (an hour, or
+    TENSORKEEP_STORE_GRACE), because a reader may use them; prune deletes the objects that earlier deletions and failed
+    saves have left.
+
+    Parameters
+    ----------
+    root
+        The folder of a run, or its URL in an object store: step-000100, step-000200, ...
     dry_run
         Delete nothing; print what would be deleted.
     yes
         Delete without asking; a script, or --json, is not asked anyway.
     """
-    if keep_last is None and keep_every is None and keep_best is None and not keep_thinned and not broken:
+    if not keep.given:
         raise UsageError("no rule says which steps to keep", remedy=_RULES)
     run = StepFolder(run_root(root))
     place = run.place.snapshot()
     found, garbage = place.listing(), _garbage(place, output)
     if not (found.steps or found.broken or garbage):
         raise NotACheckpointError("contains no steps", path=root, remedy="give the folder that contains step-000100")
-    best = None if keep_best is None else _best(found, keep_best, metric, mode)
-    thinned = KeepThinned(tuple(map(_interval, keep_thinned))) if keep_thinned else None
-    rule = keep_rule(keep_last, keep_every, best, thinned)
-    plan = _plan(place, rule, found, garbage, broken=broken)
+    plan = _plan(place, keep.rule(found), found, garbage, broken=keep.broken)
     document = plan.as_dict(place, dry_run=dry_run)
     asks = not (dry_run or yes or output.json) and sys.stdin.isatty() and sys.stderr.isatty()
     if dry_run or asks:
@@ -103,8 +137,22 @@ def prune(
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """The steps that are deleted, those that stay although no rule keeps them, and what no step uses in a store."""
+class PrunePlan:
+    """What a prune does.
+
+    Attributes
+    ----------
+    found : StepListing
+        All steps of the run.
+    gone : set of int
+        The steps to delete.
+    left : dict of int to TensorkeepError
+        The steps that no rule keeps and that cannot be deleted.
+    freed : int
+        Bytes of the steps to delete that no other step shares.
+    garbage : Garbage
+        Objects in a store that no step uses.
+    """
 
     found: StepListing
     gone: set[int]
@@ -136,8 +184,19 @@ class _Plan:
         }
 
 
+def _plan(place: StepPlace, rule: Keep, found: StepListing, garbage: Garbage, *, broken: bool) -> PrunePlan:
+    # Damaged steps only: a step of a later version, or one that could not be read, may be intact. Other folders belong
+    # to the user.
+    damage = {number for number, error in found.broken.items() if isinstance(error, CorruptCheckpointError)}
+    candidates = {step.number for step in unwanted(rule, found.steps)} | (damage if broken else set())
+    paths = {place.path_of(number): number for number in sorted(candidates)}
+    left = {paths[path]: error for path, error in place.not_removable([*paths]).items()}
+    gone = candidates - left.keys()
+    freed = place.freed_bytes([place.path_of(number) for number in gone]) if gone else 0
+    return PrunePlan(found, gone, left, freed, garbage)
+
+
 def _garbage(place: StepPlace, output: Output) -> Garbage:
-    """Return what deleted steps and failed saves have left in a store; nothing, and a note, if that is not known."""
     try:
         return place.garbage()
     except TensorkeepError as error:
@@ -145,33 +204,8 @@ def _garbage(place: StepPlace, output: Output) -> Garbage:
         return Garbage()
 
 
-def _amount(objects: dict[str, int]) -> dict[str, int]:
-    return {"objects": len(objects), "bytes": sum(objects.values())}
-
-
-def _best(found: StepListing, count: int, metric: str | None, mode: str | None) -> KeepBest:
-    """Return the rule of the best steps; UsageError if no step has a value of the metric."""
-    if metric is not None:
-        ranked(found.steps, metric, mode)  # A mistyped name is reported as such, not as one of unknown mode.
-    rule = KeepBest(count, metric, mode)
-    if found.steps and not rule.ranked(found.steps):
-        raise UsageError("no step has a value of a metric, so none is the best", remedy="omit --keep-best")
-    return rule
-
-
-def _plan(place: StepPlace, rule: Keep, found: StepListing, garbage: Garbage, *, broken: bool) -> _Plan:
-    """Apply a rule; with ``broken`` damaged steps go as well."""
-    # A step that could not be read, or of a later version, may be intact; other folders belong to the user.
-    damage = {number for number, error in found.broken.items() if isinstance(error, CorruptCheckpointError)}
-    candidates = {step.number for step in unwanted(rule, found.steps)} | (damage if broken else set())
-    left = _not_removable(place, sorted(candidates))
-    gone = candidates - left.keys()
-    freed = place.freed_bytes([place.path_of(number) for number in gone]) if gone else 0
-    return _Plan(found, gone, left, freed, garbage)
-
-
-def _confirmed(plan: _Plan, output: Output) -> bool:
-    """Ask on stderr whether to delete; only "y" or "yes" is a yes."""
+def _confirmed(plan: PrunePlan, output: Output) -> bool:
+    """Ask on stderr whether to delete; only "y" and "yes" confirm."""
     removable = plan.garbage.removable
     what = [counted(len(plan.gone), "step")] if plan.gone else []
     what += [counted(len(removable), "leftover object")] if removable else []
@@ -183,17 +217,15 @@ def _confirmed(plan: _Plan, output: Output) -> bool:
     return False
 
 
-def _not_removable(place: StepPlace, numbers: list[int]) -> dict[int, TensorkeepError]:
-    """Return the steps whose folders contain something else, with the reason."""
-    paths = {place.path_of(number): number for number in numbers}
-    return {paths[path]: error for path, error in place.not_removable([*paths]).items()}
-
-
 def _interval(text: str) -> tuple[str, str]:
     age, colon, distance = text.partition(":")
     if not colon:
         raise UsageError(f"{text!r} is not a pair", remedy="write AGE:DISTANCE, for example 1d:1h")
     return age, distance
+
+
+def _amount(objects: dict[str, int]) -> dict[str, int]:
+    return {"objects": len(objects), "bytes": sum(objects.values())}
 
 
 def _describe(step: Step) -> dict[str, Any]:

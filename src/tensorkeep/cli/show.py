@@ -10,10 +10,9 @@ from typing import Annotated, Any, NamedTuple
 from cyclopts import Parameter
 
 from tensorkeep.checkpoint.diff import diff as compare
-from tensorkeep.cli.addresses import checkpoint_at
-from tensorkeep.cli.options import SIZE, Endpoint, InputFormat, Switch
+from tensorkeep.cli.checkpoints import READ, InputFormat, ReadOptions, checkpoint_at
+from tensorkeep.cli.options import SIZE, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.reading import READING, Reading
 from tensorkeep.cli.text import Table, print_lines, print_verdict, ratio
 from tensorkeep.errors import UsageError
 from tensorkeep.report.rendering import check_installed, check_page
@@ -39,8 +38,7 @@ def show(
     sample: Annotated[int, SIZE, Parameter(show_default=lambda _: "2GiB")] = DEFAULT_SAMPLE,
     open: Annotated[bool, Switch] = False,
     format: InputFormat = None,
-    reading: Reading = READING,
-    endpoint: Endpoint = None,
+    options: ReadOptions = READ,
     output: Output = DEFAULT,
 ) -> None:
     """Write a page about a checkpoint, a run or two checkpoints, and print a summary.
@@ -69,11 +67,11 @@ def show(
     if format is not None and (is_run or other is not None):
         raise UsageError("--format is for one checkpoint, not for a run or two", remedy="leave it out")
     if other is not None:
-        shown = _two(path, other, reading, output)
+        shown = _two(path, other, options, output)
     elif is_run:
-        shown = _run(path, sample, reading, output)
+        shown = _run(path, sample, options, output)
     else:
-        shown = _checkpoint(path, sample, format, reading, output)
+        shown = _checkpoint(path, sample, format, options, output)
     nbytes = write_page(page, shown.page)
     document = {**shown.document(), "page": str(page)} if output.json else {}
     output.show(document, lambda: _print(shown, page, nbytes))
@@ -99,10 +97,10 @@ def _page_of(path: str, other: str | None) -> Path:
     return Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '_', '-and-'.join(words)).strip('.') or 'checkpoint'}.html")
 
 
-def _checkpoint(path: str, sample: int, format: str | None, reading: Reading, output: Output) -> _Shown:
+def _checkpoint(path: str, sample: int, format: str | None, options: ReadOptions, output: Output) -> _Shown:
     place = checkpoint_at(path, output)
     with output.meter(f"reading {path}") as progress:
-        contents = read_contents(place, sample=sample, format=format, progress=progress, **vars(reading))
+        contents = read_contents(place, sample=sample, format=format, progress=progress, **options.arguments)
     info = contents.info
     return _Shown(
         checkpoint_page.checkpoint_page(contents),
@@ -128,9 +126,9 @@ def _modules(contents: CheckpointContents) -> Table:
     return Table(("module", ">tensors", ">raw", ">stored", ">ratio"), rows, spare=("tensors", "ratio"))
 
 
-def _run(path: str, sample: int, reading: Reading, output: Output) -> _Shown:
+def _run(path: str, sample: int, options: ReadOptions, output: Output) -> _Shown:
     with output.meter(f"reading {path}") as progress:
-        contents = read_run(path, sample=sample, progress=progress, **vars(reading))
+        contents = read_run(path, sample=sample, progress=progress, **options.arguments)
     rows = [
         (f"{each.title}: {curve.name}" if len(each.curves) > 1 else each.title, *_figures(curve.points))
         for each in run_page.charts(contents)
@@ -151,10 +149,10 @@ def _figures(points: Sequence[tuple[float, float]]) -> tuple[str, ...]:
     return tuple(f"{value:.5g}" for value in (values[0], values[-1], min(values), max(values)))
 
 
-def _two(path: str, other: str, reading: Reading, output: Output) -> _Shown:
+def _two(path: str, other: str, options: ReadOptions, output: Output) -> _Shown:
     places = [checkpoint_at(each, output) for each in (path, other)]
     with output.meter("comparing") as progress:
-        report = compare(*places, progress=progress, **vars(reading))
+        report = compare(*places, progress=progress, **options.arguments)
     parts = difference_page.by_part([layer for layer in report.by_layer() if layer.floating])
     layers = [layer for _, own in parts for layer in own][:_MOST_MODULES]
     rows = [(layer.name, f"{layer.relative_l2:.3g}", f"{layer.largest:.4g}", f"{layer.share:.2%}") for layer in layers]

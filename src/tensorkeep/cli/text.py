@@ -1,4 +1,4 @@
-"""Text and tables: fitted to a terminal, aligned and complete in a pipe."""
+"""Text and tables: fitted to the width of a terminal, aligned and complete in a pipe."""
 
 import shutil
 import sys
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 _GAP = "  "
 
 _NARROWEST = 8
-"""Characters that a column of names or text has at least, unless all its cells are shorter."""
+"""The least width of a column of names or text, unless all its cells are shorter."""
 
 _LONGEST_WORD = 16
 """Longer words are shortened where a table is too wide."""
 
 _COMFORTABLE = 30
-"""Characters of names or text for which other columns are left out."""
+"""A width of names or text that is worth leaving out other columns."""
 
 
 def printable(text: str) -> str:
@@ -31,7 +31,7 @@ def printable(text: str) -> str:
 
 
 def printable_text(text: str) -> str:
-    """Return a generated text as it is, but for what could control a terminal or reorder what it shows."""
+    """Return a generated text with the characters escaped that could control a terminal or reorder its text."""
     return "".join(c.encode("unicode_escape").decode() if _controls(c) else c for c in text)
 
 
@@ -67,10 +67,10 @@ def ratio(nbytes: int, stored_bytes: int) -> str:
 
 
 def elided(text: str, width: int) -> str:
-    """Return text in at most ``width`` characters: ``model.layers.0…weight`` instead of a long name."""
+    """Shorten text in the middle to ``width`` characters, such as ``model.layers.0…weight``."""
     if len(text) <= width:
         return text
-    # The end of a name or path says most; it begins after a dot or slash if that leaves enough of it.
+    # The end of a name or path says most. It begins after a dot or slash, unless that end would be very short.
     least = width // 2
     starts = (i + 1 for i in range(len(text) - least - 1, len(text) - 4) if text[i] in "./")
     tail = text[next(starts, len(text) - least) :]
@@ -78,7 +78,7 @@ def elided(text: str, width: int) -> str:
 
 
 def print_verdict(verdict: str, rest: str, *, good: bool | None) -> None:
-    """Print a line that begins with a verdict: green, red, or yellow for None, where the terminal shows colours."""
+    """Print a line that begins with a verdict, on a terminal in green, red, or (None) yellow."""
     if not sys.stdout.isatty():
         print_lines(f"{verdict}{rest}")
         return
@@ -96,11 +96,11 @@ _VERDICTS = {
     **dict.fromkeys(("hurts", "not reproduced"), False),
     **dict.fromkeys(("within noise", "about the same", "confounded", "too few runs", "too small"), None),
 }
-"""Cells of tables that are coloured."""
+"""Cells of tables that have a colour."""
 
 
 def _console() -> "Console":
-    """Return a console that prints text as it is; it respects NO_COLOR."""
+    """Return a console that prints text as it is. rich respects NO_COLOR."""
     from rich.console import Console
 
     return Console(markup=False, highlight=False, emoji=False)
@@ -116,10 +116,10 @@ def _style(heading: str, cell: str) -> str:
 class Table:
     """Rows of text under headings.
 
-    A leading ``>`` of a heading right-aligns its column, as for numbers, which are always complete. Columns with ``=``
-    hold names and are never wrapped; all others are wrapped between words. A word that is too long for its column is
-    shortened in the middle. The columns ``spare`` are left out on a narrow terminal, the last one first, and named
-    below the table. Where that is not enough, each row is shown as a list of its cells.
+    The first character of a heading is the kind of its column: ``>`` is right-aligned and never shortened, for
+    numbers; ``=`` is never wrapped, for names; all other columns are wrapped between words. A word that is longer than
+    its column is shortened in the middle. A narrow terminal leaves out the columns ``spare``, the last one first, and
+    names them below the table. If the table is still too wide, each row becomes a list of its cells.
     """
 
     headings: tuple[str, ...]
@@ -127,7 +127,7 @@ class Table:
     spare: tuple[str, ...] = ()
 
     def show(self) -> None:
-        """Print the table, fitted to a terminal; into a pipe or a file nothing is cut or wrapped."""
+        """Print the table, fitted to a terminal; in a pipe or a file nothing is cut or wrapped."""
         headings = tuple(printable(heading.lstrip(">=")) for heading in self.headings)
         rows = [tuple(map(printable, row)) for row in self.rows]
         if sys.stdout.isatty():
@@ -159,7 +159,7 @@ class Table:
 
 
 class _Column:
-    """A column of a table on a terminal: its cells, and how narrow and how wide it may be."""
+    """A column of a table on a terminal: its cells, and its least, comfortable and largest width."""
 
     def __init__(self, marked_heading: str, heading: str, cells: Sequence[str]) -> None:
         self.mark = marked_heading[:1]
@@ -168,7 +168,7 @@ class _Column:
         self.most = max(map(len, (heading, *cells)))
         texts = (heading, *cells)
         words = texts if self.mark == "=" else [word for text in texts for word in text.split()]
-        # A cell with a space that must not be wrapped holds figures, and is not shortened.
+        # A cell of an ``=`` column with a space holds figures, and is not shortened.
         longest = max((len(word) if " " in word else min(len(word), _LONGEST_WORD) for word in words), default=0)
         self.least = self.most if self.mark == ">" else min(self.most, max(longest, _NARROWEST))
         self.comfortable = self.least if self.mark == ">" else min(self.most, max(longest, _COMFORTABLE))
@@ -190,7 +190,7 @@ def _print_columns(columns: Sequence[_Column], console: "Console") -> None:
 
     widths = [column.least for column in columns]
     spare = console.width - _total(widths)
-    # The columns that need least first, so that what they leave goes to the others.
+    # The columns that need least come first, and leave their share to the others.
     order = sorted(range(len(columns)), key=lambda i: columns[i].most - widths[i])
     for done, i in enumerate(order):
         added = min(columns[i].most - widths[i], spare // (len(order) - done))
@@ -207,7 +207,7 @@ def _print_columns(columns: Sequence[_Column], console: "Console") -> None:
 
 
 def _print_records(headings: Sequence[str], rows: Sequence[Sequence[str]], console: "Console") -> None:
-    """Print each row as lines of a heading and a cell, with an empty line between rows."""
+    """Print each row as lines of a heading and a cell; an empty line separates rows."""
     for number, row in enumerate(rows):
         if number:
             console.print()

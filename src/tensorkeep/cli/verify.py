@@ -8,11 +8,9 @@ from cyclopts import Parameter
 
 from tensorkeep.checkpoint.verify import VerifyReport
 from tensorkeep.checkpoint.verify import verify as check
-from tensorkeep.cli.addresses import checkpoint_at
+from tensorkeep.cli.checkpoints import READ, InputFormat, ReadOptions, checkpoint_at
 from tensorkeep.cli.errors import most_severe, print_error
-from tensorkeep.cli.options import Endpoint, InputFormat
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.reading import READING, Reading
 from tensorkeep.cli.text import print_lines, print_verdict
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
 from tensorkeep.formats.base import Problem
@@ -23,8 +21,7 @@ from tensorkeep.units import counted, format_bytes, format_speed
 def verify(
     *paths: Annotated[str, Parameter(required=True)],
     format: InputFormat = None,
-    reading: Reading = READING,
-    endpoint: Endpoint = None,
+    options: ReadOptions = READ,
     output: Output = DEFAULT,
 ) -> int:
     """Read checkpoints completely and check every checksum.
@@ -32,8 +29,8 @@ def verify(
     Parameters
     ----------
     paths
-        The checkpoints; of a run, all steps. All are checked; the exit code is the most severe, in the order
-        4 (corrupt), 3 (I/O), 5 (not a checkpoint), 7 (unsupported).
+        The checkpoints; a run stands for all its steps. An error does not stop the others; the exit code is the most
+        severe one, in the order 4 (corrupt), 3 (I/O), 5 (not a checkpoint), 7 (unsupported).
     """
     documents: list[dict[str, Any]] = []
     codes: list[int] = []
@@ -43,7 +40,7 @@ def verify(
         try:
             with output.meter(f"verifying {path}") as progress:
                 place = checkpoint_at(path, output)
-                report = check(place, format=format, progress=progress, **vars(reading))
+                report = check(place, format=format, progress=progress, **options.arguments)
         except (TensorkeepError, OSError) as error:
             if len(chosen) == 1:
                 raise

@@ -8,8 +8,8 @@ import pytest
 from cyclopts import App, CycloptsError
 
 from faults.injection import flip_bit
-from tensorkeep.cli import data
 from tensorkeep.cli.output import Output
+from tensorkeep.cli.trainer import data
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UsageError
 from train.tiny_training import follow
 
@@ -37,7 +37,8 @@ def test_prepare_shows_its_result_and_the_next_command(text: Path, capsys: pytes
     counts = [line.split() for line in capsys.readouterr().out.splitlines()[4:6]]
     assert sum(int(count[2]) for count in counts) == 40
     out = text.parent / "data"
-    data.prepare(str(text), out=out, tokenizer="byte", validation=0.5, output=Output(json=True))
+    options = data.PrepareOptions(tokenizer="byte", validation=0.5)
+    data.prepare(str(text), out=out, options=options, output=Output(json=True))
     document = json.loads(capsys.readouterr().out)
     assert (document["path"], document["vocab_size"]) == (str(out), 256)
     assert document["splits"]["validation"]["tokens"] == 700
@@ -63,7 +64,7 @@ def test_info_shows_a_sample_and_damage_is_found(text: Path, capsys: pytest.Capt
     with pytest.raises(CorruptCheckpointError):
         data.info(out, verify=True)
     with pytest.raises(UsageError, match="vocabulary size"):
-        data.prepare(str(text), out=out, vocab_size=100)
+        data.prepare(str(text), out=out, options=data.PrepareOptions(vocab_size=100))
     # A sample cannot drive the terminal.
     text.write_text("\x1b[2J\x07" * 40)
     data.prepare(str(text), out=text.parent / "other")
@@ -86,8 +87,8 @@ def test_remedies_are_followed_and_arguments_without_effect_noted(
     (folder / "d.jsonl").write_text('{"body": "to be"}\n' * 40)
     with pytest.raises(UsageError, match=r"--field NAME \(tensorkeep train: --data.field NAME\)"):
         data.prepare(str(folder), out=tmp_path / "none")
-    data.prepare(str(folder), out=tmp_path / "d", field="body")
-    data.prepare(str(text), out=tmp_path / "t", field="body", seed=3)
+    data.prepare(str(folder), out=tmp_path / "d", options=data.PrepareOptions(field="body"))
+    data.prepare(str(text), out=tmp_path / "t", options=data.PrepareOptions(field="body", seed=3))
     notes = capsys.readouterr().err
     for note in (
         "1 of 2 files are left out, by the ends of their names: .log (1)",
@@ -108,7 +109,8 @@ def test_the_options_are_those_documented() -> None:
     _, bound, _ = app.parse_args(line.split(), exit_on_error=False, print_error=False)
     assert bound.args == ("-",)
     numbers = {"vocab_size": 300, "validation": 0.2, "seed": 3}
-    assert bound.kwargs == {"tokenizer": "bpe", "encoding": "latin-1", "out": Path("x"), "overwrite": True, **numbers}
+    options = data.PrepareOptions(tokenizer="bpe", encoding="latin-1", overwrite=True, **numbers)
+    assert bound.kwargs == {"out": Path("x"), "options": options}
     with pytest.raises(CycloptsError, match="--ouy"):
         app.parse_args(["prepare", "--ouy", "--out", "x"], exit_on_error=False, print_error=False)
     _, bound, _ = app.parse_args(["info", "x", "--verify"], exit_on_error=False, print_error=False)

@@ -14,7 +14,7 @@ import torch
 
 import tensorkeep
 from tensorkeep.checkpoint.stateful import RandomState
-from tensorkeep.cli.train import stop_on_signals
+from tensorkeep.cli.trainer.train import stop_on_signals
 from tensorkeep.storage.base import SourceFile
 from tensorkeep.testing.cases import case
 from tensorkeep.train.config.config import Config

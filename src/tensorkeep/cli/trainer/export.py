@@ -30,7 +30,7 @@ def export(
     out
         The folder to create.
     dtype
-        The dtype of the weights; that of training by default.
+        The dtype of the weights; by default the dtype of training.
     overwrite
         Replace an existing export.
     """

@@ -1,4 +1,4 @@
-"""Options of ``tensorkeep bench``, and its runs: progress, interrupts, resumption, report."""
+"""``tensorkeep bench``: compare checkpoint tools or training techniques; progress, interrupts, resumption, report."""
 
 import shlex
 import signal
@@ -10,28 +10,29 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from tensorkeep.bench.experiment.library import read_experiment, shipped
 from tensorkeep.bench.experiment.plan import Plan
 from tensorkeep.bench.results import Cell, Limits, Results
 from tensorkeep.bench.results_file import FILE_NAME, read_results
 from tensorkeep.bench.run.runner import ExperimentRun, Listener, plan_results
-from tensorkeep.cli.options import SIZE, AtLeastOne, Switch
-from tensorkeep.cli.output import Output
-from tensorkeep.cli.report import report
+from tensorkeep.cli.bench.report import report
+from tensorkeep.cli.options import SIZE, AtLeastOne, Checkpoint, Switch
+from tensorkeep.cli.output import DEFAULT, Counter, Output
 from tensorkeep.cli.text import Table, printable
 from tensorkeep.errors import DestinationExistsError, UsageError
 from tensorkeep.units import format_seconds
 
+Model = Annotated[str | None, Parameter(metavar="SPEC")]
+_MEASURED = "A folder on the disk to measure; the folder of --out by default. What is written there is removed."
+Directory = Annotated[Path | None, Parameter(name="--dir", help=_MEASURED)]
 Runs = Annotated[int | None, AtLeastOne, Parameter(help="Number of runs of each arm.")]
 Resume = Annotated[bool, Switch, Parameter(help="Continue an interrupted run in --out.")]
 Overwrite = Annotated[bool, Switch, Parameter(help="Replace the results in --out.")]
 Seconds = Annotated[int | None, AtLeastOne, Parameter(metavar="SECONDS")]
 
 _FLAGS = {"seconds": "--equal-time"}
-"""The flags of settings that are not named as their setting."""
+"""The flags that are not named like their setting."""
 
 
 @Parameter(name="*")
@@ -44,15 +45,15 @@ class RunOptions:
     experiment : str or None
         What to compare: the name of an experiment or a JSON file; --list shows the names.
     arms : list of str or None
-        Run only these arms; the baseline is always measured. The option may be repeated.
+        Run only these arms, and the baseline; may be repeated.
     seed : int or None
         Seed of the random order.
     budget : int or None
-        Seconds of the whole experiment: no block begins that would end later. At least one block is measured.
+        Seconds of the whole experiment: a block begins only if it can end in time. At least one block is measured.
     time_limit : int or None
-        A cell that takes longer is ended and reported.
+        Seconds of a cell. A cell that takes longer is ended and reported.
     memory_limit : int or None
-        A cell that uses more memory is ended and reported.
+        Memory of a cell. A cell that uses more memory is ended and reported.
     out : Path or None
         The folder of results.json and report.html; bench-EXPERIMENT by default.
     list_ : bool
@@ -75,6 +76,102 @@ class RunOptions:
 DEFAULT_OPTIONS = RunOptions()
 
 
+def checkpoint(
+    *,
+    model: Model = None,
+    source: Checkpoint = None,
+    slow_model: Model = None,
+    with_optimizer: str | None = None,
+    directory: Directory = None,
+    options: RunOptions = DEFAULT_OPTIONS,
+    output: Output = DEFAULT,
+) -> int:
+    """Compare ways to save and load a checkpoint.
+
+    The experiment is peers by default. Every cell is a fresh process. A loaded state is compared with the saved one,
+    bit for bit, before its time counts. Results are written after each cell; Ctrl-C keeps them, and --resume continues.
+
+    Parameters
+    ----------
+    model
+        The state to save, such as openllama-3b, openllama-3b:first-100:float16 or openllama-3b:scale=0.1.
+    source
+        Save the state of this checkpoint instead, of any format.
+    slow_model
+        A smaller state for the slow arms of an experiment (such as chunks of 64 elements); the report names them.
+    with_optimizer
+        adamw: add the state of the optimizer, which is twice as large as the weights.
+    """
+    if source is not None and model is not None:
+        raise UsageError("--from and --model exclude each other", remedy="give one of them")
+    settings = _given(slow_model=slow_model, with_optimizer=with_optimizer)
+    if model is not None or source is not None:
+        # A state of the user replaces all settings of the experiment that describe a state.
+        chosen = {"model": model, "from": None if source is None else str(source)}
+        settings = {"slow_model": None, **settings, **chosen}
+    return run_experiment("checkpoint", "peers", settings, options, output, directory)
+
+
+def claims(
+    *,
+    model: Model = None,
+    runs: Runs = None,
+    directory: Directory = None,
+    out: Path | None = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    output: Output = DEFAULT,
+) -> int:
+    """Check published claims about checkpoint formats on this machine.
+
+    The same as tensorkeep bench checkpoint --experiment claims. Each claim is reproduced, not reproduced, or
+    confounded: the arms that isolate its cause contradict it.
+
+    Parameters
+    ----------
+    model
+        The state to save; a small OpenLLaMA by default, because chunks of 64 elements are slow.
+    out
+        The folder of results.json and report.html; bench-claims by default.
+    """
+    options = RunOptions(experiment="claims", runs=runs, out=out, resume=resume, overwrite=overwrite)
+    return checkpoint(model=model, directory=directory, options=options, output=output)
+
+
+def training(
+    *,
+    recipe: str | None = None,
+    data: str | None = None,
+    steps: Annotated[int | None, AtLeastOne] = None,
+    equal_time: Seconds = None,
+    options: RunOptions = DEFAULT_OPTIONS,
+    output: Output = DEFAULT,
+) -> int:
+    """Compare training techniques and settings of a recipe.
+
+    The experiment is techniques by default. Every cell is a fresh process; each run of an arm has its own seed. A
+    technique that was not observed as active, or that changed losses which it must not change, gets no time. Results
+    are written after each cell; Ctrl-C keeps them, and --resume continues.
+
+    Parameters
+    ----------
+    recipe
+        The recipe to train; tensorkeep train --list-recipes shows them.
+    data
+        A folder of tensorkeep data prepare, or a source that this command takes.
+    steps
+        Number of training steps of each cell.
+    equal_time
+        Also measure the validation loss after this many seconds of training.
+    """
+    settings = _given(recipe=recipe, data=data, steps=steps, seconds=equal_time)
+    return run_experiment("training", "techniques", settings, options, output)
+
+
+def _given(**settings: object) -> dict[str, object]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
 def run_experiment(
     workload: str,
     default: str,
@@ -85,7 +182,7 @@ def run_experiment(
 ) -> int:
     """List the experiments of a workload, or run or resume one; return the exit code.
 
-    ``default`` is the experiment that runs if the options name none. ``settings`` replace those of the experiment, and
+    ``default`` is the experiment that runs if the options name none. ``settings`` replace settings of the experiment.
     ``directory`` is a folder on the disk to measure.
     """
     if options.list_:
@@ -159,7 +256,6 @@ def _resume(workload: str, default: str, options: RunOptions, directory: Path | 
 
 
 def _measured_folder(results: Results, folder: Path) -> Path:
-    """Return the folder on the disk that is measured."""
     return Path(results.experiment.settings.get("save_dir") or folder)
 
 
@@ -168,13 +264,13 @@ def _resume_command(results: Results, folder: Path) -> str:
 
 
 def _run_in(folder: Path, results: Results, output: Output) -> int:
-    """Run the remaining cells in a folder, which is removed again if it is new and nothing was written to it."""
+    """Run the remaining cells. A new folder is removed again if nothing was written to it."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     run = ExperimentRun(results, folder / FILE_NAME, _measured_folder(results, folder))
     try:
-        with _interrupt_on_signals(), _progress(output) as progress:
-            run.execute(_Bar(progress))
+        with _interrupt_on_signals(), output.counter() as bar:
+            run.execute(_CellProgress(bar))
     except KeyboardInterrupt:
         if any(cell.status == "ok" for cell in run.results.cells):
             report(folder, output=output)
@@ -182,7 +278,7 @@ def _run_in(folder: Path, results: Results, output: Output) -> int:
         raise
     finally:
         if is_new:
-            with suppress(OSError):  # A folder that is not empty is kept.
+            with suppress(OSError):  # the folder has files
                 folder.rmdir()
     report(folder, output=output)
     statuses = {cell.status for cell in run.results.cells}
@@ -204,30 +300,19 @@ def _interrupt_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _progress(output: Output) -> Progress:
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
-    left = TextColumn("{task.fields[left]}")
-    console = Console(stderr=True, quiet=not output.draws_progress)
-    return Progress(
-        *columns, left, console=console, transient=True, auto_refresh=False, disable=not output.draws_progress
-    )
+class _CellProgress(Listener):
+    """Shows the current arm, and the time left if it can be estimated."""
 
-
-class _Bar(Listener):
-    """A progress bar with the current arm, and the time left if it can be estimated."""
-
-    def __init__(self, bar: Progress) -> None:
+    def __init__(self, bar: Counter) -> None:
         self._bar = bar
-        self._task = bar.add_task("", total=None, left="")
 
     def preparing(self) -> None:
-        self._bar.update(self._task, description="preparing what is measured", refresh=True)
+        self._bar.update("preparing what is measured")
 
     def cell_started(self, cell: Cell, done: int, total: int, seconds_left: float | None) -> None:
-        left = "" if seconds_left is None else f"about {format_seconds(seconds_left)} left"
-        text = printable(f"block {cell.block + 1}: {cell.arm}")
-        self._bar.update(self._task, description=text, completed=done, total=total, left=left, refresh=True)
+        left = "" if seconds_left is None else f", about {format_seconds(seconds_left)} left"
+        self._bar.update(f"block {cell.block + 1}: {cell.arm}{left}", completed=done, total=total)
 
     def cell_ended(self, cell: Cell) -> None:
         if cell.status not in ("ok", "not-run"):
-            self._bar.console.print(printable(f"{cell.arm}: {cell.status}: {cell.reason}"), markup=False)
+            self._bar.print(printable(f"{cell.arm}: {cell.status}: {cell.reason}"))

@@ -2,16 +2,19 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from cyclopts import Parameter
+
 from tensorkeep.cli.options import AtLeastOne, Run, Which
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table
+from tensorkeep.cli.trainer.data import TEXT, TextOptions
 from tensorkeep.errors import NotFoundError, UsageError
 from tensorkeep.train.answers import windows_of
-from tensorkeep.train.data.corpus import DEFAULT_FIELD
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import is_prepared
 from tensorkeep.train.data.tokenizers.base import Tokens
@@ -33,8 +36,34 @@ from tensorkeep.train.scoring import (
 from tensorkeep.train.spinning import SpinControl
 from tensorkeep.units import counted, format_bytes
 
+_ACCURACIES = ("acc", "acc_norm")
+
 _NOT_APPLIED = ("sparse-attention", "quantised-forward", "tf32")
 """Techniques that change what the model computes, and that only training applies."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ComputeOptions:
+    """The options that choose the model and how it computes.
+
+    Attributes
+    ----------
+    precision
+        The precision of matmuls: float32, bf16, fp16, or run for the precision of the run.
+    batch_size
+        Windows or endings that are computed at once; by default as many as fit.
+    device
+        The device of the model.
+    """
+
+    which: Which = "last"
+    precision: Precision = "run"
+    batch_size: Annotated[int | None, AtLeastOne] = None
+    device: str = "auto"
+
+
+DEFAULT_OPTIONS = ComputeOptions()
 
 
 def evaluate(
@@ -42,55 +71,41 @@ def evaluate(
     /,
     *,
     data: str | None = None,
-    encoding: str = "utf-8",
-    field: str = DEFAULT_FIELD,
+    text: TextOptions = TEXT,
     multiple_choice: Path | None = None,
     tokens: Annotated[int | None, AtLeastOne] = None,
-    which: Which = "last",
-    precision: Precision = "run",
-    batch_size: Annotated[int | None, AtLeastOne] = None,
-    device: str = "auto",
+    options: ComputeOptions = DEFAULT_OPTIONS,
     output: Output = DEFAULT,
 ) -> None:
     """Measure the model of a run on a text, or on multiple-choice questions.
 
     A text gives the loss per token, the perplexity, and bits per byte, which can be compared between tokenizers.
-    Questions give two accuracies: acc is that of the endings with the largest total log-probability, acc_norm that of
-    the largest mean per token.
+    Questions give two accuracies: acc chooses the ending with the largest total log-probability, acc_norm the ending
+    with the largest mean per token.
     Without --data, the text is the validation split of the run's data, in the windows that the run itself evaluates.
 
     Parameters
     ----------
     data
-        A text file, or another source that tensorkeep data prepare takes; or a folder of prepared data, of which the
-        validation split is used.
-    encoding
-        The encoding of the text; invalid bytes are an error.
-    field
-        The field of the lines of .jsonl files, or the column of tables, that holds the text.
+        A text file, or another source that tensorkeep data prepare takes; or a folder of prepared data, for its
+        validation split.
     multiple_choice
         A file of questions in HellaSwag's format instead of a text: on each line a JSON object with ctx, endings and
         label.
     tokens
         At most about this many tokens, in windows spread evenly over the text; by default all of a text, and of the
         run's own data as many as the run evaluates.
-    precision
-        The precision of matmuls: float32, bf16, fp16, or run for that of the run.
-    batch_size
-        Windows or endings that are computed at once; by default as many as fit.
-    device
-        The device of the model.
     """
     if multiple_choice is not None and (data is not None or tokens is not None):
         raise UsageError("--multiple-choice takes no text: --data and --tokens are for a text", remedy="leave one out")
-    # Before the model is loaded: a mistake in the file shows at once.
+    # Before the model is loaded, which takes long: a mistake in the file shows at once.
     questions = None if multiple_choice is None else read_questions(multiple_choice)
-    trained = load_trained_at(run, which=which, device=device)
+    trained = load_trained_at(run, which=options.which, device=options.device)
     config, place = current_config(trained.folder.record()), trained.model.tokens.weight.device
     for name in set(_NOT_APPLIED) & set(config.techniques):
-        output.note(f"{name}, which the run was trained with, is off: the figures are those of the plain model")
-    chosen = resolve_precision(config, precision)
-    rows = batch_size or affordable_rows(config.model, place)
+        output.note(f"{name}, which the run was trained with, is off: the figures are of the model without it")
+    chosen = resolve_precision(config, options.precision)
+    rows = options.batch_size or affordable_rows(config.model, place)
     document: dict[str, Any] = {
         "run": str(trained.folder.path),
         "step": trained.step.number,
@@ -104,8 +119,7 @@ def evaluate(
                 choices = score_choices(trained.model, questions, trained.tokenizer, rows=rows, progress=progress)
             document |= {"task": "multiple-choice", "file": str(multiple_choice), **choices._asdict()}
         else:
-            text = partial(read_tokens, encoding=encoding, field=field)
-            source, windows = _windows(trained, data, text, tokens, output)
+            source, windows = _windows(trained, data, partial(read_tokens, **vars(text)), tokens, output)
             if windows.note is not None:
                 output.note(windows.note)
             with output.meter("evaluating", of_bytes=False) as progress:
@@ -116,14 +130,14 @@ def evaluate(
 
 
 def _windows(
-    trained: TrainedModel, data: str | None, text: Callable[..., Tokens], most: int | None, output: Output
+    trained: TrainedModel, data: str | None, read: Callable[..., Tokens], most: int | None, output: Output
 ) -> tuple[str, EvaluationWindows]:
     """Return the name of the text, and its windows."""
     config = current_config(trained.folder.record())
     length = config.model.context_length
     if data is not None and not is_prepared(data):
         with output.meter(f"reading {data}") as progress:
-            return data, EvaluationWindows(text(data, trained.tokenizer, progress=progress), length, most=most)
+            return data, EvaluationWindows(read(data, trained.tokenizer, progress=progress), length, most=most)
     dataset = _own_data(trained.folder) if data is None else _other_data(trained, data)
     if data is None and most is None:
         return str(dataset.path), validation_windows(config, dataset)
@@ -153,9 +167,8 @@ def _other_data(trained: TrainedModel, data: str) -> Dataset:
 
 
 def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a document as rows of a table."""
-    of = f"step {document['step']} of {document['run']}, {document['precision']} on {document['device']}"
-    rows = [("model", of)]
+    model = f"step {document['step']} of {document['run']}, {document['precision']} on {document['device']}"
+    rows = [("model", model)]
     if document["task"] == "text":
         text = f"{document['data']}: {counted(document['tokens'], 'token')}, {format_bytes(document['bytes'])}"
         rows += [
@@ -172,6 +185,3 @@ def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         *((name, f"{document[name]:.2%} (standard error {document[f'{name}_stderr']:.2%})") for name in _ACCURACIES),
     ]
     return [*rows, ("time", f"{document['seconds']:.1f} s")]
-
-
-_ACCURACIES = ("acc", "acc_norm")

@@ -1,6 +1,7 @@
 """``tensorkeep data``: tokenize text for a training run, and show prepared data."""
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from tensorkeep.train.data.mixture import prepare_mixture
 from tensorkeep.units import counted, format_bytes
 
 _SAMPLE = 200
-"""Number of characters that ``data info`` shows."""
+"""Characters of the text that ``data info`` shows."""
 
 
 def _no_flag(kind: type, value: str) -> None:
@@ -24,20 +25,67 @@ def _no_flag(kind: type, value: str) -> None:
         raise ValueError(f"unknown option {value}")
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class TextOptions:
+    """The options of commands that read text.
+
+    Attributes
+    ----------
+    encoding
+        The encoding of the text; invalid bytes are an error.
+    field
+        The field of the lines of .jsonl files, or the column of tables, that holds the text.
+    """
+
+    encoding: str = "utf-8"
+    field: str = DEFAULT_FIELD
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class PrepareOptions(TextOptions):
+    """The options of ``data prepare``, with the names of `prepare_mixture`.
+
+    Attributes
+    ----------
+    tokenizer
+        Characters, bytes, byte-pair encoding trained on this text, a vocabulary of tiktoken that is on this machine, or
+        the tokenizer of a run, of a Hugging Face model or of a folder of prepared data.
+    vocab_size
+        For bpe: the largest size of the vocabulary; 4096 by default.
+    validation
+        The fraction of the text, or of its documents, that is used for validation.
+    seed
+        The seed of the split into training and validation.
+    conversations
+        Each line of the .jsonl file is a conversation, and only its answers are trained; by default the first line
+        decides.
+    processes
+        How many processes tokenize; by default all processors do for bpe and tiktoken, if the text is large. The result
+        is the same.
+    overwrite
+        Replace existing prepared data.
+    """
+
+    tokenizer: Annotated[str, Parameter(metavar="char|byte|bpe|tiktoken:NAME|from:FOLDER")] = "char"
+    vocab_size: int | None = None
+    validation: float = 0.1
+    seed: int = 0
+    conversations: Annotated[bool, Switch] = False
+    processes: int | None = None
+    overwrite: Annotated[bool, Switch] = False
+
+
+TEXT, DEFAULT_OPTIONS = TextOptions(), PrepareOptions()
+
+
 def prepare(
     source: Annotated[str, Parameter(allow_leading_hyphen=True, validator=_no_flag)],
     /,
     *,
     out: Path,
-    tokenizer: Annotated[str, Parameter(metavar="char|byte|bpe|tiktoken:NAME|from:FOLDER")] = "char",
-    vocab_size: int | None = None,
-    validation: float = 0.1,
-    seed: int = 0,
-    encoding: str = "utf-8",
-    field: str = DEFAULT_FIELD,
-    conversations: Annotated[bool, Switch] = False,
-    processes: int | None = None,
-    overwrite: Annotated[bool, Switch] = False,
+    options: PrepareOptions = DEFAULT_OPTIONS,
     output: Output = DEFAULT,
 ) -> None:
     """Tokenize text for a training run.
@@ -48,46 +96,13 @@ def prepare(
         A file, a folder, a pattern in quotes such as 'books/*.txt', a dataset that Hugging Face's datasets saved
         (save_to_disk), - for standard input, or stdlib for the sources of Python's standard library. A .jsonl file has
         one document on each line, a .parquet file one in each row. A mixture is books:0.7,web:0.3 with such sources or
-        prepared folders, and the fraction of the training windows that come from each.
+        prepared folders; the numbers are fractions of the training windows.
     out
         The folder to create.
-    tokenizer
-        Characters, bytes, byte-pair encoding trained on this text, a vocabulary of tiktoken that is on this machine, or
-        the tokenizer of a run, of a Hugging Face model or of a folder of prepared data.
-    vocab_size
-        For bpe: the largest size of the vocabulary; 4096 by default.
-    validation
-        The fraction of the text, or of its documents, that is used for validation.
-    seed
-        The seed of the split into training and validation.
-    encoding
-        The encoding of the text; invalid bytes are an error.
-    field
-        The field of the lines of .jsonl files, or the column of tables, that holds the text.
-    conversations
-        Each line of the .jsonl file is a conversation, of which only answers are trained; by default the first line
-        decides.
-    processes
-        How many processes tokenize; by default all processors do for bpe and tiktoken, if the text is large. The result
-        is the same.
-    overwrite
-        Replace existing prepared data.
     """
+    given = vars(options) | {"conversations": options.conversations or None}
     with output.meter(f"preparing {source}") as progress:
-        made = prepare_mixture(
-            source,
-            out,
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            validation=validation,
-            seed=seed,
-            encoding=encoding,
-            field=field,
-            conversations=conversations or None,
-            processes=processes,
-            overwrite=overwrite,
-            progress=progress,
-        )
+        made = prepare_mixture(source, out, progress=progress, **given)
     following = f"tensorkeep train shakespeare-char-cpu --data {shlex.quote(str(out))}"
     output.show(
         {**made.as_dict(), "next": following},

@@ -20,13 +20,13 @@ from tensorkeep.units import counted
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class TextOptions:
+class GenerateOptions:
     """The options of commands that generate text.
 
     Attributes
     ----------
     tokens : int
-        The largest number of tokens to generate, in a conversation for an answer.
+        The most tokens to generate; in a conversation, the most tokens of an answer.
     temperature : float
         0 always takes the most probable token; values above 1 flatten the distribution.
     top_k : int or None
@@ -36,7 +36,7 @@ class TextOptions:
     min_p : float or None
         Sample from the tokens that are at least this many times as probable as the most probable one.
     repetition_penalty : float
-        Make tokens that the text has already less probable; 1 changes nothing, 1.1 is usual.
+        Make tokens that are in the text already less probable; 1 changes nothing, 1.1 is usual.
     stop : list of str or None
         End before this text; may be repeated.
     seed : int
@@ -59,11 +59,11 @@ class TextOptions:
     device: str = "auto"
 
     def sampling(self) -> Sampling:
-        """Return how tokens are drawn; UsageError if an option is out of range."""
+        """Return the settings of sampling; UsageError if an option is out of range."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
 
-DEFAULT_TEXT = TextOptions()
+DEFAULT_OPTIONS = GenerateOptions()
 
 
 def generate(
@@ -72,7 +72,7 @@ def generate(
     *,
     prompt: str | None = None,
     cache: bool = True,
-    options: TextOptions = DEFAULT_TEXT,
+    options: GenerateOptions = DEFAULT_OPTIONS,
     output: Output = DEFAULT,
 ) -> None:
     """Continue a text with the model of a run, and print it as it is generated.
@@ -123,7 +123,7 @@ def generate(
 
 
 def show_stream(pieces: Iterator[str], output: Output) -> str:
-    """Print pieces of text as they come, unless the output is JSON, and a line end; return the text."""
+    """Print pieces of text as they come, and a line end, unless the output is JSON; return the text."""
     text = ""
     try:
         for piece in pieces:
@@ -131,7 +131,7 @@ def show_stream(pieces: Iterator[str], output: Output) -> str:
             if output.shows_text:
                 print(printable_text(piece), end="", flush=True)
     finally:
-        # Also after Ctrl-C, so that the message and the shell's prompt begin on a new line.
+        # Also after Ctrl-C, because the message and the shell's prompt must begin on a new line.
         if output.shows_text and text and not text.endswith("\n"):
             print(flush=True)
     return text

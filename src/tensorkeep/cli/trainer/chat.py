@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 
-from tensorkeep.cli.generate import DEFAULT_TEXT, TextOptions, show_stream
 from tensorkeep.cli.options import Run
 from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.trainer.generate import DEFAULT_OPTIONS, GenerateOptions, show_stream
 from tensorkeep.errors import UsageError
 from tensorkeep.train.chat import ChatSession
 from tensorkeep.train.run.trained import load_trained_at
@@ -23,7 +23,7 @@ def chat(
     /,
     *,
     system: str | None = None,
-    options: TextOptions = DEFAULT_TEXT,
+    options: GenerateOptions = DEFAULT_OPTIONS,
     output: Output = DEFAULT,
 ) -> None:
     """Talk with a model that was trained on conversations.
@@ -34,7 +34,7 @@ def chat(
     Parameters
     ----------
     system
-        The system message, with which the conversation begins.
+        The system message at the start of the conversation.
     """
     sampling = options.sampling()
     trained = load_trained_at(run, which=options.which, device=options.device)
@@ -52,7 +52,7 @@ def chat(
         output.note(f"{trained.model.config.parameter_count():,} parameters, step {trained.step.number}; {_HELP}")
     with SpinControl():
         for text in _messages():
-            # Only what is typed is a command: lines of a file are not lost, whatever they begin with.
+            # Only typed lines can be commands: no line of a file is lost, even if it begins with a slash.
             match text.strip() if terminal else "":
                 case "/exit":
                     break
@@ -73,7 +73,7 @@ def chat(
 
 
 def _messages() -> Iterator[str]:
-    """Yield the lines that are not blank: from the terminal, where they can be edited, or from standard input."""
+    """Yield lines that are not blank, from the terminal with line editing, or from standard input."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in sys.stdin if line.strip())
         return
@@ -94,15 +94,15 @@ def _messages() -> Iterator[str]:
 
 def _read_line() -> str:
     if sys.stdout.isatty():
-        # The line editor shows the prompt itself when it is ready: a Ctrl-D that came before would be lost.
+        # The line editor prints the prompt when it is ready. A Ctrl-D before that would be lost.
         return input(_PROMPT)
-    # `input` would write the prompt to stdout, which has nothing but answers, or one document with --json.
+    # `input` would print the prompt on stdout, which holds the answers, or one JSON document.
     print(_PROMPT, end="", file=sys.stderr, flush=True)
     return input()
 
 
 def _answer(session: ChatSession, text: str, output: Output, *, terminal: bool) -> None:
-    """Print the answer to a message. On a terminal, a message that cannot be answered ends nothing."""
+    """Print the answer to a message. On a terminal, an error is printed and the conversation continues."""
     left_out = session.left_out
     try:
         pieces = session.answer(text)

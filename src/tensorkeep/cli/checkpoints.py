@@ -1,0 +1,68 @@
+"""How commands open checkpoints: the options, and the address of a step of a run."""
+
+import os
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from tensorkeep.cli.errors import error_lines
+from tensorkeep.cli.options import AtLeastOne, Size, StoreOptions
+from tensorkeep.cli.output import Output
+from tensorkeep.runs.address import find_checkpoint
+from tensorkeep.storage.buffers import DEFAULT_BUDGET
+
+InputFormat = Annotated[str | None, Parameter(help="The format; detected by default.")]
+
+Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
+"""Patterns of tensor names; the option may be repeated."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class OpenOptions(StoreOptions):
+    """The options of commands that open checkpoints.
+
+    Attributes
+    ----------
+    allow
+        Read objects of this class in torch.save files, such as argparse.Namespace, as dicts of their attributes,
+        without its code; may be repeated.
+    """
+
+    allow: Annotated[list[str] | None, Parameter(negative="", metavar="CLASS")] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ReadOptions(OpenOptions):
+    """The options of commands that read the tensors of checkpoints.
+
+    Attributes
+    ----------
+    threads
+        The number of threads.
+    memory_budget
+        The limit on the memory of all buffers.
+    """
+
+    threads: Annotated[int | None, AtLeastOne] = None
+    memory_budget: Size = DEFAULT_BUDGET
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of functions that read, such as `tensorkeep.verify`."""
+        return {"allow": self.allow, "threads": self.threads, "memory_budget": self.memory_budget}
+
+
+OPEN, READ = OpenOptions(), ReadOptions()
+
+
+def checkpoint_at(path: str, output: Output) -> str:
+    """Return the path of the checkpoint that an address names; print on stderr which step of a run was chosen."""
+    address = find_checkpoint(path)
+    for number, error in address.skipped.items():
+        output.note(f"warning: step {number} is skipped: {error_lines(error)[0].removeprefix('error: ')}")
+    if address.reason:
+        output.note(f"{path}: step {address.step}, {address.reason}")
+    return os.fspath(address.path)
