@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from tensorkeep.checkpoint.progress import progress_bar
 from tensorkeep.cli.text import columns, elided, print_lines, printable
 
 if TYPE_CHECKING:
@@ -98,6 +97,9 @@ class Output:
         if not self.draws_progress:
             yield None
             return
+        # Only here, because the storage imports numpy.
+        from tensorkeep.checkpoint.progress import progress_bar
+
         label = elided(printable(doing), max(_LEAST_LABEL, columns() - _BAR_COLUMNS))
         with progress_bar(label, of_bytes=of_bytes) as callback:
             yield callback
