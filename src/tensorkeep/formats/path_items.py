@@ -1,7 +1,11 @@
-"""A state as a list of tensors and plain values under paths of keys, for DCP and T5X."""
+"""Nested states as flat items under paths of keys, and back; for DCP and T5X.
 
-from collections.abc import Iterator
+A path is what DCP stores: the keys of dicts as text, positions in lists as numbers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -14,16 +18,14 @@ Path = tuple[str | int, ...]
 _DICTS = frozenset(("dict", "items", "ordered", "ordered_items", "counter"))
 _LISTS = frozenset(("list", "tuple"))
 _PLAIN = (type(None), bool, int, float, str)
-_LONGEST_INTEGER = 2**2000
-"""Torch's restricted unpickler does not read larger integers."""
+_LONGEST_INTEGER = 2**2000  # torch's restricted unpickler does not read larger integers
+_MAX_GAPS = 10_000
+_NONE = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One entry of the checkpoint: a tensor (``leaf``) or a plain value, by the name under which other tools find it.
-
-    Its path is as DCP stores it: the keys of dicts as text, positions in lists as numbers.
-    """
+    """One entry of a checkpoint: a tensor (``leaf``) or a plain value, with the name that other tools find it by."""
 
     name: str
     path: Path
@@ -32,34 +34,34 @@ class Item:
 
 
 def items_of(flat: Flat[Source]) -> list[Item]:
-    """Return the entries of a state, in its order."""
+    """Return the items of a state, in its order."""
     walked = list(_walk(flat.skeleton, (), in_value=False))
     # A plain value with the name of a tensor is left out.
     taken = {item.name for item in walked if item.leaf}
     found: dict[str, Item] = {}
     for item in walked:
         if item.leaf and _is_stored(item.name, flat):
-            natural = item.path and ".".join(map(str, item.path)) == item.name
-            found[item.name] = item if natural else Item(item.name, (item.name,), True)
+            is_joined = item.path and ".".join(map(str, item.path)) == item.name
+            found[item.name] = item if is_joined else Item(item.name, (item.name,), True)
         elif not item.leaf and item.name not in taken:
             found.setdefault(item.name, item)
     return list(found.values())
 
 
 def _is_stored(name: str, flat: Flat[Source]) -> bool:
-    """Return whether a tensor gets an entry: a view does as well, unless it has more elements than the stored one."""
+    """Return whether a tensor gets an item. A view gets one unless it has more elements than the stored tensor."""
     alias = flat.aliases.get(name)
     return alias is None or prod(alias.shape) <= prod(flat.leaves[alias.of].shape)
 
 
 def _walk(node: Any, path: Path, *, in_value: bool) -> Iterator[Item]:
-    """Yield the entries below a node; as in DCP, dicts are entered, and lists if they hold dicts or tensors."""
+    """Yield the items below a node. As in DCP, dicts are entered, and lists if they hold dicts or tensors."""
     tag = node_tag(node)
     if tag in LEAF_KINDS:
         yield Item(node[tag], path, True)
         return
     children = child_nodes(node)
-    enters = not in_value and (tag in _DICTS or (tag in _LISTS and _holds_more(node)))
+    enters = not in_value and (tag in _DICTS or (tag in _LISTS and _holds_items(node)))
     if not enters and not in_value and path and (value := _plain(node)) is not _NONE:
         yield Item(".".join(map(str, path)), path, False, value)
     for key, child in children or ():
@@ -67,16 +69,13 @@ def _walk(node: Any, path: Path, *, in_value: bool) -> Iterator[Item]:
         yield from _walk(child, (*path, text), in_value=in_value or not enters)
 
 
-def _holds_more(node: Any) -> bool:
+def _holds_items(node: Any) -> bool:
     tag = node_tag(node)
-    return tag in LEAF_KINDS or tag in _DICTS or any(_holds_more(child) for _, child in child_nodes(node) or ())
-
-
-_NONE = object()
+    return tag in LEAF_KINDS or tag in _DICTS or any(_holds_items(child) for _, child in child_nodes(node) or ())
 
 
 def _plain(node: Any) -> Any:
-    """Return a node's plain value if torch's restricted unpickler can read it, else `_NONE`."""
+    """Return the plain value of a node if torch's restricted unpickler can read it, else `_NONE`."""
     try:
         value = unflatten(node, {})
     except (ValueError, UnsupportedError):
@@ -92,3 +91,54 @@ def _is_plain(value: Any) -> bool:
     if type(value) is str:
         return value.isprintable() or value.encode("utf-8", "ignore").decode() == value
     return type(value) in _PLAIN
+
+
+def nest(
+    paths: Mapping[str, Path], values: Mapping[str, Any], make_dict: Callable[[dict[str | int, Any]], Any] = dict
+) -> Any:
+    """Return the values in nested dicts and lists, each at the end of its path; ``make_dict`` converts each dict.
+
+    As in torch, an item of a list that no path leads to is None.
+
+    Raises ValueError if a path leads through the value of another one, or lists have more than 10,000 missing items
+    beyond three per value.
+
+    Examples
+    --------
+    >>> nest({"a.x": ("a", "x"), "b.1": ("b", 1)}, {"a.x": 5, "b.1": 6})
+    {'a': {'x': 5}, 'b': [None, 6]}
+    """
+    root = _Node(is_list=False)
+    for name, path in paths.items():
+        node = root
+        for key, following in pairwise(path):
+            node = node.child(key, _Node(is_list=type(following) is int))
+            if not isinstance(node, _Node):
+                raise ValueError(f"{name!r} is inside another value")
+        if path[-1] in node:
+            raise ValueError(f"two values are at {name!r}")
+        node.child(path[-1], values[name])
+    # An index of 10**9 would make a list of that length.
+    if root.gaps() > _MAX_GAPS:
+        raise ValueError("lists lack most of their items")
+    return root.build(make_dict)
+
+
+class _Node(dict[str | int, Any]):
+    """A dict or a list under construction; a dict of another class is a value."""
+
+    def __init__(self, *, is_list: bool) -> None:
+        self.is_list = is_list
+
+    def child(self, key: str | int, default: Any) -> Any:
+        if self.is_list != (type(key) is int) or (type(key) is int and key < 0):
+            raise ValueError(f"the key {key!r} is in a dict and in a list")
+        return self.setdefault(key, default)
+
+    def gaps(self) -> int:
+        own = max(0, max(map(int, self)) + 1 - 4 * len(self)) if self.is_list else 0
+        return own + sum(child.gaps() for child in self.values() if isinstance(child, _Node))
+
+    def build(self, make_dict: Callable[[dict[str | int, Any]], Any]) -> Any:
+        built = {key: child.build(make_dict) if isinstance(child, _Node) else child for key, child in self.items()}
+        return [built.get(index) for index in range(max(map(int, built)) + 1)] if self.is_list else make_dict(built)

@@ -316,7 +316,7 @@ class FolderSuite:
         assert same(tensorkeep.load(path), FULL) and tensorkeep.verify(path).ok
         assert same(tensorkeep.load(path, mmap=True), FULL)
         with monkeypatch.context() as patched:
-            patched.setattr("tensorkeep.formats.torch_file.zip_file._UNPACKED_BYTES", -64 * len(compressed))
+            patched.setattr("tensorkeep.formats.torch_file.archive._UNPACKED_BYTES", -64 * len(compressed))
             with pytest.raises(UnsupportedError, match="bytes unpacked"):
                 tensorkeep.load(path)
         at = compressed.index(b"data.pkl") + 20

@@ -11,7 +11,7 @@ import torch
 import tensorkeep
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, OutOfMemoryError, StoreError
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.torch_file import FORMAT, reader, zip_file
+from tensorkeep.formats.torch_file import FORMAT, archive, reader
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 from tensorkeep.testing.format_states import load, noise
@@ -61,7 +61,7 @@ def test_failed_read_is_a_store_error(tmp_path: Path) -> None:
         os.dup2(unreadable, file.fileno())
         os.close(unreadable)
         with pytest.raises(StoreError, match=os.strerror(errno.EBADF)):
-            zip_file.TorchZip(file, path.stat().st_size, path)
+            archive.TorchZip(file, path.stat().st_size, path)
 
 
 def test_named_pipe_is_refused_without_blocking(tmp_path: Path) -> None:

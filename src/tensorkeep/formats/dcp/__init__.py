@@ -10,8 +10,8 @@ from tensorkeep.errors import UsageError
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
 from tensorkeep.formats.dcp.metadata import FILE_NAME
-from tensorkeep.formats.dcp.reader import DcpReader
-from tensorkeep.formats.torch_file.zip_file import begins_like_old_pickle
+from tensorkeep.formats.dcp.reader import DcpFormatReader
+from tensorkeep.formats.torch_file.archive import begins_like_pickle
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage import first_bytes, names_in
@@ -48,10 +48,10 @@ class DcpFormat(Format):
 
     def recognises(self, path: Path) -> bool:
         start = first_bytes(path / FILE_NAME, 2)
-        return start is not None and begins_like_old_pickle(start)
+        return start is not None and begins_like_pickle(start)
 
     def open(self, path: Path, settings: OpenSettings) -> Reader:
-        return DcpReader(path, settings)
+        return DcpFormatReader(path, settings)
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         # Here, because it imports torch.distributed.

@@ -1,11 +1,10 @@
-"""Parser of DCP's ``.metadata``, and its table of allowed classes.
+"""Parses DCP's ``.metadata``: the names, dtypes and shapes of tensors, and the locations of their chunks.
 
-The parser returns names, dtypes and shapes of tensors, and the locations of their chunks. The file is a
-pickle of the dataclasses of ``torch.distributed.checkpoint.metadata``. It is decoded without executing it (see
-``inert_pickle.py``), and every field is checked.
+The file is a pickle of the dataclasses of ``torch.distributed.checkpoint.metadata``. It is decoded without executing it
+(see ``torch_file/pickles.py``), and every field is checked.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.base import Box, box_of, box_shape
 from tensorkeep.formats.decoding import decoding
-from tensorkeep.formats.pickles import Call, Global, decode
+from tensorkeep.formats.torch_file.pickles import Call, Global, Pairs, decode, name_of
 from tensorkeep.placeholder import Placeholder
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import MOST_DIMENSIONS
@@ -24,16 +23,17 @@ from tensorkeep.state.leaf import MOST_DIMENSIONS
 FILE_NAME = ".metadata"
 
 MARK = "tensorkeep"
-"""Written to ``storage_meta.modules`` by Tensorkeep: a checkpoint with this mark must have a sidecar."""
+"""Tensorkeep writes it into ``storage_meta.modules``: a checkpoint with this mark must have a sidecar."""
 
 _MAX_FIELDS = 64
 _MAX = 2**63
+# For a tensor that is sharded in several dimensions, every pair of chunks is compared.
 _MAX_CHUNKS = 8192
-"""Of a tensor that is sharded in several dimensions: every pair of chunks is compared."""
 
 _OMIT = 'leave it out with select="*", or load it with torch.distributed.checkpoint and save it dequantised'
+# The least bytes of a chunk and of a key of a path in the pickle. A pickle can refer to one object many times, and so
+# describe more than a file of its length should.
 _CHUNK_BYTES, _KEY_BYTES = 16, 1
-"""Minimum size in the file per chunk and per path key; a smaller file repeats one object."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -50,7 +50,7 @@ ALLOWED = (
     | {("torch", name) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits16")}
     | {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
 )
-"""Classes and functions that the metadata of torch 2.0 and later names."""
+"""Classes and functions that torch 2.0 and later name in ``.metadata``."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -83,12 +83,12 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """The contents of ``.metadata``.
+class DcpMetadata:
+    """The content of ``.metadata``.
 
-    ``values`` are pickled plain values, ``unread`` tensors of a dtype that is not supported. ``paths`` are the keys
-    that lead to each entry in the nested state: text for dicts, numbers for lists. ``has_mark`` is set if Tensorkeep
-    wrote it.
+    ``values`` locates plain values, which are pickled. ``unread`` has tensors of unsupported dtypes. ``paths`` has the
+    keys that lead to each entry in the nested state: text for dicts, numbers for lists. ``has_mark`` is True if
+    Tensorkeep wrote the file.
     """
 
     tensors: dict[str, TensorEntry]
@@ -99,32 +99,32 @@ class Contents:
     has_mark: bool
 
     def locations(self) -> Iterator[tuple[str, Location, int]]:
-        """Yield name, location and least number of bytes of each chunk of each tensor, then of each plain value."""
+        """Yield name, location and least number of bytes of the chunks of all tensors, then of all plain values."""
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 yield name, chunk.location, prod(box_shape(chunk.box)) * tensor.dtype.itemsize
         yield from ((name, location, 1) for name, location in self.values.items())
 
 
-def parse(content: bytes, path: Path) -> Contents:
+def parse(content: bytes, path: Path) -> DcpMetadata:
     """Parse a ``.metadata`` file.
 
     Raises CorruptCheckpointError if it is damaged or inconsistent; UnsupportedError if it names a class that DCP's
     metadata does not need, or a transform.
     """
     with decoding(path, what="is not the metadata of a distributed checkpoint"):
-        return _contents(decode(content, ALLOWED, "its metadata"), len(content))
+        return _metadata(decode(content, ALLOWED, "its metadata"), len(content))
 
 
-def _contents(root: Any, nbytes: int) -> Contents:
+def _metadata(root: Any, nbytes: int) -> DcpMetadata:
     fields = _fields(root, "Metadata")
-    locations = dict(_locations(_typed(fields.get("storage_data"), dict, "storage_data")))
+    locations = dict(_locations(_typed(fields.get("storage_data"), Pairs, "storage_data")))
     tensors: dict[str, TensorEntry] = {}
     values: dict[str, Location] = {}
     unread: dict[str, Placeholder] = {}
     chunk_count = 0
-    for name, entry in _typed(fields.get("state_dict_metadata"), dict, "state_dict_metadata").items():
-        _typed(name, str, "the name of an entry")
+    entries = _typed(fields.get("state_dict_metadata"), Pairs, "state_dict_metadata")
+    for name, entry in {_typed(name, str, "the name of an entry"): entry for name, entry in entries}.items():
         if _is(entry, "BytesStorageMetadata"):
             values[name] = _find(locations, name, None)
         else:
@@ -141,7 +141,7 @@ def _contents(root: Any, nbytes: int) -> Contents:
     meta = fields.get("storage_meta")
     modules = _fields(meta, "StorageMeta").get("modules") if meta is not None else None
     version = fields.get("version")
-    return Contents(
+    return DcpMetadata(
         tensors,
         values,
         unread,
@@ -152,28 +152,27 @@ def _contents(root: Any, nbytes: int) -> Contents:
 
 
 def _check_count(count: int, limit: int, what: str) -> None:
-    # A pickle can refer to one object many times, and so describe more than a file of its length.
     if count > limit:
         raise ValueError(f"it refers to the same {what} many times")
 
 
 def _is(value: Any, name: str) -> bool:
-    return type(value) is Call and value.function.name == name
+    return type(value) is Call and name_of(value.function).rpartition(".")[2] == name
 
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
-    """Return the attributes of an instance of a dataclass."""
+    """Return the recorded attributes of a dataclass instance."""
     if not _is(value, name):
         raise ValueError(f"a {name} is expected")
-    state = _typed({} if value.state is None else value.state, dict, name)
+    state = _typed(Pairs() if value.state is None else value.state, Pairs, name)
     if len(state) > _MAX_FIELDS:
         raise ValueError(f"a {name} has {len(state):,} fields")
-    return {key: item for key, item in state.items() if type(key) is str}
+    return {key: item for key, item in state if type(key) is str}
 
 
 def _typed(value: Any, kind: type, what: str) -> Any:
     if type(value) is not kind:
-        raise ValueError(f"{what} is not a {kind.__name__}")
+        raise ValueError(f"{what} is not a {'dict' if kind is Pairs else kind.__name__}")
     return value
 
 
@@ -192,8 +191,8 @@ _Key = tuple[str, tuple[int, ...] | None]
 """Name of an entry, and offsets of the chunk."""
 
 
-def _locations(storage: dict[Any, Any]) -> Iterator[tuple[_Key, Location]]:
-    for key, value in storage.items():
+def _locations(storage: Iterable[tuple[Any, Any]]) -> Iterator[tuple[_Key, Location]]:
+    for key, value in storage:
         index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
         name = _typed(index.get("fqn"), str, "the name of a chunk")
         offsets = index.get("offset")
@@ -212,7 +211,7 @@ def _locations(storage: dict[Any, Any]) -> Iterator[tuple[_Key, Location]]:
 
 
 def _byte_count(value: Any, name: str, what: str) -> int:
-    # The value is not shown: Python refuses to format a number of thousands of digits.
+    # The message omits the value: Python refuses to format a number of thousands of digits.
     if not 0 <= _typed(value, int, f"the {what} of a chunk") < _MAX:
         raise CorruptCheckpointError(f"the {what} of a chunk is impossible", name=name)
     return int(value)
@@ -246,12 +245,12 @@ def _tensor(
 
 
 def _dtype(properties: Any) -> DType | Global:
-    """Return a tensor's dtype, as it is recorded if it is not supported."""
+    """Return the dtype of a tensor; the recorded name if it is not supported."""
     if not _is(properties, "TensorProperties"):
         raise ValueError("a tensor has no properties")
     state = properties.state
-    # A tuple since DCP's format has a version, a dict before.
-    found = state[0] if type(state) is tuple and state else state.get("dtype") if type(state) is dict else None
+    # The state is a tuple since DCP's metadata has a version, and a dict before.
+    found = state[0] if type(state) is tuple and state else _fields(properties, "TensorProperties").get("dtype")
     if type(found) is not Global:
         raise ValueError("a tensor has no dtype")
     dtype = BY_NAME.get(found.name)
@@ -262,12 +261,18 @@ def _paths(planner_data: Any, limit: int) -> Iterator[tuple[str, KeyPath]]:
     if planner_data is None:
         return
     count = 0
-    for name, path in _typed(planner_data, dict, "planner_data").items():
+    for name, path in _typed(planner_data, Pairs, "planner_data"):
         if type(path) is tuple:
             count += len(path)
             _check_count(count, limit, "paths")
-        # Other planners than torch's default may keep anything here.
-        if type(path) is tuple and path and all(type(key) in (str, int) for key in path) and type(path[0]) is str:
+        # Planners other than torch's default may keep anything here.
+        if (
+            type(name) is str
+            and type(path) is tuple
+            and path
+            and all(type(key) in (str, int) for key in path)
+            and type(path[0]) is str
+        ):
             yield name, path
 
 

@@ -1,15 +1,17 @@
-"""Reader of distributed checkpoints: untrusted, memory-mapped or fetched, without a process group."""
+"""Reads distributed checkpoints, mapped or fetched, without DCP's own reader and without a process group.
+
+A data file is a row of ``torch.save`` files, one for each chunk of a tensor and each plain value: the *pieces*. Chunks
+stay in the mapped memory, in the layout that was saved, and a read assembles them.
+"""
 
 import re
 import threading
-import zlib
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +28,14 @@ from tensorkeep.formats.base import (
     range_to_boxes,
     relative,
 )
-from tensorkeep.formats.dcp.metadata import FILE_NAME, Chunk, Contents, Location, TensorEntry, parse
+from tensorkeep.formats.dcp.metadata import FILE_NAME, Chunk, DcpMetadata, Location, TensorEntry, parse
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.mapped_file import FetchedParts, MappedFile, map_file
 from tensorkeep.formats.model_folder import notes_on_folder, unused_files
-from tensorkeep.formats.pickles import STORAGES, Call, Global, PersistentId, decode
+from tensorkeep.formats.path_items import nest
 from tensorkeep.formats.sidecar import Sidecar
-from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, Unpickled, count_values, load_untrusted, storage_of
-from tensorkeep.formats.torch_file.zip_file import PICKLE, TorchZip
+from tensorkeep.formats.torch_file.archive import DAMAGED, StorageCheck, TorchZip, storage_bytes
+from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, Unpickled, count_values, load_untrusted
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.state.tree import Flat, flatten, state_leaves
@@ -41,230 +43,126 @@ from tensorkeep.storage import names_in, read_directory
 from tensorkeep.storage.base import Directory
 from tensorkeep.storage.direct_io import Bytes
 
-# Pieces of a distributed checkpoint: ``torch.save`` files inside a file that is memory.
-#
-# A piece that is a tensor is never unpickled: its small pickle is decoded without executing it, and the tensor
-# becomes a
-# numpy array over the mapped memory, in the layout that was saved. Torch writes the CRC-32 of that memory and does not
-# check it; here it is checked before the first byte is returned.
+if TYPE_CHECKING:
+    import torch
 
-_DAMAGED = "the stored bytes have changed since the save: take another checkpoint or copy"
-_LOCAL_HEADER_BYTES = 30
+_MAX_METADATA_BYTES = 1024**3
 
 
-class PieceZip:
-    """The zip container of a piece; all records but the storages of tensors are checked on opening.
-
-    Raises the errors of `TorchZip`.
-    """
+class TorchPiece:
+    """A ``torch.save`` file inside a mapped file; opening it checks all records except storages, like `TorchZip`."""
 
     def __init__(self, file: MappedFile, location: Location) -> None:
         self._file = file
+        self._start = location.offset
         stop = location.offset + location.length
-        self.content = file.content[location.offset : stop]
+        self._content = file.content[location.offset : stop]
         with file.stream(location.offset, stop) as stream:
             self.archive = TorchZip(stream, location.length, file.path)
 
-    def record(self, name: str) -> Bytes:
-        """Return the bytes of a record, not copied; they are used as `MappedFile` says.
+    def load_value(self, allow: Collection[str]) -> Unpickled:
+        """Return a plain value, without a reference to the mapped memory."""
+        import torch
 
-        Raises ValueError if it is missing, or reaches beyond the piece.
-        """
-        info = self.archive.records.get(name)
-        if info is None:
-            raise ValueError(f"it has no record {name!r}")
-        header = self.content[max(0, info.header_offset) : info.header_offset + _LOCAL_HEADER_BYTES]
-        if len(header) < _LOCAL_HEADER_BYTES:
-            raise ValueError(f"the record {name!r} reaches beyond its end")
-        with self._file.needed_by(header):
-            name_length, extra_length = header[26:30].view("<u2")
-        start = info.header_offset + _LOCAL_HEADER_BYTES + int(name_length) + int(extra_length)
-        content = self.content[start : start + info.file_size]
-        if content.size != info.file_size:
-            raise ValueError(f"the record {name!r} reaches beyond its end")
-        return content
+        self.check()
+        with self._file.needed_by(self._content):
+            content = np.array(self._content)
+        return load_untrusted(torch.from_numpy(content).untyped_storage(), self.archive, self._file.path, allow)
 
-    def crc(self, name: str) -> int | None:
-        """Return the stored CRC-32 of a record; None if torch was configured not to write one."""
-        return int(self.archive.records[name].CRC) if self.archive.checksummed else None
+    def load_tensor(self) -> "torch.Tensor":
+        """Return a tensor over the mapped memory; ValueError if it is not a tensor that DCP saves."""
+        import torch
+
+        storage = torch.from_numpy(self._content).untyped_storage()
+        with ExitStack() as stack:
+            for start, stop in self.archive.local_headers():
+                stack.enter_context(self._file.needed(self._start + start, self._start + stop))
+            found = load_untrusted(storage, self.archive, self._file.path)
+        if found.refusal is not None:
+            raise found.refusal
+        tensor = found.state
+        if not isinstance(tensor, torch.Tensor) or tensor.is_conj() or tensor.is_neg():
+            raise ValueError("it is not a plain tensor")
+        if tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError("its strides overlap, which DCP never saves")
+        return tensor.detach()
 
     def check(self) -> None:
         """Check every record; raises CorruptCheckpointError if one is damaged."""
-        for name in self.archive.records:
-            with decoding(self._file.path, what="a piece is malformed"):
-                content = self.record(name)
-            with self._file.needed_by(content):
-                found = zlib.crc32(content)
-            if self.crc(name) not in (None, found):
-                raise CorruptCheckpointError(
-                    f"the CRC-32 of the record {name!r} is wrong", path=self._file.path, remedy=_DAMAGED
-                )
+        for name, info in self.archive.records.items():
+            header = self._start + info.header_offset
+            with decoding(self._file.path, what="a piece is malformed"), self._file.needed(header, header + 30):
+                start = self.archive.record_start(name, self._content)
+            data = self._content[start : start + info.file_size]
+            with self._file.needed_by(data):
+                differs = self.archive.crc_differs(name, data)
+            if differs:
+                text = f"the CRC-32 of the record {name!r} is wrong"
+                raise CorruptCheckpointError(text, path=self._file.path, remedy=DAMAGED)
 
 
-def load_value(name: str, location: Location, file: MappedFile, allow: Collection[str]) -> tuple[Unpickled, int]:
-    """Return a plain value, and the length of its pickle.
+class TensorChunk:
+    """One chunk of a tensor; opened and checked once, by the first thread that asks.
 
-    Raises CorruptCheckpointError if it is damaged; UnsupportedError if it names what runs programs or code.
-    """
-    piece = PieceZip(file, location)
-    with decoding(file.path, name):
-        piece.check()
-        with file.needed_by(piece.content):
-            content = storage_of(piece.content)
-        value = load_untrusted(content, piece.archive, file.path, allow)
-    return value, piece.archive.pickle_bytes
-
-
-class TensorPiece:
-    """One chunk of a tensor; opened and checked once, by the thread that asks first.
-
-    Once it was opened, ``array`` has the bits of its elements as unsigned integers (complex128 for 16 bytes), and
-    ``crc`` the stored CRC-32 of its storage if there is one.
+    After `open`, ``array`` has the bits of the elements as unsigned integers, or as complex128 for 16 bytes.
     """
 
     array: npt.NDArray[Any]
-    crc: int | None
+    checksummed: bool
 
     def __init__(self, tensor: TensorEntry, chunk: Chunk, file: MappedFile) -> None:
         self.chunk = chunk
         self._tensor = tensor
         self._file = file
         self._lock = threading.Lock()
-        self._storage: Bytes | None = None
-        self._is_intact: bool | None = None
+        self._check: StorageCheck | None = None
+        self._all_needed: Callable[[], AbstractContextManager[None]]
 
     def open(self, *, verify: bool) -> npt.NDArray[Any]:
-        """Return the elements of the tensor, after its CRC-32 was checked if ``verify``.
+        """Return the elements of the chunk, after a check of their CRC-32 if ``verify``.
 
-        Raises CorruptCheckpointError, UnsupportedError if it is damaged or not what the metadata describes.
+        Raises CorruptCheckpointError or UnsupportedError if the chunk is damaged or not what the metadata describes.
         """
+        path, name = self._file.path, self._tensor.name
         with self._lock:
-            if self._storage is None:
-                what = "a piece of it is not a tensor as torch saves it"
-                with decoding(self._file.path, self._tensor.name, what=what):
-                    self._storage = self._open()
-            storage = self._storage
-        if verify and self._is_intact is None:
-            # Outside the lock: threads that wait for it share the requests of a piece in a store.
-            with self._file.needed_by(storage):
-                self._check(storage)
-        if verify and not self._is_intact:
-            raise CorruptCheckpointError(
-                "the CRC-32 of its storage is wrong", path=self._file.path, name=self._tensor.name, remedy=_DAMAGED
-            )
+            if self._check is None:
+                with decoding(path, name, what="a piece of it is not a tensor as torch saves it"):
+                    self._check = self._open()
+        if verify and self.checksummed:
+            self._check.run(self._all_needed, path, name)
         return self.array
 
     def needed(self, elements: npt.NDArray[Any]) -> AbstractContextManager[None]:
         """Use a view of the array in a block."""
         return self._file.needed_by(elements)
 
-    def _check(self, storage: Bytes) -> None:
-        with self._lock:
-            if self._is_intact is None:
-                self._is_intact = self.crc in (None, zlib.crc32(storage))
-
-    def _open(self) -> Bytes:
-        """Set ``array`` and ``crc``; return all memory of the storage."""
-        archive = PieceZip(self._file, self.chunk.location)
-        content = archive.record(PICKLE)
-        with self._file.needed_by(content):
-            found = _decode_tensor(decode(content.tobytes(), _ALLOWED, "one of its pieces"))
+    def _open(self) -> StorageCheck:
+        piece = TorchPiece(self._file, self.chunk.location)
+        tensor = piece.load_tensor()
         dtype, shape = self._tensor.dtype, box_shape(self.chunk.box)
-        if found.dtype != dtype.name or found.shape != shape:
+        if tensor.dtype != dtype.torch or tuple(tensor.shape) != shape:
             raise ValueError(
-                f"it is {found.dtype} of {list(found.shape)}, the metadata declares {dtype} of {list(shape)}"
+                f"it is {tensor.dtype} of {list(tensor.shape)}, the metadata declares {dtype} of {list(shape)}"
             )
-        record = f"data/{found.key}"
-        storage = archive.record(record)
-        if storage.size != found.storage_bytes:
-            raise ValueError(f"its storage has {storage.size:,} bytes, not {found.storage_bytes:,}")
-        steps = zip(shape, found.strides, strict=True)
-        end = found.offset + sum((length - 1) * stride for length, stride in steps) + 1
-        if 0 not in shape and end * dtype.itemsize > storage.size:
-            raise ValueError("it reaches beyond its storage")
-        if prod(shape) * dtype.itemsize > storage.size:
-            raise ValueError("its strides overlap, which DCP never saves")
+        storage = tensor.untyped_storage()
+        content = storage_bytes(storage)
         bits = np.dtype(f"u{dtype.itemsize}" if dtype.itemsize <= 8 else "c16")
         if 0 in shape:
             self.array = np.empty(shape, bits)
         else:
-            strides = tuple(stride * dtype.itemsize for stride in found.strides)
-            self.array = np.ndarray(shape, bits, storage, found.offset * dtype.itemsize, strides)
-        self.crc = archive.crc(record)
-        return storage
-
-
-_UNTYPED = "UntypedStorage"
-_REBUILD, _REBUILD_WITH_DTYPE, _REBUILD_PARAMETER = "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"
-_ALLOWED = (
-    {("torch._utils", name) for name in (_REBUILD, _REBUILD_WITH_DTYPE, _REBUILD_PARAMETER)}
-    | {("torch", name) for name in (*STORAGES, _UNTYPED)}
-    | {("torch.storage", _UNTYPED), ("collections", "OrderedDict")}
-    | {("torch", name) for name, dtype in BY_NAME.items() if dtype.has_torch}
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _PickledTensor:
-    """The fields of a tensor's pickle; offset and strides in elements."""
-
-    dtype: str
-    key: str
-    storage_bytes: int
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def _decode_tensor(value: Any) -> _PickledTensor:
-    if type(value) is Call and value.function.name == _REBUILD_PARAMETER and value.args:
-        value = value.args[0]
-    if type(value) is not Call or value.function.name not in (_REBUILD, _REBUILD_WITH_DTYPE) or value.state is not None:
-        raise ValueError("it is not a plain tensor")
-    args = value.args
-    # A true argument after these means that the values are lazily negated or conjugated.
-    count = 6 if value.function.name == _REBUILD else 7
-    if len(args) < count or (len(args) > count and args[count]):
-        raise ValueError("it is not a plain tensor")
-    kind, key, numel = _decode_storage(args[0])
-    dtype = STORAGES.get(kind) if count == 6 else args[6].name if type(args[6]) is Global else None
-    if dtype is None or dtype not in BY_NAME:
-        raise ValueError(f"its storage is a {kind}")
-    nbytes = numel * (1 if kind == _UNTYPED else BY_NAME[dtype].itemsize)
-    (offset,), shape, strides = _integers((args[1],)), _integers(args[2]), _integers(args[3])
-    if len(shape) != len(strides):
-        raise ValueError("its shape and its strides differ in length")
-    return _PickledTensor(dtype, key, nbytes, offset, shape, strides)
-
-
-def _decode_storage(value: Any) -> tuple[str, str, int]:
-    """Return the class name, the record and the length in elements of a storage."""
-    fields = value.key if type(value) is PersistentId else ()
-    if type(fields) is not tuple or len(fields) != 5 or fields[0] != "storage":
-        raise ValueError("it has no storage")
-    _, kind, key, _, numel = fields
-    if type(kind) is not Global or type(key) is not str:
-        raise ValueError("it has no storage")
-    return kind.name, key, _integers((numel,))[0]
-
-
-def _integers(value: Any) -> tuple[int, ...]:
-    if type(value) is not tuple or len(value) > 64 or any(type(n) is not int or not 0 <= n < 2**62 for n in value):
-        raise ValueError("an offset, length or stride is impossible")
-    return value
-
-
-# Rebuilding the nested state of a distributed checkpoint without a sidecar.
-
-_MAX_GAPS = 10_000
-"""Limit on missing list items beyond three per stored item, over all lists."""
+            strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
+            self.array = np.ndarray(shape, bits, content, tensor.storage_offset() * dtype.itemsize, strides)
+        self.checksummed = piece.archive.checksummed
+        self._all_needed = partial(self._file.needed_by, content)
+        return StorageCheck(storage, piece.archive)
 
 
 class NestedState(NamedTuple):
-    """A rebuilt state. Its tensors are stand-ins without elements, but for those pickled among plain values.
+    """The state of a checkpoint without a sidecar.
 
-    ``keys`` has the name of the tensor in the metadata for the name of each stand-in. ``refusal`` is that of a
-    `Reader`, ``attributes`` are those that the state does not have.
+    Its tensors have no elements and stand for tensors of the metadata, except tensors that were pickled inside plain
+    values. ``keys`` maps the name of each stand-in to its key in the metadata. ``refusal`` is the one of a `Reader`.
+    ``attributes`` names attributes that the state leaves out.
     """
 
     flat: Flat[Leaf]
@@ -273,34 +171,41 @@ class NestedState(NamedTuple):
     attributes: list[str]
 
 
-def rebuild(
-    contents: Contents, files: Mapping[str, MappedFile], path: Path, allow: Collection[str] = ()
+def _nested_state(
+    metadata: DcpMetadata, files: dict[str, MappedFile], path: Path, allow: Collection[str]
 ) -> NestedState:
-    """Return the state as the metadata nests it; keys that were not text come back as text.
-
-    Objects of the classes in ``allow`` become dicts.
+    """Return the state as the metadata nests it. Keys that were not text come back as text.
 
     Raises CorruptCheckpointError if a value is damaged, or the state is nested too deeply; UnsupportedError if a value
     names what runs programs or code, or repeats its containers too often.
     """
-    stand_ins = {name: allocate("tensor", tensor.dtype, (0,)) for name, tensor in contents.tensors.items()}
-    values: dict[str, Any] = stand_ins | contents.unread
+    stand_ins = {name: allocate("tensor", tensor.dtype, (0,)) for name, tensor in metadata.tensors.items()}
+    values: dict[str, Any] = stand_ins | metadata.unread
     attributes: dict[str, None] = {}
     limit = SHARED_VALUES
     refusal: UnsupportedError | None = None
-    for file, places in _places(contents).items():
-        files[file].prefetch(places)
-    for name, location in contents.values.items():
-        found, pickle_bytes = load_value(name, location, files[location.file], allow)
+    _prefetch(files, ((at.file, at.offset, at.offset + at.length) for at in metadata.values.values()))
+    for name, location in metadata.values.items():
+        with decoding(path, name):
+            piece = TorchPiece(files[location.file], location)
+            found = piece.load_value(allow)
         values[name] = found.state
         attributes |= dict.fromkeys(found.attributes)
         if refusal is None and found.refusal is not None:
             refusal = found.refusal
             refusal.name = name
-        limit += 4 * pickle_bytes
+        # The limit is for all values together.
+        limit += 4 * piece.archive.pickle_bytes
         with decoding(path, name):
             limit -= count_values(values[name], limit)
-    state = _nest(contents, values, path)
+    paths = {name: metadata.paths.get(name, (name,)) for name in [*metadata.paths, *values] if name in values}
+    try:
+        state = nest(paths, values)
+    except ValueError:
+        # Paths that exclude each other: all values stay under their dotted names.
+        state = {name: values[name] for name in paths}
+    except RecursionError as error:
+        raise CorruptCheckpointError("is nested too deeply", path=path) from error
     with decoding(path):
         flat = flatten(state, placeholders=True)
     names = {id(tensor): name for name, tensor in stand_ins.items()}
@@ -309,69 +214,8 @@ def rebuild(
     return NestedState(flat, keys, refusal, [*attributes])
 
 
-def _places(contents: Contents) -> dict[str, list[tuple[int, int]]]:
-    """Return where in each file the plain values are."""
-    places: dict[str, list[tuple[int, int]]] = {}
-    for location in contents.values.values():
-        places.setdefault(location.file, []).append((location.offset, location.offset + location.length))
-    return places
-
-
-class _Conflict(Exception):
-    """Two paths that exclude each other."""
-
-
-class _Node(dict[str | int, Any]):
-    """A dict or a list under construction; a dict stored as one plain value is a leaf."""
-
-    def __init__(self, *, is_list: bool) -> None:
-        self.is_list = is_list
-
-    def child(self, key: str | int, default: Any) -> Any:
-        """Return the child at a key; put the default there if it has none."""
-        if self.is_list != (type(key) is int) or (type(key) is int and key < 0):
-            raise _Conflict
-        return self.setdefault(key, default)
-
-    def gaps(self) -> int:
-        """Return the missing list items beyond three per stored item, over all lists."""
-        own = max(0, max(map(int, self)) + 1 - 4 * len(self)) if self.is_list else 0
-        return own + sum(child.gaps() for child in self.values() if isinstance(child, _Node))
-
-    def build(self) -> Any:
-        built = {key: child.build() if isinstance(child, _Node) else child for key, child in self.items()}
-        # As torch does: an item that no entry fills is None.
-        return [built.get(index) for index in range(max(map(int, built)) + 1)] if self.is_list else built
-
-
-def _nest(contents: Contents, values: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Put each value at the end of its path; if paths exclude each other, all stay under their dotted names."""
-    paths = {name: contents.paths.get(name, (name,)) for name in [*contents.paths, *values] if name in values}
-    root = _Node(is_list=False)
-    try:
-        for name, keys in paths.items():
-            node: Any = root
-            for key, following in pairwise(keys):
-                node = node.child(key, _Node(is_list=type(following) is int))
-                if not isinstance(node, _Node):
-                    raise _Conflict
-            if keys[-1] in node:
-                raise _Conflict
-            node.child(keys[-1], values[name])
-        if root.gaps() > _MAX_GAPS:
-            raise _Conflict
-        return dict(root.build())
-    except _Conflict:
-        return {name: values[name] for name in paths}
-    except RecursionError as error:
-        raise CorruptCheckpointError("is nested too deeply", path=path) from error
-
-
-_MAX_METADATA_BYTES = 1024**3
-
-
-class DcpReader(Reader):
-    """An open distributed checkpoint: its files are mapped, and the chunks of a tensor are assembled as it is read."""
+class DcpFormatReader(Reader):
+    """An open distributed checkpoint."""
 
     format = "dcp"
 
@@ -384,39 +228,38 @@ class DcpReader(Reader):
 
     def _open(self, directory: Directory) -> None:
         notes = sidecar.read(directory, "dcp", Sidecar) if sidecar.FILE_NAME in names_in(directory.path) else None
-        contents = parse(_metadata_bytes(directory), directory.path / FILE_NAME)
-        if contents.has_mark and notes is None:
+        metadata = parse(_metadata_bytes(directory), directory.path / FILE_NAME)
+        if metadata.has_mark and notes is None:
             raise CorruptCheckpointError(
                 f"tensorkeep.json, which describes the state, is missing from {directory.path}",
                 path=directory.path,
                 remedy="restore the missing file, or take another copy",
             )
-        self._files = _map_files(directory, contents, FetchedParts(self._budget))
-        self._contents = contents
-        self._pieces = {
-            name: [TensorPiece(tensor, chunk, self._files[chunk.location.file]) for chunk in tensor.chunks]
-            for name, tensor in contents.tensors.items()
+        self._files = _map_files(directory, metadata, FetchedParts(self._budget))
+        self._metadata = metadata
+        self._chunks = {
+            name: [TensorChunk(tensor, chunk, self._files[chunk.location.file]) for chunk in tensor.chunks]
+            for name, tensor in metadata.tensors.items()
         }
-        # Tensors that were pickled among plain values, and for each other one its name in the metadata.
-        self._unpickled: dict[str, Leaf] = {}
-        self._keys: dict[str, str] = {}
+        self._unpickled: dict[str, Leaf] = {}  # tensors inside plain values
+        self._keys: dict[str, str] = {}  # the key in the metadata, for all other tensors
         attributes: list[str] = []
         if notes is not None:
             flat = self._flat_of_sidecar(notes, directory.path)
             self._set_state(flat, directory.path / sidecar.FILE_NAME, notes.leaf_specs)
         else:
-            nested = rebuild(contents, self._files, self.path, self._allow)
+            nested = _nested_state(metadata, self._files, self.path, self._allow)
             self.refusal, attributes = nested.refusal, nested.attributes
             flat = self._flat_of_nested(nested)
             self._set_state(flat, directory.path / FILE_NAME)
         self.metadata = notes.metadata if notes is not None else {}
-        first = next(contents.locations(), None)
-        checksummed = first is None or PieceZip(self._files[first[1].file], first[1]).archive.checksummed
+        first = next(metadata.locations(), None)
+        checksummed = first is None or TorchPiece(self._files[first[1].file], first[1]).archive.checksummed
         self.verifiable = "CRC-32 of every record" if checksummed else None
         self.details = {
-            "dcp_version": contents.version,
+            "dcp_version": metadata.version,
             "crc32": "written" if checksummed else "not written: torch was configured not to",
-            "values": len(contents.values),
+            "values": len(metadata.values),
             "files": {name: file.size for name, file in self._files.items()},
         }
         if attributes:
@@ -430,7 +273,7 @@ class DcpReader(Reader):
     def _flat_of_sidecar(self, notes: Sidecar, path: Path) -> Flat[StoredLeaf]:
         leaves: dict[str, StoredLeaf] = {}
         for name, note in notes.tensors.items():
-            entry = self._contents.tensors.get(name)
+            entry = self._metadata.tensors.get(name)
             if entry is None or (entry.dtype, entry.shape) != stored_form(note.state_dtype, note.shape):
                 raise CorruptCheckpointError("differs between the metadata and tensorkeep.json", path=path, name=name)
             self._keys[name] = name
@@ -443,7 +286,7 @@ class DcpReader(Reader):
         leaves: dict[str, StoredLeaf] = {}
         for name, leaf in flat.leaves.items():
             if name in self._keys:
-                tensor = self._contents.tensors[self._keys[name]]
+                tensor = self._metadata.tensors[self._keys[name]]
                 leaves[name] = self._leaf(name, tensor.dtype, tensor.shape)
             else:
                 self._unpickled[name] = leaf
@@ -452,7 +295,7 @@ class DcpReader(Reader):
 
     def _leaf(self, name: str, dtype: DType, shape: tuple[int, ...]) -> StoredLeaf:
         key = self._keys.get(name)
-        locations = [] if key is None else [chunk.location for chunk in self._contents.tensors[key].chunks]
+        locations = [] if key is None else [chunk.location for chunk in self._metadata.tensors[key].chunks]
         files = sorted({location.file for location in locations})
         file = files[0] if len(files) == 1 else f"{len(files)} files"
         stored_bytes = sum(location.length for location in locations)
@@ -463,32 +306,35 @@ class DcpReader(Reader):
             self._unpickled[name].read(start, stop, out)
             return
         key = self._keys[name]
-        tensor = self._contents.tensors[key]
+        tensor = self._metadata.tensors[key]
         size, at = tensor.dtype.itemsize, 0
         for box in range_to_boxes(tensor.shape, start // size, stop // size):
             shape = box_shape(box)
-            for piece in self._pieces[key]:
-                common = intersection(box, piece.chunk.box)
+            for chunk in self._chunks[key]:
+                common = intersection(box, chunk.chunk.box)
                 if common is not None:
-                    # The dots make it a view, not a number, if there are no dimensions.
-                    place: tuple[Any, ...] = (*relative(common, piece.chunk.box), ...)
-                    source = piece.open(verify=self._verify)[place]
+                    # The dots keep it a view: without dimensions, an empty index would give a number.
+                    place: tuple[Any, ...] = (*relative(common, chunk.chunk.box), ...)
+                    source = chunk.open(verify=self._verify)[place]
                     target = out[at : at + prod(shape) * size].view(source.dtype).reshape(shape)
-                    with piece.needed(source):
+                    with chunk.needed(source):
                         target[relative(common, box)] = source
             at += prod(shape) * size
 
     def audit(self) -> Iterator[Problem]:
-        """Check the chunks that no tensor of the state uses: plain values, and tensors stored twice."""
+        """Check the pieces that no read checks: plain values, and chunks of tensors that the state does not use."""
         used = set(self._keys.values())
-        for name, places in _ends(self._contents).items():
-            self._files[name].prefetch(places)
-        locations = list(self._contents.values.items())
-        for key, pieces in self._pieces.items():
-            locations += [(key, piece.chunk.location) for piece in pieces if key not in used or _lacks_checksum(piece)]
+        # A piece begins with a header and ends with the zip directory.
+        places = [location for _, location, _ in self._metadata.locations()]
+        starts = ((at.file, at.offset, at.offset + 1) for at in places)
+        ends = ((at.file, at.offset + at.length - 1, at.offset + at.length) for at in places)
+        _prefetch(self._files, [*starts, *ends])
+        locations = list(self._metadata.values.items())
+        for key, chunks in self._chunks.items():
+            locations += [(key, each.chunk.location) for each in chunks if key not in used or _lacks_checksum(each)]
         for key, location in locations:
             try:
-                piece = PieceZip(self._files[location.file], location)
+                piece = TorchPiece(self._files[location.file], location)
                 piece.check()
             except TensorkeepError as error:
                 yield Problem(error.message, file=location.file, name=key)
@@ -499,30 +345,29 @@ class DcpReader(Reader):
 
     def close(self) -> None:
         self._unpickled = {}
-        self._pieces = {}
+        self._chunks = {}
         self._files = {}
 
 
 def stored_form(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int, ...]]:
-    """Return the dtype and the shape that a tensor is stored as: its bytes, if torch lacks its dtype."""
+    """Return the dtype and the shape that a tensor is stored with: its bytes as uint8 if torch lacks the dtype."""
     return (dtype, tuple(shape)) if dtype.has_torch else (BY_NAME["uint8"], (prod(shape) * dtype.itemsize,))
 
 
-def _ends(contents: Contents) -> dict[str, list[tuple[int, int]]]:
-    """Return where in each file the first and the last byte of each piece are, beside its headers."""
-    places: dict[str, list[tuple[int, int]]] = {}
-    for _, location, _ in contents.locations():
-        stop = location.offset + location.length
-        places.setdefault(location.file, []).extend([(location.offset, location.offset + 1), (stop - 1, stop)])
-    return places
+def _prefetch(files: dict[str, MappedFile], ranges: Iterable[tuple[str, int, int]]) -> None:
+    by_file: dict[str, list[tuple[int, int]]] = {}
+    for name, start, stop in ranges:
+        by_file.setdefault(name, []).append((start, stop))
+    for name, places in by_file.items():
+        files[name].prefetch(places)
 
 
-def _lacks_checksum(piece: TensorPiece) -> bool:
+def _lacks_checksum(chunk: TensorChunk) -> bool:
     try:
-        piece.open(verify=False)
+        chunk.open(verify=False)
     except TensorkeepError:
         return True
-    return piece.crc is None
+    return not chunk.checksummed
 
 
 def _metadata_bytes(directory: Directory) -> bytes:
@@ -540,11 +385,11 @@ def _metadata_bytes(directory: Directory) -> bytes:
         return file.read(0, file.size)
 
 
-def _map_files(directory: Directory, contents: Contents, parts: FetchedParts) -> dict[str, MappedFile]:
-    """Map all files, and check their sizes against the metadata before memory is allocated."""
+def _map_files(directory: Directory, metadata: DcpMetadata, parts: FetchedParts) -> dict[str, MappedFile]:
+    """Map all files, and compare their sizes with the metadata before anything of a claimed size is allocated."""
     files: dict[str, MappedFile] = {}
     claimed = 0
-    for name, location, nbytes in contents.locations():
+    for name, location, nbytes in metadata.locations():
         if location.file not in files:
             files[location.file] = _map(directory, name, location.file, parts)
         file = files[location.file]
@@ -559,6 +404,7 @@ def _map_files(directory: Directory, contents: Contents, parts: FetchedParts) ->
             message = f"a chunk of {location.length:,} bytes cannot hold the {nbytes:,} of its shape"
             raise CorruptCheckpointError(message, path=file.path, name=name)
         claimed += location.length
+    # Entries that share bytes would let a small file take any amount of memory.
     total = sum(file.size for file in files.values())
     if claimed > total:
         message = f"its chunks claim {claimed:,} bytes, its files have {total:,}"
@@ -582,5 +428,5 @@ def _map(directory: Directory, name: str, file: str, parts: FetchedParts) -> Map
             "a chunk of it is in this file, which is missing",
             path=directory.path / file,
             name=name,
-            remedy="restore the missing file: those of all ranks are needed",
+            remedy="restore the missing file: the files of all ranks are needed",
         ) from error

@@ -1,4 +1,10 @@
-"""Writing a ``torch.save`` file: torch pickles the state, its storages are copied, hashed and written here."""
+"""Writes the files of ``torch.save``: torch makes the pickle and the zip container, the storages are written here.
+
+Torch reads a storage twice, for its CRC-32 and to write it. If the tensor changes in between, the file is damaged.
+So torch leaves the storages out (`torch.serialization.skip_data`), and each is copied, hashed and written in pieces.
+Torch records 0 as their CRC-32, in the descriptor behind each storage and in the zip directory; the right value
+replaces it. The result has the bytes that torch alone writes, except for ``serialization_id``, a hash of all CRC-32.
+"""
 
 import ctypes
 import functools
@@ -6,6 +12,7 @@ import io
 import pickle
 import re
 import struct
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +25,6 @@ import numpy as np
 from tensorkeep.closing import Closing
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, first_line
 from tensorkeep.formats.base import BLOCK_BYTES, WriteResult, WriteSettings
-from tensorkeep.formats.torch_file.unpickle import restricted_load
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.leaf import Array, Leaf, Source, allocate, is_lazy
 from tensorkeep.state.skeleton import LeafSpec
@@ -32,18 +38,10 @@ if TYPE_CHECKING:
     import torch
 
 
-# The files of ``torch.save``: torch makes the pickle and the zip container, the storages are written here.
-#
-# Torch reads a storage twice, for its CRC-32 and to write it: if the tensor changes in between, the file is damaged. So
-# torch leaves the storages out (`torch.serialization.skip_data`), and each is copied, hashed and written piece by
-# piece.
-# Torch records 0 as their CRC-32, in the descriptor behind each storage and in the zip directory; that is replaced. The
-# files are those that torch writes alone, except for ``serialization_id``, torch's hash of all CRC-32.
-
 _PIECE_BYTES = 1024**2
-# Of a zip file. A descriptor, behind a record, has the CRC-32 after these bytes. An entry of the directory has it at an
-# offset, as it has the lengths of its name and of two fields behind that, and the name.
+# The data descriptor behind a record: these bytes, then the CRC-32.
 _DESCRIPTOR = b"PK\x07\x08"
+# An entry of the zip directory, with the offsets of its CRC-32, of the lengths of its three fields, and of its name.
 _ENTRY, _ENTRY_CRC, _ENTRY_LENGTHS, _ENTRY_NAME = b"PK\x01\x02", 16, 28, 46
 _STORAGES = b"/data/"
 
@@ -51,8 +49,7 @@ _STORAGES = b"/data/"
 class TorchStream(Closing):
     """A new file for one or several calls of `save`; a context manager that closes it.
 
-    The meter counts the bytes written, up to its total: the bytes of the zip container come on top of those of the
-    tensors.
+    The meter counts the written bytes, up to its total: the zip container takes more bytes than the tensors.
     """
 
     def __init__(self, path: Path, *, cancellation: Cancellation | None = None, meter: Meter | None = None) -> None:
@@ -82,7 +79,7 @@ class TorchStream(Closing):
             raise _unexpected()
 
     def append(self, data: Any) -> None:
-        """Append bytes; many small ones are written at once."""
+        """Append bytes; small writes are collected and written together."""
         if self._cancellation is not None:
             self._cancellation.check()
         # Torch makes some forty writes of a few bytes for each tensor.
@@ -103,7 +100,7 @@ class TorchStream(Closing):
 
         if storage.device.type != "cpu":
             storage = cast(Any, storage).cpu()
-        # By its address: after a call of `Tensor.numpy`, torch would never again let the caller resize the tensor.
+        # By address: after a call of `Tensor.numpy`, torch would never again let the caller resize the tensor.
         content = np.frombuffer((ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr()), np.uint8)
         hashed = torch.serialization.get_crc32_options()
         crc = 0
@@ -138,10 +135,10 @@ class TorchStream(Closing):
 
 
 class _Container:
-    """The file object that torch writes one zip container to; it puts the storages and their CRC-32 in.
+    """The file object that torch writes one zip container to; it inserts the storages and their CRC-32.
 
-    The first error is kept, and nothing is written after it: torch's zip writer does not survive an exception that
-    passes through it. ``complete`` is whether the zip directory was written.
+    It keeps the first error and writes nothing after it, because torch's zip writer does not survive an exception from
+    a write. ``complete`` is True once the zip directory was written.
     """
 
     def __init__(self, stream: TorchStream) -> None:
@@ -154,12 +151,12 @@ class _Container:
         self._failure: BaseException | None = None
 
     def write(self, data: Any) -> int:
-        """Write a piece of the container."""
+        """Write bytes of the container."""
         self._guarded(self._write_piece, data)
         return len(data)
 
     def seek(self, offset: int, whence: int) -> int:
-        """Write the storage that torch leaves out here."""
+        """Write the storage that torch skips with this seek."""
         self._guarded(self._write_storage, offset)
         return self.tell()
 
@@ -177,12 +174,12 @@ class _Container:
                 self._failure = error
 
     def raise_failure(self) -> None:
-        """Raise the error that was kept, if there is one."""
+        """Raise the first error, if there was one."""
         if self._failure is not None:
             raise self._failure
 
     def forget_storages(self) -> None:
-        """Drop the references to the storages: the pickler's class has one until the next garbage collection."""
+        """Drop the references to the storages; the class of the pickler lives until the next garbage collection."""
         self._storages.clear()
 
     def _storages_with_bytes(self) -> "Iterator[tuple[int, torch.UntypedStorage]]":
@@ -232,11 +229,12 @@ def _unexpected() -> UnsupportedError:
 
 
 def _recording_pickle() -> "tuple[ModuleType, dict[int, torch.UntypedStorage]]":
-    """Return a pickle module for ``torch.save``, and the storages in the order in which torch will number them."""
+    """Return a pickle module for ``torch.save``, and a dict that receives the storages in torch's order."""
     import torch
 
     storages: dict[int, torch.UntypedStorage] = {}
 
+    # `reducer_override` meets the tensors in the order that torch numbers their storages in.
     class Pickler(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -277,7 +275,7 @@ def _check_settings(destination: Path, settings: WriteSettings) -> None:
 
 
 def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
-    """Refuse a state that ``torch.load(weights_only=True)`` would refuse, by loading one of empty tensors."""
+    """Refuse a state that ``torch.load(weights_only=True)`` refuses: save and load it with empty tensors."""
     import torch
 
     stand_ins: dict[tuple[str, str], Array] = {}
@@ -297,14 +295,17 @@ def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
     try:
         torch.save(state, file)
         file.seek(0)
-        restricted_load(file)
+        with warnings.catch_warnings():
+            # Torch warns about some exotic dtypes.
+            warnings.simplefilter("ignore", UserWarning)
+            torch.load(file, map_location="cpu", weights_only=True)
     except RuntimeError as error:
         # Torch cannot create tensors of some dtypes, such as float8, with gradients.
         raise UnsupportedError(
             f"torch.load would fail on the file that torch.save makes of this state ({first_line(error)})",
             remedy='detach its tensors from their gradients, or use format="native"',
         ) from error
-    # AttributeError and TypeError: classes that cannot be imported.
+    # Classes that cannot be imported raise AttributeError or TypeError.
     except (PickleError, AttributeError, TypeError) as error:
         found = re.search(r"GLOBAL ([^\s,]+)|<class '([^']+)'>", str(error))
         what = f"a {found[1] or found[2]}" if found else "a value of this state"
@@ -315,7 +316,7 @@ def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
 
 
 def _materialise(flat: Flat[Source], specs: Mapping[str, LeafSpec], threads: int) -> tuple[dict[str, Array], int]:
-    """Return the data of every leaf, aliases included, and the bytes that were copied for it."""
+    """Return the array of every leaf and alias, and the number of bytes that were copied."""
     values: dict[str, Array] = {}
     tasks: list[Callable[[], None]] = []
     copied = 0
@@ -325,6 +326,7 @@ def _materialise(flat: Flat[Source], specs: Mapping[str, LeafSpec], threads: int
             values[name] = source.array
             storages.add(source.array.data_ptr())
         else:
+            # Torch saves full storages: for one row of a matrix it would save the matrix.
             values[name] = allocate(specs[name].kind, source.dtype, source.shape)
             tasks += _reads(source, values[name])
             copied += source.nbytes
@@ -335,10 +337,7 @@ def _materialise(flat: Flat[Source], specs: Mapping[str, LeafSpec], threads: int
 
 
 def fills_its_storage(leaf: Leaf) -> bool:
-    """Return whether a tensor is all of its storage.
-
-    torch saves storages, so saving a row would save the full matrix.
-    """
+    """Return whether a tensor is contiguous and fills its storage."""
     tensor = leaf.array
     return bool(not is_lazy(tensor) and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == leaf.nbytes)
 

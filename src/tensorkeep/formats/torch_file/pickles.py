@@ -1,0 +1,240 @@
+"""Decodes pickles without executing them: classes and calls are recorded by name.
+
+`Recorder` is Python's unpickler, written in Python, without the opcodes that import or call anything. Naming a class
+gives a `Global`, calling it gives a `Call`. ``unpickle.py`` turns the recorded values of torch files into states.
+"""
+
+import _compat_pickle
+import io
+import pickle
+from collections.abc import Callable, Container
+from typing import Any, ClassVar, NamedTuple
+
+from tensorkeep.errors import TensorkeepError, UnsupportedError
+
+_MAX_BYTES = 1024**3
+
+
+class Global(NamedTuple):
+    """A class or function, by name."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Call:
+    """Stand-in for a call (opcodes REDUCE and NEWOBJ); recorded, never executed.
+
+    ``state`` is the argument of the opcode BUILD, or None. If the call makes a subclass of list or dict, ``items`` are
+    the values that the pickle appends, and ``pairs`` the keys and values that it sets.
+    """
+
+    __slots__ = ("args", "function", "items", "pairs", "state")
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self.function = function
+        self.args = args
+        self.state: Any = None
+        self.items: list[Any] = []
+        self.pairs: list[tuple[Any, Any]] = []
+
+
+class Pairs(list[tuple[Any, Any]]):
+    """Stand-in for a dict: its keys and values.
+
+    The keys are not hashed. Hashing a tuple of tuples of tuples recurses in C, and a hostile file could nest them until
+    the stack overflows.
+    """
+
+
+class PersistentId(NamedTuple):
+    """A reference to data outside the pickle, such as the storage of a tensor."""
+
+    key: Any
+
+
+def name_of(found: Any) -> str:
+    """Return the full name of a recorded class or function; an empty text for any other value.
+
+    ``str(found)`` would not do: 60 nested tuples that each contain the next one twice have a text of 2**60 parts.
+    """
+    return str(found) if type(found) is Global else ""
+
+
+def decode(content: bytes, allowed: Container[tuple[str, str]], what: str) -> Any:
+    """Return the recorded value of a pickle that may name only the ``allowed`` classes and functions.
+
+    ``allowed`` holds pairs of module and name. ``what`` is the subject of error messages.
+
+    Raises ValueError if the pickle is malformed or larger than 1 GiB; UnsupportedError if it names another class or
+    function.
+    """
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"a pickle of {len(content):,} bytes")
+    recorder = Recorder(io.BytesIO(content))
+    found = recorder.load()
+    for each in recorder.globals.values():
+        if each not in allowed:
+            raise UnsupportedError(
+                f"{what} names {each}, which is not allowed: loading it could run code from the file",
+                remedy="if you trust it, load it with torch.distributed.checkpoint and save tensors and plain values",
+            )
+    return found
+
+
+_OPCODES = """
+PROTO FRAME MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MARK STOP POP POP_MARK DUP
+GLOBAL STACK_GLOBAL BINPERSID NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT
+STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8
+EMPTY_LIST LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
+"""
+"""Opcodes of Python's unpickler that make plain values, or that call `find_class` or `persistent_load`."""
+
+
+class Recorder(pickle._Unpickler):
+    """Reads pickles of any objects from a binary stream, one with each call of `load`, and executes nothing.
+
+    A dict becomes `Pairs`, a set becomes a `Call`. Lists, tuples, texts, bytes and numbers are themselves. ``globals``
+    has all classes and functions by full name, with their names in Python 3; ``references`` has all persistent ids.
+
+    The stream must refuse to read more bytes than it has: `Recorder` does not check the lengths in a pickle.
+    """
+
+    # The C unpickler would allocate a memo as long as the largest index in the file; this one keeps a dict.
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+    read: Callable[[int], bytes]
+    append: Callable[[Any], None]
+
+    def __init__(self, stream: Any) -> None:
+        # Texts that Python 2 pickled may be arbitrary bytes.
+        super().__init__(stream, encoding="utf-8", errors="surrogateescape")
+        self.globals: dict[str, Global] = {}
+        self.references: list[Any] = []
+
+    def load(self) -> Any:
+        """Return the value of the next pickle; ValueError if it is malformed or has an unknown opcode."""
+        self.memo: dict[int, Any] = {}  # each pickle counts from 0
+        try:
+            return super().load()
+        except (TensorkeepError, MemoryError):
+            raise
+        # Hostile bytes make `pickle` raise a dozen types.
+        except Exception as error:
+            raise ValueError(f"the pickle is malformed ({type(error).__name__}: {error})") from error
+
+    def find_class(self, module: str, name: str) -> Global:
+        module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+        found = Global(_compat_pickle.IMPORT_MAPPING.get(module, module), name)
+        self.globals[str(found)] = found
+        return found
+
+    def persistent_load(self, pid: Any) -> PersistentId:
+        self.references.append(pid)
+        return PersistentId(pid)
+
+    def _call(self) -> None:
+        args, function = self.stack.pop(), self.stack.pop()
+        self.stack.append(Call(function, _tuple(args)))
+
+    def _call_with_keywords(self) -> None:
+        keywords, args, function = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        self.stack.append(Call(function, (*_tuple(args), keywords) if keywords else _tuple(args)))
+
+    def _build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) is not Call:
+            raise TypeError("attributes of a value that cannot have any")
+        target.state = state
+
+    def _append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def _appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        target: Any = self.stack[-1]
+        if type(target) not in (list, Call):
+            raise TypeError("an item of a value that cannot have any")
+        (target if type(target) is list else target.items).extend(items)
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def _set_items(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set(self, values: list[Any]) -> None:
+        target: Any = self.stack[-1]
+        if type(target) not in (Pairs, Call):
+            raise TypeError("a key of a value that cannot have any")
+        (target if type(target) is Pairs else target.pairs).extend(zip(values[::2], values[1::2], strict=True))
+
+    def _dict(self) -> None:
+        values = self.pop_mark()
+        self.stack.append(Pairs(zip(values[::2], values[1::2], strict=True)))
+
+    def _empty_dict(self) -> None:
+        self.stack.append(Pairs())
+
+    def _empty_set(self) -> None:
+        self.stack.append(Call(Global("builtins", "set"), ()))
+
+    def _frozenset(self) -> None:
+        items = self.pop_mark()  # replaces ``self.stack``, so it must come before ``self.stack.append``
+        self.stack.append(Call(Global("builtins", "frozenset"), (items,)))
+
+    def _bytearray(self) -> None:
+        # Python's own method allocates the length that the pickle claims before it reads.
+        count = int.from_bytes(self.read(8), "little")
+        self.append(bytearray(self.read(count)))
+
+    # INST, OBJ and EXT are missing on purpose: they import and call classes.
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES.split()},
+        pickle.REDUCE[0]: _call,
+        pickle.NEWOBJ[0]: _call,
+        pickle.NEWOBJ_EX[0]: _call_with_keywords,
+        pickle.BUILD[0]: _build,
+        pickle.APPEND[0]: _append,
+        pickle.APPENDS[0]: _appends,
+        pickle.ADDITEMS[0]: _appends,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+        pickle.DICT[0]: _dict,
+        pickle.EMPTY_DICT[0]: _empty_dict,
+        pickle.EMPTY_SET[0]: _empty_set,
+        pickle.FROZENSET[0]: _frozenset,
+        pickle.BYTEARRAY8[0]: _bytearray,
+    }
+
+
+def _tuple(args: Any) -> tuple[Any, ...]:
+    if type(args) is not tuple:
+        raise TypeError("the arguments of a call are not a tuple")
+    return args
+
+
+class Bounded:
+    """A binary stream of at most ``size`` bytes for a `Recorder`; ValueError if a read asks for more."""
+
+    def __init__(self, stream: Any, size: int) -> None:
+        self._stream = stream
+        self._left = min(size, _MAX_BYTES)
+
+    def read(self, count: int) -> bytes:
+        if count > self._left:
+            raise ValueError("a length that is larger than the file")
+        self._left -= count
+        content: bytes = self._stream.read(count)
+        return content
+
+    def readline(self) -> bytes:
+        line: bytes = self._stream.readline(self._left)
+        self._left -= len(line)
+        return line
