@@ -22,8 +22,8 @@ STEP_NAME = re.compile(r"step-(\d{6,18})")
 class StorePath(PosixPath):
     """The path of an object, or of several that share a prefix, in an object store.
 
-    It is joined and taken apart like any other path. Nothing of it exists on a file system: where a path is read,
-    `tensorkeep.storage.storage_of` looks at its class.
+    It joins and splits like any other path, but does not exist on a file system: `tensorkeep.storage.storage_of`
+    chooses the storage by the class of a path.
 
     Examples
     --------
@@ -63,7 +63,7 @@ class StorePath(PosixPath):
 
 
 def _elsewhere(path: PathLike) -> Path | None:
-    """Return a path whose class has a storage of its own, such as `StorePath`; None for a path of a disk."""
+    """Return the path if its class has a storage of its own, such as `StorePath`; None for a path of a disk."""
     return path if isinstance(path, Path) and type(path) is not PosixPath else None
 
 
@@ -113,7 +113,7 @@ def without_secrets(url: str) -> str:
 
 
 def endpoint() -> str:
-    """Return the URL of the server to use for ``s3://``; empty for that of the region."""
+    """Return the URL of the server for ``s3://``; empty for the server of the region."""
     return next((url for name in ENDPOINT_VARIABLES if (url := os.environ.get(name, ""))), "")
 
 
@@ -136,7 +136,7 @@ def checked_path(path: PathLike, *, stores: bool = False) -> PathLike:
     if scheme and _is_url(path, scheme):
         if stores and scheme[1].lower() in STORES:
             found = as_path(path)
-            # Its text would be that of a folder.
+            # Without a bucket, a URL and the path of a folder have the same text.
             if len(found.parts) < 2:
                 raise UsageError("the URL has no bucket", path=text, remedy=f"write {scheme[1]}://BUCKET/PATH")
             if isinstance(found, StorePath):

@@ -14,7 +14,7 @@ class Placeholder:
     and the like. `tensorkeep.info` and ``tensorkeep ls`` list it, and `tensorkeep.load` warns about it. With ``select``
     it is left out.
 
-    Only ``name``, ``what``, ``remedy``, ``repr()``, ``str()``, ``isinstance()``, ``is``, copies and pickles of it work.
+    Only ``name``, ``what``, ``remedy``, ``repr()``, ``str()``, ``isinstance()``, ``is``, copying and pickling work.
     All else raises UnsupportedError: other attributes, items, ``len()``, ``in``, iteration, truth, a call, ``==`` and
     other comparisons, arithmetic, conversions to a number, an index or bytes. `tensorkeep.save` and
     `tensorkeep.convert` refuse it.

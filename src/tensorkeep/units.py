@@ -24,7 +24,7 @@ _SECONDS = {
 
 
 _FEW_BYTES = 10_000_000
-"""The time that fewer bytes take is that of opening files."""
+"""Below this, the time for opening files dominates, and a rate means nothing."""
 
 
 def format_bytes(count: float) -> str:

@@ -1,9 +1,9 @@
 """Tensors that share storage: stored once, shared again on load.
 
-A leaf whose memory lies within that of another leaf of the same dtype, dense and in C order, is stored as an `Alias` of
-it: a tied weight, a transposed one, ``q = qkv[:n]``, an expanded row. Two views of the same elements in any layout are
-stored once, too. Partly overlapping leaves, lazily conjugated or negated tensors, and a tensor and an array of one
-memory are stored separately; a load does not share them.
+If the memory of a leaf lies within another leaf of the same dtype, dense and in C order, the leaf is stored as an
+`Alias`: a tied weight, a transposed weight, ``q = qkv[:n]``, an expanded row. Two views of the same elements in any
+layout are stored once, too. Partly overlapping leaves, lazily conjugated or negated tensors, and a tensor and an array
+with the same memory are stored separately; a load does not share them.
 """
 
 import math
@@ -59,7 +59,7 @@ class Alias:
 
 
 def full_view(name: str, shape: Sequence[int]) -> Alias:
-    """Return the view of a stored leaf that is all of it, in C order."""
+    """Return the view of a whole stored leaf, in C order."""
     return Alias(name, 0, tuple(shape), contiguous_strides(shape))
 
 
@@ -72,7 +72,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def make_view(base: Array, alias: Alias) -> Array:
-    """Return the view of a loaded leaf that an alias describes; the leaf itself if the alias is all of it.
+    """Return the view of a loaded leaf that an alias describes; the leaf itself for a full view.
 
     Otherwise the leaf is in C order. Raises ValueError if the view does not lie within the leaf.
     """

@@ -1,6 +1,6 @@
 """CUDA streams of copies in other threads, and page-locked host memory.
 
-The current stream is a setting of each thread. Inside ``with torch.cuda.stream(s)`` the caller's kernels run on ``s``,
+Every thread has its own current stream. Inside ``with torch.cuda.stream(s)`` the caller's kernels run on ``s``,
 while the threads that gather and scatter leaves copy on the default stream, which does not wait for ``s``.
 """
 
@@ -48,9 +48,9 @@ def on_cuda(leaves: Iterable[Leaf]) -> bool:
 
 
 def side_stream(source: Source) -> AbstractContextManager[Any]:
-    """Return a context in which a leaf is copied on a CUDA stream that only the calling thread uses.
+    """Let the calling thread copy a leaf on a CUDA stream of its own, until the context ends.
 
-    Such a copy does not wait for kernels queued later on the default stream, nor delay them. The kernels that compute
+    The copy does not wait for kernels queued later on the default stream, nor delay them. The kernels that compute
     the leaf must have ended: see `wait_for_caller`. The context does nothing for a leaf that is not on a CUDA device.
     """
     if not isinstance(source, Leaf) or not source.is_torch or not source.array.is_cuda:

@@ -1,4 +1,4 @@
-"""The table of dtypes: the name, size and bits of each in torch, numpy and safetensors.
+"""The table of dtypes: their names, sizes and bits in torch, numpy and safetensors.
 
 Names are torch's where torch has the dtype, ml_dtypes' otherwise. ``torch`` is imported only by `DType.torch`, so that
 reading headers and printing tables does not wait for it.
@@ -27,7 +27,7 @@ class DType:
     itemsize: int  # bytes
     kind: Kind
     safetensors: str | None  # the tag in a header; without one the dtype is stored there as ``U8``, with a note
-    exponent_bits: int = 0  # of a float, or of each half of a complex number
+    exponent_bits: int = 0  # of a float, or of the real part of a complex number
     has_torch: bool = True
     has_numpy: bool = True  # numpy itself or ml_dtypes
     packs: int = 1  # numbers in one element
@@ -36,7 +36,7 @@ class DType:
         return self.name
 
     def numbers_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape that counts numbers, as safetensors does, of a tensor whose shape counts elements."""
+        """Convert a shape that counts elements to one that counts numbers, as safetensors does."""
         return (*shape[:-1], shape[-1] * self.packs) if shape else shape
 
     def tag(self, shape: tuple[int, ...]) -> str | None:

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 
-# Strided memory as a stream: ranges of the elements of any layout, in C order.
-#
-# A range is split by recursion over the leading dimension (the end of a row, whole rows, the start of a row), so that
-# gathering it needs extra memory of the range's size, not of the array's.
+# Strided memory as a stream of elements in C order. A range is split by recursion over the leading dimension (the end
+# of a row, whole rows, the start of a row), so that gathering needs extra memory for the range, not for the array.
 
 Bytes = npt.NDArray[np.uint8]
 Array = Any
@@ -249,7 +247,7 @@ class Leaf:
             raise UsageError(
                 "the value cannot be written in place",
                 name=self.name,
-                remedy="give a writable array whose elements do not overlap",
+                remedy="give a writable array without overlapping elements",
             )
         host = self.host_bytes()
         if host is not None:
@@ -322,7 +320,7 @@ def check_plain(name: str, tensor: "torch.Tensor") -> None:
         problem = f"the tensor subclass {type(tensor).__name__}"
         remedy = "save the plain tensors that it consists of: x.dequantize() of a quantised one"
         if type(tensor).__name__ == "DTensor":
-            problem = "a DTensor, of which each rank has a part,"
+            problem = "a DTensor, sharded over the ranks,"
             remedy = "call it on all ranks with group=torch.distributed.group.WORLD, or use x.full_tensor()"
     elif tensor.is_quantized:
         problem, remedy = "a quantised tensor", "save x.int_repr() with its scale and zero point, or x.dequantize()"
@@ -337,7 +335,7 @@ def check_plain(name: str, tensor: "torch.Tensor") -> None:
 def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: Device = None) -> Array:
     """Return uninitialised memory for a leaf: a plain tensor for a parameter, a 0-d array for a numpy scalar.
 
-    ``device`` is that of a tensor; numpy arrays are always in host memory. Raises UnsupportedError if torch (numpy, for
+    ``device`` is for tensors; numpy arrays are always in host memory. Raises UnsupportedError if torch (numpy, for
     its kinds) does not have the dtype; OutOfMemoryError if the allocation fails.
     """
     target = dtype.numpy if kind in ("ndarray", "npscalar") else dtype.torch
@@ -356,7 +354,7 @@ def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: Devi
 # Converting the stored elements of a tensor while they are written into its memory.
 
 DTypeLike: TypeAlias = "torch.dtype | str | None"
-"""A torch dtype or its name; None for that of each tensor."""
+"""A torch dtype or its name; None keeps the dtype of every tensor."""
 
 
 def float_dtype(dtype: DTypeLike) -> DType:

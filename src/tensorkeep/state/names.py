@@ -1,8 +1,8 @@
 """Dotted names of leaves, the part that each leaf belongs to, and selection by glob.
 
-Keys are joined by dots, so that a plain ``state_dict`` keeps the names that other tools expect. Only a path whose name
-would be ambiguous (``{"a": {"b": t}, "a.b": u}``, ``{1: t, "1": u}``), reserved, or has an empty key is escaped: within
-a key ``.``, ``%`` and NUL become ``%2E``, ``%25`` and ``%00``; an empty key becomes ``%``; keys that are not strings
+Keys are joined by dots, so that a plain ``state_dict`` keeps the names that other tools expect. A path is escaped only
+if its name is ambiguous (``{"a": {"b": t}, "a.b": u}``, ``{1: t, "1": u}``) or reserved, or a key is empty: within a
+key ``.``, ``%`` and NUL become ``%2E``, ``%25`` and ``%00``; an empty key becomes ``%``; keys that are not strings
 become ``%i1``, ``%True``, ``%None``, ``%r1%2E5``, ``%r(1, 'a')``. Names are never parsed back, because the skeleton has
 the keys. They depend only on the set of paths, not on its order.
 """
@@ -99,7 +99,7 @@ def part_file_stem(part: str) -> str:
     """Return a safe file name, without suffix, for one part; see `part_file_stems` for several.
 
     Letters, digits, ``_`` and ``-`` are kept, everything else is percent-encoded. The name has at most 100 bytes, and
-    is never ``manifest`` or that of a numbered file of another part.
+    is neither ``manifest`` nor the name of a numbered file of another part.
     """
     kept = re.sub(r"[^A-Za-z0-9_-]", lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), part)
     stem = re.sub(r"-(\d+)-of-(\d+)$", r"%2D\1%2Dof%2D\2", kept) or "%"
@@ -109,7 +109,7 @@ def part_file_stem(part: str) -> str:
 
 
 def part_file_stems(parts: Iterable[str]) -> dict[str, str]:
-    """Return the file name of each part, without suffix, also unique on file systems that ignore case."""
+    """Return the file names of the parts, without suffix, unique even on file systems that ignore case."""
     stems = {part: part_file_stem(part) for part in parts}
     counts = Counter(stem.lower() for stem in stems.values())
     return {part: stem if counts[stem.lower()] == 1 else _marked(stem, part) for part, stem in stems.items()}

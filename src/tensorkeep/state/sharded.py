@@ -1,4 +1,4 @@
-"""Tensors that are divided among ranks: which boxes of a `DTensor` this process has, and their memory."""
+"""Tensors sharded among ranks: the boxes of a `DTensor` that this process has, and their memory."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,21 +30,21 @@ class Piece(Leaf):
         return cls(leaf.name, leaf.kind, leaf.dtype, leaf.array, leaf.requires_grad, leaf.shape, (0,) * len(leaf.shape))
 
     def rows(self, start: int, stop: int) -> "Piece":
-        """Return the part of it that has these of its rows, the indices of dimension 0."""
+        """Return the rows ``start:stop``, indices of dimension 0."""
         offsets = (self.offsets[0] + start, *self.offsets[1:])
         return Piece(self.name, self.kind, self.dtype, self.array[start:stop], self.requires_grad, self.whole, offsets)
 
 
 @dataclass(slots=True)
 class ShardedLeaf(Leaf):
-    """A `DTensor` of a state: ``shape`` and ``nbytes`` are those of the full tensor, ``array`` is the local one.
+    """A `DTensor` of a state: ``shape`` and ``nbytes`` describe the full tensor, ``array`` is the local tensor.
 
     ``layout`` is its mesh and placements as text. It is stored and loaded by its pieces; its other bytes are elsewhere.
     """
 
     whole: tuple[int, ...] = ()
     layout: str = ""
-    # Along each dimension: ranges of the full tensor, in the order in which the local tensor has them.
+    # Along each dimension: ranges of the full tensor, in the order of the local tensor.
     runs: tuple[tuple[range, ...], ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ def _runs(name: str, value: "DTensor") -> tuple[tuple[range, ...], ...]:
     lengths = tuple(sum(map(len, each)) for each in runs)
     if lengths != shape:
         raise UnsupportedLeafError(
-            f"a DTensor whose local tensor has shape {list(shape)}, but its placements {value.placements} on the mesh "
+            f"the local tensor of a DTensor has shape {list(shape)}, but its placements {value.placements} on the mesh "
             f"{tuple(value.device_mesh.shape)} give {list(lengths)} at {tuple(coordinate)}",
             name=name,
             remedy="make it by distribute_tensor, or redistribute it",

@@ -1,7 +1,7 @@
-"""The user's classes that a state may contain: dataclasses, enums and named tuples.
+"""Skeletons: the structure and plain values of a state as JSON, written, checked and read back.
 
-A file has only the name of a class. Only a class that this process has registered under that name is instantiated, so
-no file can make the process import or run anything.
+Skeletons come from untrusted files. A malformed skeleton raises `ValueError` and nothing else. A class that is not
+registered in this process raises `UnsupportedError`.
 """
 
 import base64
@@ -24,10 +24,8 @@ from tensorkeep.state.leaf import LEAF_KINDS, MOST_DIMENSIONS, Array, Leaf, Leaf
 from tensorkeep.state.names import Key, KeyPath, display
 from tensorkeep.state.sharded import ShardedLeaf
 
-# The user's classes that a state may contain: dataclasses, enums and named tuples.
-#
-# A file has only the name of a class. Only a class that this process has registered under that name is instantiated, so
-# no file can make the process import or run anything.
+# The user's dataclasses, enums and named tuples. A file has only the name of a class. Only a class that this process
+# has registered under that name is instantiated, so no file can make the process import or run anything.
 
 Class = TypeVar("Class", bound=type)
 _CLASSES: dict[str, type] = {}
@@ -106,10 +104,9 @@ def registered_class(name: str) -> type[Any]:
     return _CLASSES[name]
 
 
-# Plain values as JSON without loss: each encoder with its decoder.
-#
-# JSON numbers represent integers below 2**53 only, since programs in other languages read larger ones as floats. The
-# decoders take untrusted input and raise only `ValueError`.
+# Plain values as JSON without loss: every encoder beside its decoder. JSON numbers represent integers below 2**53 only,
+# since programs in other languages read larger ones as floats. The decoders take untrusted input and raise only
+# `ValueError`.
 
 _SAFE_INTEGER = 2**53
 _INTEGER = re.compile(r"-?0x(0|[1-9a-f][0-9a-f]*)")
@@ -151,7 +148,7 @@ def decode_bytes(text: object) -> bytes:
 
 
 def encode_key(key: Key) -> object:
-    """Return the JSON of a dict's key or a set's element: None, bool, int, float, str or a tuple of these."""
+    """Return the JSON of a dict key or a set element: None, bool, int, float, str or a tuple of such scalars."""
     if isinstance(key, tuple):
         return {"tuple": [encode_key(part) for part in key]}
     if isinstance(key, bool) or key is None or isinstance(key, str):
@@ -205,10 +202,7 @@ def brief(node: object) -> str:
     return text if len(text) <= 50 else f"{text[:47]}..."
 
 
-# Skeleton -> state: the value of each node; ``skeleton_writer.py`` lists the nodes.
-#
-# Skeletons come from untrusted files. A malformed one raises `ValueError` and nothing else; one that needs a class that
-# is not registered in this process raises `UnsupportedError`.
+# Skeleton -> state.
 
 T = TypeVar("T")
 MAX_DEPTH = 128
@@ -351,12 +345,12 @@ def _finish(value: Array, name: str, spec: LeafSpec) -> Any:
     kind, grad = spec
     if kind in ("ndarray", "npscalar"):
         if not isinstance(value, np.ndarray) or (kind == "npscalar" and value.shape):
-            raise ValueError(f"the data of the leaf {name!r} is not that of a {kind}")
+            raise ValueError(f"the data of the leaf {name!r} does not fit a {kind}")
         return value if kind == "ndarray" else value[()]
     import torch
 
     if not isinstance(value, torch.Tensor):
-        raise ValueError(f"the data of the leaf {name!r} is not that of a {kind}")
+        raise ValueError(f"the data of the leaf {name!r} does not fit a {kind}")
     cls = torch.nn.Parameter if kind == "parameter" else torch.Tensor
     if type(value) is cls and value.requires_grad == grad:
         return value
@@ -454,7 +448,7 @@ _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
 }
 
 
-# State -> skeleton: the node of each type of value.
+# State -> skeleton. The nodes:
 #
 # The skeleton is plain JSON (objects, arrays, strings, integers, booleans, null; no floats) and part of the on-disk
 # format, so these nodes must stay readable for ever:
@@ -470,13 +464,13 @@ _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
 # ``{"complex": ["0.0", "-1.5"]}``                             a complex: real and imaginary part as such floats
 # ``{"bytes": "aGk="}``, ``{"bytearray": "aGk="}``             bytes in base64
 # ``{"range": [0, 10, 2]}``                                    a range: start, stop, step (integers as above)
-# ``{"set": [KEY, ...]}``, ``{"frozenset": [KEY, ...]}``       a set of plain scalars, and of tuples of them
+# ``{"set": [KEY, ...]}``, ``{"frozenset": [KEY, ...]}``       a set of plain scalars, or of tuples of scalars
 # ``[NODE, ...]``                                              a list
 # ``{"tuple": [NODE, ...]}``                                   a tuple
-# ``{"dict": {"key": NODE, ...}}``                             a dict whose keys are all strings, in order
+# ``{"dict": {"key": NODE, ...}}``                             a dict with string keys only, in order
 # ``{"items": [[KEY, NODE], ...]}``                            a dict of other keys, too. KEY is null, a boolean, a
 #                                                              string, an integer, ``{"int": ...}``, ``{"float": ...}``
-#                                                              or, of these, ``{"tuple": [KEY, ...]}``
+#                                                              or ``{"tuple": [KEY, ...]}`` of such keys
 # ``{"ordered": {...}}``, ``{"ordered_items": [...]}``         an OrderedDict, likewise; with ``"_metadata": NODE``
 #                                                              beside it if it has torch's ``_metadata`` attribute
 # ``{"counter": [[KEY, NODE], ...]}``                           a collections.Counter
@@ -504,12 +498,12 @@ class StateLeaf(NamedTuple):
 
     path: KeyPath  # the keys that lead to it
     leaf: Leaf
-    value: Any  # the tensor or array of the state, whose memory the leaf shares
+    value: Any  # the tensor or array of the state; the leaf shares its memory
     node: dict[str, object]
 
 
 class SkeletonWriter:
-    """Encodes one state; ``leaves`` has those encoded so far, in traversal order, whose names are assigned later.
+    """Encodes one state; ``leaves`` has the leaves so far, in traversal order. Their names are assigned later.
 
     Containers are copied before they are encoded, because other threads may change them. DTensors are refused unless
     ``sharded``.
@@ -717,7 +711,7 @@ def _check_key(key: Key, path: KeyPath) -> None:
         raise UnsupportedLeafError(
             f"a key or set element of type {type(key).__name__} cannot be saved",
             name=display(path),
-            remedy="use str, int, float, bool, None or a tuple of these, or save a list of pairs",
+            remedy="use str, int, float, bool, None or a tuple of such scalars, or save a list of pairs",
         )
     elif isinstance(key, str):
         _check_text(key, (*path, key))

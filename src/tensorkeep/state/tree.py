@@ -28,7 +28,7 @@ class Flat(Generic[S_co]):
     skeleton: object  # the structure and the plain values, as JSON
     leaves: Mapping[str, S_co]  # to store, in traversal order
     aliases: dict[str, Alias]  # the leaves that are views of stored ones
-    parts: dict[str, tuple[str, str]]  # of each leaf, aliases included: its part and its name relative to the part
+    parts: dict[str, tuple[str, str]]  # the part of every leaf, aliases included, and its name relative to the part
 
 
 def flatten(state: object, *, sharded: bool = False, placeholders: bool = False) -> Flat[Leaf]:
@@ -90,7 +90,7 @@ def _encode(state: object, *, sharded: bool, placeholders: bool) -> tuple[object
 
 
 def unflatten(skeleton: object, values: Mapping[str, Array], *, as_is: Collection[str] = ()) -> Any:
-    """Rebuild a state from a skeleton, which may come from a file, and the data of each leaf that it names.
+    """Rebuild a state from a skeleton, which may come from a file, and the data of its leaves.
 
     The data is of the leaf's kind, as ``leaf.allocate`` returns it. If two names have the same object, so has the
     state: a tied parameter is one parameter again. A `torch.nn.Parameter`, or a tensor that tracks gradients as the
@@ -213,7 +213,7 @@ def _collect(node: Any, path: tuple[str, ...], name: str, found: dict[tuple[str,
         _collect(child, (*path, json.dumps(key)), f"{name}.{text}" if name else text, found)
 
 
-# Nodes that have children, by the form of these.
+# Nodes that have children, by the form of the children.
 _MAPPINGS = ("dict", "ordered")
 _PAIRS = ("items", "ordered_items", "counter")
 _FIELDS = ("namedtuple", "object")
