@@ -61,7 +61,7 @@ TINY = Config(
 )
 """The run that is trained: with dropout, tied weights, biases and accumulation."""
 
-# An update of half its length, or of none, is noticed; other zeros of dropout and states of 4 bits are not.
+# Catches an update of half the length, or none; tolerates other zeros of dropout and states of 4 bits.
 _DISTANCE_TOLERANCE = 0.25
 
 _TEXT = "the quick brown fox jumps over the lazy dog; " * 60
@@ -74,12 +74,12 @@ class SilentListener:
 
 
 def with_techniques(config: Config, techniques: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Return a configuration in which techniques are on, with their settings."""
+    """Return a configuration with techniques on, from the settings of each by name."""
     return config.changed({f"techniques.{name}": dict(settings) for name, settings in techniques.items()})
 
 
 def prepared_text(folder: Path) -> Path:
-    """Prepare a short text for training in a folder, once; return the prepared data."""
+    """Prepare a short text in a folder, once; return the prepared data."""
     if not (folder / "prepared").exists():
         folder.mkdir(exist_ok=True)
         (folder / "text.txt").write_text(_TEXT)
@@ -112,11 +112,11 @@ def killed_copy(run: Path, folder: Path, *, step: int) -> Path:
 
 @dataclass(frozen=True)
 class WholeRun:
-    """What was seen of a run that was trained to its end."""
+    """What was recorded of a run that was trained to its end."""
 
     folder: Path
     start: Mapping[str, Tensor]
-    """The weights before the first step, whole even where they are sharded."""
+    """The full weights before the first step, also if they are sharded."""
     plain_names: Sequence[str]
     """The names of the weights of the same model without techniques."""
     proofs: Mapping[str, Proof]
@@ -132,10 +132,10 @@ _WHOLE_RUNS: dict[Path, WholeRun] = {}
 
 
 def whole_run(config: Config, data: Path) -> WholeRun:
-    """Return what was seen of a finished run with a configuration, which is trained once for all tests."""
+    """Train a run with a configuration to its end, once for all tests, and return what was recorded."""
     folder = data.parent / f"trained-{zlib.crc32(json.dumps(config.as_dict(), sort_keys=True).encode()):08x}"
     if folder not in _WHOLE_RUNS:
-        # What an attempt that failed has left.
+        # A failed attempt may have left files.
         rmtree(folder, ignore_errors=True)
         settings = _process_settings()
         with opened(config, folder, data) as run:
@@ -149,7 +149,7 @@ def whole_run(config: Config, data: Path) -> WholeRun:
 
 
 def trained(config: Config, data: Path) -> Path:
-    """Return the folder of a finished run with a configuration, which is trained once for all tests."""
+    """Return the folder of a finished run with a configuration; it is trained once for all tests."""
     return whole_run(config, data).folder
 
 
@@ -176,16 +176,16 @@ def last_state(folder: Path) -> dict[str, Any]:
 
 
 class TechniqueSuite(ABC):
-    """What every technique must do, in a tiny run on the CPU."""
+    """The tests that every technique must pass, in a tiny run on the CPU."""
 
     technique: ClassVar[type[Technique]]
     variants: ClassVar[Sequence[Any]] = ({},)
-    """The settings to test, one after the other; with marks, they are a `pytest.param`."""
+    """The settings to test; a `pytest.param` adds marks."""
 
     config: ClassVar[Config] = TINY
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Run the tests that take a variant with each of them."""
+        """Run the tests that take a variant once for each variant."""
         if "variant" in metafunc.fixturenames:
             metafunc.parametrize("variant", self.variants, ids=str)
 
@@ -225,7 +225,7 @@ class TechniqueSuite(ABC):
             assert other in TECHNIQUE_CLASSES.names() and reason
 
     def test_losses_are_within_the_tolerance(self, data: Path, variant: Mapping[str, Any]) -> None:
-        """The losses of a systems technique are those of the plain run; those of an algorithmic one are finite."""
+        """A systems technique has the losses of the plain run; an algorithmic technique has finite losses."""
         plain = losses(trained(self.config, data))
         found = losses(trained(self.config_with(variant), data))
         assert [each[:2] for each in found] == [each[:2] for each in plain]
@@ -235,10 +235,8 @@ class TechniqueSuite(ABC):
         assert all(each[2] < 20 for each in found)
 
     def test_weights_move_as_far_as_without_it(self, data: Path, variant: Mapping[str, Any]) -> None:
-        """A systems technique moves the weights as far as the plain run, although its losses may differ.
-
-        The losses of so few steps hardly differ from those of a run whose weights do not move at all.
-        """
+        """A systems technique moves the weights as far as the plain run, although its losses may differ."""
+        # The losses do not test this: in so few steps they would hardly differ if the weights did not move at all.
         if self.technique.kind != "systems":
             return
         plain = whole_run(self.config, data)
@@ -246,7 +244,7 @@ class TechniqueSuite(ABC):
         assert found == pytest.approx(_distance(plain.start, plain.folder), rel=_DISTANCE_TOLERANCE)
 
     def test_resume_is_exact(self, tmp_path: Path, data: Path, variant: Mapping[str, Any]) -> None:
-        """A run that was killed and resumed ends bit-identical to one that was not."""
+        """A run that was killed and resumed ends bit-identical to an uninterrupted run."""
         whole = trained(self.config_with(variant), data)
         resumed = killed_copy(whole, tmp_path / "resumed", step=STEPS // 2)
         train_run(RunFolder(resumed).record().config, resumed, data, resume=True)

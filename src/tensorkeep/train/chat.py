@@ -31,7 +31,7 @@ class ChatSession:
     max_new_tokens : int
         The largest number of tokens of an answer.
     stop : collection of str
-        Texts that end an answer, and are left out of it.
+        Stop texts: each ends an answer, and is left out.
     seed : int
         The seed of the first answer; each later answer takes the next seed.
 
@@ -148,6 +148,7 @@ class ChatSession:
                 turn[begin:] = tokenizer.message("assistant", message["content"]).tolist()[1:-1]
                 self._cache.clear()
         except GeneratorExit:
+            # The caller stopped between two tokens: the cache is consistent.
             raise
         except BaseException:
             # The exception may have interrupted a forward pass that was filling the cache.
@@ -167,6 +168,7 @@ class ChatSession:
                 f"{length:,} are for messages",
                 remedy="give a shorter one, or train a model with a longer context",
             )
+        # The cache holds the tokens of dropped turns at its beginning, so it starts again without them.
         sizes = [len(each) for each in self._turns]
         out = 0
         while used + sum(sizes[out:]) > limit:

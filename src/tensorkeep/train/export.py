@@ -104,7 +104,7 @@ def export(
     end_of_message : int, optional
         The token that ends the messages of a conversation, and generation, too; the tokenizer gets a chat template.
     dtype : torch.dtype or str, optional
-        float32, bfloat16 or float16, to which the weights are rounded; by default the dtype of the token embedding.
+        Round the weights to float32, bfloat16 or float16; by default the dtype of the token embedding.
     overwrite : bool
         Replace an earlier export.
 
@@ -160,6 +160,7 @@ def export(
 
 
 def _is_export(path: Path) -> bool:
+    # `overwrite` replaces a folder only if an export wrote all its files.
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     return {CONFIG, WEIGHTS} <= names <= {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG}
 
@@ -172,6 +173,7 @@ def _checked_state(model_or_state: GPT | Mapping[str, Tensor], config: ModelConf
         return model_or_state.state_dict()
     state: dict[str, Any] = dict(model_or_state)
     wanted = {name: tensor.shape for name, tensor in GPT(config, device="meta").state_dict().items()}
+    # A tied head is the embedding, and may be left out.
     if config.tied:
         state.pop("head.weight", None)
         wanted.pop("head.weight")

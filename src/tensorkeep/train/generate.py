@@ -35,8 +35,8 @@ class Sampling:
     top_k : int, optional
         Draw from this many of the likeliest tokens.
     top_p : float, optional
-        Draw from the smallest set of likeliest tokens whose probabilities, after ``top_k``, sum to at least this
-        (nucleus sampling; Holtzman et al., arXiv 1904.09751).
+        Draw from the fewest likeliest tokens with probabilities, after ``top_k``, that sum to at least this (nucleus
+        sampling; Holtzman et al., arXiv 1904.09751).
     min_p : float, optional
         Draw from the tokens that are at least this many times as likely as the likeliest, after ``top_p`` (Nguyen et
         al., arXiv 2407.01082).
@@ -122,8 +122,10 @@ class SamplingOptions(TypedDict, total=False):
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Keep the likeliest tokens of every sorted row, up to and including the one that reaches top_p."""
+    # Rounding may bring the sum to 1 before the last tokens.
     if top_p == 1:
         return probabilities
+    # The sum before a token decides, so that the token that reaches top_p is kept, and at least one is.
     before = probabilities.cumsum(dim=-1).roll(1, -1)
     before[:, 0] = 0
     kept = probabilities.masked_fill(before >= top_p, 0)
@@ -268,7 +270,7 @@ def generate_stream(
     model, prompt_ids, max_new_tokens, sampling, seed, stop, use_cache, **options
         See `generate`.
     cache : Cache, optional
-        A cache of one prompt that continues: it may hold the beginning of the prompt, and holds more of it afterwards.
+        A cache that may hold the beginning of the prompt; the new keys and values are added.
 
     Returns
     -------
@@ -299,6 +301,7 @@ def generate_stream(
     ids = functional.pad(prompt.reshape(-1, length), (0, max_new_tokens)).to(model.tokens.weight.device)
     if cache is None and use_cache:
         cache = model.new_cache(len(ids))
+    # On the CPU, so that every device draws the same tokens from the same logits.
     generator = torch.Generator().manual_seed(seed)
 
     def draw(position: int, ended: Tensor) -> Tensor:

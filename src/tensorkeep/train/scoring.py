@@ -71,7 +71,7 @@ def compute_in(precision: str, model: GPT, config: Config) -> Iterator[None]:
 
 
 def affordable_rows(model: ModelConfig, device: torch.device) -> int:
-    """Return how many full windows to compute at once: 256 MiB of them, or a quarter of a GPU's free memory."""
+    """Return how many full windows to compute at once, in 256 MiB or a quarter of a GPU's free memory."""
     budget, tokens = LEAST_BYTES, LARGEST_TOKENS
     if device.type == "cuda":
         budget, tokens = max(budget, torch.cuda.mem_get_info(device)[0] // _FRACTION_OF_FREE), 8 * tokens
@@ -140,6 +140,7 @@ def score_text(
     for number in range(len(windows)):
         _, targets = windows.pair(number)
         counts += np.bincount(targets[targets != IGNORED].numpy(), minlength=tokenizer.vocab_size)
+    # Reserved tokens have no text.
     counts[[*tokenizer.reserved]] = 0
     size = sum(int(counts[id]) * len(tokenizer.token_bytes(int(id))) for id in np.flatnonzero(counts))
     mean = evaluate(model, _reported(windows.batches(rows), len(windows), progress), loss=loss)
@@ -158,6 +159,7 @@ def _reported(batches: Iterator[Batch], total: int, progress: Progress | None) -
 
 
 def _exp(loss: float) -> float:
+    # math.exp raises OverflowError instead of returning infinity.
     return math.exp(loss) if loss < math.log(1e300) else math.inf
 
 
@@ -221,7 +223,7 @@ class ChoiceScore(NamedTuple):
     acc_norm : float
         The same for the largest mean log-probability per token, which does not prefer short endings.
     acc_stderr, acc_norm_stderr : float
-        The standard errors of both fractions, for independent questions.
+        The standard errors of the two fractions, for independent questions.
     questions : int
     truncated : int
         Questions that lost their beginning, because they do not fit into the context of the model.
@@ -306,6 +308,7 @@ def score_choices(
     UsageError
         If a text has a character that is not in the vocabulary, or a log-probability is not finite.
     """
+    # The last token is a target only.
     longest = model.config.context_length + 1
     encoded, truncated = [], 0
     for number, question in enumerate(questions):
@@ -343,6 +346,7 @@ def _encoded(number: int, question: Question, tokenizer: Tokenizer) -> list[_Row
 
 def _log_probabilities(model: GPT, encoded: Sequence[_Row], rows: int, progress: Progress | None) -> list[float]:
     """Return the log-probability of every row's scored tokens, computed in batches of similar length."""
+    # Rows of similar length share a batch, so that little padding is computed.
     order = sorted(range(len(encoded)), key=lambda number: len(encoded[number].tokens))
     found = [0.0] * len(encoded)
     with torch.no_grad(), evaluating(model):
@@ -356,6 +360,7 @@ def _log_probabilities(model: GPT, encoded: Sequence[_Row], rows: int, progress:
 
 
 def _batch(model: GPT, batch: Sequence[_Row]) -> list[float]:
+    # The rows are sorted, so the last one is the longest. Padding at the end does not change causal attention.
     length = len(batch[-1].tokens) - 1
     inputs = torch.zeros(len(batch), length, dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORED)
@@ -368,5 +373,6 @@ def _batch(model: GPT, batch: Sequence[_Row]) -> list[float]:
     losses = functional.cross_entropy(
         logits.flatten(0, 1), targets.to(device).flatten(), ignore_index=IGNORED, reduction="none"
     )
+    # In float64, because endings of many tokens differ by little.
     sums: list[float] = (-losses.view_as(targets).double().sum(dim=1)).tolist()
     return sums

@@ -88,6 +88,7 @@ class Cache:
 
     def __init__(self, config: ModelConfig, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         shape = (2, config.n_layers, batch_size, config.n_kv_heads, config.context_length, config.head_size)
+        # One allocation: a cache that grows would be copied with every token.
         keys, values = torch.empty(shape, device=device, dtype=dtype)
         self.layers = [LayerCache(*pair) for pair in zip(keys, values, strict=True)]
         self.tails: Tails = {}
@@ -103,6 +104,7 @@ class Cache:
         """Remove all tokens."""
         self.tails.clear()
         self.documents = None
+        # The memory is kept, and overwritten from position 0.
         for layer in self.layers:
             layer.length = 0
             layer.tails.clear()
@@ -186,6 +188,7 @@ class Attention(nn.Module):
             key, value = past.extend(key, value)
         if mask is not None and not isinstance(mask, Tensor):
             return attend_within(query, key, value, mask)
+        # is_causal, where it is possible, lets kernels skip half the scores; a mask does not.
         causal = before == 0 and mask is None
         if mask is None and before and length > 1:
             # is_causal aligns the first query with the first key; with a cache, the last query belongs to the last key.
@@ -248,6 +251,7 @@ def block_mask(occupied: Tensor, visible: MaskFunction, length: int) -> BlockMas
     ``occupied`` is bool, of shape [batch, heads, query tiles, key tiles].
     """
     # Not create_block_mask, which evaluates all pairs of positions.
+    # FlexAttention wants, for each query tile, its occupied key tiles first; stable keeps them in ascending order.
     order = occupied.byte().argsort(dim=-1, descending=True, stable=True)
     return BlockMask.from_kv_blocks(
         occupied.sum(-1, dtype=torch.int32),

@@ -254,6 +254,7 @@ class ModelConfig(Section, frozen=True):
         """The width of the hidden layer of the MLPs: ``d_ff``, or its default."""
         if self.d_ff is not None:
             return self.d_ff
+        # 8/3 d_model in three matrices has as many weights as 4 d_model in two.
         return math.ceil(self.d_model / 3) * 8 if self.gated else 4 * self.d_model
 
     def parameter_count(self, *, embeddings: bool = True) -> int:
@@ -263,13 +264,16 @@ class ModelConfig(Section, frozen=True):
         2001.08361). An untied head is always included; a tied head is the token embedding.
         """
         d, heads, key_width = self.d_model, self.attention_width, self.n_kv_heads * self.head_size
+        # Two norms in a block and the final norm; only LayerNorm has a bias.
         norms = (2 * self.n_layers + 1) * d * (2 if self.bias and self.norm == "layernorm" else 1)
         norms += 2 * self.n_layers * self.head_size if self.qk_norm else 0
+        # Outputs of a block's linear layers: attention out and MLP down (d each), q, k and v, MLP up and gate.
         widths = 2 * d + heads + 2 * key_width + self.mlp_width * (2 if self.gated else 1)
         biases = self.n_layers * widths if self.bias else 0
         head = 0 if self.tied else self.vocab_size * d
         positions = self.context_length * d if self.positions == "learned" else 0
         tables = self.vocab_size * d + positions if embeddings else 0
+        # One token shift after the embedding, and two in a block.
         shifts = d * (1 + 2 * self.n_layers * (self.token_shift == "blocks")) if self.token_shift else 0
         taps = self.n_layers * 3 * heads * (self.convolution - 1)
         weights = self.n_layers * (self._block_matmul_weights() + self._adapter_weights())
@@ -279,6 +283,7 @@ class ModelConfig(Section, frozen=True):
         """Return the number of weights of the adapters of one block."""
         d, heads, width = self.d_model, self.attention_width, self.mlp_width
         keys_and_values = 2 * self.n_kv_heads * self.head_size
+        # An adapter has rank x (inputs + outputs) weights.
         projected = (d + heads) + (d + keys_and_values) if self.grouped else d + 3 * heads
         attention = projected + (heads + d)
         found = attention if self.lora.adapts("attention") else 0
@@ -287,6 +292,7 @@ class ModelConfig(Section, frozen=True):
 
     def _block_matmul_weights(self) -> int:
         """Return the number of weights of one block that take part in matmuls."""
+        # q and out have the width of all heads; k and v may have fewer heads.
         attention = 2 * self.d_model * (self.attention_width + self.n_kv_heads * self.head_size)
         return attention + (3 if self.gated else 2) * self.d_model * self.mlp_width
 
@@ -303,5 +309,6 @@ class ModelConfig(Section, frozen=True):
         if length < 1:
             raise UsageError(f"context_length is {length}", remedy="give 1 or more")
         weights = self.n_layers * self._block_matmul_weights() + self.vocab_size * self.d_model
+        # Forward 2 operations a weight, gradient of the input 2, gradient of the weight 2.
         trained = 6 * self.n_layers * self._adapter_weights()
         return (4 if self.lora.rank else 6) * weights + trained + 12 * self.n_layers * self.attention_width * length

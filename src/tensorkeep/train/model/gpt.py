@@ -186,6 +186,7 @@ class GPT(nn.Module):
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self._tie()
         if config.lora.rank:
+            # Frozen weights get no gradient, and no optimizer state.
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(is_adapter(name))
         place = torch.get_default_device() if device is None else torch.device(device)
@@ -261,6 +262,7 @@ class GPT(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the logits of the head's input, without padding of the vocabulary."""
+        # The head computes the padding rows too, for a faster matmul; the slice drops them.
         logits: Tensor = self.head(features)
         return logits[..., : self.config.n_tokens] if self.config.vocab_padding else logits
 

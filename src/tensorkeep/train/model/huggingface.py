@@ -127,6 +127,7 @@ class Architecture:
                 # GPT-2 always has biases: a zero for each output, the first dimension of the weight.
                 weight = state[f"{ours.removesuffix('bias')}weight"]
                 tensor = weight.new_zeros(weight.shape[0])
+            # Queries, keys and values are stacked by rows, so `chunk` separates them.
             for name, part in zip(theirs, tensor.chunk(len(theirs)), strict=True):
                 full_name = name if name == "lm_head.weight" else self.family.prefix + name
                 yield full_name, part.T if transposed and part.ndim == 2 else part
@@ -376,6 +377,7 @@ def _check(
     extra: tuple[str, ...],
     unequal: tuple[str, ...],
 ) -> None:
+    # On "meta": shapes without memory.
     shapes = {name: parameter.shape for name, parameter in GPT(config, device="meta").named_parameters()}
     different = tuple(f"{name} {[*read[name].shape]}" for name in read if read[name].shape != shapes[name]) + unequal
     if not (missing or extra or different):

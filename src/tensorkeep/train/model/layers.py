@@ -68,6 +68,7 @@ def merge_adapters(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[Ma
     for name, adapter in state.items():
         if name.endswith(ADAPTER_A):
             layer = name.removesuffix(ADAPTER_A)
+            # In float32: a small change would be lost in 16 bits before it is added.
             change = state[layer + ADAPTER_B].float() @ adapter.float()
             weight = merged[f"{layer}weight"]
             merged[f"{layer}weight"] = (weight.float() + scale * change).to(weight.dtype)
@@ -87,7 +88,7 @@ class LearnedPositions(nn.Module):
 
 
 class RotaryPositions(nn.Module):
-    """The angles by which queries and keys are rotated (Su et al., arXiv 2104.09864).
+    """The rotation angles of queries and keys (Su et al., arXiv 2104.09864).
 
     Element i of a head is paired with element i + head size / 2, as in the LLaMA of transformers, so that weights can
     be exported unchanged; the paper pairs neighbours. The tables are computed from the configuration, not saved.
@@ -123,6 +124,7 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    # LLaMA 3.1: slow angles, which turn less than once in the original context, are stretched; fast angles are not.
     turns = scaling.original_context_length * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     unchanged = ((turns - low) / (high - low)).clamp(0, 1)
@@ -188,7 +190,7 @@ def _add_earlier(module: nn.Module, x: Tensor, taps: Sequence[Tensor], tails: Ta
 class _AddEarlier(torch.autograd.Function):
     """Adds to each position of [batch, positions, channels] the one i + 1 before it, times the i-th tap."""
 
-    # Autograd's own gradient of these operations makes many copies, and takes twice as long on a CPU.
+    # Autograd's own backward pass for this makes many copies, and takes twice as long on a CPU.
     @staticmethod
     def forward(ctx: Any, x: Tensor, *taps: Tensor) -> Tensor:
         ctx.save_for_backward(x, *taps)

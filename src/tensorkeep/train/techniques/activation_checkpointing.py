@@ -13,7 +13,7 @@ from tensorkeep.train.model.gpt import TransformerBlock
 from tensorkeep.train.techniques.base import Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import count_calls
 
-# A selective checkpoint keeps the results of these operators: matmuls take most of the time.
+# Operators with results that a selective checkpoint keeps: matmuls take most of the time.
 _KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -76,11 +76,13 @@ class ActivationCheckpointing(Technique):
 
 
 def _checkpointed(forward: Callable[..., Tensor], *, keep: str) -> Callable[..., Tensor]:
+    # The non-reentrant kind supports selective checkpoints, hooks, and inputs that need no gradient.
     options: dict[str, Any] = {"use_reentrant": False}
     if keep == "matmuls":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
 
     def checkpointed_forward(*inputs: Any) -> Tensor:
+        # An evaluation has no backward pass to save memory for.
         if not torch.is_grad_enabled():
             return forward(*inputs)
         result: Tensor = checkpoint(forward, *inputs, **options)

@@ -103,7 +103,7 @@ class ActivationSwapping(Technique):
 
 @dataclass(eq=False)
 class SwappedTensor:
-    """A tensor in CPU memory: number ``index`` in the ``order`` in which the forward pass saved tensors.
+    """A tensor in CPU memory: number ``index`` in the ``order`` of the forward pass.
 
     ``fetched`` holds a prefetched copy on the device and the event that completes it, until the copy is returned.
     """

@@ -48,6 +48,7 @@ class Allocator(Technique):
     settings: AllocatorSettings
 
     def missing(self, machine: Machine) -> str | None:
+        # torch read the environment when it started, so only the command line can set it.
         requested = {name: str(value) for name, value in self._requested().items()}
         given = _parse_environment(os.environ)
         unset = any(given.get(name) != value for name, value in requested.items())
@@ -65,6 +66,7 @@ class Allocator(Technique):
         snapshot = torch.cuda.memory._snapshot(run.device)
         found = snapshot["allocator_settings"]
         requested = self._requested()
+        # The snapshot reports bytes, under another name.
         if "max_split_size_mb" in requested:
             requested["max_split_size"] = requested.pop("max_split_size_mb") * _MIB
         for name, value in requested.items():

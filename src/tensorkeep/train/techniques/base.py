@@ -190,7 +190,7 @@ class Technique(ABC):
         return config
 
     def process(self) -> AbstractContextManager[None]:
-        """Return a context in which the whole run is built and trained, for settings of the process."""
+        """Return a context around the whole run, from building to closing it, for settings of the process."""
         return nullcontext()
 
     def apply(self, run: Run) -> None:  # noqa: B027  # a technique may only configure

@@ -118,6 +118,7 @@ class LossGraphs:
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of a batch."""
+        # The graph reads its inputs at fixed addresses.
         self._inputs.copy_(inputs)
         self._targets.copy_(targets)
         self._replay_loss()
@@ -128,6 +129,7 @@ class LossGraphs:
         """Add the gradient of the last loss, times a factor, to the gradients of the parameters."""
         self._scale.copy_(scale)
         for parameter, gradient in self._gradients.items():
+            # None after zero_grad: the step begins to accumulate again.
             if parameter.grad is None:
                 parameter.grad = gradient.zero_()
             elif parameter.grad is not gradient:

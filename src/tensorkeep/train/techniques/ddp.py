@@ -30,6 +30,7 @@ class Ddp(ParallelTechnique):
         shard_batches(run, run.world.rank, run.world.size)
         distribute_muon(run)
         operations, inner = run.operations, run.operations.loss
+        # gradient_as_bucket_view saves a copy of the gradient.
         self.parallel = DistributedDataParallel(_LossModule(run.model, inner), gradient_as_bucket_view=True)
 
         def average(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
@@ -39,6 +40,7 @@ class Ddp(ParallelTechnique):
         self.parallel.register_comm_hook(None, average)
 
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+            # Earlier micro-batches add up locally; DDP averages the sum in the last backward pass.
             with nullcontext() if self._last else self.parallel.no_sync():
                 value: Tensor = self.parallel(inputs, targets)
             return value

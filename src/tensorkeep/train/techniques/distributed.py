@@ -1,7 +1,7 @@
 """Training one run with several processes: the base classes of ddp, fsdp, hsdp, tensor and pipeline parallelism.
 
-The sharding techniques share one mesh of ranks. ``replicate`` counts copies of the model, ``shard`` the shards of each
-copy, and ``tensor`` the processes that compute each matmul together; a dimension exists if its technique is on.
+The sharding techniques share one mesh of ranks. ``replicate`` counts copies of the model, ``shard`` the shards of a
+copy, and ``tensor`` the processes that compute a matmul together; a dimension exists if its technique is on.
 
 A checkpoint has the names, keys and full shapes of one process, so any number of processes can resume. DTensors state
 which part of every tensor a rank has; where a DTensor states it wrongly, `checkpoint_view` corrects it.
@@ -72,11 +72,12 @@ def shard_batches(run: Run, rank: int, count: int) -> None:
     # For this process only: another number of processes may resume the run.
     loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // count)
     run.config = msgspec.structs.replace(run.config, loop=loop)
+    # The same seed would draw the same dropout zeros for different rows.
     torch.manual_seed(loop.seed + rank)
 
 
 def distribute_muon(run: Run) -> None:
-    """Let each rank orthogonalise some of the matrices that Muon updates, instead of all of them."""
+    """Let each rank orthogonalise some of the matrices that Muon updates, instead of all matrices."""
     for optimizer in run.optimizers.values():
         if isinstance(optimizer, Muon):
             optimizer.ranks = run.world
@@ -87,6 +88,7 @@ def before_each_batch(run: Run, announce: Callable[[bool], object]) -> None:
     operations = run.operations
     loss, backward, clip, done = operations.loss, operations.backward, operations.clip, 0
 
+    # `clip` runs once a step, so it resets the count.
     def announced_loss(inputs: Tensor, targets: Tensor) -> Tensor:
         announce(done == run.config.loop.accumulate - 1)
         return loss(inputs, targets)
@@ -193,6 +195,7 @@ def fill_parameters(run: Run, keep: Keep) -> None:
         # needs the memory of one full tensor only.
         for name, parameter in list(model.named_parameters()):
             kept = nn.Parameter(keep(name, parameter.data, model.initial_value(name, generator)))
+            # Assigned to every owner, so that tied weights stay tied.
             for module, attribute in owners[id(parameter)]:
                 setattr(module, attribute, kept)
 
@@ -272,9 +275,9 @@ def _is_placed(parameter: DTensor | None, axis: str, dim: int, count: int) -> bo
 def checkpoint_view(name: str, parameter: Any) -> Any:
     """Return a parameter, or its state, with placements that state which rows of the full tensor this rank has.
 
-    Tensor parallelism gives each rank the heads that it computes: for a fused layer, a part of each of its stacked
-    projections. The placement of the computation, ``Shard(0)``, does not state that; ``_StridedShard`` does. The result
-    shares the memory.
+    Tensor parallelism gives each rank the heads that it computes: for a fused layer, a part of all stacked projections.
+    The placement of the computation, ``Shard(0)``, does not state that; ``_StridedShard`` does. The result shares the
+    memory.
     """
     names = parameter.device_mesh.mesh_dim_names or ()
     fused = next((parts for layer, parts in _FUSED.items() if layer in name), None)
@@ -286,6 +289,7 @@ def checkpoint_view(name: str, parameter: Any) -> Any:
 
 
 def _dtensor_like(parameter: DTensor, local: Tensor, placements: Sequence[Placement]) -> DTensor:
+    # run_check would communicate; shape and stride are given because uneven shards do not determine them.
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -316,7 +320,7 @@ def copy_boxes(name: str, full: Tensor, shard: DTensor) -> None:
 
 
 def use_sharded_parameters(run: Run, mesh: DeviceMesh) -> None:
-    """Average the sharded parameters, save `checkpoint_view` of them, and clip by the norm of all shards."""
+    """Average the sharded parameters, save their `checkpoint_view`, and clip by the norm of all shards."""
     distribute_muon(run)
     run.average = WeightAverage(dict(run.model.named_parameters()), run.config.ema.decay)
     if TENSOR in (mesh.mesh_dim_names or ()):
@@ -329,6 +333,7 @@ def use_sharded_parameters(run: Run, mesh: DeviceMesh) -> None:
 
     def clip_to_full_norm() -> Tensor:
         norm = clip()
+        # The norm of DTensors is a partial sum until all ranks have added theirs.
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     run.operations.clip = clip_to_full_norm

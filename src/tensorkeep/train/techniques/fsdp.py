@@ -83,6 +83,7 @@ class Fsdp(ShardingTechnique):
         shard_batches(run, *data_rank(mesh))
         replicated = REPLICATE in (mesh.mesh_dim_names or ())
         own_mesh = mesh[REPLICATE, SHARD] if replicated else mesh[SHARD]
+        # Block by block: at most the weights of a block are gathered at a time.
         for block in run.model.blocks:
             fully_shard(block, mesh=own_mesh, reshard_after_forward=True)
         # Reshard the root too: by default it keeps the weights that an evaluation gathered until the next step.

@@ -25,7 +25,7 @@ class _ScheduleTechnique(Technique):
     changes: ClassVar = "optimizer"
 
     def verify(self, run: Run) -> Verification:
-        """Record the learning rates with which optimizers step, and compare them with the schedule."""
+        """Record the learning rates of the optimizers' steps, and compare them with the schedule."""
         stepped: list[float] = []
         # A global hook: it also sees an optimizer that the run does not know.
         with hooked([register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.extend(_rates(optimizer)))]):

@@ -127,6 +127,7 @@ def _document_lengths(run: Run) -> npt.NDArray[np.int64]:
 
 def _first_stages(run: Run, lengths: npt.NDArray[np.int64], stages: int) -> list[_Stage]:
     """Return all stages but the last."""
+    # Stable, so that documents of equal length keep their order, and a resumed run draws the same windows.
     order = np.argsort(lengths, kind="stable")
     tokens = np.cumsum(lengths[order])
     counts = [int(np.searchsorted(tokens, tokens[-1] * number / stages, side="right")) for number in range(1, stages)]

@@ -73,6 +73,7 @@ class LowBitOptimizer(Technique):
                 remedy="leave it out, or use a larger model (--model.d_model)",
             )
         run.optimizers["adamw"] = optimizer
+        # torchao compiles its step itself.
         if not self.settings.compiled:
             run.operations.update = torch.compiler.set_stance("force_eager")(run.operations.update)
 
@@ -118,6 +119,7 @@ def low_bit(plain: torch.optim.Optimizer, *, bits: int | str) -> Any:
 
     kind = getattr(torchao.optim, _CLASSES[bits])
     supported = {"lr", "betas", "eps", "weight_decay"}
+    # Drop torch's own options, such as foreach and fused; keep keys that the trainer added to the groups.
     groups = [
         {key: value for key, value in group.items() if key in supported or key not in plain.defaults}
         for group in plain.param_groups
@@ -127,6 +129,7 @@ def low_bit(plain: torch.optim.Optimizer, *, bits: int | str) -> Any:
     optimizer.register_step_post_hook(_rates_to_numbers)
     optimizer.register_state_dict_post_hook(_flatten_states)
     optimizer.register_load_state_dict_pre_hook(_unflatten_states)
+    # torchao has turned the learning rates into tensors; schedules and checkpoints have numbers.
     for group, given in zip(optimizer.param_groups, groups, strict=True):
         group["lr"] = given["lr"]
     return optimizer

@@ -103,6 +103,7 @@ class MixedPrecision(Technique):
         operations, optimizers = run.operations, run.optimizers.values()
         backward, clip, accepts = operations.backward, operations.clip, operations.accepts
 
+        # The scale multiplies the loss, and is divided out before clipping, so that `clip` is in real units.
         def scaled_backward(loss: Tensor) -> None:
             backward(scaler.scale(loss))
 
@@ -121,6 +122,7 @@ class MixedPrecision(Technique):
             return accepted
 
         def update() -> None:
+            # `step` skips an optimizer with gradients that are not finite.
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()

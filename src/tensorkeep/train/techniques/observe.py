@@ -130,8 +130,8 @@ def count_updates(run: Run) -> Iterator[Updates]:
 
 # Warm-up. Compiled code and captured graphs run no Python hooks, and most techniques observe a step by hooks. So a
 # technique that compiles or captures does it in a warm-up, before hooks are installed; and while the first step is
-# observed, a few rows of each batch are also computed in plain Python for the hooks of the other techniques. Only a few
-# rows: plain Python may need memory for a whole batch that compiled code does not need.
+# observed, a few rows of every batch are also computed in plain Python for the hooks of the other techniques. Only a
+# few rows: plain Python may need memory for a whole batch that compiled code does not need.
 
 
 @contextmanager
@@ -228,7 +228,7 @@ def _set_hooks(hooks: Sequence[tuple[dict[int, Any], dict[int, Any]]]) -> None:
 
 @contextmanager
 def _without_function_modes() -> Iterator[None]:
-    """Suspend the function modes with which others observe torch: code compiled without them would be recompiled."""
+    """Suspend function modes that observe torch: code that was compiled without a mode would be recompiled."""
     with ExitStack() as modes:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             modes.enter_context(_pop_mode_temporarily())

@@ -130,6 +130,7 @@ class HostOptimizer(torch.optim.Optimizer):
         for bucket, arrived in zip(self._buckets, arrivals, strict=True):
             arrived.synchronize()
             self._update(bucket)
+        # The next forward pass waits for the copies; the CPU does not.
         self._copied_back.record(self._stream)
         self._backend.current_stream(self._device).wait_stream(self._stream)
 

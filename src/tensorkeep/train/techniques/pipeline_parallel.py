@@ -25,7 +25,7 @@ from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _ALL_BLOCKS = "its activity check needs every block, but each process has only some"
-_ALL_WEIGHTS = "it handles the optimizer states of all weights, and each process has only some of them"
+_ALL_WEIGHTS = "it handles the optimizer states of all weights, and each process has only some weights"
 
 
 class Stages:
@@ -138,7 +138,7 @@ class StageModule(nn.Module):
 def save_own_stage(run: Run, stages: Stages) -> None:
     """Make this rank save and load the parameters, averages and optimizer states of its stage only.
 
-    A run of one process saves the same keys: the ranks together have all of them.
+    The ranks together save the keys of a run with one process.
     """
     run.average = WeightAverage(stages.own(), run.config.ema.decay)
     run.in_checkpoint["model"] = stages.weights
@@ -179,9 +179,8 @@ class PipelineSettings(Section, frozen=True):
     Attributes
     ----------
     parts : int
-        The number of micro-batches into which the sequences of a step are split; at least the number of processes.
-        While the pipeline fills and drains, processes are idle for (processes - 1) / (parts + processes - 1) of the
-        time.
+        The number of micro-batches in a step; at least the number of processes. While the pipeline fills and drains,
+        processes are idle for (processes - 1) / (parts + processes - 1) of the time.
     schedule : str
         ``"1f1b"``: a process runs a backward pass as soon as it can, and holds the activations of no more micro-batches
         than there are processes; ``"gpipe"``: all forward passes, then all backward passes.
@@ -231,6 +230,7 @@ class PipelineParallel(ParallelTechnique):
         run.config = msgspec.structs.replace(
             run.config, loop=msgspec.structs.replace(loop, batch_size=rows, accumulate=1)
         )
+        # Each stage draws its own dropout zeros.
         torch.manual_seed(loop.seed + run.world.rank)
         self.stages = Stages(run.model, run.world)
         self.stages.fill(run)
@@ -241,6 +241,7 @@ class PipelineParallel(ParallelTechnique):
         run.model.forward = self.stages.forward  # type: ignore[method-assign]
         run.model.last_logits = self.stages.last_logits  # type: ignore[method-assign]
         run.model.loss = self._loss  # type: ignore[method-assign, assignment]
+        # The schedule has computed the gradient together with the loss.
         run.operations.backward = lambda value: None
         run.operations.clip = lambda: self._clip(run.config.optim.clip)
 
@@ -300,6 +301,7 @@ class PipelineParallel(ParallelTechnique):
         if self._tied_group is not None and "tokens.weight" in own and tied.grad is not None:
             dist.all_reduce(tied.grad, group=self._tied_group)
         gradients = [each.grad for name, each in own.items() if self.stages.owner(name) == self.stages.world.rank]
+        # A tied weight counts once, in its first stage.
         norm = torch.nn.utils.get_total_norm([each for each in gradients if each is not None]).square()
         dist.all_reduce(norm)
         norm = norm.sqrt()

@@ -87,6 +87,7 @@ class ProgressiveLength(Technique):
 
     def stage(self, step: int, steps: int) -> int:
         """Return the number of a step's stage, from 0; steps are counted from 1."""
+        # Rounded ends of cumulative shares: every step belongs to one stage.
         ends = [round(end * steps) for end in itertools.accumulate(self.settings.shares)]
         return sum(step > end for end in ends[:-1])
 

@@ -32,7 +32,7 @@ def expanded(names: Iterable[str]) -> list[str]:
 
 
 class Stack:
-    """The techniques that are on, in the order in which they are applied, and their proofs so far."""
+    """The techniques that are on, in the order of their application, and their proofs so far."""
 
     def __init__(self, techniques: Sequence[Technique] = ()) -> None:
         self.techniques = _in_order(techniques)
@@ -61,6 +61,7 @@ class Stack:
 
     def configure(self, config: Config) -> Config:
         """Return the configuration that the run uses."""
+        # Each technique sees the configuration of the earlier ones.
         for each in self.techniques:
             config = each.configure(config)
         return config
@@ -153,6 +154,7 @@ def _in_order(techniques: Sequence[Technique]) -> list[Technique]:
     order = get_args(Changed)
     waiting = sorted(techniques, key=lambda each: (order.index(each.changes), each.name))
     ordered: list[Technique] = []
+    # A topological sort; ties keep the order of changes and names, so that every run applies the same order.
     while waiting:
         names = {each.name for each in waiting}
         ready = next((each for each in waiting if not names & set(each.after) - {each.name}), None)

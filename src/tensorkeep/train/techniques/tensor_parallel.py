@@ -69,6 +69,7 @@ class TensorParallel(ShardingTechnique):
         for block in model.blocks:
             layers = dict(block.named_modules())
             parallelize_module(block, own_mesh, {name: style for name, style in _plan().items() if layers.get(name)})
+            # The forward pass splits its projections into the heads of this process.
             block.attention.n_heads //= size  # type: ignore[union-attr, operator]
             block.attention.kv_heads //= size  # type: ignore[union-attr, operator]
             if layers.get(_BY_CHANNELS) is not None:
@@ -77,6 +78,7 @@ class TensorParallel(ShardingTechnique):
                 _replicate(layers.get(name), own_mesh)
         for module in (model.tokens, model.shift, model.positions, model.norm, model.head):
             _replicate(module, own_mesh)
+        # Replicating has made two parameters of the tied one.
         if model.config.tied:
             model.head.weight = model.tokens.weight
         _use_cache_of_own_heads(model, size)

@@ -1,1 +1,1 @@
-"""Techniques that were slower than the plain loop in our own measurements; the first line of each file has the cost."""
+"""Techniques that were slower than the plain loop in our own measurements; the first line of a file states the cost."""

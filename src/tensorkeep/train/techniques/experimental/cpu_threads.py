@@ -24,7 +24,7 @@ _SEVERAL = "all processes on a machine would bind to the same cores: use torchru
 
 
 class CpuThreadsSettings(Section, frozen=True):
-    """How many threads, on which processors.
+    """The number of threads, and their processors.
 
     Attributes
     ----------
@@ -90,6 +90,7 @@ class CpuThreads(Technique):
     @contextmanager
     def process(self) -> Iterator[None]:
         """Bind all threads, and the threads that they start; restore affinity and thread count at the end."""
+        # The affinity of a new thread is its parent's, so later threads are bound as well.
         threads, allowed = torch.get_num_threads(), os.sched_getaffinity(0)
         self._bound = self._cores(1 if self.settings.threads == "auto" else self.settings.threads)
         try:

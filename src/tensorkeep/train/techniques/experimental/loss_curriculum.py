@@ -25,7 +25,7 @@ class LossCurriculumSettings(Section, frozen=True):
     candidates : int
         Batches that are drawn for each batch that is trained.
     begin, end : float
-        The quantile of the candidates' losses at which windows are chosen, in the first and in the last step: 0 is the
+        The quantile of the candidates' losses where windows are chosen, in the first and in the last step: 0 is the
         easiest, 1 the hardest. In between, the quantile changes linearly.
     """
 

@@ -21,7 +21,7 @@ _LARGEST = 127
 # The error against int8 matmuls must be below this fraction of the error against float matmuls.
 _MAX_DISTANCE_RATIO = 0.5
 
-# Tokens of a batch whose results are compared.
+# The proof compares the results of this many tokens of a batch.
 _COMPARED = 256
 
 # float8 matmuls need dimensions that are multiples of this.
@@ -102,6 +102,7 @@ class QuantisedForward(Technique):
         distances: dict[nn.Linear, tuple[float, float]] = {}
         with hooked(each.register_forward_hook(partial(_record_distances, distances)) for each in layers):
             yield
+        # The result must be nearer to products of integers than to float products, which `_MAX_DISTANCE_RATIO` decides.
         near = sum(from_integers < _MAX_DISTANCE_RATIO * from_plain for from_plain, from_integers in distances.values())
         if near < len(layers):
             raise self.not_active(

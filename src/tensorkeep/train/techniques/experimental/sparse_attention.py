@@ -82,6 +82,7 @@ def _one_head(
     blocks = padded // block
     query = query * size**-0.5
     key, value = key.view(blocks, block, size), value.view(blocks, block, size)
+    # A query's own block is causal; chosen blocks are complete and earlier, so they need no causal mask.
     causal = torch.ones(block, block, dtype=torch.bool).tril()
     own = (query.view(blocks, block, size) @ key.mT).masked_fill(~causal, -torch.inf).view(padded, block)[:length]
     groups, slots = _groups(chosen.flatten(), blocks)
@@ -103,7 +104,7 @@ def _one_head(
 
 
 def _groups(chosen: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Sort pairs into groups of one block; return the block of each group, and the index of each pair in the groups."""
+    """Sort pairs into groups of one block; return the groups' blocks, and the pairs' indices in the groups."""
     order = chosen.argsort(stable=True)
     counts = chosen.bincount(minlength=blocks)
     groups = -(-counts // _QUERIES_AT_ONCE)
