@@ -41,7 +41,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/formats": ("src/tensorkeep/formats", "src/tensorkeep/storage", "src/tensorkeep/state"),
     "tests/storage": ("src/tensorkeep/storage", *STORES),
     "tests/report": ("src/tensorkeep/report",),
-    "tests/show": ("src/tensorkeep/show", "src/tensorkeep/report"),
+    "tests/pages": ("src/tensorkeep/pages", "src/tensorkeep/report"),
     "tests/state": ("src/tensorkeep/state",),
     "tests/test_ci.py": (".ci",),
     "tests/test_example_torchtitan.py": ("examples", "src/tensorkeep/distributed", "src/tensorkeep/checkpoint"),

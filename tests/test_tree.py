@@ -27,7 +27,7 @@ manager
 distributed torch safetensors train
 bench
 report
-show
+pages
 cli
 testing
 """

@@ -8,7 +8,7 @@ import torch
 
 import tensorkeep
 from cli.calls import Call, RunJson
-from show.shown_runs import save_run
+from pages.shown_runs import save_run
 from tensorkeep.cli import show as module
 from tensorkeep.cli.main import main
 from tensorkeep.testing.cases import case

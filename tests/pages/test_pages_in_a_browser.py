@@ -11,19 +11,17 @@ import torch
 
 import tensorkeep
 from browser import CONTRASTS, Visitor, opened_browser, without_messages
+from pages.shown_runs import HOSTILE, save_model, save_run
 from report import documents
 from report.demo_results import demo_results
 from report.test_charts import training
-from show.shown_runs import HOSTILE, save_model, save_run
+from tensorkeep.pages import checkpoint as checkpoint_module
+from tensorkeep.pages.checkpoint import read_contents
+from tensorkeep.pages.difference import Difference
+from tensorkeep.pages.page import drawn_table, write_page
+from tensorkeep.pages.run import read_run
 from tensorkeep.report.demo_page import write_demo_page
 from tensorkeep.report.files import write_report
-from tensorkeep.show import checkpoint_page as checkpoint_page_module
-from tensorkeep.show.checkpoint import read_contents
-from tensorkeep.show.checkpoint_page import checkpoint_page
-from tensorkeep.show.difference_page import difference_page
-from tensorkeep.show.page import drawn_table, write_page
-from tensorkeep.show.run import read_run
-from tensorkeep.show.run_page import run_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -53,9 +51,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     state["model"]["blocks"][4]["mlp"]["b"] += 1
     state["others"]["more"] = torch.ones(3)
     tensorkeep.save(state, folder / "changed")
-    write_page(found["checkpoint"], checkpoint_page(read_contents(model)))
-    write_page(found["run"], run_page(read_run(save_run(folder / "run"), sample=10**9)))
-    write_page(found["difference"], difference_page(tensorkeep.diff(model, folder / "changed")))
+    write_page(found["checkpoint"], read_contents(model).page())
+    write_page(found["run"], read_run(save_run(folder / "run"), sample=10**9).page())
+    write_page(found["difference"], Difference(tensorkeep.diff(model, folder / "changed")).page())
     arms = {**documents.THREE_WAY, MARKUP: (3.0, 2.0, 1.0), LONG: (1.5, 2.0, 0.7), "absent": (1.0, 1.0, 1.0)}
     document = documents.document(arms, runs=2, missing={"absent": ("not-run", "the package is not installed")})
     document["experiment"]["title"] = MARKUP
@@ -277,7 +275,7 @@ def test_a_pointer_reads_a_chart(visit: Visitor, pages: dict[str, Path]) -> None
 
 def page_of(state: dict[str, Any], folder: Path) -> Path:
     tensorkeep.save(state, folder / "checkpoint")
-    write_page(folder / "page.html", checkpoint_page(read_contents(folder / "checkpoint")))
+    write_page(folder / "page.html", read_contents(folder / "checkpoint").page())
     return folder / "page.html"
 
 
@@ -294,7 +292,7 @@ def test_many_rows_are_shown_in_pages(visit: Visitor, tmp_path: Path) -> None:
 
 
 def test_a_table_that_leaves_rows_out_says_so(visit: Visitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_page_module, "drawn_table", partial(drawn_table, limit=2000))
+    monkeypatch.setattr(checkpoint_module, "drawn_table", partial(drawn_table, limit=2000))
     state = {f"layer{number:04d}": torch.ones(number) for number in range(1, 101)}
     page = visit(page_of(state, tmp_path), 400)
     listed = len(names(page))

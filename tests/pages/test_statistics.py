@@ -1,4 +1,4 @@
-"""Statistics of tensors of every dtype, compared with numpy's in float64."""
+"""TensorStatistics of tensors of every dtype, compared with numpy's in float64."""
 
 import math
 import random
@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tensorkeep.show.tensors.statistics import Accumulator, Statistics
+from tensorkeep.pages.statistics import Accumulator, TensorStatistics
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.storage.direct_io import Bytes
 
@@ -15,7 +15,7 @@ FLOAT4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 WIDE = {"float32", "float64", "complex64", "complex128"}
 
 
-def measured(data: Bytes, dtype: DType, step: int | None = None) -> Statistics:
+def measured(data: Bytes, dtype: DType, step: int | None = None) -> TensorStatistics:
     """Return the statistics of bytes that are added in ranges, in any order."""
     found = Accumulator(dtype)
     starts = list(range(0, len(data), step or max(len(data), 1)))
@@ -104,12 +104,12 @@ def test_threads_and_order_do_not_change_a_bit() -> None:
 
 def test_an_empty_tensor_has_no_numbers_and_one_without_a_finite_number_no_range() -> None:
     for name, dtype in BY_NAME.items():
-        assert Accumulator(dtype).result() == Statistics(), name
-        assert measured(np.zeros(0, np.uint8), dtype) == Statistics(), name
+        assert Accumulator(dtype).result() == TensorStatistics(), name
+        assert measured(np.zeros(0, np.uint8), dtype) == TensorStatistics(), name
     for name in ("float32", "bfloat16", "float8_e5m2", "float64"):
         values = np.array([math.nan, math.inf, -math.inf, math.nan]).astype(BY_NAME[name].numpy)
         found = measured(values.view(np.uint8), BY_NAME[name])
-        assert found == Statistics(numbers=4, nan=2, infinite=2), name
+        assert found == TensorStatistics(numbers=4, nan=2, infinite=2), name
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])

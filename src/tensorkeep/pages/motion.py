@@ -1,4 +1,4 @@
-"""How far the layers of a model moved from step to step of a run, by a sample of the weights of each layer."""
+"""How far the layers of a model moved from step to step of a run, measured on a sample of the weights."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from tensorkeep.errors import TensorkeepError
 from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.finding import open_reader
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
-from tensorkeep.show.tensors.sampling import read_ranges
+from tensorkeep.pages.statistics import read_ranges
 from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Meter, Progress
@@ -24,7 +24,7 @@ _FEWEST_STEPS = 4
 _RANGE_BYTES = 1024**2
 
 _DECODED = 8
-"""Bytes to decode for each byte of the sample: only a part of a block is compared, but all of it is decoded."""
+"""Bytes to decode for each byte of the sample: a whole block is decoded to compare a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Motion:
     problems: dict[int, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the motion as plain values."""
         return asdict(self)
 
 
@@ -67,7 +67,7 @@ class _Layer:
 
 
 _Sample = dict[str, Bytes]
-"""The bytes of each layer's range."""
+"""The bytes of the ranges, by the name of the tensor."""
 
 
 def read_motion(
@@ -79,9 +79,9 @@ def read_motion(
     memory_budget: MemorySize,
     progress: Progress | None,
 ) -> Motion | None:
-    """Return how far layers moved between steps; None with fewer than two of them, or without weights.
+    """Return how far layers moved between steps; None with fewer than two steps, or without weights.
 
-    Of each layer a range of its largest tensor is read, of as many steps, evenly spread, as ``sample`` allows.
+    For a layer, a range of its largest tensor is read. The steps are evenly spread, as many as ``sample`` allows.
     """
     if len(steps) < 2:
         return None
@@ -115,7 +115,7 @@ def read_motion(
 def _layers_of_last(
     steps: Mapping[int, Path], settings: OpenSettings, problems: dict[int, str]
 ) -> tuple[list[_Layer], int, int]:
-    """Return the layers of the last step that can be opened, how many there are, and the bytes to decode of a step."""
+    """Return the sampled layers of the last readable step, the number of all layers, and the bytes to decode a step."""
     for number in sorted(steps, reverse=True):
         try:
             with open_reader(steps[number], settings) as reader:
@@ -128,7 +128,7 @@ def _layers_of_last(
 
 
 def _layers(reader: Reader, budget: int) -> tuple[list[_Layer], int]:
-    """Return the largest layers, in the state's order, and how many there are."""
+    """Return the largest layers, in the order of the state, and the number of all layers."""
     by_layer: dict[str, StoredLeaf] = {}
     parts = {part for name, (part, _) in reader.flat.parts.items() if name in reader.flat.leaves}
     for name, leaf in reader.flat.leaves.items():
@@ -139,13 +139,12 @@ def _layers(reader: Reader, budget: int) -> tuple[list[_Layer], int]:
             if layer not in by_layer or leaf.nbytes > by_layer[layer].nbytes:
                 by_layer[layer] = leaf
     largest = set(sorted(by_layer, key=lambda layer: -by_layer[layer].nbytes)[:_MOST_LAYERS])
-    # Two samples, of the step before and of this one, are in memory beside the buffers.
+    # Two samples are in memory beside the buffers: the step before, and this step.
     limit = min(_RANGE_BYTES, budget // 4 // max(len(largest), 1))
     return [_layer(name, leaf, limit) for name, leaf in by_layer.items() if name in largest], len(by_layer)
 
 
 def _layer(name: str, leaf: StoredLeaf, limit: int) -> _Layer:
-    """Return a layer with a range from the middle of its tensor."""
     size = leaf.dtype.itemsize
     length = max(min(limit, leaf.nbytes) // size, 1) * size
     start = (leaf.nbytes - length) // 2 // size * size
@@ -153,14 +152,14 @@ def _layer(name: str, leaf: StoredLeaf, limit: int) -> _Layer:
 
 
 def _spread(steps: list[int], count: int) -> list[int]:
-    """Return so many of the steps, evenly spread from the first to the last."""
+    """Return ``count`` steps, evenly spread from the first to the last."""
     if len(steps) <= count:
         return steps
     return [steps[place * (len(steps) - 1) // (count - 1)] for place in range(count)]
 
 
 def _read(reader: Reader, layers: list[_Layer], pool: BufferPool, threads: int, meter: Meter) -> _Sample:
-    """Read the ranges of the layers that a step has, with the same shapes and dtypes."""
+    """Read the ranges of the layers that have the same shape and dtype in this step."""
     leaves = reader.flat.leaves
     ranges = {
         layer.leaf.name: [(layer.start, layer.stop)]
@@ -179,7 +178,7 @@ def _read(reader: Reader, layers: list[_Layer], pool: BufferPool, threads: int, 
 
 
 def _distance(layer: _Layer, before: _Sample, now: _Sample) -> float | None:
-    """Return the relative L2 difference of a layer's sample; None if one of the steps does not have it."""
+    """Return the relative L2 difference of a layer's sample; None if a step does not have the layer."""
     one, other = before.get(layer.leaf.name), now.get(layer.leaf.name)
     if one is None or other is None:
         return None
@@ -194,4 +193,4 @@ def _text(layers: list[_Layer], total: int, read: int, steps: int) -> str:
     most = format_bytes(max(layer.stop - layer.start for layer in layers))
     which = f"{len(layers)} of {total:,} layers" if len(layers) < total else counted(total, "layer")
     those = f"{read} of {counted(steps, 'step')}" if read < steps else f"all {counted(steps, 'step')}"
-    return f"A sample: {those}, {which}, and of each layer up to {most} from the middle of its largest tensor."
+    return f"A sample: {those}, {which}, and for a layer up to {most} from the middle of its largest tensor."

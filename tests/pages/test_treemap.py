@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.formats.base import Entry
-from tensorkeep.show.modules import Group, ModuleSum, grouped, module_sums
-from tensorkeep.show.treemap import Rectangle, squarified
+from tensorkeep.pages.treemap import Group, ModuleSum, Rectangle, grouped, module_sums, squarified
 from tensorkeep.state.dtypes import BY_NAME
 
 WHOLE = Rectangle(5, 7, 200, 100)

@@ -10,8 +10,8 @@ import tensorkeep
 from faults.injection import flip_bit
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.show.checkpoint import read_contents
-from tensorkeep.show.tensors.sampling import choose_sample, measure
+from tensorkeep.pages.checkpoint import read_contents
+from tensorkeep.pages.statistics import choose_sample, measure
 from tensorkeep.storage.buffers import MINIMUM_BUDGET, BufferPool
 
 BLOCKS = 9

@@ -1,31 +1,40 @@
-"""The modules of a state, from the names of its tensors: the cells of a treemap, split where they are large."""
+"""Treemaps of the modules of a state, by the names of its tensors. Large modules are split into submodules."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from tensorkeep.formats.base import Entry
-from tensorkeep.show.treemap import Rectangle, squarified
 
 _SPLIT_ABOVE = 1 / 24
 """A module with more than this fraction of the bytes is shown by its submodules."""
 
 _SHOWN_ABOVE = 1 / 1000
-"""Of a module that is split, submodules with a smaller fraction are shown as one."""
+"""Submodules with a smaller fraction of the bytes are shown as one cell."""
 
 _MOST_GROUPS = 12
-"""More top-level modules are not framed."""
+"""Top-level modules have frames only if there are at most this many."""
 
 _LEAST_LABEL = 4.0, 4.5
-"""Width and height, in percent of the map, from which on a rectangle has a label."""
+"""The least width and height of a rectangle with a label, in percent of the map."""
+
+
+class Rectangle(NamedTuple):
+    """A rectangle by its upper left corner and its size."""
+
+    left: float
+    top: float
+    width: float
+    height: float
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """The tensors of one dtype in a module, and its label.
+class TreemapCell:
+    """The tensors of one dtype in a module.
 
-    The path is that of the module, with a dot at its end, or the name of a tensor; None for several small modules.
-    ``search`` finds the tensors in a table of all.
+    ``path`` is the name of the module with a dot at its end, or the name of a tensor; None for several small modules.
+    ``search`` finds the tensors in the table of the page.
     """
 
     path: str | None
@@ -38,16 +47,16 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class PlacedCell:
-    """A cell, its rectangle in percent of its group, and whether there is space for its label."""
+    """A cell, its rectangle in percent of its group, and whether the label fits."""
 
-    cell: Cell
+    cell: TreemapCell
     place: Rectangle
     labelled: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A top-level module, or all of them, with its rectangle in percent of the map, and its cells."""
+    """A top-level module with its rectangle in percent of the map, and its cells. Many small modules are one group."""
 
     label: str
     nbytes: int
@@ -58,7 +67,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSum:
-    """The sums of the tensors of a module."""
+    """The number and the bytes of the tensors of a module."""
 
     name: str
     tensors: int = 0
@@ -67,17 +76,14 @@ class ModuleSum:
 
     def __add__(self, other: "ModuleSum") -> "ModuleSum":
         return ModuleSum(
-            self.name,
-            self.tensors + other.tensors,
-            self.nbytes + other.nbytes,
-            self.stored_bytes + other.stored_bytes,
+            self.name, self.tensors + other.tensors, self.nbytes + other.nbytes, self.stored_bytes + other.stored_bytes
         )
 
 
 def module_sums(entries: Iterable[Entry], most: int) -> list[ModuleSum]:
-    """Return the sums of modules, the largest first, at most so many: the last one is then of all others.
+    """Return the sums of modules, the largest first. With more than ``most`` modules, the last sum is the rest.
 
-    The layers of a model are together: a module is named by the components before the first number.
+    The components of a name before the first number are the module: all layers of a model are one module.
     """
     sums: dict[str, ModuleSum] = {}
     for entry in entries:
@@ -98,7 +104,7 @@ _Tensor = tuple[tuple[str, ...], str, int]
 
 
 def grouped(entries: Iterable[Entry], size: Callable[[Entry], int]) -> list[Group]:
-    """Return the treemap of tensors by a size of them, such as their stored bytes; those of size 0 are left out."""
+    """Return the treemap of tensors by size, such as stored bytes. Tensors of size 0 are left out."""
     tensors = [(tuple(each.name.split(".")), each.dtype.name, size(each)) for each in entries if size(each) > 0]
     tensors.sort(key=lambda tensor: [_natural(part) for part in tensor[0]])
     total = sum(nbytes for *_, nbytes in tensors)
@@ -119,7 +125,7 @@ def grouped(entries: Iterable[Entry], size: Callable[[Entry], int]) -> list[Grou
 
 def _natural(part: str) -> tuple[bool, int, str]:
     """Return a key that sorts ``layers.2`` before ``layers.10``."""
-    # Longer digits than an index has may not be converted.
+    # Python refuses to convert very long digits, which a hostile name may have.
     digits = part.isdecimal() and len(part) < 10
     return not digits, int(part) if digits else 0, part
 
@@ -133,7 +139,7 @@ def _has_space(place: Rectangle) -> bool:
     return place.width >= _LEAST_LABEL[0] and place.height >= _LEAST_LABEL[1]
 
 
-def _placed(cells: list[Cell], group: Rectangle) -> Iterator[PlacedCell]:
+def _placed(cells: list[TreemapCell], group: Rectangle) -> Iterator[PlacedCell]:
     cells = sorted(cells, key=lambda cell: -cell.nbytes)
     across, down = 100 / group.width, 100 / group.height
     for cell, place in zip(cells, squarified([cell.nbytes for cell in cells], group), strict=True):
@@ -150,15 +156,15 @@ def _submodules(tensors: list[_Tensor], depth: int) -> list[list[_Tensor]]:
     return [list(members) for _, members in groupby(tensors, key=lambda tensor: tensor[0][: depth + 1])]
 
 
-def _cells(tensors: list[_Tensor], depth: int, framed: int, total: int) -> list[Cell]:
-    """Return the cells of tensors whose names begin with the same ``depth`` components.
+def _cells(tensors: list[_Tensor], depth: int, framed: int, total: int) -> list[TreemapCell]:
+    """Return the cells of tensors that share the first ``depth`` components of their names.
 
-    The labels are without the first ``framed`` components, those of the group.
+    Labels leave out the first ``framed`` components, which are the name of the group.
     """
     nbytes = sum(size for *_, size in tensors)
     if nbytes <= total * _SPLIT_ABOVE or all(len(parts) <= depth for parts, *_ in tensors):
         return _by_dtype(tensors, depth, framed)
-    found: list[Cell] = []
+    found: list[TreemapCell] = []
     rest: list[_Tensor] = []
     for own in _submodules(tensors, depth):
         if sum(size for *_, size in own) < total * _SHOWN_ABOVE:
@@ -168,8 +174,8 @@ def _cells(tensors: list[_Tensor], depth: int, framed: int, total: int) -> list[
     return found + _by_dtype(rest, depth, framed, small=True)
 
 
-def _by_dtype(tensors: list[_Tensor], depth: int, framed: int, *, small: bool = False) -> list[Cell]:
-    """Return a cell for each dtype of a module, or of its small submodules together."""
+def _by_dtype(tensors: list[_Tensor], depth: int, framed: int, *, small: bool = False) -> list[TreemapCell]:
+    """Return a cell for each dtype of a module; with ``small``, of its small submodules together."""
     sizes: dict[str, list[int]] = {}
     for _, dtype, size in tensors:
         sizes.setdefault(dtype, []).append(size)
@@ -181,5 +187,60 @@ def _by_dtype(tensors: list[_Tensor], depth: int, framed: int, *, small: bool = 
             label = f"{label} ({len(each):,} small)" if label else f"{len(each):,} small"
         path = None if small else ".".join(parts) + "." * (len(tensors[0][0]) > depth)
         search = f"{path} {dtype}" if path and len(sizes) > 1 else path
-        found.append(Cell(path, label, dtype, sum(each), len(each), search))
+        found.append(TreemapCell(path, label, dtype, sum(each), len(each), search))
     return found
+
+
+def squarified(sizes: Sequence[float], whole: Rectangle) -> list[Rectangle]:
+    """Divide a rectangle by sizes, which are positive, the largest first.
+
+    The rectangles are as square as possible (Bruls, Huizing and van Wijk, "Squarified treemaps", 2000).
+
+    Examples
+    --------
+    >>> squarified([2, 1, 1], Rectangle(0, 0, 4, 2))
+    [Rectangle(left=0, top=0, width=2.0, height=2.0), Rectangle(left=2.0, top=0, width=2.0, height=1.0), \
+Rectangle(left=2.0, top=1.0, width=2.0, height=1.0)]
+    """
+    found: list[Rectangle] = []
+    scale = whole.width * whole.height / sum(sizes) if sizes else 0.0
+    areas = [size * scale for size in sizes]
+    first, rest = 0, whole
+    while first < len(areas):
+        # A row takes further rectangles as long as they make its worst one squarer.
+        side = min(rest.width, rest.height)
+        last = first + 1
+        while last < len(areas) and _worst(areas[first : last + 1], side) <= _worst(areas[first:last], side):
+            last += 1
+        row, rest = _row(areas[first:last], rest)
+        found += row
+        first = last
+    return found
+
+
+def _worst(areas: Sequence[float], side: float) -> float:
+    """Return the largest aspect ratio of the rectangles in a row along a side."""
+    depth = sum(areas) / side if side else 0.0
+    if not depth:
+        return float("inf")
+    return max(max(area / depth**2, depth**2 / area) for area in areas)
+
+
+def _row(areas: Sequence[float], place: Rectangle) -> tuple[list[Rectangle], Rectangle]:
+    """Return the rectangles of a row along the shorter side, and the rest of the place."""
+    left, top, width, height = place
+    total = sum(areas)
+    row = []
+    if width >= height:
+        depth = total / height if height else 0.0
+        for area in areas:
+            length = area / depth if depth else 0.0
+            row.append(Rectangle(left, top, depth, length))
+            top += length
+        return row, Rectangle(left + depth, place.top, max(0.0, width - depth), height)
+    depth = total / width
+    for area in areas:
+        length = area / depth if depth else 0.0
+        row.append(Rectangle(left, top, length, depth))
+        left += length
+    return row, Rectangle(place.left, top + depth, width, max(0.0, height - depth))

@@ -11,19 +11,14 @@ import pytest
 import torch
 
 import tensorkeep
-from show.shown_runs import HOSTILE, save_model, save_run
+from pages.shown_runs import HOSTILE, save_model, save_run
+from tensorkeep.pages import checkpoint as checkpoint_module
+from tensorkeep.pages.checkpoint import read_contents
+from tensorkeep.pages.difference import Difference
+from tensorkeep.pages.page import Column, data_json, drawn_table, heat_map, title_of
+from tensorkeep.pages.run import read_run
+from tensorkeep.pages.statistics import Histogram
 from tensorkeep.report.charts.curves import Curve, chart
-from tensorkeep.show import checkpoint_page as checkpoint_page_module
-from tensorkeep.show.checkpoint import read_contents
-from tensorkeep.show.checkpoint_page import checkpoint_page, findings
-from tensorkeep.show.difference_page import difference_page
-from tensorkeep.show.difference_page import findings as difference_findings
-from tensorkeep.show.heat import heat_map
-from tensorkeep.show.page import Column, data_json, drawn_table, left_out_text, title_of
-from tensorkeep.show.run import read_run
-from tensorkeep.show.run_page import findings as run_findings
-from tensorkeep.show.run_page import run_page
-from tensorkeep.show.tensors.histogram import Histogram
 from tensorkeep.testing.cases import case
 
 
@@ -43,7 +38,7 @@ def check_escaped(page: str) -> None:
 
 def test_the_page_of_a_checkpoint_has_every_tensor(tmp_path: Path) -> None:
     contents = read_contents(save_model(tmp_path / "model"))
-    page = checkpoint_page(contents)
+    page = contents.page()
     check_escaped(page)
     table = data_of(page)["tensors"]
     names = [row[0] for row in table["rows"]]
@@ -55,14 +50,14 @@ def test_the_page_of_a_checkpoint_has_every_tensor(tmp_path: Path) -> None:
     assert (row["NaN"], row["Inf"], row["shape"], row["raw"], len(row["values"][4])) == (1, 1, "500", 2000, 48)
     alias = dict(zip(titles, next(row for row in table["rows"] if row[0] == "model.head"), strict=True))
     assert (alias["view of"], alias["stored"], alias["mean"]) == ("model.embedding", 0, None)
-    texts = [text for _, text in findings(contents)]
+    texts = [text for _, text in contents.findings()]
     assert texts[1] == "1 tensor holds values that are not finite: others.broken (1 NaN, 1 infinite)."
     assert "6 tensors of zeros only: model.blocks.0.mlp.b" in texts[2]
 
 
 @pytest.mark.parametrize("steps", [1, 6])
 def test_the_page_of_a_run(tmp_path: Path, steps: int) -> None:
-    page = run_page(read_run(save_run(tmp_path / "run", steps=steps), sample=10**9))
+    page = read_run(save_run(tmp_path / "run", steps=steps), sample=10**9).page()
     # The bars of few steps are not wider than their numbers.
     assert re.findall(r'<rect class="new" x="[\d.]+" width="([\d.]+)"', page) == ["54.00"] * steps
     check_escaped(page)
@@ -77,7 +72,7 @@ def test_the_page_of_a_run(tmp_path: Path, steps: int) -> None:
 
 def test_a_step_shows_when_it_was_saved_and_whose_files_it_shares_and_its_run_losses_of_nan(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", steps=2)
-    page = checkpoint_page(read_contents(run / "checkpoints" / "step-000200"))
+    page = read_contents(run / "checkpoints" / "step-000200").page()
     facts = dict(re.findall(r"<dt>(.*?)</dt>\s*<dd[^>]*>(.*?)</dd>", page))
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", facts["step: saved at"])
     assert facts["step: number"] == "200"
@@ -85,9 +80,9 @@ def test_a_step_shows_when_it_was_saved_and_whose_files_it_shares_and_its_run_lo
     line = '{"step": 205, "kind": "train", "loss": null}\n'
     (run / "log.jsonl").write_text(f"{(run / 'log.jsonl').read_text()}\n{line}{line.replace('205', '206')}")
     contents = read_run(run, sample=10**9)
-    texts = [text for tone, text in run_findings(contents) if tone == "bad"]
+    texts = [text for tone, text in contents.findings() if tone == "bad"]
     assert texts == ["The loss was not finite at 2 logged steps, first at step 205."]
-    check_escaped(run_page(contents))
+    check_escaped(contents.page())
 
 
 def test_a_step_is_titled_with_its_run() -> None:
@@ -100,7 +95,7 @@ def test_the_page_of_a_run_without_a_log_has_its_metrics(tmp_path: Path) -> None
     with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
         for step in (1, 2):
             manager.save(step, {"w": torch.ones(3)}, metrics={"eval/loss": 1 / step, HOSTILE: 1.0})
-    page = run_page(read_run(tmp_path / "run", sample=10**9))
+    page = read_run(tmp_path / "run", sample=10**9).page()
     assert page.count('<figure class="chart"') == 2
     check_escaped(page)
 
@@ -111,13 +106,13 @@ def test_the_page_of_two_checkpoints_has_the_largest_changes_first(tmp_path: Pat
         model["from zero"] = torch.ones(9) * (name == "b")
         values = {"lr": factor, "name": HOSTILE * round(factor)}
         tensorkeep.save({"model": {**model, name: torch.zeros(2)}, **values}, tmp_path / name)
-    page = difference_page(tensorkeep.diff(tmp_path / "a", tmp_path / "b"))
+    page = Difference(tensorkeep.diff(tmp_path / "a", tmp_path / "b")).page()
     check_escaped(page)
     rows = data_of(page)["tensors"]["rows"]
     assert [row[0] for row in rows] == ["model.from zero", f"model.{HOSTILE}", "model.x.1.w"]
     assert (rows[0][1], rows[1][1]) == ("inf", 0.5)
     assert "Only in the second checkpoint" in page
-    same = difference_page(tensorkeep.diff(tmp_path / "a", tmp_path / "a"))
+    same = Difference(tensorkeep.diff(tmp_path / "a", tmp_path / "a")).page()
     assert "The same: 5 tensors" in same
     assert 'data-table="tensors"' not in same
 
@@ -127,13 +122,13 @@ def test_the_changes_of_the_model_come_before_those_of_the_optimizer(tmp_path: P
         state = {"adam": {"m": torch.ones(4) * factor**3}, "model": {"x": torch.ones(4), "y": torch.ones(4) * factor}}
         tensorkeep.save({**state, "rng": torch.tensor([int(factor)])}, tmp_path / name)
     report = tensorkeep.diff(tmp_path / "a", tmp_path / "b")
-    assert [text for _, text in difference_findings(report)] == [
+    assert [text for _, text in Difference(report).findings()] == [
         "Tensors: 3 changed, 1 identical.",
         "model: 4 of 4 elements differ, relative L2 2, most in model.y (2).",
         "adam: 4 of 4 elements differ, relative L2 26, most in adam.m (26).",
         "rng: 1 of 1 elements differ.",
     ]
-    page = difference_page(report)
+    page = Difference(report).page()
     assert page.index("each layer: model") < page.index("each layer: adam")
 
 
@@ -147,18 +142,18 @@ def test_a_table_of_100_000_rows_is_bounded_and_says_so() -> None:
     assert table.json["columns"][1]["words"] == ["bfloat16"]
     assert 990_000 < len(data_json({"t": table.json})) < 1_001_000
     assert table.json["left_out"] == table.left_out
-    assert left_out_text(table, "the largest", 5_000_000) == (
+    assert table.left_out_text("the largest", 5_000_000) == (
         f"Listed here: {len(kept):,} of 100,000 tensors, the largest. "
         f"The other {table.left_out:,}, 5.00 MB together, are left out to keep the page small; --json has all."
     )
-    assert left_out_text(drawn_table(columns, [], noun="tensor"), "the largest") == ""
+    assert drawn_table(columns, [], noun="tensor").left_out_text("the largest") == ""
 
 
 def test_a_page_that_leaves_tensors_out_sums_them_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"layers.{number}.w": torch.ones(number) for number in range(1, 101)}
     tensorkeep.save({"model": {**state, "bad": torch.tensor(math.nan)}}, tmp_path / "c")
-    monkeypatch.setattr(checkpoint_page_module, "drawn_table", partial(drawn_table, limit=2000))
-    page = checkpoint_page(read_contents(tmp_path / "c"))
+    monkeypatch.setattr(checkpoint_module, "drawn_table", partial(drawn_table, limit=2000))
+    page = read_contents(tmp_path / "c").page()
     rows = data_of(page)["tensors"]["rows"]
     # What is not finite is listed first, then the largest.
     assert [row[0] for row in rows[:2]] == ["model.bad", "model.layers.100.w"]
@@ -212,6 +207,6 @@ def test_neighbouring_ticks_have_different_labels_where_values_hardly_differ() -
 def test_larger_values_are_darker() -> None:
     for log in (False, True):
         found = heat_map(["a", "b"], ["1", "2"], [[0.1, None], [0.0, 10.0]], lambda i, j, value: f"{value}", log=log)
-        assert [cell.title for cell in found.cells] == ["0.1", "0.0", "10.0"]
-        faint, none, dark = (cell.opacity for cell in found.cells)
+        assert [cell[3] for cell in found.cells] == ["0.1", "0.0", "10.0"]
+        faint, none, dark = (cell[2] for cell in found.cells)
         assert none == 0 < faint < dark == 1, log

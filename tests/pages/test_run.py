@@ -8,9 +8,8 @@ import torch
 
 import tensorkeep
 from faults.injection import flip_bit
-from show.shown_runs import save_run
-from tensorkeep.show.run import RunContents, figures_of, read_run
-from tensorkeep.show.run_page import run_page
+from pages.shown_runs import save_run
+from tensorkeep.pages.run import RunContents, figures_of, read_run
 
 
 @pytest.fixture(scope="module")
@@ -88,4 +87,4 @@ def test_a_run_of_which_one_step_can_be_read_has_no_moves(tmp_path: Path, steps:
         flip_bit(next((tmp_path / f"step-00000{step}").glob("*.safetensors")), -100)
     found = read_run(tmp_path, sample=10**9)
     assert (set(found.problems), found.moves) == (set(steps[1:]), None)
-    assert all(f"Step {step}: " in run_page(found) for step in steps[1:])
+    assert all(f"Step {step}: " in found.page() for step in steps[1:])

@@ -1,0 +1,316 @@
+"""The page of a checkpoint: a treemap of its modules, totals, and the statistics of every tensor."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
+from tensorkeep.checkpoint.info import InfoReport, Total, describe, report_of
+from tensorkeep.errors import PathLike
+from tensorkeep.formats.base import Entry as Tensor
+from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.finding import open_reader
+from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
+from tensorkeep.pages.page import MOST_MODULES, Column, Findings, PageSubject, drawn_table, show_page, title_of
+from tensorkeep.pages.statistics import DEFAULT_SAMPLE, Sample, TensorStatistics, choose_sample, measure
+from tensorkeep.pages.treemap import grouped, module_sums
+from tensorkeep.report.html import facts_of
+from tensorkeep.report.tables import Entry, ReportTable
+from tensorkeep.storage.buffers import DEFAULT_BUDGET
+from tensorkeep.storage.parallel import Progress
+from tensorkeep.units import counted, format_bytes, format_moment
+
+_COLOURS = 6
+"""Colours of dtypes; further dtypes share the last colour."""
+
+_NAMED, _MOST_SUMS = 3, 40
+
+_OWN_LISTS = ("files", "layouts", "ranks")
+"""Details with an entry for each file, tensor or rank."""
+
+_MOST_FACTS, _LONGEST_FACT = 200, 1000
+
+_COLUMNS = (
+    Column("tensor", "name"),
+    Column("dtype", "word"),
+    Column("shape", "text"),
+    Column("raw", "bytes", "bytes of its elements"),
+    Column("stored", "bytes", "bytes in the checkpoint"),
+    Column("ratio", "ratio", "raw bytes for each stored byte"),
+    Column("codec", "word"),
+    Column("values", "histogram"),
+    Column("min", "number", "the smallest finite number"),
+    Column("max", "number", "the largest finite number"),
+    Column("mean", "number"),
+    Column("std", "number", "standard deviation"),
+    Column("zeros", "percent", "fraction of the numbers that are 0"),
+    Column("NaN", "count"),
+    Column("Inf", "count"),
+    Column("view of", "text", "the tensor that it shares storage with"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointContents(PageSubject):
+    """The contents of a checkpoint.
+
+    Attributes
+    ----------
+    info : InfoReport
+    sample : Sample
+        The ranges that were read.
+    statistics : dict of str to TensorStatistics
+        The statistics of every stored tensor. A view of another tensor has none.
+    """
+
+    info: InfoReport
+    sample: Sample
+    statistics: dict[str, TensorStatistics]
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """The tensors that are not views of others."""
+        return [entry for entry in self.info.entries if entry.alias_of is None]
+
+    @property
+    def not_finite(self) -> list[Tensor]:
+        """The stored tensors with NaN or infinities, the largest count first."""
+        counts = {name: found.nan + found.infinite for name, found in self.statistics.items()}
+        return sorted((entry for entry in self.stored if counts[entry.name]), key=lambda entry: -counts[entry.name])
+
+    @property
+    def zero(self) -> list[Tensor]:
+        """The stored tensors that have only zeros in the elements that were read."""
+        found = ((entry, self.statistics[entry.name]) for entry in self.stored)
+        return [entry for entry, statistics in found if 0 < statistics.numbers == statistics.zeros]
+
+    @property
+    def heading(self) -> str:
+        return f"{self.info.path}: {self.info.format}"
+
+    @property
+    def note(self) -> str:
+        return self.sample.text
+
+    def findings(self) -> Findings:
+        total = self.info.total
+        summary = f"{counted(total.tensors, 'tensor')} with {counted(total.elements, 'element')}: "
+        stored = format_bytes(total.stored_bytes)
+        ratio = f" ({total.nbytes / total.stored_bytes:.2f}x smaller)" if total.nbytes > total.stored_bytes > 0 else ""
+        found = [("", f"{summary}{format_bytes(total.nbytes)}, stored in {stored}{ratio}.")]
+        sampled = " in what was read" if self.sample.every > 1 else ""
+        if bad := self.not_finite:
+            texts = [f"{entry.name} ({self.statistics[entry.name].not_finite_text})" for entry in bad]
+            holds = "tensor holds" if len(bad) == 1 else "tensors hold"
+            found.append(("bad", f"{len(bad):,} {holds} values that are not finite{sampled}: {_first(texts)}."))
+        else:
+            found.append(("good", f"All values are finite: neither NaN nor infinity was found{sampled}."))
+        if zero := self.zero:
+            names = _first([entry.name for entry in zero])
+            found.append(("", f"{counted(len(zero), 'tensor')} of zeros only{sampled}: {names}."))
+        return found
+
+    def summary(self) -> ReportTable:
+        return _sums("Modules", self.stored, MOST_MODULES, ratio=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "checkpoint",
+            **{key: value for key, value in self.info.as_dict(largest=0).items() if key != "largest"},
+            "sample": {"every": self.sample.every, "nbytes": self.sample.nbytes, "total": self.sample.total},
+            "not_finite": [entry.name for entry in self.not_finite],
+            "zero": [entry.name for entry in self.zero],
+            "tensors": [
+                # A view may be only a part of the tensor that was measured.
+                {**describe(e), "statistics": None if e.alias_of else self.statistics[e.name].as_dict()}
+                for e in self.info.entries
+            ],
+        }
+
+    def page(self) -> str:
+        info = self.info
+        colours = _colours(info.by_dtype)
+        # What a bounded table should have: tensors that are not finite, then the largest.
+        bad = {entry.name: place for place, entry in enumerate(self.not_finite)}
+        ordered = sorted(info.entries, key=lambda entry: (bad.get(entry.name, len(bad)), -entry.nbytes))
+        table = drawn_table(_COLUMNS, map(self._row, ordered), noun="tensor")
+        left_out = ordered[len(ordered) - table.left_out :]
+        maps = [("stored bytes", _map(info.entries, lambda entry: entry.stored_bytes, colours))]
+        if info.total.nbytes != info.total.stored_bytes:
+            maps.append(("raw bytes", _map(self.stored, lambda entry: entry.nbytes, colours)))
+        totals = [
+            _totals(*each) for each in (("dtype", info.by_dtype), ("codec", info.by_codec), ("part", info.by_part))
+        ]
+        return show_page(
+            "checkpoint.html.j2",
+            title_of(info.path),
+            table,
+            path=info.path,
+            about=_about(info),
+            findings=self.findings(),
+            sample=self.sample.text,
+            maps=maps,
+            legend=[
+                (name, colours[name], f"{format_bytes(total.stored_bytes)} in {counted(total.tensors, 'tensor')}")
+                for name, total in _largest_first(info.by_dtype)
+            ],
+            totals=[_sums("By module", self.stored), *totals],
+            left_out=table.left_out_text(
+                "those that are not finite, then the largest", sum(entry.stored_bytes for entry in left_out)
+            ),
+            left_out_table=_sums("Tensors that are not listed, by module", left_out),
+            metadata=_facts(info.metadata),
+            details=_facts(_details(info.details)),
+            files=[(name, format_bytes(size)) for name, size in _files(info.details)],
+        )
+
+    def _row(self, entry: Tensor) -> list[Any]:
+        shape = "x".join(map(str, entry.shape)) or "scalar"
+        described = [entry.name, entry.dtype.name, shape, entry.nbytes]
+        if entry.alias_of is not None:
+            return [*described, 0, None, entry.codec, *[None] * 8, entry.alias_of]
+        found = self.statistics[entry.name]
+        ratio = entry.nbytes / entry.stored_bytes if entry.stored_bytes else None
+        zeros = found.zeros / found.numbers if found.numbers else None
+        measured = [
+            found.histogram,
+            found.least,
+            found.largest,
+            found.mean,
+            found.std,
+            zeros,
+            found.nan,
+            found.infinite,
+        ]
+        return [*described, entry.stored_bytes, ratio, entry.codec, *measured, None]
+
+
+def read_contents(
+    path: PathLike,
+    *,
+    sample: int = DEFAULT_SAMPLE,
+    format: str | None = None,
+    allow: Allow | None = None,
+    threads: int | None = None,
+    memory_budget: MemorySize = DEFAULT_BUDGET,
+    progress: Progress | None = None,
+) -> CheckpointContents:
+    """Read about ``sample`` raw bytes of a checkpoint of any format, and at least one block of every tensor.
+
+    Raises the errors of `tensorkeep.open` and of reading.
+    """
+    settings = OpenSettings(pool=budget_pool(memory_budget), allow=allowed_names(allow))
+    with settings.pool as pool, open_reader(path, settings, format) as reader:
+        chosen = choose_sample(reader, sample)
+        statistics = measure(reader, chosen, threads=thread_count(threads), pool=pool, progress=progress)
+        return CheckpointContents(report_of(path, reader), chosen, statistics)
+
+
+def _first(texts: list[str]) -> str:
+    more = f" and {len(texts) - _NAMED:,} more" if texts[_NAMED:] else ""
+    return f"{', '.join(texts[:_NAMED])}{more}"
+
+
+def _colours(totals: dict[str, Total]) -> dict[str, int]:
+    """Return the number of the colour of each dtype; the dtype with most bytes has the first colour."""
+    return {name: min(place, _COLOURS - 1) for place, (name, _) in enumerate(_largest_first(totals))}
+
+
+def _largest_first(totals: dict[str, Total]) -> list[tuple[str, Total]]:
+    return sorted(totals.items(), key=lambda item: -item[1].nbytes)
+
+
+def _map(entries: Iterable[Tensor], size: Callable[[Tensor], int], colours: dict[str, int]) -> list[dict[str, Any]]:
+    """Return the treemap for the template: groups and cells with their style, texts and search."""
+    listed = list(entries)
+    total = sum(map(size, listed)) or 1
+    return [
+        {
+            "label": group.label,
+            "labelled": group.labelled,
+            "title": f"{group.label}: {format_bytes(group.nbytes)}, {group.nbytes / total:.1%}",
+            "style": _style(*group.place),
+            "cells": [
+                {
+                    "label": each.cell.label if each.labelled else "",
+                    "size": format_bytes(each.cell.nbytes) if each.labelled else "",
+                    "title": f"{(each.cell.path or each.cell.label).removesuffix('.')}: {each.cell.dtype}, "
+                    f"{counted(each.cell.tensors, 'tensor')}, {format_bytes(each.cell.nbytes)}, "
+                    f"{each.cell.nbytes / total:.1%}",
+                    "search": each.cell.search,
+                    "colour": colours[each.cell.dtype],
+                    "style": _style(*each.place),
+                }
+                for each in group.cells
+            ],
+        }
+        for group in grouped(listed, size)
+    ]
+
+
+def _style(left: float, top: float, width: float, height: float) -> str:
+    return f"left:{left:.3f}%;top:{top:.3f}%;width:{width:.3f}%;height:{height:.3f}%"
+
+
+def _totals(what: str, totals: dict[str, Total]) -> ReportTable:
+    rows = [
+        (Entry(name), _count(total.tensors), _count(total.elements), *_sizes(total.nbytes, total.stored_bytes))
+        for name, total in _largest_first(totals)
+    ]
+    return ReportTable(f"By {what}", (f"={what}", ">tensors", ">elements", ">raw", ">stored", ">ratio"), rows)
+
+
+def _sums(title: str, entries: Iterable[Tensor], most: int = _MOST_SUMS, *, ratio: bool = False) -> ReportTable:
+    """Return the sums of modules; ``ratio`` adds a column."""
+    headings = ("module", ">tensors", ">raw", ">stored", ">ratio")
+    width = len(headings) - (not ratio)
+    rows = [
+        (Entry(each.name), _count(each.tensors), *_sizes(each.nbytes, each.stored_bytes))[:width]
+        for each in module_sums(entries, most)
+    ]
+    return ReportTable(title, headings[:width], rows)
+
+
+def _count(count: int) -> Entry:
+    return Entry(f"{count:,}", count)
+
+
+def _sizes(nbytes: int, stored_bytes: int) -> tuple[Entry, Entry, Entry]:
+    ratio = f"{nbytes / stored_bytes:.2f}x" if stored_bytes else "-"
+    return (Entry(format_bytes(nbytes), nbytes), Entry(format_bytes(stored_bytes), stored_bytes), Entry(ratio))
+
+
+def _about(info: InfoReport) -> str:
+    version = info.details.get("version")
+    words = [f"A checkpoint of format {info.format}{'' if version is None else f' {version}'}"]
+    if files := info.details.get("files"):
+        words.append(counted(len(files), "file"))
+    if (step := info.details.get("step")) is not None:
+        words.append(f"step {step['number']}")
+    if info.coder:
+        words.append(f"decoded by the {info.coder} coder")
+    return ", ".join(words) + "."
+
+
+def _details(details: dict[str, Any]) -> dict[str, Any]:
+    """Return the details that are not listed elsewhere, with times and bytes as texts."""
+    found = {key: value for key, value in details.items() if key not in _OWN_LISTS}
+    if step := found.get("step"):
+        found["step"] = {**step, "saved_at": format_moment(step["saved_at"])}
+    if history := found.get("history"):
+        linked = {origin: format_bytes(count) for origin, count in history["linked_bytes"].items()}
+        found["history"] = {**history, "linked_bytes": linked}
+    return found
+
+
+def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return plain values as (name, text), of a bounded size."""
+    facts = facts_of(values)
+    shown = [(name[:_LONGEST_FACT], text[:_LONGEST_FACT]) for name, text in facts[:_MOST_FACTS]]
+    return shown + ([("more", f"{len(facts) - _MOST_FACTS:,} values")] if len(facts) > _MOST_FACTS else [])
+
+
+def _files(details: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    files = details.get("files")
+    if isinstance(files, dict):
+        yield from sorted(files.items(), key=lambda item: -item[1])[:_MOST_FACTS]

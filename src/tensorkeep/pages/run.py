@@ -1,0 +1,371 @@
+"""The page of a run: its figures, the sizes of its steps and the bytes that they share, and how its layers moved."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tensorkeep.checkpoint.arguments import MemorySize
+from tensorkeep.checkpoint.log import LoggedStep, RunLog
+from tensorkeep.checkpoint.log import log as read_log
+from tensorkeep.errors import PathLike, TensorkeepError
+from tensorkeep.formats.native.directory import summarise
+from tensorkeep.formats.torch_file.unpickle import Allow
+from tensorkeep.pages.motion import Motion, read_motion
+from tensorkeep.pages.page import Column, Findings, HeatMap, PageSubject, drawn_table, heat_map, show_page, title_of
+from tensorkeep.paths import as_path
+from tensorkeep.report.charts.curves import Chart, Curve, chart
+from tensorkeep.report.tables import Entry, ReportTable
+from tensorkeep.storage import first_bytes
+from tensorkeep.storage.buffers import DEFAULT_BUDGET
+from tensorkeep.storage.parallel import Progress
+from tensorkeep.units import counted, format_bytes, format_moment, format_seconds
+
+_LOG = "log.jsonl"
+_LONGEST_LOG = 256 * 1024**2
+
+Points = list[tuple[int, float]]
+"""Steps and the values there."""
+
+_CHARTS = (
+    ("Loss", (("train/loss", "training"), ("evaluate/validation_loss", "validation"))),
+    ("Learning rate", (("train/learning_rate", "learning rate"),)),
+    ("Tokens per second", (("train/tokens_per_second", "tokens per second"),)),
+    ("Gradient norm", (("train/gradient_norm", "gradient norm"),)),
+    ("MFU", (("train/mfu", "MFU"),)),
+    ("Peak memory (GB)", (("train/peak_memory_bytes", "peak memory"),)),
+)
+_COLOURS = ("good", "bad")
+_MOST_BARS = 120
+_SIZES_WIDTH, _WIDEST_BAR = 900, 56
+"""The width of the chart, and the most of a bar: the number of a step is below its bar."""
+_MOST_SHARED = 40
+_NAMED = 3
+
+_STEPS = (
+    Column("step", "name"),
+    Column("saved", "text", "UTC"),
+    Column("size", "bytes", "bytes of its files"),
+    Column("new", "bytes", "bytes that no earlier step has"),
+    Column("shared", "percent", "fraction of its bytes that earlier steps wrote"),
+    Column("state", "bytes", "raw bytes of its tensors"),
+    Column("ratio", "ratio", "raw bytes for each byte of its files"),
+    Column("moved most", "text", "the layer that moved most since the last step that was read"),
+    Column("problem", "text"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunContents(PageSubject):
+    """A run.
+
+    Attributes
+    ----------
+    log : RunLog
+        Its steps: metrics, sizes and problems.
+    figures : dict of str to Points
+        The numbers in its ``log.jsonl`` by kind and name, such as ``"train/loss"``; empty without that file.
+    origins : dict of int to dict of int to int
+        For each complete step, the bytes of its files by the step that wrote them.
+    motion : Motion or None
+        How far each layer moved from step to step; None with fewer than two steps, or without weights.
+    cut : bool
+        Whether the log is so long that its end was not read.
+    problems : dict of int to str
+        The problems of damaged and incomplete steps.
+    """
+
+    log: RunLog
+    figures: dict[str, Points]
+    origins: dict[int, dict[int, int]]
+    motion: Motion | None
+    cut: bool = False
+    problems: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def moves(self) -> Motion | None:
+        """The motion, if at least two steps could be read."""
+        return self.motion if self.motion is not None and len(self.motion.steps) > 1 else None
+
+    @property
+    def heading(self) -> str:
+        return self.log.path
+
+    def findings(self) -> Findings:
+        log = self.log
+        complete = [step for step in log.steps if step.problem is None]
+        size, new = (sum(getattr(step, name) for step in log.steps) for name in ("nbytes", "new_bytes"))
+        first, last = log.steps[0].number, log.steps[-1].number
+        shared = f"; files that steps share save {format_bytes(size - new)}" if size > new else ""
+        steps = f"{counted(len(log.steps), 'step')}, {first} to {last}" if last > first else f"1 step, {first}"
+        found = [("", f"{steps}: {format_bytes(new)} on the disk{shared}.")]
+        times = [step.saved_at for step in complete if step.saved_at is not None]
+        if len(times) > 1:
+            length = format_seconds(max(0.0, times[-1] - times[0]))
+            found.append(("", f"Saved from {format_moment(times[0])} to {format_moment(times[-1])}, within {length}."))
+        if log.best and log.best.metrics and log.metric:
+            found.append(("good", f"Best step: {log.best.number}, {log.metric} {log.best.metrics[log.metric]:.5g}."))
+        found += [("bad", line) for line in _divergence(self.figures)]
+        for number, problem in list(self.problems.items())[:_NAMED]:
+            found.append(("bad", f"Step {number}: {problem}."))
+        if len(self.problems) > _NAMED:
+            found.append(("bad", f"{len(self.problems) - _NAMED:,} more steps have problems; see the table."))
+        if line := _motion_line(self.moves):
+            found.append(("", line))
+        return found
+
+    def summary(self) -> ReportTable:
+        rows = []
+        for each in self.charts():
+            for curve in each.curves:
+                title = f"{each.title}: {curve.name}" if len(each.curves) > 1 else each.title
+                values = [value for _, value in curve.points]
+                figures = values[0], values[-1], min(values), max(values)
+                rows.append((Entry(title), *(Entry(f"{value:.5g}") for value in figures)))
+        return ReportTable("Figures", ("figure", ">first", ">last", ">smallest", ">largest"), rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "run",
+            **self.log.as_dict(),
+            "figures": {name: [list(point) for point in points] for name, points in self.figures.items()},
+            "origins": {step: dict(found) for step, found in self.origins.items()},
+            "motion": None if self.motion is None else self.motion.as_dict(),
+            "problems": self.problems,
+        }
+
+    def page(self) -> str:
+        log, moves = self.log, self.moves
+        table = drawn_table(_STEPS, map(self._row, reversed(log.steps)), noun="step")
+        return show_page(
+            "run.html.j2",
+            title_of(log.path),
+            table,
+            path=log.path,
+            findings=self.findings(),
+            charts=self.charts(),
+            cut=self.cut,
+            sizes=_sizes(log.steps),
+            shared=_shared(self.origins),
+            motion=None if moves is None else _motion(moves),
+            motion_text="" if moves is None else moves.text,
+            motion_table=None if moves is None else _motion_table(moves),
+            left_out=table.left_out_text("the latest"),
+        )
+
+    def charts(self) -> list[Chart]:
+        """Return charts of the figures in the log, and of metrics of steps that the log does not have."""
+        figures = dict(self.figures)
+        known = {name.rpartition("/")[2] for name in figures}
+        wanted = list(_CHARTS)
+        for step in self.log.steps:
+            for name, value in (step.metrics or {}).items():
+                if name not in known:
+                    figures.setdefault(f"steps/{name}", []).append((step.number, value))
+        wanted += [
+            (name.removeprefix("steps/"), ((name, "metric of the step"),)) for name in figures if "steps/" in name
+        ]
+        if "train/peak_memory_bytes" in figures:
+            points = figures["train/peak_memory_bytes"]
+            figures["train/peak_memory_bytes"] = [(step, value / 1e9) for step, value in points]
+        found = []
+        for title, names in wanted:
+            curves = [
+                Curve(label, colour, [(float(step), value) for step, value in figures[name]])
+                for (name, label), colour in zip(names, _COLOURS, strict=False)
+                if name in figures
+            ]
+            found.append(chart(title, curves))
+        return [each for each in found if each is not None]
+
+    def _row(self, step: LoggedStep) -> list[Any]:
+        shared = 1 - step.new_bytes / step.nbytes if step.nbytes else None
+        ratio = step.state_bytes / step.nbytes if step.state_bytes and step.nbytes else None
+        saved = None if step.saved_at is None else format_moment(step.saved_at)
+        name = f"{step.number}{' (best)' if step.best else ''}"
+        state = step.state_bytes or None
+        moved = _moved_most(self.moves, step.number)
+        return [name, saved, step.nbytes, step.new_bytes, shared, state, ratio, moved, self.problems.get(step.number)]
+
+
+def read_run(
+    path: PathLike,
+    *,
+    sample: int,
+    allow: Allow | None = None,
+    threads: int | None = None,
+    memory_budget: MemorySize = DEFAULT_BUDGET,
+    progress: Progress | None = None,
+) -> RunContents:
+    """Read the log and the manifests of a run, and a sample of its weights. Damaged steps become ``problems``.
+
+    Raises the errors of `tensorkeep.log`.
+    """
+    found = read_log(path)
+    problems = {step.number: step.problem for step in found.steps if step.problem}
+    complete = {step.number: as_path(step.path) for step in found.steps if step.problem is None}
+    motion = read_motion(
+        complete, sample=sample, allow=allow, threads=threads, memory_budget=memory_budget, progress=progress
+    )
+    content = _log_content(as_path(found.path))
+    return RunContents(
+        found,
+        figures_of(content),
+        dict(_origins(complete)),
+        motion,
+        len(content) >= _LONGEST_LOG,
+        problems | (motion.problems if motion else {}),
+    )
+
+
+def _log_content(root: Path) -> bytes:
+    """Return the content of the log of ``tensorkeep train``, from the folder of the run or of its steps."""
+    for place in (root, root.parent):
+        if content := first_bytes(place / _LOG, _LONGEST_LOG):
+            return content
+    return b""
+
+
+def figures_of(content: bytes) -> dict[str, Points]:
+    """Return the numbers in the lines of a log, by kind and name. A step that was repeated has its last value."""
+    if not content:
+        return {}
+    # Only here, because the trainer imports torch.
+    from tensorkeep.train.run.log import lines_of
+
+    found: dict[str, dict[int, float]] = {}
+    for line in lines_of(content):
+        kind = line.get("kind")
+        for name, value in line.items():
+            if name not in ("step", "kind") and isinstance(value, int | float | None) and not isinstance(value, bool):
+                # The log has null for a number that is not finite.
+                found.setdefault(f"{kind}/{name}", {})[line["step"]] = math.nan if value is None else value
+    return {name: sorted(points.items()) for name, points in found.items()}
+
+
+def _origins(steps: Mapping[int, Path]) -> Iterator[tuple[int, dict[int, int]]]:
+    """Yield each step with the bytes of its files by the step that wrote them: the first step with the same inode."""
+    first: dict[tuple[int, int], int] = {}
+    for number, path in steps.items():
+        try:
+            files = summarise(path).files
+        except TensorkeepError:
+            continue  # deleted meanwhile
+        sizes: dict[int, int] = {}
+        for status in files:
+            writer = first.setdefault((status.st_dev, status.st_ino), number)
+            sizes[writer] = sizes.get(writer, 0) + status.st_size
+        yield number, sizes
+
+
+def _divergence(figures: dict[str, Points]) -> Iterator[str]:
+    """Yield a sentence for each figure of training that was NaN or infinite."""
+    for name in ("loss", "gradient_norm"):
+        bad = [step for step, value in figures.get(f"train/{name}", []) if not math.isfinite(value)]
+        if bad:
+            count = counted(len(bad), "logged step")
+            yield f"The {name.replace('_', ' ')} was not finite at {count}, first at step {bad[0]}."
+
+
+def _motion_line(motion: Motion | None) -> str:
+    if motion is None:
+        return ""
+    furthest = [(max(_finite(row), default=0.0), layer) for row, layer in zip(motion.moved, motion.layers, strict=True)]
+    largest, layer = max(furthest)
+    still = sum(1 for moved, _ in furthest if not moved)
+    frozen = f" {counted(still, 'layer')} did not move." if still else ""
+    if not largest:
+        return "No layer moved between the steps that were read."
+    return f"Largest move of a layer between two steps: {layer}, relative L2 {largest:.3g}.{frozen}"
+
+
+def _finite(row: Sequence[float | None]) -> list[float]:
+    return [value for value in row if value is not None and math.isfinite(value)]
+
+
+def _moved_most(motion: Motion | None, step: int) -> str | None:
+    if motion is None or step not in motion.steps[1:]:
+        return None
+    place = motion.steps.index(step) - 1
+    moved = [(row[place] or 0.0, layer) for row, layer in zip(motion.moved, motion.layers, strict=True)]
+    largest, layer = max(moved)
+    return f"{layer} ({largest:.3g})" if largest else None
+
+
+def _sizes(steps: Sequence[LoggedStep]) -> dict[str, Any]:
+    """Return bars of the sizes of the last steps: new bytes, and bytes shared with earlier steps."""
+    shown = steps[-_MOST_BARS:]
+    most = max((step.nbytes for step in shown), default=0) or 1
+    wide = min(_SIZES_WIDTH / len(shown), _WIDEST_BAR)
+    every = math.ceil(_WIDEST_BAR / wide)
+    bars = [
+        {
+            "x": place * wide + min(1.0, wide * 0.1),
+            "width": wide - 2 * min(1.0, wide * 0.1),
+            "new": step.new_bytes / most * 150,
+            "shared": (step.nbytes - step.new_bytes) / most * 150,
+            "title": f"step {step.number}: {format_bytes(step.nbytes)}, {format_bytes(step.new_bytes)} new",
+            "middle": (place + 0.5) * wide,
+            "label": str(step.number) if place % every == 0 and (place + 0.5) * wide < _SIZES_WIDTH - 15 else "",
+        }
+        for place, step in enumerate(shown)
+    ]
+    return {
+        "bars": bars,
+        "most": format_bytes(most),
+        "sharing": any(step.new_bytes < step.nbytes for step in shown),
+        "left": len(steps) - len(shown),
+    }
+
+
+def _shared(origins: dict[int, dict[int, int]]) -> HeatMap | None:
+    """Return a map of steps and the earlier steps that wrote their bytes; None if no bytes are shared."""
+    rows = list(origins)[-_MOST_SHARED:]
+    sums: dict[int, int] = {}
+    for step in rows:
+        for origin, nbytes in origins[step].items():
+            if origin != step:
+                sums[origin] = sums.get(origin, 0) + nbytes
+    if not sums:
+        return None
+    columns = sorted(sorted(sums, key=lambda origin: -sums[origin])[:_MOST_SHARED])
+    found = [[origins[step].get(origin, 0) * (origin != step) for origin in columns] for step in rows]
+    own = [origins[step].get(step, 0) for step in rows]
+    sizes = [sum(origins[step].values()) or 1 for step in rows]
+    values: list[list[float | None]] = [
+        [nbytes / size if nbytes else None for nbytes in (*earlier, new)]
+        for earlier, new, size in zip(found, own, sizes, strict=True)
+    ]
+
+    def text(row: int, column: int, fraction: float) -> str:
+        writer = "itself" if column == len(columns) else f"step {columns[column]}"
+        return f"step {rows[row]}: {format_bytes(fraction * sizes[row])} ({fraction:.1%}) were written by {writer}"
+
+    return heat_map([str(step) for step in rows], [*map(str, columns), "own"], values, text)
+
+
+def _motion(motion: Motion) -> HeatMap:
+    def text(row: int, column: int, value: float) -> str:
+        steps = f"step {motion.steps[column]} to {motion.steps[column + 1]}"
+        return f"{motion.layers[row]}, {steps}: relative L2 {value:.3g}"
+
+    return heat_map(motion.layers, [str(step) for step in motion.steps[1:]], motion.moved, text, log=True)
+
+
+def _motion_table(motion: Motion) -> ReportTable:
+    """Return the moves of layers in figures, for readers who do not see the colours."""
+    rows = []
+    for layer, row in zip(motion.layers, motion.moved, strict=True):
+        moved = _finite(row)
+        total = math.fsum(moved)
+        figures = (moved[0], moved[-1], max(moved)) if moved else (None, None, None)
+        rows.append((Entry(layer), *(_figure(value) for value in (*figures, total))))
+    headings = ("layer", ">first move", ">last move", ">largest move", ">sum of moves")
+    return ReportTable(
+        "Moves of the layers", headings, rows, "Relative L2 differences between the steps that were read."
+    )
+
+
+def _figure(value: float | None) -> Entry:
+    return Entry("-") if value is None else Entry(f"{value:.3g}", value)

@@ -1,1 +1,0 @@
-"""Statistics of tensors, read by blocks within a memory budget, sampled where they are large."""
