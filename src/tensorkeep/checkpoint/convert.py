@@ -13,7 +13,7 @@ from tensorkeep.checkpoint.match import refuse_placeholders, select_tensors
 from tensorkeep.checkpoint.memory import SaveMemory
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.checkpoint.ranges import reading_threads
-from tensorkeep.checkpoint.saving import DEFAULT_FORMAT, begin_save, check_request, format_by_suffix
+from tensorkeep.checkpoint.saving import DEFAULT_FORMAT, begin_save, check_request, default_format
 from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
@@ -127,7 +127,7 @@ def format_for(dst: PathLike, to: str | None = None) -> str:
 
     Raises UsageError if the suffix means another format than ``to``: readers would take one for the other.
     """
-    by_suffix = format_by_suffix(dst)
+    by_suffix = default_format(dst)
     if to is not None and by_suffix not in (to, DEFAULT_FORMAT):
         suffix = Path(dst).suffix
         raise UsageError(

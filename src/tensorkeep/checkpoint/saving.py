@@ -20,7 +20,7 @@ from tensorkeep.checkpoint.progress import ProgressOption, callback_only, drawn
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.checkpoint.stateful import expand, for_rank
 from tensorkeep.errors import DestinationExistsError, PathLike, UnsupportedError, UsageError
-from tensorkeep.formats.base import FORMATS, StagedWrite, StepRecord, WriteSettings, check_saveable
+from tensorkeep.formats.base import FORMATS, StagedWrite, StepRecord, WriteSettings, check_saveable, format_by_suffix
 from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.paths import as_path, checked_path
 from tensorkeep.ranks.collective import PREPARING, CollectiveWrite, agree, as_flat
@@ -39,12 +39,6 @@ if TYPE_CHECKING:
 # The one path of every save: check the arguments, choose the compression, plan the writing, return a job.
 
 DEFAULT_FORMAT = "native"
-_BY_SUFFIX = {
-    **dict.fromkeys((".safetensors", ".tensorkeep"), "safetensors"),
-    **dict.fromkeys((".pt", ".pth", ".bin"), "torch"),
-    ".zarr": "tensorstore",
-}
-"""Formats by the suffixes that mean one to every tool. ``.ckpt`` does not: it is any trainer's checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +82,7 @@ def check_request(
     path = checked_path(path, stores=True)
     if isinstance(base := options.get("base"), str | os.PathLike):
         options = {**options, "base": checked_path(base, stores=True)}
-    format = format or format_by_suffix(path)
+    format = format or default_format(path)
     given = {**options, "compression": compression, "threads": threads, "memory_budget": memory_budget}
     table = read_settings(settings)
     left_out = ["memory_budget"] if copy else []
@@ -123,9 +117,10 @@ def check_store(path: PathLike, format: str) -> None:
         )
 
 
-def format_by_suffix(path: PathLike) -> str:
-    """Return the format in which a checkpoint of this name is saved."""
-    return _BY_SUFFIX.get(Path(path).suffix.lower(), DEFAULT_FORMAT)
+def default_format(path: PathLike) -> str:
+    """Return the name of the format in which a checkpoint of this name is saved."""
+    found = format_by_suffix(path)
+    return DEFAULT_FORMAT if found is None else found.name
 
 
 def flat_state(state: object, ranks: Ranks | None = None) -> Flat[Leaf]:

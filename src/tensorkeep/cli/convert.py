@@ -17,14 +17,10 @@ from tensorkeep.cli.options import SIZE, AtLeastOne, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines, ratio
 from tensorkeep.errors import DestinationExistsError, TensorkeepError, UsageError
+from tensorkeep.formats.base import FORMATS, format_by_suffix
 from tensorkeep.formats.finding import find_format
 from tensorkeep.paths import StorePath, checked_path
 from tensorkeep.units import counted, format_bytes, format_speed
-
-_SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt", "tensorstore": ".zarr"}
-"""The suffixes of new checkpoints in a folder; others have none."""
-
-_KNOWN_SUFFIXES = (".safetensors", ".tensorkeep", ".pt", ".pth", ".bin", ".ckpt", ".zarr")
 
 
 @Parameter(name="*")
@@ -147,7 +143,7 @@ def _plan(paths: Sequence[str], to: str | None, output: Output) -> tuple[list[_J
         )
     jobs: dict[str, _Job] = {}
     for source in sources:
-        name = f"{_stem(source)}{_SUFFIXES.get(format, '')}"
+        name = f"{_stem(source)}{''.join(FORMATS.get(format).suffixes[:1])}"
         if name in jobs:
             raise UsageError(
                 f"{jobs[name].source} and {source} would both become {name}",
@@ -169,7 +165,7 @@ def _is_taken(destination: str) -> bool:
 def _stem(source: str) -> str:
     """Return the name of a source without the suffix of a format; ``run@1200`` keeps its step."""
     path = Path(os.path.abspath(source))
-    return path.stem if path.suffix.lower() in _KNOWN_SUFFIXES else path.name
+    return path.stem if path.suffix.lower() == ".ckpt" or format_by_suffix(path) is not None else path.name
 
 
 def _run_all(jobs: list[_Job], run: Callable[[_Job], SaveReport], output: Output) -> int:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from tensorkeep.closing import Closing
-from tensorkeep.errors import CorruptCheckpointError, UnsupportedError, UnsupportedLeafError, UsageError
+from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UnsupportedLeafError, UsageError
 from tensorkeep.paths import absolute
 from tensorkeep.plugins import Registry
 from tensorkeep.state.aliases import Alias
@@ -905,12 +905,16 @@ class Format(ABC):
         The name for ``format=`` and ``--to``.
     options : type of FormatOptions
         The options that `write` takes.
+    suffixes : tuple of str
+        File name suffixes that mean this format to every tool, the usual one first. `tensorkeep.save` chooses the
+        format by them. ``.ckpt`` does not belong to any format: every trainer uses it.
     writes_to_stores : bool
         Whether `write` takes the URL of an object store, a `tensorkeep.paths.StorePath`.
     """
 
     name: ClassVar[str]
     options: ClassVar[type[FormatOptions]] = FormatOptions
+    suffixes: ClassVar[tuple[str, ...]] = ()
     writes_to_stores: ClassVar[bool] = False
 
     @abstractmethod
@@ -988,4 +992,12 @@ class Format(ABC):
 
 
 FORMATS: Registry[Format] = Registry("format")
+
+
+def format_by_suffix(path: PathLike) -> Format | None:
+    """Return the format that the suffix of a path means; None for all other suffixes."""
+    suffix = Path(path).suffix.lower()
+    return next((format for format in FORMATS if suffix in format.suffixes), None) if suffix else None
+
+
 """All formats that are installed; an entry point of ``tensorkeep.formats`` adds one."""

@@ -1,6 +1,7 @@
-"""Finding the format of a checkpoint: asks each format's `recognises` which one a path has.
+"""Finds the format of a checkpoint, opens it, and says what a path is if it is not a checkpoint.
 
-What a format recognises (suffixes, names, first bytes) is in its package, such as ``formats/safetensors/reader.py``.
+Each format recognises its own files (`Format.recognises`). This module asks the formats, and knows what is not one of
+them: pointers of Git LFS, web pages, archives, checkpoints of Orbax, and folders that hold several checkpoints.
 """
 
 import itertools
@@ -8,6 +9,7 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tensorkeep.errors import (
@@ -21,9 +23,8 @@ from tensorkeep.errors import (
 )
 from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Reader
 from tensorkeep.formats.model_folder import is_index, is_part
-from tensorkeep.formats.probe import check_is_no_other, check_is_no_pointer, check_is_no_text
 from tensorkeep.paths import as_path
-from tensorkeep.storage import exists, file_mode, names_in, storage_of
+from tensorkeep.storage import exists, file_mode, first_bytes, names_in, storage_of
 from tensorkeep.storage.base import WELL_KNOWN
 from tensorkeep.storage.store_commit import is_tombstone
 
@@ -39,19 +40,19 @@ _SHARD = re.compile(r"(?!shard-)(.+)-\d+-of-\d+\.(safetensors|bin)")
 def find_format(path: PathLike) -> Format:
     """Return the format of the checkpoint at a path.
 
-    Raises NotFoundError if nothing is there; NotACheckpointError, naming checkpoints inside of a folder, if no format
-    recognises it, or several do; UnsupportedError if Orbax wrote it; StoreError if the path cannot be read.
+    Raises NotFoundError if nothing is there; NotACheckpointError if no format recognises it (the remedy names
+    checkpoints inside a folder), or several do; UnsupportedError if Orbax wrote it; StoreError if it cannot be read.
     """
     place = _place(path)
-    # Most checkpoints are native; the other formats are then neither looked up nor imported. In a store, this takes the
-    # fewest requests.
+    # Most checkpoints are native: the other formats are neither asked nor imported. In a store, the native format also
+    # takes the fewest requests.
     if FORMATS.get("native").recognises(place):
         return FORMATS.get("native")
     _check_existence(place)
-    recognising = (format for format in FORMATS if format.recognises(place))
+    recognising = _other_formats(place)
     found = [*itertools.islice(recognising, 1)]
-    # A file is of one format; to ask the others takes requests where the place is in a store.
-    if found and stat.S_ISDIR(file_mode(place)):
+    # A file has one format only.
+    if found and _is_folder(place):
         found += recognising
     if len(found) > 1:
         names = [format.name for format in found]
@@ -62,26 +63,26 @@ def find_format(path: PathLike) -> Format:
         )
     if found:
         return found[0]
-    most = _MOST_IN_STORE if storage_of(place).remote else _MOST_LOOKED_AT
-    listed = names_in(place)[:most] if stat.S_ISDIR(file_mode(place)) else []
-    if storage_of(place).remote and any(map(is_tombstone, listed)):
+    in_store = storage_of(place).remote
+    listed = names_in(place)[: _MOST_IN_STORE if in_store else _MOST_LOOKED_AT] if _is_folder(place) else []
+    if in_store and any(map(is_tombstone, listed)):
         raise NotFoundError("this step was deleted", path=path, remedy="`tensorkeep log` lists the steps of a run")
     inside = [name for name in listed if is_checkpoint(place / name)]
     if _ORBAX_TREE in listed or not inside:
-        _check_is_not_orbax(place, listed)
-    # What is inside may be the parts of a checkpoint whose manifest was not fetched.
+        _check_not_orbax(place, listed)
+    # The checkpoints inside may be shards of one whose manifest was not fetched.
     for name in listed if all(map(is_part, inside)) else sorted(WELL_KNOWN.intersection(listed)):
-        check_is_no_pointer(place / name)
+        check_not_pointer(place / name)
     if inside:
         raise _folder_error(inside, path)
-    check_is_no_pointer(place)
-    check_is_no_other(place)
+    check_not_pointer(place)
+    check_not_other(place)
     remedy = f"known formats: {', '.join(FORMATS.names())}"
     raise NotACheckpointError("is not a checkpoint of any known format", path=path, remedy=remedy)
 
 
 def open_reader(path: PathLike, settings: OpenSettings, format: str | None = None) -> Reader:
-    """Return a reader of the checkpoint at a path, of the format found there unless one is given."""
+    """Return a reader of the checkpoint at a path, in the given format or the one that is found."""
     place = _place(path)
     if format is None:
         return open_as(find_format(place), place, settings)
@@ -92,13 +93,13 @@ def open_reader(path: PathLike, settings: OpenSettings, format: str | None = Non
 def open_as(format: Format, place: Path, settings: OpenSettings) -> Reader:
     """Return a reader of a checkpoint of a known format, and log its notes as warnings.
 
-    Raises the errors of `Format.open`; NotACheckpointError instead of CorruptCheckpointError if the damaged file is
-    something else by its first bytes, such as the pointer of Git LFS in the place of a file.
+    Raises the errors of `Format.open`; NotACheckpointError instead of CorruptCheckpointError if the first bytes of the
+    damaged file show that it is something else, such as a pointer of Git LFS.
     """
     try:
         reader = format.open(place, settings)
     except CorruptCheckpointError as error:
-        check_is_no_text(as_path(error.path or place), error)
+        check_not_text(as_path(error.path or place), error)
         raise
     notes = [*reader.notes]
     part = next(filter(is_part, (place.name, place.parent.name)), None)
@@ -107,6 +108,19 @@ def open_as(format: Format, place: Path, settings: OpenSettings) -> Reader:
     for note in notes:
         logger.warning("%s: %s", place, note)
     return reader
+
+
+def is_checkpoint(place: Path) -> bool:
+    """Return whether a format recognises a path; False if it cannot be read."""
+    try:
+        return FORMATS.get("native").recognises(place) or any(True for _ in _other_formats(place))
+    except TensorkeepError:
+        return False
+
+
+def _other_formats(place: Path) -> Iterator[Format]:
+    """Yield the formats that recognise a path, except the native one."""
+    return (format for format in FORMATS if format.name != "native" and format.recognises(place))
 
 
 def _place(path: PathLike) -> Path:
@@ -121,16 +135,12 @@ def _check_existence(place: Path) -> None:
         raise NotFoundError("does not exist", path=place, remedy="check the path")
 
 
-def is_checkpoint(place: Path) -> bool:
-    """Return whether a format recognises a path; False if it cannot be read."""
-    try:
-        return FORMATS.get("native").recognises(place) or any(format.recognises(place) for format in FORMATS)
-    except TensorkeepError:
-        return False
+def _is_folder(place: Path) -> bool:
+    return stat.S_ISDIR(file_mode(place))
 
 
-def _check_is_not_orbax(place: Path, names: list[str]) -> None:
-    """Raise UnsupportedError for a folder of Orbax: a tree of arrays, a step of several, or a run of steps."""
+def _check_not_orbax(place: Path, names: list[str]) -> None:
+    """Raise UnsupportedError for a folder of Orbax: a tree of arrays, a step with several trees, or a run of steps."""
     if _ORBAX_TREE in names:
         raise UnsupportedError(
             "is a checkpoint of Orbax, whose nested state is not read",
@@ -164,3 +174,60 @@ def _folder_error(names: list[str], path: PathLike) -> NotACheckpointError:
     if whole:
         remedy = f"give the path of one: {as_path(path) / whole[0]}" + (f"; or {remedy}" if shard else "")
     return NotACheckpointError(f"is a folder, not a checkpoint; it holds {listed}", path=path, remedy=remedy)
+
+
+_START_BYTES = 512
+_DOWNLOAD = "it is the answer of a web server in the place of the file: download the file again"
+_CHECK = "check the path; if it was downloaded, this may be the answer of a web server: download it again"
+_AS_TORCH = 'if torch.save wrote it, read it as such: format="torch" (--format torch)'
+_UNPACK = "unpack it first"
+# The first bytes of files, what the files are, and the remedy. The first three replace a file of any format.
+_POINTER = (
+    rb"version https://git-lfs",
+    "a pointer of Git LFS, which stands for the file",
+    "fetch the file: git lfs pull",
+)
+_TEXTS = (
+    _POINTER,
+    (rb"(?:\xef\xbb\xbf)?\s*<(?i:!doctype html|html)\b", "an HTML page", _DOWNLOAD),
+    (rb"(?:\xef\xbb\xbf)?\s*<\?xml\b", "an XML document", _DOWNLOAD),
+)
+_OTHERS = (
+    *_TEXTS,
+    (rb"PK\x03\x04", "a zip archive", _AS_TORCH),
+    (rb"\x80[\x02-\x05](?!\0\0)", "a Python pickle", _AS_TORCH),
+    (rb"GGUF", "a GGUF file", "convert it with the tools of llama.cpp"),
+    (rb"\x89HDF\r\n", "an HDF5 file", "read it with h5py, and save its tensors"),
+    (rb"\x93NUMPY", "a file of numpy.save", "read it with numpy.load, and save its arrays"),
+    (rb"\x1f\x8b|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ\0|\x04\x22\x4d\x18", "a compressed file", _UNPACK),
+    (rb"7z\xbc\xaf|(?s:.{257})ustar", "an archive", _UNPACK),
+    (rb"\s*[{\[][^\0]*\Z", "a JSON text", _CHECK),
+    (rb"[\t\r\n\x20-\x7e]{8,}\Z", "a text", _CHECK),
+)
+
+
+def check_not_pointer(path: Path) -> None:
+    """Raise NotACheckpointError if a path stands for an absent file: a pointer of Git LFS, or a dangling link."""
+    if exists(path) and not file_mode(path):
+        raise NotACheckpointError("is a link that leads nowhere", path=path, remedy="fetch the file that it stands for")
+    _check_start([_POINTER], path, None)
+
+
+def check_not_text(path: Path, cause: Exception | None = None) -> None:
+    """Raise NotACheckpointError if the file is a pointer of Git LFS or a web page."""
+    _check_start(_TEXTS, path, cause)
+
+
+def check_not_other(path: Path, cause: Exception | None = None) -> None:
+    """Raise NotACheckpointError if the first bytes of the file show another kind of file, which the error names.
+
+    Only for files of formats that never begin with these bytes.
+    """
+    _check_start(_OTHERS, path, cause)
+
+
+def _check_start(kinds: Iterable[tuple[bytes, str, str]], path: Path, cause: Exception | None) -> None:
+    start = first_bytes(path, _START_BYTES) or b""
+    for pattern, what, remedy in kinds:
+        if re.match(pattern, start):
+            raise NotACheckpointError(f"is not a checkpoint, but {what}", path=path, remedy=remedy) from cause

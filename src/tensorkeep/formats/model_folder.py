@@ -1,4 +1,4 @@
-"""Folders of weights as Hugging Face's libraries write them: the file to read, its index, and the files beside it."""
+"""Folders of weights as Hugging Face's libraries write them: which file to read, its index, and the files beside it."""
 
 import re
 import stat
@@ -20,13 +20,15 @@ _IN_ORDER = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""The files that ``transformers`` reads: the first one that exists. ``save_pretrained`` leaves old ones beside it."""
+"""``transformers`` reads the first of these that exists; ``save_pretrained`` leaves old files behind."""
 
 _SHARD = r"-\d+-of-(?!0*1\.)\d+\."
 _OF_A_RANK = r"(?:mp|tp|pp|ep|fsdp|fsdp_\d+|world_size_\d+)_rank_?\d+|^(?:model-)?rank[-_]?\d+\b|^shard-\d+-"
 _OTHERS = r"(?:^|[a-z])\.\d\d\.pth$|^__\d+_\d+\.distcp$|^ocdbt\.process_\d+$|^(?:rng_state|random_states)_\d+\."
+# Names of shards and of files of single ranks: Hugging Face, Megatron, FSDP, Llama, DCP, Orbax, accelerate.
 _PART = re.compile(f"{_SHARD}|{_OF_A_RANK}|{_OTHERS}")
 
+# Files that describe a model and hold no tensors.
 _DESCRIPTION = re.compile(r"\..*|[A-Z]+|.*\.(?:json|jsonl|txt|md|model|jinja|py|ya?ml|tiktoken|csv|png|jpg|svg|html)")
 _INDEX = r"\.index(?:\.[\w-]+)?\.json"
 _STATE = re.compile(f"trainer_state\\.json|.*{_INDEX}")
@@ -36,7 +38,7 @@ _MAX_CONFIG_BYTES = 16 * 1024**2
 
 
 def is_part(name: str) -> bool:
-    """Return whether a file's or folder's name says that it is one of several, each with a part of the tensors.
+    """Return whether the name of a file or folder says that it holds only some tensors of a checkpoint.
 
     Examples
     --------
@@ -49,7 +51,7 @@ def is_part(name: str) -> bool:
 
 
 def is_index(name: str, suffix: str) -> bool:
-    """Return whether a name is that of an index of files with a suffix, of a variant of the weights or not.
+    """Return whether a file name is the index of files with a suffix; variants such as fp16 count.
 
     Examples
     --------
@@ -66,17 +68,17 @@ def standard_weights(directory: Path, names: Collection[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The index of several files: the name of the file of each tensor, all beside it, and the bytes of all if given."""
+    """The index of several files: the file name of each tensor, and the bytes of all tensors if given."""
 
     files: dict[str, str]
     total_size: int | None
 
     def keys_by_file(self) -> dict[str, str]:
-        """Return the name of each file, and of one tensor in it."""
+        """Return all file names, each with the name of one tensor in the file."""
         return {file: key for key, file in self.files.items()}
 
     def check(self, found: Iterable[tuple[Path, Iterable[str]]]) -> None:
-        """Check that each file has the tensors that are listed in it, and no others; raises CorruptCheckpointError."""
+        """Raise CorruptCheckpointError unless each file has exactly the tensors that the index lists for it."""
         paths: dict[str, Path] = {}
         known: set[str] = set()
         for path, keys in found:
@@ -91,7 +93,7 @@ class Index:
             raise CorruptCheckpointError(text, path=paths[self.files[key]], name=key)
 
     def notes(self, flat: Flat[StoredLeaf]) -> Iterator[str]:
-        """Yield a note if the tensors have another number of bytes than the index gives, and no placeholders."""
+        """Yield a note if the tensors have another number of bytes than the index says."""
         nbytes = sum(leaf.nbytes for leaf in flat.leaves.values())
         if self.total_size not in (None, nbytes) and not placeholders(flat.skeleton):
             yield f"the index gives a total_size of {self.total_size:,} bytes, the tensors have {nbytes:,}"
@@ -124,7 +126,7 @@ def read_index(directory: Directory, path: Path) -> Index:
 
 
 def open_shard(directory: Directory, name: str, key: str, count: int, *, page_cache: bool = True) -> SourceFile:
-    """Open one of ``count`` files of an index, which lists a tensor in it; CorruptCheckpointError if it is missing."""
+    """Open one of ``count`` files of an index; CorruptCheckpointError, with the tensor ``key``, if it is missing."""
     try:
         return directory.open_one_of(count, name, page_cache=page_cache)
     except NotACheckpointError as error:
@@ -144,7 +146,7 @@ def unused_files(directory: Path, used: Collection[str]) -> list[str]:
 
 
 def notes_on_folder(directory: Path, unused: Iterable[str]) -> Iterator[str]:
-    """Yield what a user of the folder's weights should know: files that may hold a state, and quantization."""
+    """Yield warnings: files that may hold a part of the state and are not read, and quantization."""
     names = [name for name in unused if _STATE.fullmatch(name) or not _DESCRIPTION.fullmatch(name)]
     # There may be hundreds of shards.
     names.sort(key=is_part)
@@ -153,14 +155,14 @@ def notes_on_folder(directory: Path, unused: Iterable[str]) -> Iterator[str]:
         yield f"these files of the folder are not read: {', '.join(names[:_MOST_NAMED])}{rest}"
     method = _quantization(directory)
     if method is not None:
-        yield f"config.json has a quantization_config ({method}): the tensors are those of the file, not dequantized"
+        yield f"config.json has a quantization_config ({method}): the tensors are as stored, not dequantized"
 
 
 def _quantization(directory: Path) -> str | None:
     try:
         content = first_bytes(directory / "config.json", _MAX_CONFIG_BYTES)
         found: Any = msgspec.json.decode(content or b"{}")
-    # The configuration is not a part of the checkpoint: damage in it stops no load.
+    # Damage in the configuration, which is not part of the checkpoint, stops no load.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TensorkeepError):
         return None
     config = found.get("quantization_config") if isinstance(found, dict) else None

@@ -9,6 +9,7 @@ their dotted names and `tensorkeep.load` returns the nested state.
 from pathlib import Path
 
 from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteResult, WriteSettings
+from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, SUFFIX
 from tensorkeep.formats.safetensors.reader import SafetensorsReader, locate
 from tensorkeep.formats.safetensors.writer import SafetensorsOptions, check_compression, check_store, write
 from tensorkeep.state.leaf import Source
@@ -25,6 +26,7 @@ class SafetensorsFormat(Format):
 
     name = "safetensors"
     options = SafetensorsOptions
+    suffixes = (SUFFIX, CODED_SUFFIX)
     writes_to_stores = True
 
     def recognises(self, path: Path) -> bool:

@@ -16,6 +16,7 @@ from tensorkeep.formats.blockfile import header
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, METADATA_KEY, Header, Notes, TensorRecord, parse
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, FRAMEWORK_KEY, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out, read_ahead
+from tensorkeep.formats.finding import check_not_other
 from tensorkeep.formats.model_folder import (
     Index,
     is_index,
@@ -26,7 +27,6 @@ from tensorkeep.formats.model_folder import (
     standard_weights,
     unused_files,
 )
-from tensorkeep.formats.probe import check_is_no_other
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.names import DEFAULT_PART, assign_names
 from tensorkeep.storage import file_mode, first_bytes, names_in, read_directory, storage_of
@@ -252,7 +252,7 @@ def _header(file: SourceFile) -> Header:
         return header.read(file)
     except CorruptCheckpointError as error:
         if not begins_like_safetensors(file.path):
-            check_is_no_other(file.path, error)
+            check_not_other(file.path, error)
         raise
 
 

@@ -24,6 +24,7 @@ class TensorStoreFormat(Format):
 
     name: ClassVar[str] = "tensorstore"
     options: ClassVar[type[FormatOptions]] = TensorStoreOptions
+    suffixes: ClassVar[tuple[str, ...]] = (".zarr",)
 
     def recognises(self, path: Path) -> bool:
         return reader.recognises(path)

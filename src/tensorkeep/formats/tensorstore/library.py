@@ -17,7 +17,7 @@ from tensorkeep.errors import (
     UnsupportedError,
     import_extra,
 )
-from tensorkeep.formats.probe import check_is_no_pointer
+from tensorkeep.formats.finding import check_not_pointer
 from tensorkeep.paths import StorePath, as_path, endpoint
 from tensorkeep.storage import store_requests
 from tensorkeep.storage.base import Directory
@@ -209,7 +209,7 @@ class ArrayDirectory:
             if self.in_store:
                 raise_alone(ours)
             if isinstance(ours, CorruptCheckpointError) and ours.path is not None:
-                check_is_no_pointer(as_path(ours.path))
+                check_not_pointer(as_path(ours.path))
             raise ours from error
 
     def _read_error(self, error: Exception, name: str | None) -> TensorkeepError:

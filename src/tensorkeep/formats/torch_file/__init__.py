@@ -25,6 +25,7 @@ class TorchFormat(Format):
     """
 
     name = "torch"
+    suffixes = (".pt", ".pth", ".bin")
 
     def recognises(self, path: Path) -> bool:
         return locate(path) is not None or is_torch_file(path)

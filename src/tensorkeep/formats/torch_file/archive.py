@@ -23,8 +23,8 @@ from tensorkeep.errors import (
     TensorkeepError,
     UnsupportedError,
 )
+from tensorkeep.formats.finding import check_not_other
 from tensorkeep.formats.mapped_file import stream_of
-from tensorkeep.formats.probe import check_is_no_other
 from tensorkeep.formats.torch_file.pickles import Bounded, Global, Pairs, Recorder
 from tensorkeep.machine import available_bytes, memory_file
 from tensorkeep.state.dtypes import BY_NAME
@@ -102,7 +102,7 @@ class TorchZip:
                     raise store_error(cause, path, "read") from error
             file.seek(0)
             if file.read(len(_MAGIC)) != _MAGIC:
-                check_is_no_other(path, error)
+                check_not_other(path, error)
             raise CorruptCheckpointError(
                 f"the zip container is damaged ({error})",
                 path=path,
