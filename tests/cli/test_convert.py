@@ -40,7 +40,7 @@ def test_the_suffix_decides_the_format(name: str, format: str, call: Call) -> No
     # One suffix is one format, whatever is asked for.
     for to in {"native", "torch", "safetensors", "dcp"} - {format} if format != "native" else ():
         refused = call("convert", "a.pt", f"y{name}", "--to", to, code=2).err
-        assert f"is that of the format {format}, not of {to}" in refused
+        assert f"belongs to the format {format}, not to {to}" in refused
     assert sorted(Path().glob("yx*")) == []
 
 

@@ -2,7 +2,7 @@
 
 How fast blocks of the state are gathered and coded, and how fast the destination is written, is measured for at most
 about a tenth of a second each, with the code and the threads of the save itself. `Rates.seconds` predicts the duration
-of both saves, and the faster one is chosen.
+for both saves, and the faster save is chosen.
 """
 
 import math
@@ -39,7 +39,7 @@ SMALLEST = 256 * 1024**2
 """States with fewer bytes are not measured: the save takes about as long as measuring."""
 
 RATES_VALID_SECONDS = 600.0
-"""Seconds for which rates are reused, for states of the same dtypes and sizes on the same file system."""
+"""Rates are reused for this many seconds, for states with the same dtypes and sizes on the same file system."""
 
 MEASURING_SECONDS = 0.1
 """Seconds after which no further block is begun."""
@@ -171,7 +171,7 @@ def measure(flat: Flat[Source], destination: Path, settings: WriteSettings) -> R
     tasks = _sample(flat)
     # As many as the writer will use with this budget.
     threads = settings.pool.threads(settings.threads, thread_bytes(BLOCK_BYTES, buffers=3))
-    # The same temporary as that of a save: the same errors, and the next save removes it if this process is killed.
+    # A temporary as for a save: with the same errors, and removed by the next save if this process is killed.
     with Commit(destination, directory=False, overwrite=settings.overwrite, replaceable=lambda _: True) as commit:
         disk = _disk_rate(commit.path, tasks, settings, threads)
     pace = Pace(Cancellation())
@@ -243,7 +243,7 @@ def _code(pool: BufferPool, pace: Pace, block: Block) -> tuple[int, int]:
 
 
 def _disk_rate(path: Path, tasks: Sequence[list[Block]], settings: WriteSettings, threads: int) -> float:
-    """Return the bytes per second at which that many threads write a new file."""
+    """Return how many bytes per second that many threads write to a new file."""
     file = DirectFile(path, direct=settings.options_as(BlockFileOptions).direct_io)
     try:
         with ExitStack() as stack:

@@ -32,14 +32,14 @@ class SaveReport(WriteResult):
     state_bytes, tensors : int
         Raw bytes of the tensors, where shared storage counts once, and how many were stored.
     stored_bytes, new_bytes : int
-        Bytes on disk of all files of the checkpoint, and of those that this save wrote; the rest is shared with
-        earlier checkpoints.
+        Bytes on disk of all files of the checkpoint, and of the files that this save wrote; earlier checkpoints
+        share the rest.
     seconds : float
         From the call until the checkpoint was durable and visible.
     durable_seconds : float
         The same value as ``seconds``.
     stall_seconds : float
-        How long the caller was blocked: all of it, except for `tensorkeep.save_async`.
+        How long the caller was blocked: the whole save, except for `tensorkeep.save_async`.
     peak_buffer_bytes : int
         The peak of host buffer memory of this save.
     direct_io : bool
@@ -79,7 +79,7 @@ class SaveReport(WriteResult):
 
 @dataclass(eq=False)
 class SaveJob:
-    """A save whose arguments are checked; made by `begin_save`.
+    """A save with checked arguments; made by `begin_save`.
 
     Either `run` is called, in the caller's thread. Or `copy` is, in the caller's thread, and `write`, in another one,
     after it or at the same time; that thread then sets ``finished``. If ``state_fits_in_buffers`` is False,
@@ -211,7 +211,7 @@ def run_now(prepare: Callable[[], SaveJob], *, alone: bool) -> SaveJob:
 
 
 _unreported: set[SaveJob] = set()
-"""Saves that failed and whose error `result` has not raised yet."""
+"""Failed saves with an error that `result` has not raised yet."""
 
 
 def _log_unreported() -> None:
@@ -327,7 +327,8 @@ class SaveQueue:
     # Called in the thread that saves
 
     def one_at_a_time(self) -> AbstractContextManager[object]:
-        """Return a context in which other threads that save wait; UsageError if this thread is saving already."""
+        """Let other threads that save wait until the context ends. Raises UsageError if this thread is saving
+        already."""
         if self._adding._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks it
             raise UsageError(
                 "save() was called while this thread is in save(), probably by a signal handler",
@@ -397,7 +398,7 @@ class SaveQueue:
             raise
 
     def _stop(self, job: SaveJob, error: BaseException) -> None:
-        """End a save whose copying or starting has failed or was interrupted."""
+        """End a save after its copying or starting failed or was interrupted."""
         if not job.finished.is_set() and (job.thread is None or job.thread.ident is None):
             job.abandon(error)
         job.cancel()

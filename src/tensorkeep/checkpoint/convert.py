@@ -1,4 +1,4 @@
-"""`tensorkeep.convert`: write a checkpoint again, in another format, without loading all of it."""
+"""`tensorkeep.convert`: write a checkpoint again, in another format, block by block."""
 
 from collections.abc import Iterable
 from contextlib import closing
@@ -58,8 +58,8 @@ def convert(
     to : str, optional
         The format to write: ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"``, ``"tensorstore"``, ``"t5x"``, or a
         plug-in's. By default the suffix of ``dst`` decides, as in `tensorkeep.save`: ``.safetensors``; ``.pt``,
-        ``.pth`` and ``.bin`` for torch; ``.zarr`` for tensorstore; all else is native. Another format than that of its
-        suffix is refused.
+        ``.pth`` and ``.bin`` for torch; ``.zarr`` for tensorstore; all else is native. A format that
+        contradicts the suffix is refused.
     select : str or list of str, optional
         Globs on the names of tensors; only these are converted.
     drop_metadata : bool
@@ -69,12 +69,12 @@ def convert(
     format : str, optional
         The format of the source; found by looking at the files by default.
     allow : str, class, or list of them, optional
-        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
-        read as dicts; their code is not run.
+        Classes outside torch\'s allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
+        read as dicts; their code never runs.
     memory_budget : int or str, optional
         Limit in bytes for all buffers of reading and writing together; 256 MiB by default.
     compression, overwrite, progress, threads, settings, **options : optional
-        For the new checkpoint, the same as those of `tensorkeep.save`.
+        For the new checkpoint; see `tensorkeep.save`.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def format_for(dst: PathLike, to: str | None = None) -> str:
     if to is not None and by_suffix not in (to, DEFAULT_FORMAT):
         suffix = Path(dst).suffix
         raise UsageError(
-            f"the suffix {suffix} is that of the format {by_suffix}, not of {to}",
+            f"the suffix {suffix} belongs to the format {by_suffix}, not to {to}",
             path=dst,
             remedy=f"leave the suffix out, or write {by_suffix} (to={by_suffix!r}, --to {by_suffix})",
         )

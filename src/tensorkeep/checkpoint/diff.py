@@ -43,8 +43,8 @@ class Tolerance(NamedTuple):
 class Distances(NamedTuple):
     """Sums over a range: the elements that differ, the largest distance, and squares.
 
-    ``difference``, ``first`` and ``second`` are the sums of |a - b|^2, |a|^2 and |b|^2, and ``dot`` that of a * b, over
-    the elements that are finite in both. An infinity or NaN against another value makes ``difference`` infinite.
+    ``difference``, ``first``, ``second`` and ``dot`` are the sums of |a - b|^2, |a|^2, |b|^2 and a * b over the
+    elements that are finite on both sides. An infinity or NaN against another value makes ``difference`` infinite.
     """
 
     different: int = 0
@@ -99,7 +99,7 @@ def _of_piece(one: Bytes, other: Bytes, dtypes: tuple[DType, DType], tolerance: 
         else:
             different = _unlike(one, other, a.itemsize) if a == b else distance != 0
         if not all_finite:
-            # What is infinite or NaN in one of them only, and so is its distance, makes the sum infinite.
+            # An infinity or NaN on one side only has an infinite distance, and so the sum is infinite.
             finite = np.isfinite(x) & np.isfinite(y)
             x, y = np.where(finite, x, 0), np.where(finite, y, 0)
             first, second = _dot(x, x), _dot(y, y)
@@ -168,7 +168,7 @@ class TensorDiff:
     Attributes
     ----------
     floating : bool
-        Whether distances and norms are those of floating point or complex numbers, rather than of integers.
+        Whether distances and norms were computed on floating point or complex numbers, rather than on integers.
     largest : float
         The largest absolute difference, infinite for NaN against a number.
     norm_a, norm_b, norm_difference, dot : float
@@ -200,7 +200,7 @@ class TensorDiff:
 
     @property
     def cosine(self) -> float | None:
-        """The cosine similarity of a and b; None if one of them is 0."""
+        """The cosine similarity of a and b; None if a or b is 0."""
         product = self.norm_a * self.norm_b
         return max(-1.0, min(1.0, self.dot / product)) if product and math.isfinite(product) else None
 
@@ -210,7 +210,7 @@ class TensorDiff:
 
 
 def together(name: str, tensors: Iterable[TensorDiff]) -> TensorDiff:
-    """Return how several tensors differ, with the distances of those of floating point if there are any."""
+    """Return how several tensors differ; distances count floating point tensors only, if there are any."""
     found = list(tensors)
     measured = [each for each in found if each.floating] or found
     return TensorDiff(
@@ -235,7 +235,7 @@ def compare(
     pool: BufferPool,
     progress: Progress | None,
 ) -> list[TensorDiff]:
-    """Compare tensors that both checkpoints have, of equal shapes; those of other dtypes by their values."""
+    """Compare tensors that both checkpoints have with equal shapes. Different dtypes are compared by value."""
 
     def is_same_view(name: str) -> bool:
         """Return whether both have the same view of a stored tensor that is compared itself."""
@@ -273,7 +273,7 @@ def compare(
 
 
 class _Comparison:
-    """The parts of each tensor that were compared, by their first elements, and the ranges that are equal."""
+    """The compared parts of every tensor, by their first elements, and the equal ranges."""
 
     def __init__(self, left: Reader, right: Reader, tolerance: Tolerance, pool: BufferPool) -> None:
         self.left, self.right = left, right
@@ -303,7 +303,7 @@ class _Comparison:
         meter.add((stop - start) * self.dtypes(name)[0].itemsize)
 
     def add_view(self, name: str, meter: Meter) -> None:
-        """Compare a tensor that is a strided view in one of them."""
+        """Compare a tensor that is a strided view on one side."""
         # For a range that cuts blocks, the reader also holds the full blocks: short ranges, one at a time.
         buffers = np.empty(_CUT_BYTES, np.uint8), np.empty(_CUT_BYTES, np.uint8)
         one, other = _reading(self.left, name, self._pool), _reading(self.right, name, self._pool)
@@ -473,7 +473,7 @@ class DiffReport:
 
     @property
     def total(self) -> TensorDiff:
-        """How the changed tensors differ together; distances are those of floating point tensors, if there are any."""
+        """How the changed tensors differ together; distances count floating point tensors only, if there are any."""
         return together("", self.changed)
 
     @property
@@ -490,7 +490,7 @@ class DiffReport:
         return ", ".join(f"{count:,} {what}" for count, what in counts if count) or "no tensors"
 
     def by_layer(self, depth: int | None = None) -> list[TensorDiff]:
-        """Return how the changed tensors of each layer differ together, in the order of ``changed``; see `total`.
+        """Return how the changed tensors differ together, layer by layer, in the order of ``changed``; see `total`.
 
         A layer is named by the first ``depth`` components of the names of its tensors: by default up to the first
         number (``model.blocks.3``), or without a number by all but the last component (``model.head``).
@@ -516,8 +516,8 @@ def diff(
 ) -> DiffReport:
     """Compare two checkpoints of any formats; tensors are matched by name.
 
-    Tensors whose bits are equal are not computed with. Tensors of different dtypes differ, and their values are
-    compared as numbers.
+    Tensors with equal bits need no arithmetic. Tensors of different dtypes differ, and their values are compared as
+    numbers.
 
     Parameters
     ----------
@@ -539,8 +539,8 @@ def diff(
         Limit in bytes for all buffers together, also as ``"256MiB"``. For a view that is not contiguous, such as a
         transposed tensor, the full stored tensor is loaded in addition, unless both checkpoints have the same view.
     allow : str, class, or list of them, optional
-        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
-        read as dicts; their code is not run.
+        Classes outside torch\'s allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
+        read as dicts; their code never runs.
 
     Raises
     ------
@@ -611,19 +611,19 @@ def layer_of(name: str, depth: int | None = None) -> str:
 def _mismatches(
     left: Reader, right: Reader, common: list[str], key: Callable[[Entry], object]
 ) -> tuple[list[Mismatch], list[str]]:
-    """Return the tensors whose shapes or dtypes differ, and the names of the others."""
+    """Return the tensors with different shapes or dtypes, and the names of the other tensors."""
     found = [Mismatch(name, key(left.entries[name]), key(right.entries[name])) for name in common]
     return [each for each in found if each.a != each.b], [each.name for each in found if each.a == each.b]
 
 
 def _values(left: Reader, right: Reader) -> tuple[list[Mismatch], list[str]]:
-    """Return the plain values that differ, and the names of those that cannot be read."""
+    """Return the plain values that differ, and the names of values that cannot be read."""
     first, second = plain_values(left.flat.skeleton), plain_values(right.flat.skeleton)
     found, unread = [], []
     for path in dict.fromkeys([*first, *second]):
         a, b = first.get(path), second.get(path)
         if "placeholder" in (a and a.kind, b and b.kind):
-            unread.append((a or b).name)  # type: ignore[union-attr]  # one of them exists
+            unread.append((a or b).name)  # type: ignore[union-attr]  # a or b exists
         elif a and b:
             if not a.equals(b):
                 found.append(Mismatch(a.name, _value(a), _value(b)))

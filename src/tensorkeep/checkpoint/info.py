@@ -41,7 +41,7 @@ class InfoReport:
     metadata, details : dict
         What was given when it was saved, and what the format adds: version, writer, files... For a native checkpoint
         also the ``space`` that it takes on the disk; for an incremental one its ``history``: the bytes that its save
-        wrote, and those of the files that it shares with earlier ones; for one that many ranks saved, its ``ranks`` and
+        wrote, and the bytes of the files that it shares with earlier ones; if many ranks saved it, its ``ranks`` and
         the ``layouts`` of sharded tensors.
     coder : str or None
         What decodes it on this machine, such as ``"compiled (avx2)"``; None if no tensor is stored as byte planes.
@@ -98,8 +98,8 @@ def info(path: PathLike, *, format: str | None = None, allow: Allow | None = Non
     format : str, optional
         The name of the format, instead of looking at the files.
     allow : str, class, or list of them, optional
-        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
-        read as dicts; their code is not run.
+        Classes outside torch\'s allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
+        read as dicts; their code never runs.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Tensors whose memory is the mapped file: nothing is read until they are used: ``load(mmap=True)``."""
+"""Loading into existing memory and objects, into new memory, or over a mapped file."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -43,7 +43,7 @@ from tensorkeep.state.tree import prune, state_leaves
 from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.storage.parallel import Progress
 
-# Tensors whose memory is the mapped file: nothing is read until they are used: ``load(mmap=True)``.
+# ``load(mmap=True)``: the memory of the tensors is the mapped file, and data is read when it is used.
 
 
 def map_tensors(reader: Reader, names: Iterable[str]) -> dict[str, Array]:
@@ -116,9 +116,9 @@ def load_open(reader: Reader, pool: BufferPool, request: LoadRequest) -> Any:
     """Load from an open checkpoint, into tensors and objects if they are given; see `tensorkeep.load`.
 
     With ``into``, everything is compared first. An object with a ``check_state_dict(state)`` is given its saved state,
-    with tensors that have a shape and a dtype but no data. Then the objects of which no tensor is filled in place
-    (schedulers, scalers, a new optimizer) are loaded; if one refuses, all of them get their previous states back. Only
-    then are the tensors of modules and of the other objects overwritten.
+    with tensors that have a shape and a dtype but no data. Then the objects without tensors to fill in place
+    (schedulers, scalers, a new optimizer) are loaded; if one refuses, all objects get their previous states back. Only
+    then are the tensors of modules and of other objects overwritten.
 
     Raises StateMismatchError if ``into`` does not fit; its message states whether tensors are overwritten already.
     """
@@ -158,7 +158,7 @@ def _check_request(request: LoadRequest) -> None:
         if not request.strict:
             raise UsageError("strict=False needs `into`", remedy="give the state to load into, or `select` tensors")
     elif request.mmap:
-        raise UsageError("`into` and `mmap` exclude each other", remedy="leave out one of them")
+        raise UsageError("`into` and `mmap` exclude each other", remedy="leave out `into` or `mmap`")
     elif request.device is not None:
         raise UsageError(
             "`into` and `device` exclude each other", remedy="leave out `device`: tensors in `into` keep their devices"
@@ -261,7 +261,7 @@ class _IntoState:
         return {**self._per_rank, **found}
 
     def _load_first(self, loaded: Any) -> None:
-        """Load the objects that come first; if one refuses, load their previous states into all of them."""
+        """Load the objects that come first; if one refuses, load the previous states back into all objects."""
         previous: list[tuple[names.KeyPath, StatefulObject, Any]] = []
         try:
             for path in self._first:
@@ -305,5 +305,5 @@ def _copied_state(stateful: StatefulObject) -> Any:
 
 
 def _offset_progress(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """Return what reports the progress of one of two readings as that of both."""
+    """Return a callback that adds ``before`` to the bytes done, for the second of two readings."""
     return None if progress is None else lambda done, _: progress(before + done, total)

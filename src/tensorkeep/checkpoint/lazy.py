@@ -45,8 +45,8 @@ def open(
     format : str, optional
         The name of the format, instead of looking at the files.
     allow : str, class, or list of them, optional
-        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
-        read as dicts; their code is not run.
+        Classes outside torch\'s allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
+        read as dicts; their code never runs.
     memory_budget : int or str
         Limit in bytes for the buffers of reading, also as ``"256MiB"``.
 
@@ -150,9 +150,9 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
         progress: ProgressOption = None,
         threads: int | None = None,
     ) -> Any:
-        """Load the state, or some of it, from the files that are open; see `tensorkeep.load`.
+        """Load the state, or a selection, from the open files; see `tensorkeep.load`.
 
-        Checksums and the memory budget are those of `tensorkeep.open`.
+        Uses the checksums and the memory budget given to `tensorkeep.open`.
         """
         reader, pool = self._open()
         return load_open(
@@ -218,7 +218,7 @@ class LazyTensor:
     def to(self, *args: Any, **kwargs: Any) -> "torch.Tensor":
         """Return the full tensor on a device, or of another dtype: ``to("cuda")``, ``to(torch.float32)``.
 
-        The arguments are those of `torch.Tensor.to`. What was saved as a numpy array is returned as a tensor as well.
+        Takes the arguments of `torch.Tensor.to`. What was saved as a numpy array is returned as a tensor as well.
         """
         tensor: torch.Tensor = self._read((...,), "tensor")
         return tensor.to(*args, **kwargs)

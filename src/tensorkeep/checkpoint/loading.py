@@ -54,12 +54,13 @@ def load(
         Tensors and arrays to fill in place, on whatever device they are, and objects with a ``load_state_dict()``
         (modules, optimizers, schedulers, `tensorkeep.RandomState`), also one object alone. Filling is the fastest way,
         because no new memory is touched. Names, shapes, dtypes and shared memory are compared first, and nothing is
-        touched unless all of them fit: an object with a ``check_state_dict()`` is asked then. A new optimizer takes the
+        touched unless everything fits: an object with a ``check_state_dict()`` is asked then. A new optimizer takes the
         state that was saved; parameters with names (``param_names``) must have the saved ones.
 
-        A module may convert what was saved, as in its ``load_state_dict()``: a copy of it without memory is asked
-        before anything is read. What it takes as it is, is filled in place. A tied weight may be saved under one of its
-        names, and the names of either side may have the prefixes ``module.`` and ``_orig_mod.`` of wrappers.
+        A module may convert what was saved, as in its ``load_state_dict()``: a copy of the module without memory is
+        asked before anything is read. Tensors that it takes unchanged are filled in place. A tied weight may be saved
+        under a single name, and the names of either side may have the prefixes ``module.`` and ``_orig_mod.`` of
+        wrappers.
 
         A dict may lack entries of the checkpoint's top level, which are then not loaded: ``into={"model": model}``
         leaves a saved optimizer alone. Within each entry, and in a dict of tensors, nothing may be missing or extra.
@@ -76,10 +77,10 @@ def load(
         is left unchanged. Dtypes must still be the same. Objects other than modules are loaded as a whole or, if
         the checkpoint does not have them, not at all.
     group : torch.distributed.ProcessGroup, optional
-        The ranks that load together, such as ``torch.distributed.group.WORLD``; all of them call this. ``into`` may
-        then have DTensors, of which each rank reads its own part, by whatever ranks they were saved; a new optimizer
-        of such parameters takes a state that is divided as they are. The ranks may have different keys, as in
-        pipelines: only what none of them has is extra. If one of them fails, all raise.
+        The ranks that load together, such as ``torch.distributed.group.WORLD``; all ranks call this. ``into`` may
+        then have DTensors: every rank reads its own shards, whichever ranks saved them. A new optimizer of such
+        parameters takes a state that is sharded like the parameters. The ranks may have different keys, as in
+        pipelines: only what no rank has is extra. If one of them fails, all raise.
     timeout : float, optional
         Seconds to wait for the other ranks; 30 minutes by default.
     mmap : bool
@@ -96,8 +97,8 @@ def load(
     format : str, optional
         The name of the format, instead of looking.
     allow : str, class, or list of them, optional
-        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
-        read as dicts; their code is not run.
+        Classes outside torch\'s allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
+        read as dicts; their code never runs.
     progress : bool or callable, optional
         True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
         the reading threads, one call at a time.
@@ -120,8 +121,8 @@ def load(
         If a byte is not what was written; it names the file, the tensor and the block. Tensors given to ``into`` may
         then be partly filled.
     StateMismatchError
-        If ``into`` does not fit. Usually nothing was touched; the message names the cases in which an object refuses
-        its state later. With ``strict=False``, if nothing fits.
+        If ``into`` does not fit. Usually nothing was touched; the message says so if an object refused its state later.
+        With ``strict=False``, if nothing fits.
     UsageError
         If a pattern matches nothing, the device does not exist, or arguments exclude each other.
     RanksDisagreeError

@@ -30,7 +30,7 @@ class LoggedStep:
         Seconds since 1970 (UTC).
     metrics : dict of str to float
     nbytes, new_bytes : int
-        Bytes of its files, and of those that no earlier step of the run has.
+        Bytes of its files, and of the files that no earlier step of the run has.
     occupied_bytes : int
         The disk space of the new files.
     state_bytes : int
@@ -93,7 +93,7 @@ class RunLog:
         return next((step for step in self.steps if step.best), None)
 
     def as_dict(self, *, last: int | None = None) -> dict[str, Any]:
-        """Return the log as plain values, as ``--json`` prints it, with the last steps only or all of them."""
+        """Return the log as plain values, as ``--json`` prints it; only the ``last`` steps if given."""
         steps = self.steps if last is None else self.steps[-last:]
         return {**asdict(replace(self, steps=[])), "count": len(self.steps), "steps": [asdict(step) for step in steps]}
 
@@ -220,7 +220,7 @@ def _metric(steps: list[Step], metric: str | None, mode: str | None) -> str | No
 
 
 def _verified(path: Path, progress: Progress | None) -> str | None:
-    """Return what is wrong with a step after reading all of it."""
+    """Read a whole step and return what is wrong with it."""
     problems = verify_step(path, progress=progress).problems
     more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
     if not problems:

@@ -1,4 +1,4 @@
-"""Comparing the keys of a state with those of a checkpoint, and finding the objects that both have."""
+"""Matching a state with a checkpoint: keys, objects, selected tensors, shapes and dtypes."""
 
 import difflib
 import os
@@ -62,7 +62,7 @@ from tensorkeep.state.sharded import ShardedLeaf, is_dtensor
 from tensorkeep.state.skeleton import StateLeaf
 from tensorkeep.state.tree import node_tag, placeholders, state_leaves, unflatten
 
-# Comparing the keys of a state with those of a checkpoint, and finding the objects that both have.
+# Keys, and the objects that the state and the checkpoint both have.
 
 
 class KeyComparison:
@@ -182,9 +182,9 @@ def select_by_target(
     tensors: Mapping[str, KeyPath],
     objects: Mapping[KeyPath, tuple[StatefulObject, Any]],
 ) -> tuple[list[str], set[KeyPath]]:
-    """Return the names of the selected tensors, and the objects of which nothing is selected.
+    """Return the names of the selected tensors, and the objects without a selected tensor.
 
-    Objects without tensors are selected by their keys or those of the values in their states.
+    Objects without tensors are selected by their keys, or by the keys of values in their states.
     Raises UsageError if a pattern matches nothing, or some but not all tensors of an object other than a module.
     """
     if patterns is None:
@@ -204,13 +204,13 @@ def select_by_target(
             if not own_names[path] & tensors.keys() <= selected:
                 raise UsageError(
                     f"only some tensors of the {type(stateful.value).__name__} at {display(path)!r} are selected",
-                    remedy="select all or none of them",
+                    remedy="select all of its tensors, or none",
                 )
     return [name for name in tensors if name in selected], unselected
 
 
 def _names(path: KeyPath, saved: Any, tensors: Mapping[str, KeyPath]) -> set[str]:
-    """Return the names of an object's tensors; if it has none, its own name and those of the values in its state."""
+    """Return the names of an object's tensors; without tensors, its own name and the names of values in its state."""
     found = {name for name, keys in tensors.items() if keys[: len(path)] == path}
     return found or {display(path), *_value_names(saved, path)}
 
@@ -266,7 +266,7 @@ def _flat(nodes: Mapping[str, Any], around: Collection[str], prefix: str = "") -
 
 
 def named_as_saved(given: Any, saved: Any, leaves: Mapping[str, StateLeaf], path: KeyPath = ()) -> Any:
-    """Return a state whose modules have the names of the checkpoint; see `StatefulObject`.
+    """Return a state with the checkpoint's names for its modules; see `StatefulObject`.
 
     A name may differ in the keys of wrappers of modules. A name that the checkpoint lacks is left out if another name
     of the same tensor is in the checkpoint: many tools write a tied weight under one of its names only. ``leaves`` are
@@ -322,7 +322,7 @@ def _ties(leaves: Mapping[str, StateLeaf], path: KeyPath) -> dict[Key, list[Key]
 
 
 def tied_with(name: str, leaves: Mapping[str, StateLeaf]) -> list[str]:
-    """Return all names of a leaf's tensor; none if other leaves have parts of it."""
+    """Return all names of a leaf's tensor; none if other leaves share only a part."""
     aliases = find_aliases(found.leaf for found in leaves.values() if not isinstance(found.leaf, ShardedLeaf))
     base = aliases[name].of if name in aliases else name
     tied = {base: None} | {each: alias for each, alias in aliases.items() if alias.of == base}
@@ -362,14 +362,14 @@ def select_tensors(reader: Reader, candidates: Iterable[str], patterns: str | It
 
 
 def refuse_placeholders_named(reader: Reader, names: Collection[str]) -> None:
-    """Raise UnsupportedError if one of some names is that of a placeholder."""
+    """Raise UnsupportedError if a name belongs to a placeholder."""
     for found in placeholders(reader.flat.skeleton):
         if found.name in names:
             raise _unreadable(reader, found, found.name)
 
 
 def refuse_placeholders_of(reader: Reader, path: KeyPath, state: Any) -> None:
-    """Raise UnsupportedError if a part of the state, to which some keys lead, has a placeholder."""
+    """Raise UnsupportedError if there is a placeholder in the part of the state under some keys."""
     for keys, found in paths_to(state, Placeholder):
         raise _unreadable(reader, found, display((*path, *keys)))
 
@@ -399,7 +399,7 @@ def warn_of_attributes(reader: Reader) -> None:
 
 
 def check_same_checkpoint(reader: Reader, ranks: Ranks) -> None:
-    """Raise RanksDisagreeError unless all ranks have opened the same checkpoint, or copies of it."""
+    """Raise RanksDisagreeError unless all ranks have opened the same checkpoint, or equal copies."""
     found = ranks.caller.exchange([reader.identity(), os.fsencode(reader.path)], "opening the checkpoint")
     paths = [os.fsdecode(path) for _, path in found]
     for rank, (identity, _) in enumerate(found):
@@ -429,9 +429,9 @@ def loaded_by_others(
 def optimizer_state_like_parameters(
     objects: Mapping[KeyPath, StatefulObject], entries: Mapping[str, Entry], paths: Mapping[str, KeyPath]
 ) -> dict[str, tuple[ShardedLeaf, Any]]:
-    """Return memory for the saved tensors of optimizers whose parameters are DTensors, each divided as its parameter.
+    """Return memory for saved optimizer tensors of DTensor parameters, sharded like the parameters.
 
-    A new optimizer has no state yet whose memory could be filled. ``paths`` are the keys that lead to each saved
+    A new optimizer has no state to fill yet. ``paths`` are the keys that lead to each saved
     tensor. The result has the leaf and the DTensor by name.
     """
     import torch
@@ -468,12 +468,12 @@ class StateMatch:
     checks that itself. Numpy scalars are values and come back as they were saved. A dict may lack parts of the
     checkpoint (see `KeyComparison`). With ``select`` the state may have other keys than the checkpoint. Without
     ``strict`` that holds as well, and tensors of modules and outside of objects that do not fit by name and shape are
-    skipped; StateMismatchError if that leaves none of them.
+    skipped; StateMismatchError if nothing is left.
 
     ``objects`` has each object by the keys that lead to it, ``chosen`` the names of the wanted tensors, ``new`` those
-    that are loaded into new memory, ``unselected`` the objects of which nothing is wanted, and ``skipped`` what was
-    not strict. ``partial`` is whether either may have other keys. ``tied`` has the names of each tensor
-    of a module that was saved under all of them, with equal values as it is still to be checked.
+    that are loaded into new memory, ``unselected`` the objects without a wanted tensor, and ``skipped`` what was
+    not strict. ``partial`` is whether either side may have other keys. ``tied`` has the names of module tensors that
+    were saved under several names; their values must still be compared.
     """
 
     def __init__(
@@ -599,7 +599,7 @@ class StateMatch:
             self._choose_memory(found.wanted, found.given)
 
     def _choose_memory(self, wanted: set[str], given: set[str]) -> None:
-        """Fill the tensors of an object in place if all of them can be, else load all of them into new memory."""
+        """Fill the tensors of an object in place if every tensor can be, else load all into new memory."""
         if wanted != given or not all(map(self._can_fill, wanted)):
             self.new |= wanted
             self._replaced |= given
@@ -651,7 +651,7 @@ class StateMatch:
         self._different |= {display((*path, key)): what for key, what in answer.different.items()}
 
     def targets(self) -> dict[str, Target]:
-        """Return what is filled in place; StateMismatchError names up to five misfits of each kind."""
+        """Return what is filled in place. Raises StateMismatchError with up to five misfits per kind."""
         found = self._differences()
         if found:
             raise self._error(found)
@@ -704,7 +704,7 @@ class StateMatch:
         return found
 
     def _skip_misfits(self) -> None:
-        """Leave out the tensors that do not fit by name and shape, other than those of objects but modules."""
+        """Leave out the tensors of modules and dicts that do not fit by name and shape."""
         self.skipped = self._differences()
         filled, kept = self._filled(), self._kept()
         fitting = {name for name in kept if name in filled and self._has_saved_shape(name)}

@@ -1,4 +1,4 @@
-"""The buffers of saves: one memory budget for the copy of the state and the writing of it."""
+"""The buffers of saves: one memory budget for copying the state and writing it."""
 
 from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.errors import UsageError
@@ -78,7 +78,7 @@ class SaveMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """An upper bound of the peak of both pools together."""
+        """An upper bound of the peak of the two pools together."""
         return sum(pool.peak_bytes for pool in (self._staging, self._working) if pool is not None)
 
     def close(self) -> None:

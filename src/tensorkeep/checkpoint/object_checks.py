@@ -1,4 +1,4 @@
-"""Asking an object whether it accepts its saved state, before any of it is loaded."""
+"""Asking an object whether it accepts its saved state, before anything is loaded."""
 
 import copy
 import sys
@@ -39,7 +39,7 @@ class SavedTensor:
 
 @dataclass(slots=True)
 class MatchedObject:
-    """An object, its saved state, and the names of its selected tensors and of those that it has already."""
+    """An object, its saved state, and the names of its selected and of its existing tensors."""
 
     stateful: StatefulObject
     saved: Any
@@ -48,7 +48,7 @@ class MatchedObject:
 
 
 def is_module(value: object) -> bool:
-    """Return whether an object is a torch module, whose tensors exist and are filled in place."""
+    """Return whether an object is a torch module: its tensors exist and are filled in place."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
@@ -71,7 +71,7 @@ def in_own_names(stateful: StatefulObject, saved: Any) -> Any:
     found.update((key, item) for key, item in saved.items() if key not in taken)
     versions, own_versions = (getattr(each, "_metadata", None) for each in (saved, stateful.state))
     if versions is not None and own_versions is not None and versions.keys() != own_versions.keys():
-        # The version of each module. The innermost of several keys is the module inside its wrappers.
+        # The versions by module. The innermost of several keys is the module inside its wrappers.
         by_name = {unwrapped(key): version for key, version in sorted(versions.items(), key=lambda item: len(item[0]))}
         versions = {key: by_name[unwrapped(key)] for key in own_versions if unwrapped(key) in by_name}
     if versions is not None:
@@ -118,7 +118,7 @@ def ask_module(
 ) -> ModuleAnswer | None:
     """Ask a module what it does with a saved state, before data is read; None if it cannot answer.
 
-    Modules convert states that older versions of them have saved (hooks, ``_load_from_state_dict``). So a copy of the
+    Modules convert states that their older versions have saved (hooks, ``_load_from_state_dict``). So a copy of the
     module on the meta device loads tensors without data, except the keys of ``others``. If it refuses, it is asked
     without ``misfits``, which have other shapes. The module itself is unchanged.
     """
@@ -281,7 +281,7 @@ def _by_optimizer(optimizer: "torch.optim.Optimizer", saved: Any) -> Iterator[tu
 
 
 def _renamed_parameters(groups: Any, saved: Any) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the first parameter of each group that has another name than the saved one, if both have names.
+    """Yield, group by group, the first parameter with another name than the saved one, if both have names.
 
     Optimizers match parameters by position: a parameter would take the momentum of another one.
     """

@@ -11,7 +11,7 @@ ProgressOption = Progress | bool | None
 """A callback, True for a progress bar, or nothing."""
 
 _FULL_WIDTH = 72
-"""Columns of a terminal on which a bar also has the rate and the remaining time."""
+"""From this many terminal columns, a bar also has the rate and the remaining time."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def progress_bar(doing: str, *, of_bytes: bool = True) -> Iterator[Progress]:
 
 @contextmanager
 def drawn(progress: ProgressOption, doing: str) -> Iterator[Progress | None]:
-    """Yield the callback to use: the given one, that of a bar if stderr is a terminal and True was given, or None."""
+    """Yield the callback to use: the given function; for True, a bar if stderr is a terminal; else None."""
     if not isinstance(progress, bool):
         yield progress
     elif progress and sys.stderr.isatty():
@@ -45,7 +45,7 @@ def drawn(progress: ProgressOption, doing: str) -> Iterator[Progress | None]:
 
 
 def callback_only(progress: ProgressOption) -> Progress | None:
-    """Return the callback of a background save, for which nothing is drawn; UsageError if True was given."""
+    """Return the callback of a background save, which draws nothing. Raises UsageError for True."""
     if progress is True:
         raise UsageError(
             "progress=True draws a bar, which a save in the background would draw over the output of the program",

@@ -151,7 +151,7 @@ def read_all(
 
 
 def reads_of(reader: Reader, name: str, piece: Piece, pool: BufferPool) -> Iterator[tuple[Callable[[], None], int]]:
-    """Yield what fills the parts of a piece with a stored tensor, from any thread, and the bytes of each part."""
+    """Yield tasks that fill the parts of a piece from a stored tensor, in any thread, with their sizes in bytes."""
     block_bytes = reader.block_bytes(name)
     if piece.shape[1:] == piece.whole[1:]:
         # Full rows are one range of the tensor. Cut at its blocks, which may end within a row, it is read once.
@@ -224,7 +224,7 @@ def reading_threads(wanted: int, pool: BufferPool, *readers: Reader) -> int:
 
 
 def contiguous_in(reader: Reader, name: str) -> tuple[str, int] | None:
-    """Return the stored tensor in which a tensor is contiguous, and the byte where it begins; None for other views."""
+    """Return the stored tensor that holds a tensor contiguously, and its first byte there; None for other views."""
     alias = reader.flat.aliases.get(name)
     if alias is None:
         return name, 0
@@ -250,7 +250,7 @@ def fill(
 
 
 def fill_from_view(reader: Reader, leaf: ShardedLeaf, pool: BufferPool) -> None:
-    """Fill a DTensor from a view of a stored tensor, which is loaded in full unless the view is all of it."""
+    """Fill a DTensor from a view of a stored tensor, which is loaded in full unless the view is full, too."""
     alias = reader.flat.aliases[leaf.name]
     if alias.is_full(reader.flat.leaves[alias.of].shape):
         for piece in leaf.pieces():

@@ -107,7 +107,7 @@ def _is_registered_dataclass(kind: type) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StatefulObject:
-    """An object of a training state, and what its ``state_dict()`` returned, in which objects are wrapped as well.
+    """An object of a training state, and the result of its ``state_dict()``, with inner objects wrapped as well.
 
     If a module and a checkpoint name the same tensors differently, ``state`` has the checkpoint's names, and ``names``
     the module's names with the checkpoint's.
@@ -129,7 +129,7 @@ def is_stateful(value: object) -> bool:
 
 
 def wrap_objects(state: Any, path: KeyPath = (), *, depth: int = 0) -> Any:
-    """Return a state in which a `StatefulObject` stands for each object; UnsupportedLeafError if nested too deeply."""
+    """Replace every object by a `StatefulObject`. Raises UnsupportedLeafError if nested too deeply."""
     stateful = is_stateful(state)
     found = None if stateful else items(state)
     if isinstance(state, PerRank):
@@ -147,7 +147,7 @@ def wrap_objects(state: Any, path: KeyPath = (), *, depth: int = 0) -> Any:
 
 
 def unwrap_states(state: Any) -> Any:
-    """Return a state in which each wrapped object is replaced by its own state."""
+    """Replace every wrapped object by its own state."""
     if isinstance(state, StatefulObject):
         return unwrap_states(state.state)
     found = items(state)
@@ -155,7 +155,7 @@ def unwrap_states(state: Any) -> Any:
 
 
 def expand(state: Any) -> Any:
-    """Return a state in which each object is replaced by its ``state_dict()``; raise as `wrap_objects`."""
+    """Replace every object by its ``state_dict()``; raises as `wrap_objects`."""
     return unwrap_states(wrap_objects(state))
 
 
@@ -256,7 +256,7 @@ class PerRank:
 
 
 def for_rank(state: Any, rank: int | None) -> tuple[Any, dict[KeyPath, PerRank]]:
-    """Return a state in which a dict stands for each `PerRank`, with its value under the rank; and all of them by path.
+    """Replace every `PerRank` by a dict with its value under the rank; return the state and the `PerRank` by path.
 
     Raises UsageError if there is one, and ``rank`` is None because one process saves or loads alone.
     """

@@ -62,7 +62,7 @@ class Differences:
         return bool(self.missing or self.extra or self.different or self.unwritable)
 
     def error(self, path: Path, remedy: str | None = None) -> StateMismatchError:
-        """Return the error that names up to five tensors of each kind."""
+        """Return the error, with up to five tensors per kind."""
         missing, extra, different = self.names()
         return StateMismatchError(
             f"the state given to `into` does not fit the checkpoint; nothing was touched\n{self.lines()}",
@@ -78,7 +78,7 @@ class Differences:
         return tuple(self.missing), tuple(self.extra), tuple(self.different)
 
     def lines(self) -> str:
-        """Return lines that name up to five tensors of each kind."""
+        """Return lines with up to five tensors per kind."""
         more = len(self.different) - _MOST_NAMED
         return (
             _listed("only in the state", self.missing)
@@ -155,7 +155,7 @@ def sharing_conflict_of(
         for name, leaf in leaves.items()
         if difference_of(leaf, reader, name) is None
     }
-    # What one rank has of a DTensor shares memory with its other names only, of which `find_aliases` knows.
+    # The local tensor of a DTensor shares memory with its other names only, which `find_aliases` knows.
     sharded = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, ShardedLeaf)}
     for name, alias in find_aliases(sharded.values()).items():
         is_written = name in wanted or alias.of in wanted
@@ -206,7 +206,7 @@ class CopyPlan:
         self._given = given
         self._memory = {name: target.leaf for name, target in given.items() if target.fills}
         self._allocate([name for name in chosen if name not in given], device)
-        # One leaf for each stored tensor; other views of it are filled afterwards.
+        # One leaf for each stored tensor; other views are filled afterwards.
         flat = reader.flat
         self._stored = {name: leaf for name, leaf in self._memory.items() if name in flat.leaves}
         self._views: list[Leaf] = []
@@ -276,7 +276,7 @@ class CopyPlan:
                 fill(self._reader, leaf.name, leaf, pool)
 
     def values(self) -> dict[str, Array]:
-        """Return the tensor of each wanted name: the caller's own, or new memory and views of it."""
+        """Return the tensors by wanted name: the caller's own, or views of new memory."""
         values: dict[str, Array] = {}
         for name in self._chosen:
             if name in self._given:

@@ -36,7 +36,7 @@ class VerifyReport:
     tensors, nbytes : int
         The number of tensors, and their raw bytes that were read.
     placeholders : list of str
-        Values that cannot be read (see `Placeholder`): of them nothing but the checksums was checked.
+        Values that cannot be read (see `Placeholder`); only their checksums were checked.
 
     Examples
     --------
@@ -81,12 +81,12 @@ def verify(
     Parameters
     ----------
     path : path-like
-        A checkpoint, a step of a run such as ``"run@1200"``, or a run, of which all steps are verified.
+        A checkpoint, a step of a run such as ``"run@1200"``, or a run: then all steps are verified.
     format : str, optional
         The name of the format, instead of looking at the files.
     allow : str, class, or list of them, optional
-        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
-        read as dicts; their code is not run.
+        Classes outside torch\'s allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
+        read as dicts; their code never runs.
     progress : bool or callable, optional
         True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
         the reading threads, one call at a time; of a run, step by step.
