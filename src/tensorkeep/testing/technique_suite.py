@@ -206,7 +206,6 @@ class TechniqueSuite(ABC):
                 pytest.skip(f"{self.technique.name} {lack}")
 
     def config_with(self, variant: Mapping[str, Any]) -> Config:
-        """Return the configuration with the technique on."""
         return with_techniques(self.config, {self.technique.name: variant})
 
     @abstractmethod

@@ -87,7 +87,6 @@ class ChatSession:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all messages but the system message."""
         self.messages: list[dict[str, str]] = []
         self._first = self._tokenizer.opening
         if self._system is not None:

@@ -215,7 +215,6 @@ def _checked_dtype(dtype: torch.dtype | str) -> str:
 
 
 def _config_document(architecture: Architecture, config: ModelConfig, dtype: str, tokens: _SpecialTokens) -> bytes:
-    """Return the ``config.json``."""
     for name, end in tokens._asdict().items():
         if end is not None and not 0 <= end < config.vocab_size:
             raise UsageError(

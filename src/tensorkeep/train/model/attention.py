@@ -97,11 +97,9 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """The number of cached tokens."""
         return self.layers[0].length
 
     def clear(self) -> None:
-        """Remove all tokens."""
         self.tails.clear()
         self.documents = None
         # The memory is kept, and overwritten from position 0.

@@ -246,7 +246,6 @@ class ModelConfig(Section, frozen=True):
 
     @property
     def gated(self) -> bool:
-        """Whether the MLPs have a gate."""
         return self.activation in GATED
 
     @property

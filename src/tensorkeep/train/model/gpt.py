@@ -61,7 +61,6 @@ class MLP(nn.Module):
         self.activation = _ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the MLP, of the shape of x."""
         up: Tensor = self.up(x)
         hidden = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
         added: Tensor = self.dropout(self.down(hidden))
@@ -235,7 +234,6 @@ class GPT(nn.Module):
 
     @property
     def attentions(self) -> list[Attention]:
-        """The attention layers of the blocks."""
         return [block.attention for block in self.blocks]  # type: ignore[misc]
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:

@@ -283,8 +283,6 @@ class _Llama(msgspec.Struct, frozen=True):
 
 
 class _Rope(msgspec.Struct, frozen=True):
-    """The settings of rotary positions."""
-
     rope_theta: Positive | None = None
     factor: Positive | None = None
     low_freq_factor: Positive | None = None

@@ -33,7 +33,6 @@ class LoraLinear(nn.Linear):
         self.lora_b = nn.Parameter(torch.empty(outputs, lora.rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the layer and its adapter."""
         adapted = functional.linear(functional.linear(x, self.lora_a), self.lora_b)
         return super().forward(x) + self.scale * adapted
 
@@ -114,7 +113,6 @@ class RotaryPositions(nn.Module):
         self.sines = torch.cat((-angles.sin(), angles.sin()), dim=1).unsqueeze(1).to(device)
 
     def forward(self, start: int, stop: int) -> Rotation:
-        """Return the rotation of the positions from start to stop."""
         return self.cosines[start:stop], self.sines[start:stop]
 
 

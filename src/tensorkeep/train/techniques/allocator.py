@@ -57,7 +57,6 @@ class Allocator(Technique):
         return machine.missing_cuda() or (late if unset else None)
 
     def _requested(self) -> dict[str, Any]:
-        """Return the settings that have a value."""
         return {name: value for name, value in msgspec.structs.asdict(self.settings).items() if value is not None}
 
     def verify(self, run: Run) -> Verification:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tensorkeep.train.techniques.base import Proof, Run, Verification
 from tensorkeep.train.techniques.distributed import ParallelTechnique, before_each_batch, distribute_muon, shard_batches
-from tensorkeep.train.techniques.observe import Loss, few_rows, fingerprint, next_batch, replace_operation
+from tensorkeep.train.techniques.observe import Loss, few_rows, fingerprint, next_batch, observe_operation
 
 
 class Ddp(ParallelTechnique):
@@ -60,15 +60,14 @@ class Ddp(ParallelTechnique):
 
     def verify(self, run: Run) -> Verification:
         """Count the averaged numbers, and compare the gradients of the processes."""
-        clip, before, equal = run.operations.clip, self._reduced, False
+        before, equal = self._reduced, False
 
-        def observed_clip() -> Tensor:
+        def compare() -> None:
             nonlocal equal
             gradients = (each.grad for each in run.model.parameters())
             equal = run.world.all_equal(*(fingerprint(each) for each in gradients if each is not None))
-            return clip()
 
-        with replace_operation(run, "clip", observed_clip):
+        with observe_operation(run, "clip", before=compare):
             yield
         parameters = sum(each.numel() for each in run.model.parameters() if each.requires_grad)
         reduced = self._reduced - before

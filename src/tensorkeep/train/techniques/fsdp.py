@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -22,7 +21,7 @@ from tensorkeep.train.techniques.distributed import (
     shard_batches,
     sharded_parameters,
 )
-from tensorkeep.train.techniques.observe import replace_operation
+from tensorkeep.train.techniques.observe import observe_operation
 from tensorkeep.units import format_bytes
 
 
@@ -99,14 +98,13 @@ class Fsdp(ShardingTechnique):
 
     def verify(self, run: Run) -> Verification:
         """Check that every parameter is sharded and updated, and when gradients were exchanged."""
-        backward, exchanged = run.operations.backward, list[int]()
+        exchanged: list[int] = []
 
-        def observed_backward(value: Tensor) -> None:
-            backward(value)
+        def count() -> None:
             # A parameter has no gradient until its shard of the sum over all processes has arrived.
             exchanged.append(sum(each.grad is not None for each in run.model.parameters()))
 
-        with replace_operation(run, "backward", observed_backward):
+        with observe_operation(run, "backward", after=count):
             yield
         mesh, parameters = mesh_of(run), [name for name, _ in run.model.named_parameters()]
         self.check_sharded(run, dict.fromkeys(parameters, 0))

@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorkeep.errors import UsageError
 from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.techniques.base import Proof, Run, Section, Technique, Verification
-from tensorkeep.train.techniques.observe import count_updates, replace_operation
+from tensorkeep.train.techniques.observe import count_updates, observe_operation
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
 
@@ -63,15 +63,14 @@ class GradientAccumulation(Technique):
 
     def verify(self, run: Run) -> Verification:
         """Count the losses, their sequences, and the optimizer steps between the losses, which must be 0."""
-        loss, rows, early_steps = run.operations.loss, list[int](), 0
+        rows, early_steps = list[int](), 0
 
-        def observed_loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        def count(inputs: Tensor, targets: Tensor) -> None:
             nonlocal early_steps
             early_steps = updates.optimizer_steps.total()
             rows.append(len(inputs))
-            return loss(inputs, targets)
 
-        with replace_operation(run, "loss", observed_loss), count_updates(run) as updates:
+        with observe_operation(run, "loss", before=count), count_updates(run) as updates:
             yield
         expected, most = run.config.loop.accumulate, max(rows, default=0)
         batch = self._batches.batch_rows

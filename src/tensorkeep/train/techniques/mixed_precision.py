@@ -158,7 +158,6 @@ class MixedPrecision(Technique):
         return {} if self._scaler is None else {"scaler": self._scaler.state_dict(), "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
             self.skipped = int(state["skipped"])

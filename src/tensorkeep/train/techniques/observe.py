@@ -85,17 +85,29 @@ def replace_operation(run: Run, name: Operation, replacement: Callable[..., Any]
         setattr(run.operations, name, original)
 
 
+def observe_operation(
+    run: Run, name: Operation, *, before: Callable[..., object] | None = None, after: Callable[[], object] | None = None
+) -> AbstractContextManager[None]:
+    """Call functions before and after one of a run's `Operations`; ``before`` gets its arguments."""
+    operation = getattr(run.operations, name)
+
+    def observed(*arguments: Any) -> Any:
+        if before is not None:
+            before(*arguments)
+        result = operation(*arguments)
+        if after is not None:
+            after()
+        return result
+
+    return replace_operation(run, name, observed)
+
+
 @contextmanager
 def record_inputs(run: Run) -> Iterator[list[Tensor]]:
     """Record the inputs, on the CPU, of every call of the run's loss."""
-    loss, inputs_of_step = run.operations.loss, []
-
-    def recording_loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        inputs_of_step.append(inputs.cpu())
-        return loss(inputs, targets)
-
-    with replace_operation(run, "loss", recording_loss):
-        yield inputs_of_step
+    recorded: list[Tensor] = []
+    with observe_operation(run, "loss", before=lambda inputs, targets: recorded.append(inputs.cpu())):
+        yield recorded
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -114,17 +126,16 @@ class Updates:
 @contextmanager
 def count_updates(run: Run) -> Iterator[Updates]:
     """Count the updates of the weights, and the steps of every optimizer."""
-    updates, update = Updates(), run.operations.update
+    updates = Updates()
 
-    def counting_update() -> None:
+    def count() -> None:
         updates.count += 1
-        update()
 
     def counting_hook(name: str) -> Any:
         return lambda *arguments: updates.optimizer_steps.update([name])
 
     handles = (each.register_step_pre_hook(counting_hook(name)) for name, each in run.optimizers.items())
-    with hooked(handles), replace_operation(run, "update", counting_update):
+    with hooked(handles), observe_operation(run, "update", before=count):
         yield updates
 
 

@@ -115,7 +115,6 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the weights that have a gradient."""
         # The last step may still be copying the master weights, which this step overwrites.
         self._copied_back.synchronize()
         if not self._masters_are_current:

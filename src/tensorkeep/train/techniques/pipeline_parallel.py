@@ -79,7 +79,6 @@ class Stages:
         update_parameters(run, before)
 
     def compute(self, x: Tensor, start: int, cache: Cache | None = None) -> Tensor:
-        """Return the output of this process's blocks."""
         positions, rotation = self.model.positions, None
         if isinstance(positions, RotaryPositions):
             rotation = positions(start, start + x.shape[1])

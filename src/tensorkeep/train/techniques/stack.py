@@ -60,7 +60,6 @@ class Stack:
             )
 
     def configure(self, config: Config) -> Config:
-        """Return the configuration that the run uses."""
         # Each technique sees the configuration of the earlier ones.
         for each in self.techniques:
             config = each.configure(config)
@@ -75,12 +74,10 @@ class Stack:
             yield
 
     def apply(self, run: Run) -> None:
-        """Turn all techniques on."""
         for each in self.techniques:
             each.apply(run)
 
     def warm_up(self, run: Run) -> None:
-        """Prepare the first step with every technique."""
         for each in self.techniques:
             each.warm_up(run)
 
@@ -119,7 +116,6 @@ class Stack:
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         for each in self.techniques:
             if each.name in states:
                 each.load_state_dict(states[each.name])

@@ -115,7 +115,6 @@ def _restored_precision() -> Iterator[None]:
 
 
 def _matmul_error(device: torch.device) -> float:
-    """Return the relative error of a float32 matmul."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(_SIZE, _SIZE, generator=generator) for _ in range(2))
     exact = left.double() @ right.double()

@@ -62,7 +62,6 @@ class TritonKernel(Technique):
 
 
 def _forward(mlp: MLP, kind: str, count_launch: Callable[[str], object], x: Tensor) -> Tensor:
-    """Compute the same as `MLP.forward`."""
     from tensorkeep.train.techniques.triton_activations import activation
 
     up: Tensor = mlp.up(x)

@@ -29,7 +29,6 @@ class WrappedBatches:
 
     @property
     def context_length(self) -> int:
-        """Tokens in a window of the current batches."""
         return self._length() if self._length else self.inner.context_length
 
     @property
@@ -48,11 +47,9 @@ class WrappedBatches:
         self.inner.draw_part(part, parts)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state that is needed to continue with the next batch."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self.inner.load_state_dict(state)
 
 
