@@ -64,3 +64,11 @@ def test_error_kinds_and_exit_codes() -> None:
         7: "unsupported technique-not-active unsupported-leaf missing-extra",
     }
     assert kinds == {kind: code for code, words in expected.items() for kind in words.split()}
+
+
+def test_a_warning_names_the_line_outside_of_the_package() -> None:
+    inside = {"__name__": "tensorkeep.somewhere.deep", "warn": errors.warn_caller}
+    exec("def outer(): inner()\ndef inner(): warn('careful')", inside)
+    with pytest.warns(UserWarning, match="careful") as caught:
+        inside["outer"]()
+    assert caught[0].filename == __file__

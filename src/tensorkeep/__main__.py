@@ -1,4 +1,4 @@
-"""``python -m tensorkeep`` is the command line."""
+"""``python -m tensorkeep`` runs the command line."""
 
 import sys
 

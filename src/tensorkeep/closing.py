@@ -1,15 +1,15 @@
-"""Base class of context managers that call `close()`."""
+"""Base class of context managers that release something."""
 
 from abc import ABC, abstractmethod
 from typing import Self
 
 
 class Closing(ABC):
-    """A context manager that calls its `close`."""
+    """A context manager that calls `close` at its end."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what it holds; a second call does nothing."""
+        """Release all resources; a second call does nothing."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
-"""Every error class of Tensorkeep.
+"""Every error class of Tensorkeep, and warnings.
 
-Grouped by what the caller does next. Each has a stable ``kind``, the exit code of the command line, and the built-in
-exception that it resembles as a second base, so that ``except FileNotFoundError`` works as expected::
+The tree groups errors by what the caller does next. An error has a stable ``kind``, the exit code of the command line,
+and a built-in exception as a second base, so that ``except FileNotFoundError`` works as expected::
 
     TensorkeepError
     ├── DivergedError (ArithmeticError)             1  training diverged; resume from a checkpoint with gentler settings
@@ -27,6 +27,7 @@ import errno as codes
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Collection
 from typing import Any, ClassVar, TypedDict, Unpack
 
@@ -34,7 +35,7 @@ PathLike = str | os.PathLike[str]
 
 
 class Context(TypedDict, total=False):
-    """Where an error happened and what to do about it; keyword arguments of every error, except for the last ones."""
+    """Keyword arguments of errors: where an error happened, and what to do about it."""
 
     path: PathLike | None
     name: str | None
@@ -78,7 +79,7 @@ class TensorkeepError(Exception):
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
-    # Shadows the slots of ImportError and OSError, whose constructors reset them and which pickle would lose.
+    # Shadow the slots of ImportError and OSError: their constructors reset the slots, and pickle would lose them.
     name: str | None = None
     remedy: str | None = None
 
@@ -121,7 +122,7 @@ class StateMismatchError(UsageError, kind="state-mismatch"):
     Attributes
     ----------
     missing, extra, different : tuple of str
-        Names that only the state has, that only the checkpoint has, and that differ in shape or dtype.
+        Names in the state only, names in the checkpoint only, and names that differ in shape or dtype.
     """
 
     missing: tuple[str, ...] = ()
@@ -139,7 +140,7 @@ class StateMismatchWarning(UserWarning):
     Attributes
     ----------
     missing, extra, different : tuple of str
-        Names that only the state has, that only the checkpoint has, and that differ in shape.
+        Names in the state only, names in the checkpoint only, and names that differ in shape.
 
     Examples
     --------
@@ -236,13 +237,13 @@ class TechniqueNotActiveError(UnsupportedError, kind="technique-not-active"):
 
 
 class MissingExtraError(UnsupportedError, ImportError, kind="missing-extra"):
-    """An optional dependency is not installed; the remedy is that of `installation_of`."""
+    """An optional dependency is not installed. The remedy is the command that installs it."""
 
 
 def import_extra(module: str, extra: str, what: str) -> Any:
     """Import a module of an optional dependency.
 
-    Raises MissingExtraError if it is not installed; ``what`` says what needs it: ``"the plots need matplotlib"``.
+    Raises MissingExtraError if it is not installed. ``what`` begins the message: ``"the plots need matplotlib"``.
     """
     try:
         return importlib.import_module(module)
@@ -251,18 +252,24 @@ def import_extra(module: str, extra: str, what: str) -> Any:
 
 
 def installation_of(extra: str) -> str:
-    """Return the remedy for an extra that is not installed. Tensorkeep is installed from a clone, not from PyPI."""
+    """Return the command that installs an extra, from a clone: Tensorkeep is not on PyPI."""
     return f"in a clone of Tensorkeep: pip install '.[{extra}]'"
 
 
 def did_you_mean(name: str, known: Collection[str], what: str = "known") -> str:
-    """Return the remedy for an unknown name: the nearest known one, or all of them after ``what``."""
+    """Return the remedy for an unknown name: the nearest known name, or ``what`` and all known names."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"{what}: {', '.join(known) or 'none'}"
 
 
+def warn_caller(message: str | Warning) -> None:
+    """Warn at the line outside of this package that led here, however deep the call is."""
+    warnings.warn(message, stacklevel=stack_level_of_caller())
+
+
 def stack_level_of_caller() -> int:
-    """Return the ``stacklevel`` with which the function that calls this warns the code that uses this package."""
+    """Return the ``stacklevel`` of the first frame outside of this package, for the function that calls this."""
+    # `skip_file_prefixes` does this from Python 3.12 on.
     package = __name__.partition(".")[0]
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(f"{package}."):
@@ -276,8 +283,8 @@ def first_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception is one that Python or torch raises when an allocation fails."""
-    # torch raises RuntimeErrors, and on the CPU without a class of their own.
+    """Return whether Python or torch raised an exception because an allocation failed."""
+    # torch raises RuntimeError: on a GPU a subclass, on the CPU only a message.
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
         and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))

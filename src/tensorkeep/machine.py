@@ -1,6 +1,6 @@
 """This machine: versions, processors, memory, control groups, GPUs and file systems.
 
-The only module that asks the kernel about them. Every function reads afresh, because limits and free memory change.
+No other module asks the kernel about them. Every function reads afresh, because limits and free memory change.
 """
 
 import ctypes
@@ -28,9 +28,9 @@ _PEERS = ("tensorstore", "orbax-checkpoint", "jax", "zipnn")
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return all that is known of this machine, for a bug report or a results file. Raises the errors of `storage`.
+    """Return a description of this machine, for a bug report or a results file. Raises the errors of `storage`.
 
-    ``path`` is a folder, in which a small file is written and removed.
+    ``path`` is a folder on the file system to describe; a small file is written there and removed.
     """
     return {
         "versions": versions(),
@@ -42,7 +42,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the version of Python, of the kernel and of each package; None for one that is not installed."""
+    """Return the versions of Python, the kernel and packages; None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "kernel": platform.release()}
     for package in (*_PACKAGES, *_PEERS):
         try:
@@ -56,7 +56,7 @@ def versions() -> dict[str, str | None]:
 
 
 def processor() -> dict[str, Any]:
-    """Return the model of the CPU, its logical cores, and how many of them this process may use."""
+    """Return the model of the CPU, its number of logical cores, and the number that this process may use."""
     names = (line.partition(":")[2].strip() for line in _lines(_PROC / "cpuinfo") if line.startswith("model name"))
     return {
         "model": next(names, platform.machine()),
@@ -67,11 +67,9 @@ def processor() -> dict[str, Any]:
 
 @cache
 def multiplies_bfloat16_fast(*, proc: Path = _PROC) -> bool:
-    """Return whether this CPU multiplies matrices faster in bfloat16 than in float32, by the features it lists.
-
-    AMX does, and so do Arm's instructions and AMD's of AVX-512. Intel's of AVX-512, without AMX, take twice as long as
-    float32, and without such instructions bfloat16 is converted.
-    """
+    """Return whether matmuls in bfloat16 are faster than in float32, judged by the features that the CPU lists."""
+    # Faster: AMX, bf16 of Arm, and avx512_bf16 of AMD. avx512_bf16 of Intel, without AMX, takes twice as long as
+    # float32. Without such instructions bfloat16 is converted.
     fields = dict(line.split(":", 1) for line in _lines(proc / "cpuinfo") if ":" in line)
     found = {name.strip(): value.split() for name, value in fields.items()}
     features = {*found.get("flags", ()), *found.get("Features", ())}
@@ -80,7 +78,7 @@ def multiplies_bfloat16_fast(*, proc: Path = _PROC) -> bool:
 
 
 def thread_wait_seconds(*, own: bool = False, proc: Path = _PROC) -> float:
-    """Return how long the threads of this process have waited for a processor, together; 0 if it is not counted.
+    """Return the seconds that the threads of this process have waited for a processor; 0 if the kernel does not count.
 
     With ``own``, only the thread that calls counts.
     """
@@ -95,7 +93,7 @@ def usable_processors() -> set[int]:
 
 
 def physical_cores(processors: Iterable[int], *, cpus: Path = _CPUS) -> set[int]:
-    """Return the first of the given logical processors of each physical core; the others are its hyper-threads."""
+    """Return one of the given logical processors per physical core; the others are hyper-threads."""
     first_of_core: dict[str, int] = {}
     for number in sorted(processors):
         siblings = _lines(cpus / f"cpu{number}" / "topology" / "thread_siblings_list")
@@ -104,7 +102,7 @@ def physical_cores(processors: Iterable[int], *, cpus: Path = _CPUS) -> set[int]
 
 
 def thread_ids() -> list[int]:
-    """Return the kernel's ids of all threads of this process, those of libraries included."""
+    """Return the kernel's ids of all threads of this process, with the threads of libraries."""
     return [int(task.name) for task in (_PROC / "self" / "task").iterdir()]
 
 
@@ -112,9 +110,9 @@ def thread_ids() -> list[int]:
 
 
 def memory() -> dict[str, Any]:
-    """Return the memory of the machine, and what this process may use of it.
+    """Return the memory of the machine, and the memory that this process may use.
 
-    ``limit_bytes`` is the smallest limit of the process's control groups, None without one.
+    ``limit_bytes`` is the smallest limit of the process's control groups, None without a limit.
     """
     huge_pages = next(iter(_lines(_HUGE_PAGES)), "")
     return {
@@ -128,8 +126,7 @@ def memory() -> dict[str, Any]:
 def available_bytes(*, proc: Path = _PROC, groups: Path = _GROUPS) -> int:
     """Return the bytes of memory that this process can still allocate without swapping.
 
-    The minimum of ``MemAvailable`` and of what each control group above the process (version 1 or 2) has left. Page
-    cache that a group can drop counts as left.
+    The minimum of ``MemAvailable`` and of the rest of every control group above the process (version 1 or 2).
     """
     unused = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
     left = [max(0, limit - used) for limit, used in _group_limits(proc, groups)]
@@ -152,7 +149,7 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes(*, proc: Path = _PROC) -> int:
     """Return the most resident memory since the start or the last `reset_peak_resident` (``VmHWM``)."""
-    # getrusage is the second choice: it begins with the peak of the process that started this one.
+    # getrusage is the second choice: it begins with the peak of the parent process.
     rusage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return _sizes(proc / "self" / "status").get("VmHWM", rusage)
 
@@ -166,11 +163,11 @@ def reset_peak_resident() -> None:
 
 
 def family(process: int) -> list[int]:
-    """Return the ids of a process and of all processes that it has started, directly or not, as far as they run."""
+    """Return the ids of a process and of its running descendants."""
     children: dict[int, list[int]] = {}
     for place in _PROC.iterdir():
         if place.name.isdecimal():
-            # The name of the program, in brackets, may hold anything.
+            # The name of the program is in brackets, and may contain brackets and blanks.
             fields = "".join(_lines(place / "stat")).rpartition(")")[2].split()
             if len(fields) > 1:
                 children.setdefault(int(fields[1]), []).append(int(place.name))
@@ -181,13 +178,13 @@ def family(process: int) -> list[int]:
 
 
 def private_bytes(process: int) -> int:
-    """Return the memory of a process, by its id, without the files that it maps; 0 if it has ended."""
+    """Return the memory of a process without mapped files; 0 if the process has ended."""
     sizes = _sizes(_PROC / str(process) / "status")
     return sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0)
 
 
 def written_bytes(pid: int | None = None) -> int:
-    """Return the bytes that a process, or this one, has caused to be written; UnsupportedError if not counted."""
+    """Return the bytes that a process, by default this one, has written; UnsupportedError if the kernel counts none."""
     path = _PROC / ("self" if pid is None else str(pid)) / "io"
     for line in _lines(path):
         name, _, count = line.partition(": ")
@@ -196,10 +193,10 @@ def written_bytes(pid: int | None = None) -> int:
     raise UnsupportedError("the kernel does not count what is written", path=path)
 
 
+# Limits above this mean no limit: version 1 of control groups reports a number just below 2**63.
 _NO_LIMIT = 2**60
-"""Version 1 of control groups reports a number just below 2**63 for no limit."""
 
-# Control groups version 2, then version 1: the limit, what is used, and how much of that is page cache to be dropped.
+# Control groups version 2, then version 1: the limit, the usage, and the page cache in it that the kernel can drop.
 _GROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -207,7 +204,7 @@ _GROUP_FILES = (
 
 
 def _group_limits(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the used bytes of each control group of the process that has a limit."""
+    """Yield (limit, used bytes) of the process's control groups that have a limit."""
     for folder in _group_folders(proc, groups):
         for limit_file, usage_file, cache_name in _GROUP_FILES:
             limit, usage = (next(iter(_lines(folder / name)), "") for name in (limit_file, usage_file))
@@ -217,15 +214,15 @@ def _group_limits(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
-    """Yield the folders of the process's memory groups and of those above them, as far as they are visible."""
+    """Yield the visible folders of the process's memory groups and of their parents."""
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         root = groups / "memory" if controllers else groups
         place = PurePosixPath(path.lstrip("/"))
-        # In a container the group's own folder is what is mounted as the root.
-        # Unlike Path.is_dir(), this raises nothing for a folder that may not be looked into.
+        # In a container, the root is the group's own folder.
+        # Path.is_dir() would raise PermissionError for a folder without search permission.
         yield from (root / group for group in (place, *place.parents) if os.path.isdir(root / group))
 
 
@@ -233,7 +230,7 @@ def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Return the name and the memory of each CUDA device."""
+    """Return the names and the memory of the CUDA devices."""
     import torch
 
     if not torch.cuda.is_available():
@@ -243,9 +240,10 @@ def devices() -> list[dict[str, Any]]:
 
 
 def storage(path: Path) -> dict[str, Any]:
-    """Return a folder's file system, its free bytes, and whether it accepts direct I/O; NotFoundError without it.
+    """Return a folder's file system, its free bytes, and whether it accepts direct I/O.
 
-    If nothing can be written, ``direct_io`` is None and ``problem`` is the reason.
+    If nothing can be written, ``direct_io`` is None and ``problem`` is the reason. Raises NotFoundError if the folder
+    does not exist.
     """
     if not path.is_dir():
         raise NotFoundError("there is no such folder", path=path, remedy="give an existing folder with --path")
@@ -272,7 +270,7 @@ def lock_holder(fd: int) -> int | None:
 
 
 def _direct_io(folder: Path) -> tuple[bool | None, str | None]:
-    """Try a direct write: some file systems accept the flag and refuse the first write."""
+    """Try a direct write. Opening is not enough: some file systems accept the flag and refuse the first write."""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".tensorkeep-env-") as scratch:
             fd = os.open(Path(scratch) / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
@@ -291,9 +289,9 @@ def _mount(path: Path) -> tuple[str | None, str | None]:
     longest = -1
     for line in _lines(_PROC / "self" / "mountinfo"):
         left, _, right = line.partition(" - ")
-        # The kernel writes blanks and backslashes in octal.
+        # The kernel escapes blanks and backslashes in octal.
         point = left.split()[4].encode("latin-1", "backslashreplace").decode("unicode_escape")
-        # Of two mounts at one place the later one hides the earlier.
+        # A later mount at the same place hides the earlier one.
         if path.is_relative_to(point) and len(point) >= longest:
             longest, best = len(point), (right.split()[0], point)
     return best
@@ -304,15 +302,13 @@ _MFD_CLOEXEC = 1
 
 @cache
 def libc() -> ctypes.CDLL:
-    """Return the C library, for calls that Python does not have; their error is in ``ctypes.get_errno()``."""
+    """Return the C library, for calls that Python does not have. ``ctypes.get_errno()`` has the error of a call."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 def memory_file() -> int:
-    """Return the descriptor of a new, unnamed file in memory; OSError if the kernel refuses.
-
-    A Python that was built for an older C library, as those of conda and uv are, has no ``os.memfd_create``.
-    """
+    """Return the descriptor of a new, unnamed file in memory; OSError if the kernel refuses."""
+    # Not os.memfd_create: a Python built for an older C library, such as conda's and uv's, does not have it.
     fd: int = libc().memfd_create(b"tensorkeep", _MFD_CLOEXEC)
     if fd < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -326,7 +322,7 @@ def _sizes(path: Path) -> dict[str, int]:
 
 
 def _lines(path: Path) -> list[str]:
-    # Not every kernel and container has each of these files.
+    # Some of these files are missing in old kernels and in containers.
     try:
         return path.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The stand-in for a value of a checkpoint that cannot be read."""
+"""A stand-in for a value of a checkpoint that cannot be read."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -9,22 +9,22 @@ from tensorkeep.errors import UnsupportedError
 class Placeholder:
     """A value of a checkpoint that cannot be read; everything around it is loaded as usual.
 
-    It is in the place of an object of a class that is not allowed, a reference of a container to itself, a function, a
-    sparse, quantised, nested or meta tensor, an array of strings, a tensor of a dtype that neither torch nor numpy has,
-    and the like. `tensorkeep.info` and ``tensorkeep ls`` list it, and `tensorkeep.load` warns about it. With ``select``
-    it is left out.
+    It stands for an object of a class that is not allowed, a reference of a container to itself, a function, a sparse,
+    quantised, nested or meta tensor, an array of strings, a tensor of a dtype that neither torch nor numpy has, and the
+    like. `tensorkeep.info` and ``tensorkeep ls`` list it, `tensorkeep.load` warns about it, and ``select`` leaves it
+    out.
 
-    Only ``name``, ``what``, ``remedy``, ``repr()``, ``str()``, ``isinstance()``, ``is``, copying and pickling work.
-    All else raises UnsupportedError: other attributes, items, ``len()``, ``in``, iteration, truth, a call, ``==`` and
-    other comparisons, arithmetic, conversions to a number, an index or bytes. `tensorkeep.save` and
+    A placeholder has only ``name``, ``what``, ``remedy``, ``repr()``, ``str()``, ``isinstance()``, ``is``, copies and
+    pickles. All other operations raise UnsupportedError: attributes, items, ``len()``, ``in``, iteration, truth, a
+    call, comparisons, arithmetic, and conversions to a number, an index or bytes. `tensorkeep.save` and
     `tensorkeep.convert` refuse it.
 
     Attributes
     ----------
     name : str
-        The dotted name of its place in the state.
+        The dotted name in the state.
     what : str
-        What is there, and why it cannot be read.
+        What the value is, and why it cannot be read.
     remedy : str
         What to do.
 
@@ -56,7 +56,7 @@ class Placeholder:
         return Placeholder, (self.name, self.what, self.remedy)
 
     def __getattr__(self, attribute: str) -> Any:
-        # Protocols that are asked for by name (copy, numpy, pickle) are absent rather than broken.
+        # copy, numpy and pickle look for protocols by name; a protocol must be absent, and not raise.
         if attribute.startswith("__") and attribute.endswith("__"):
             raise AttributeError(attribute)
         self._raise()

@@ -1,12 +1,12 @@
 """Plug-ins: formats, codecs and techniques, found by their entry points.
 
-The built-in ones are listed in this package's own ``pyproject.toml`` exactly as a third party lists its own::
+This package lists its built-in plug-ins in its own ``pyproject.toml``, as a third party does::
 
     [project.entry-points."tensorkeep.formats"]
     mine = "my_package.my_format:FORMAT"
 
-Each kind has one `Registry`, beside the contract that its plug-ins fulfil: ``codecs.base.CODECS``,
-``formats.base.FORMATS`` and ``train.techniques.base.TECHNIQUE_CLASSES``.
+A kind has one `Registry`, beside the base class of its plug-ins: ``codecs.base.CODECS``, ``formats.base.FORMATS`` and
+``train.techniques.base.TECHNIQUE_CLASSES``. Commands are listed in ``cli/commands.py``.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ P = TypeVar("P")
 
 
 class Registry(Generic[P]):
-    """The plug-ins of one kind, imported on first use: ``Registry("codec")`` has those of ``tensorkeep.codecs``."""
+    """The plug-ins of a kind, imported on first use: ``Registry("codec")`` reads the group ``tensorkeep.codecs``."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -34,8 +34,8 @@ class Registry(Generic[P]):
 
     @cached_property
     def _entries(self) -> dict[str, EntryPoint]:
-        # Takes 10 ms: the metadata of everything that is installed is read. A third party cannot replace a built-in
-        # plug-in by one of the same name.
+        # Takes 10 ms, because it reads the metadata of all installed packages. Built-in plug-ins come last, so that a
+        # third party cannot replace one by using its name.
         return {entry.name: entry for entry in entry_points(group=self._group)} | self._built_in
 
     def names(self) -> list[str]:
@@ -43,17 +43,17 @@ class Registry(Generic[P]):
         return sorted(self._entries)
 
     def __iter__(self) -> Iterator[P]:
-        """Yield the plug-ins, each imported when it is reached: built-in ones, then third parties'."""
+        """Import and yield the plug-ins one by one, the built-in ones first."""
         yield from map(self.get, sorted(self._built_in))
         yield from (self.get(name) for name in self.names() if name not in self._built_in)
 
     def get(self, name: str) -> P:
-        """Return a plug-in; the remedy of the UnsupportedError for an unknown name gives the nearest one."""
+        """Return a plug-in; UnsupportedError with the nearest name if the name is unknown."""
         if name in self._loaded:
             return self._loaded[name]
         entry = self._built_in.get(name) or self._entries.get(name)
         if entry is None:
             remedy = did_you_mean(name, self.names()) if self._entries else "reinstall tensorkeep"
             raise UnsupportedError(f"there is no {self._kind} named {name!r}", remedy=remedy)
-        # What an entry point names is not typed: the conformance suite of the kind checks it.
+        # The type of a loaded object is not known here: the conformance suite of the kind checks it.
         return self._loaded.setdefault(name, entry.load())

@@ -1,7 +1,7 @@
-"""Types that msgspec decodes, prepared so that threads may use them at once.
+"""Types for msgspec that threads may decode at once.
 
-msgspec looks at a struct when it is first used, and keeps what it found with the class before that is complete. A
-second thread that uses the struct meanwhile ends the process with a segmentation fault (msgspec 0.22).
+msgspec 0.22 analyses a struct at its first use, and attaches the analysis to the class before it is complete. A second
+thread that uses the struct meanwhile ends the process with a segmentation fault. So a lock guards the first use.
 """
 
 import os
@@ -13,7 +13,7 @@ import msgspec
 T = TypeVar("T")
 
 _prepared: set[object] = set()
-_lock = threading.RLock()  # a signal handler may use a struct while its thread prepares another one
+_lock = threading.RLock()  # reentrant: a signal handler may use a struct while its thread prepares another one
 
 
 def _reset() -> None:
@@ -21,7 +21,7 @@ def _reset() -> None:
     _lock = threading.RLock()
 
 
-# A thread that held it does not exist in a forked child.
+# The forked child has no thread that would release the lock of its parent.
 os.register_at_fork(after_in_child=_reset)
 
 
@@ -41,5 +41,5 @@ def prepared(kind: type[T]) -> type[T]:
 
 
 def json_decoder(kind: type[T]) -> "msgspec.json.Decoder[T]":
-    """Return a decoder of a type, made while no other thread prepares one."""
+    """Return a decoder of a type that threads may use."""
     return msgspec.json.Decoder(prepared(kind))

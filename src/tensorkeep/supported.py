@@ -1,6 +1,6 @@
 """Where Tensorkeep runs: Linux, Python 3.11 or later, 64 bits, little-endian.
 
-Every Python 3 must be able to run this file, so that an old one raises the error below instead of a syntax error.
+The syntax of this file is old on purpose: an old Python must raise the error below, and not a SyntaxError.
 """
 
 import sys

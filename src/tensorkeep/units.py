@@ -23,8 +23,8 @@ _SECONDS = {
 }
 
 
+# Below this, the time is mostly the time of opening files, and a rate would mislead.
 _FEW_BYTES = 10_000_000
-"""Below this, the time for opening files dominates, and a rate means nothing."""
 
 
 def format_bytes(count: float) -> str:
@@ -39,15 +39,15 @@ def format_bytes(count: float) -> str:
 
 
 def format_least_bytes(count: int) -> str:
-    """Return the fewest whole MiB that hold so many bytes, such as ``64MiB``; `parse_bytes` reads the text.
+    """Return a byte count rounded up to whole MiB, such as ``64MiB``, as `parse_bytes` reads it.
 
-    For remedies: the rounded text of `format_bytes` may be less than is needed.
+    For remedies: the text of `format_bytes` may be rounded down to less than is needed.
     """
     return f"{-(-count // 1024**2)}MiB"
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the bytes that a text such as ``256MiB`` or ``1024`` stands for; UsageError for another one."""
+    """Return the bytes in a text such as ``256MiB`` or ``1024``; UsageError if the text is not a size."""
     return text if type(text) is int else int(_parse(str(text), _BYTES, "a size", "256MiB or 4GB"))
 
 
@@ -57,7 +57,7 @@ def format_rate(count: float, seconds: float) -> str:
 
 
 def format_speed(count: float, seconds: float) -> str:
-    """Return a duration, with the rate if there were enough bytes for one: ``4.56 s at 2.41 GB/s``."""
+    """Return a duration, with the rate for more than 10 MB: ``4.56 s at 2.41 GB/s``."""
     rate = f" at {format_rate(count, seconds)}" if count >= _FEW_BYTES else ""
     return f"{format_seconds(seconds)}{rate}"
 
@@ -77,7 +77,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Return how long ago something was, in one unit, such as ``42 s``, ``5 min``, ``3 h`` or ``12 d``."""
+    """Return an age in one unit, such as ``42 s``, ``5 min``, ``3 h`` or ``12 d``."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:,.0f} {unit}"
@@ -90,7 +90,7 @@ def format_moment(seconds: float) -> str:
 
 
 def parse_seconds(text: str | float) -> float:
-    """Return the seconds that a text such as ``90s`` or ``2 hours`` stands for; UsageError for another one."""
+    """Return the seconds in a text such as ``90s`` or ``2 hours``; UsageError if the text is not a duration."""
     return _parse(str(text), _SECONDS, "a duration", "90s or 10min")
 
 

@@ -115,6 +115,7 @@ GROUPS = {
     "tune": "Find the best settings for this machine.",
 }
 
+# Examples for ``--help`` and the manual page. A test parses every example.
 _EXAMPLES = """
 tensorkeep info model.safetensors
 tensorkeep info run
@@ -182,7 +183,6 @@ tensorkeep completion fish > ~/.config/fish/completions/tensorkeep.fish
 tensorkeep man > ~/.local/share/man/man1/tensorkeep.1
 tensorkeep man | man -l -
 """
-"""Examples for ``--help`` and the manual page. A test parses every example."""
 
 
 def _examples() -> dict[str, tuple[str, ...]]:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from cyclopts.help import HelpPanel
     from rich.console import Console, ConsoleOptions
 
+# A width of the console at which no line is wrapped: man and the browser wrap the text.
 _UNWRAPPED = 1 << 16
-"""A width of the console at which no line is wrapped: man and the browser wrap the text."""
 
 
 def show_whole_docstring(app: App) -> None:

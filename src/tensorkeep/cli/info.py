@@ -17,11 +17,11 @@ from tensorkeep.cli.text import Table, print_lines, ratio
 from tensorkeep.runs.address import steps_of_run
 from tensorkeep.units import counted, format_bytes, format_moment
 
+# Further ranks are shown as one row.
 _MOST_RANKS = 16
-"""Further ranks are shown as one row."""
 
+# Details that are not printed as phrases of the first line.
 _OWN_LINES = ("files", "version", "step", "history", "space", "ranks", "layouts", "unused_files")
-"""Details that are not printed as phrases of the first line."""
 
 
 def info(

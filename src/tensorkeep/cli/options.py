@@ -27,11 +27,11 @@ from tensorkeep.units import parse_bytes
 
 _PREFIX = "TENSORKEEP_"
 
+# The table that ``tensorkeep tune checkpoint`` writes. The library reads it in every command that saves.
 _SAVE_TABLE = "save"
-"""The table that ``tensorkeep tune checkpoint`` writes. The library reads it in every command that saves."""
 
+# The tables within it, such as ``[train.optim]``, are settings of a recipe. ``tensorkeep train`` reads them.
 _TRAIN_TABLE = "train"
-"""The tables within it, such as ``[train.optim]``, are settings of a recipe. ``tensorkeep train`` reads them."""
 
 
 def _size(kind: type, tokens: Sequence[Token]) -> int:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 EVERYWHERE = Group("Everywhere", sort_key=100)
 
+# Columns of a terminal: the least for the label of a progress bar, and the columns for the bar itself.
 _LEAST_LABEL, _BAR_COLUMNS = 16, 28
-"""Columns of a terminal: the least for the label of a progress bar, and the columns for the bar itself."""
 
 
 @Parameter(name="*", group=EVERYWHERE, negative="", show_default=False)

@@ -23,8 +23,8 @@ _RULES = (
     "--broken for damaged steps only; and --dry-run to see first what they delete"
 )
 
+# The most steps that are listed before the question.
 _SHOWN = 20
-"""The most steps that are listed before the question."""
 
 
 @Parameter(name="*")

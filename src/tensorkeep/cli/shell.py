@@ -8,8 +8,8 @@ from tensorkeep.cli.help import manual_page
 from tensorkeep.cli.main import EPILOGUE, build_app
 from tensorkeep.cli.output import DEFAULT, Output
 
+# A positional argument in the zsh script that has no completion yet.
 _ZSH_POSITIONAL = re.compile(r"^( *'(?:\d+|\*):(?:[^'\\:]|\\.|'\\'')+)'", re.MULTILINE)
-"""A positional argument in the zsh script that has no completion yet."""
 
 _ZSH_END = """
 if [[ $funcstack[1] == _tensorkeep ]]; then

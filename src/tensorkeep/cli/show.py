@@ -25,8 +25,8 @@ from tensorkeep.units import format_bytes
 
 _TONES = {"good": True, "bad": False}
 
+# Columns that a narrow terminal may leave out.
 _SPARE = ("tensors", "ratio", "different")
-"""Columns that a narrow terminal may leave out."""
 
 
 def show(

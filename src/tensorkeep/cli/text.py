@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 _GAP = "  "
 
+# The least width of a column of names or text, unless all its cells are shorter.
 _NARROWEST = 8
-"""The least width of a column of names or text, unless all its cells are shorter."""
 
+# Longer words are shortened where a table is too wide.
 _LONGEST_WORD = 16
-"""Longer words are shortened where a table is too wide."""
 
+# A width of names or text that is worth leaving out other columns.
 _COMFORTABLE = 30
-"""A width of names or text that is worth leaving out other columns."""
 
 
 def printable(text: str) -> str:
@@ -91,12 +91,12 @@ def print_verdict(verdict: str, rest: str, *, good: bool | None) -> None:
 
 _COLOURS: dict[bool | None, str] = {True: "green", False: "red", None: "yellow"}
 
+# Cells of tables that have a colour.
 _VERDICTS = {
     **dict.fromkeys(("helps", "reproduced"), True),
     **dict.fromkeys(("hurts", "not reproduced"), False),
     **dict.fromkeys(("within noise", "about the same", "confounded", "too few runs", "too small"), None),
 }
-"""Cells of tables that have a colour."""
 
 
 def _console() -> "Console":

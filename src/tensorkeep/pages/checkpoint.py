@@ -20,13 +20,13 @@ from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.parallel import Progress
 from tensorkeep.units import counted, format_bytes, format_moment
 
+# Colours of dtypes; further dtypes share the last colour.
 _COLOURS = 6
-"""Colours of dtypes; further dtypes share the last colour."""
 
 _NAMED, _MOST_SUMS = 3, 40
 
+# Details with an entry for each file, tensor or rank.
 _OWN_LISTS = ("files", "layouts", "ranks")
-"""Details with an entry for each file, tensor or rank."""
 
 _MOST_FACTS, _LONGEST_FACT = 200, 1000
 

@@ -23,8 +23,8 @@ _MOST_STEPS = 32
 _FEWEST_STEPS = 4
 _RANGE_BYTES = 1024**2
 
+# Bytes to decode for each byte of the sample: a whole block is decoded to compare a part of it.
 _DECODED = 8
-"""Bytes to decode for each byte of the sample: a whole block is decoded to compare a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class _Layer:
     stop: int
 
 
+# The bytes of the ranges, by the name of the tensor.
 _Sample = dict[str, Bytes]
-"""The bytes of the ranges, by the name of the tensor."""
 
 
 def read_motion(

@@ -40,8 +40,8 @@ _LETTER_WIDTH, _MOST_LETTERS = 6.4, 40
 _ROW_HEIGHT = 15
 _TOP, _BOTTOM = 4, 22
 _WIDTH = 900
+# The least distance of two labels of columns, and the widest column.
 _LEAST_GAP, _WIDEST = 56, 80
-"""The least distance of two labels of columns, and the widest column."""
 
 
 class PageSubject(ABC):

@@ -38,8 +38,8 @@ _CHARTS = (
 )
 _COLOURS = ("good", "bad")
 _MOST_BARS = 120
+# The width of the chart, and the most of a bar: the number of a step is below its bar.
 _SIZES_WIDTH, _WIDEST_BAR = 900, 56
-"""The width of the chart, and the most of a bar: the number of a step is below its bar."""
 _MOST_SHARED = 40
 _NAMED = 3
 

@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 from tensorkeep.formats.base import Entry
 
+# A module with more than this fraction of the bytes is shown by its submodules.
 _SPLIT_ABOVE = 1 / 24
-"""A module with more than this fraction of the bytes is shown by its submodules."""
 
+# Submodules with a smaller fraction of the bytes are shown as one cell.
 _SHOWN_ABOVE = 1 / 1000
-"""Submodules with a smaller fraction of the bytes are shown as one cell."""
 
+# Top-level modules have frames only if there are at most this many.
 _MOST_GROUPS = 12
-"""Top-level modules have frames only if there are at most this many."""
 
+# The least width and height of a rectangle with a label, in percent of the map.
 _LEAST_LABEL = 4.0, 4.5
-"""The least width and height of a rectangle with a label, in percent of the map."""
 
 
 class Rectangle(NamedTuple):
@@ -99,8 +99,8 @@ def module_sums(entries: Iterable[Entry], most: int) -> list[ModuleSum]:
     return [*largest[: most - 1], sum(rest, ModuleSum(f"{len(rest):,} more"))]
 
 
+# The components of a name, dtype and size.
 _Tensor = tuple[tuple[str, ...], str, int]
-"""The components of a name, dtype and size."""
 
 
 def grouped(entries: Iterable[Entry], size: Callable[[Entry], int]) -> list[Group]:

@@ -37,11 +37,11 @@ _DEFAULT_ROUNDS = 3
 _STEPS, _EVERY = 100, 20
 _SMALLEST, _LARGEST = 10**6, 100 * 10**9
 
+# Columns of a curve, and of the text beside it.
 _CURVE, _BESIDE_CURVE = 60, 21
-"""Columns of a curve, and of the text beside it."""
 
+# Columns of a bar chart: together at most 79 with the gaps.
 _LABEL, _BAR, _TEXT = 24, 34, 12
-"""Columns of a bar chart: together at most 79 with the gaps."""
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _PLAIN_LEVELS = ".:-=+*%#"

@@ -31,8 +31,8 @@ Resume = Annotated[bool, Switch, Parameter(help="Continue an interrupted run in 
 Overwrite = Annotated[bool, Switch, Parameter(help="Replace the results in --out.")]
 Seconds = Annotated[int | None, AtLeastOne, Parameter(metavar="SECONDS")]
 
+# The flags that are not named like their setting.
 _FLAGS = {"seconds": "--equal-time"}
-"""The flags that are not named like their setting."""
 
 
 @Parameter(name="*")

@@ -15,8 +15,8 @@ from tensorkeep.train.data.dataset import SPLITS, Dataset
 from tensorkeep.train.data.mixture import prepare_mixture
 from tensorkeep.units import counted, format_bytes
 
+# Characters of the text that ``data info`` shows.
 _SAMPLE = 200
-"""Characters of the text that ``data info`` shows."""
 
 
 def _no_flag(kind: type, value: str) -> None:

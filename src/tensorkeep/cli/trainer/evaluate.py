@@ -38,8 +38,8 @@ from tensorkeep.units import counted, format_bytes
 
 _ACCURACIES = ("acc", "acc_norm")
 
+# Techniques that change what the model computes, and that only training applies.
 _NOT_APPLIED = ("sparse-attention", "quantised-forward", "tf32")
-"""Techniques that change what the model computes, and that only training applies."""
 
 
 @Parameter(name="*")

@@ -51,11 +51,11 @@ from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Machine
 from tensorkeep.train.techniques.stack import COMBINATIONS, expanded
 from tensorkeep.units import counted, format_bytes, format_seconds
 
+# Seconds between two lines about training steps without a progress bar, so that a log file stays short.
 _SECONDS_BETWEEN = 5.0
-"""Seconds between two lines about training steps without a progress bar, so that a log file stays short."""
 
+# Shorter evaluations may take most of the time of a run without a remark.
 _LONG_SECONDS = 10.0
-"""Shorter evaluations may take most of the time of a run without a remark."""
 
 _INDENT = "    "
 
