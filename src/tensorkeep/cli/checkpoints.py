@@ -1,14 +1,17 @@
-"""How commands open checkpoints: the options, and the address of a step of a run."""
+"""How commands open checkpoints: options, the address of a step of a run, the results of several checkpoints."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tensorkeep.cli.errors import error_lines
+from tensorkeep.cli.errors import error_lines, most_severe, print_error
 from tensorkeep.cli.options import AtLeastOne, Size, StoreOptions
 from tensorkeep.cli.output import Output
+from tensorkeep.errors import TensorkeepError
 from tensorkeep.runs.address import find_checkpoint
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 
@@ -66,3 +69,38 @@ def checkpoint_at(path: str, output: Output) -> str:
     if address.reason:
         output.note(f"{path}: step {address.step}, {address.reason}")
     return os.fspath(address.path)
+
+
+class Results:
+    """The results of a command for several checkpoints. An error of one checkpoint does not stop the others."""
+
+    def __init__(self, *, alone: bool = False) -> None:
+        # The error of the only checkpoint ends the command, so that --json prints it as the error of the command.
+        self._alone = alone
+        self._documents: list[dict[str, Any]] = []
+        self.codes: list[int] = []
+
+    def add(self, document: dict[str, Any], code: int = 0) -> None:
+        """Record the result of a checkpoint."""
+        self._documents.append(document)
+        self.codes.append(code)
+
+    @contextmanager
+    def attempt(self, **about: str) -> Iterator[None]:
+        """Print and record an error in the block; ``about`` are the keys of its JSON."""
+        try:
+            yield
+        except (TensorkeepError, OSError) as error:
+            if self._alone:
+                raise
+            failure = print_error(error)
+            self.add({**about, "ok": False, "error": failure.as_dict()}, failure.exit_code)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the results as ``--json`` prints them."""
+        return {"ok": not any(self.codes), "checkpoints": self._documents}
+
+    @property
+    def code(self) -> int:
+        """The exit code of the command."""
+        return most_severe(self.codes)

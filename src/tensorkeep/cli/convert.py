@@ -11,8 +11,7 @@ from cyclopts import Parameter
 from tensorkeep.checkpoint.background import SaveReport
 from tensorkeep.checkpoint.convert import convert as write_converted
 from tensorkeep.checkpoint.convert import format_for
-from tensorkeep.cli.checkpoints import OPEN, Globs, OpenOptions, checkpoint_at
-from tensorkeep.cli.errors import most_severe, print_error
+from tensorkeep.cli.checkpoints import OPEN, Globs, OpenOptions, Results, checkpoint_at
 from tensorkeep.cli.options import SIZE, AtLeastOne, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines, ratio
@@ -169,27 +168,18 @@ def _stem(source: str) -> str:
 
 
 def _run_all(jobs: list[_Job], run: Callable[[_Job], SaveReport], output: Output) -> int:
-    """Convert all sources; print each result or error."""
-    documents: list[dict[str, Any]] = []
-    codes: list[int] = []
+    results = Results()
     for job in jobs:
-        try:
+        with results.attempt(source=job.source):
             source = checkpoint_at(job.source, output)
             report = run(job._replace(source=source))
-        except (TensorkeepError, OSError) as error:
-            failure = print_error(error)
-            documents.append({"source": job.source, "ok": False, "error": failure.as_dict()})
-            codes.append(failure.exit_code)
-            continue
-        documents.append({"source": source, "ok": True, **report.as_dict()})
-        codes.append(0)
-        if output.shows_text:
-            _print_report(source, report)
-    failed = sum(map(bool, codes))
-    if failed and not output.quiet:
+            results.add({"source": source, "ok": True, **report.as_dict()})
+            if output.shows_text:
+                _print_report(source, report)
+    if failed := sum(map(bool, results.codes)):
         output.note(f"{counted(failed, 'checkpoint')} of {len(jobs)} failed")
-    output.show({"ok": not failed, "checkpoints": documents}, lambda: None)
-    return most_severe(codes)
+    output.show(results.as_dict(), lambda: None)
+    return results.code
 
 
 def _named(format: str) -> str:

@@ -2,17 +2,16 @@
 
 import os
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from tensorkeep.checkpoint.verify import VerifyReport
 from tensorkeep.checkpoint.verify import verify as check
-from tensorkeep.cli.checkpoints import READ, InputFormat, ReadOptions, checkpoint_at
-from tensorkeep.cli.errors import most_severe, print_error
+from tensorkeep.cli.checkpoints import READ, InputFormat, ReadOptions, Results, checkpoint_at
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines, print_verdict
-from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
+from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.base import Problem
 from tensorkeep.runs.address import steps_of_run
 from tensorkeep.units import counted, format_bytes, format_speed
@@ -32,29 +31,22 @@ def verify(
         The checkpoints; a run stands for all its steps. An error does not stop the others; the exit code is the most
         severe one, in the order 4 (corrupt), 3 (I/O), 5 (not a checkpoint), 7 (unsupported).
     """
-    documents: list[dict[str, Any]] = []
-    codes: list[int] = []
     chosen = [os.fspath(each) for path in paths for each in steps_of_run(path) or (path,)]
+    results = Results(alone=len(chosen) == 1)
     for path in chosen:
-        begin = time.perf_counter()
-        try:
+        with results.attempt(path=path):
+            begin = time.perf_counter()
             with output.meter(f"verifying {path}") as progress:
                 place = checkpoint_at(path, output)
                 report = check(place, format=format, progress=progress, **options.arguments)
-        except (TensorkeepError, OSError) as error:
-            if len(chosen) == 1:
-                raise
-            failure = print_error(error)
-            documents.append({"path": path, "ok": False, "error": failure.as_dict()})
-            codes.append(failure.exit_code)
-            continue
-        seconds = time.perf_counter() - begin
-        documents.append({**report.as_dict(), "seconds": seconds})
-        codes.append(0 if report.ok else CorruptCheckpointError.exit_code)
-        if not output.json:
-            _print_report(report, seconds, quiet=output.quiet)
-    output.show({"ok": not any(codes), "checkpoints": documents}, lambda: None)
-    return most_severe(codes)
+            seconds = time.perf_counter() - begin
+            document = {**report.as_dict(), "seconds": seconds}
+            results.add(document, 0 if report.ok else CorruptCheckpointError.exit_code)
+            if not output.json:
+                # Also with --quiet, which leaves damage on stdout.
+                _print_report(report, seconds, quiet=output.quiet)
+    output.show(results.as_dict(), lambda: None)
+    return results.code
 
 
 def _print_report(report: VerifyReport, seconds: float, *, quiet: bool) -> None:
