@@ -64,6 +64,7 @@ OPEN, READ = OpenOptions(), ReadOptions()
 def checkpoint_at(path: str, output: Output) -> str:
     """Return the path of the checkpoint that an address names; print on stderr which step of a run was chosen."""
     address = find_checkpoint(path)
+    # Not only a note: the user asked for the last step, and gets an older one.
     for number, error in address.skipped.items():
         output.note(f"warning: step {number} is skipped: {error_lines(error)[0].removeprefix('error: ')}")
     if address.reason:

@@ -40,6 +40,7 @@ class Command(NamedTuple):
     @property
     def installed(self) -> bool:
         """Whether the top-level package of ``target`` can be imported; nothing is imported."""
+        # A module of this package is found in sys.modules, and others by one look at sys.path.
         return find_spec(self.target.partition(".")[0]) is not None
 
 
@@ -188,6 +189,7 @@ tensorkeep man | man -l -
 def _examples() -> dict[str, tuple[str, ...]]:
     """Return the examples by command. A group has the first example of its commands."""
     lines = _EXAMPLES.strip().splitlines()
+    # An example may be part of a shell command: source <(tensorkeep completion bash).
     words = {line: line.partition("tensorkeep ")[2].replace(")", " ").split() for line in lines}
     found = {
         name: tuple(line for line in lines if words[line][: name.count(" ") + 1] == name.split()) for name in COMMANDS
@@ -224,6 +226,7 @@ def add_commands(app: App, commands: Mapping[str, Command]) -> None:
 
 
 def _not_installed(name: str, package: str) -> Callable[..., NoReturn]:
+    # It takes any arguments, because the options of the command are not known.
     def refuse(*_: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> NoReturn:
         raise MissingExtraError(
             f"tensorkeep {name} is a command of {package}, which is not installed", remedy=f"pip install {package}"
@@ -238,6 +241,7 @@ def plug_in_commands() -> dict[str, Command]:
     An entry point cannot replace a command of `COMMANDS`. The name of an entry point has a dot where the command has a
     space, such as ``bench.checkpoint``.
     """
+    # Names of entry points have no blanks by convention.
     found = {entry.name.replace(".", " "): entry for entry in entry_points(group="tensorkeep.commands")}
     packages = {name: entry.dist.name if entry.dist else entry.module for name, entry in found.items()}
     return {

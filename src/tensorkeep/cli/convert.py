@@ -133,6 +133,7 @@ def _plan(paths: Sequence[str], to: str | None, output: Output) -> tuple[list[_J
     lost_slash = isinstance(checked, StorePath) and destination.endswith("/")
     destination = os.fspath(checked) + "/" * lost_slash
     format = to or format_for(destination)
+    # A checkpoint of the native format is a folder as well.
     into_folder = len(sources) > 1 or (destination.endswith("/") and not _is_taken(destination))
     if not into_folder:
         return [_Job(checkpoint_at(sources[0], output), destination, format)], False
@@ -143,6 +144,7 @@ def _plan(paths: Sequence[str], to: str | None, output: Output) -> tuple[list[_J
     jobs: dict[str, _Job] = {}
     for source in sources:
         name = f"{_stem(source)}{''.join(FORMATS.get(format).suffixes[:1])}"
+        # The second one would replace the first.
         if name in jobs:
             raise UsageError(
                 f"{jobs[name].source} and {source} would both become {name}",

@@ -108,6 +108,7 @@ def _print_lists(report: DiffReport, view: DiffView) -> None:
         layers = report.by_layer(view.depth) if view.by_layer else report.changed
         _print_diffs("changed layers" if view.by_layer else "changed", layers, view)
     if report.converted:
+        # The dtypes stand with the name, because few tensors have them.
         types = {each.name: f"{each.a} -> {each.b}" for each in report.retyped}
         named = [replace(each, name=f"{each.name}  ({types[each.name]})") for each in report.converted]
         _print_diffs("of another dtype, compared by value", named, view)

@@ -18,6 +18,7 @@ def env(*, path: Path = Path(), output: Output = DEFAULT) -> None:
     path
         A folder of the file system to show; a small file is written there and removed.
     """
+    # The coder is compiled or Python, which explains most reports of slow saves.
     document = {**describe(path), "coder": coder.describe()}
     output.show(document, lambda: _print_environment(document))
 

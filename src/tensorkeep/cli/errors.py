@@ -41,6 +41,7 @@ def most_severe(codes: Iterable[int]) -> int:
 def as_failure(error: BaseException) -> TensorkeepError:
     """Return an exception as a TensorkeepError with a remedy for the command line (``--overwrite``)."""
     if isinstance(error, TensorkeepError):
+        # The library writes remedies for Python; a user of the command line has flags.
         error.remedy = error.remedy and _KEYWORD.sub(_as_option, error.remedy)
         return error
     if isinstance(error, CycloptsError):
@@ -54,6 +55,7 @@ def as_failure(error: BaseException) -> TensorkeepError:
             remedy="give a smaller --memory-budget or fewer --threads, where the command has them, or a smaller state",
         )
     if isinstance(error, OSError):
+        # EDQUOT: the quota of the user on this file system.
         full = errno.ENOSPC, errno.EDQUOT
         remedy = "free some space, or write elsewhere" if error.errno in full else None
         return StoreError(error.strerror or str(error), path=error.filename, remedy=remedy)
@@ -97,6 +99,7 @@ def print_error(error: BaseException) -> TensorkeepError:
 
 def error_lines(failure: TensorkeepError) -> list[str]:
     """Return the message and the remedy. Control characters are escaped: names may come from hostile files."""
+    # The text of an error ends with its remedy, which is a line of its own.
     text = str(failure).removesuffix(f"\n{failure.remedy}")
     prefix = {"interrupted": "", "internal": "internal error: "}.get(failure.kind, "error: ")
     return [printable(line) for line in (f"{prefix}{text}", failure.remedy) if line]
@@ -112,5 +115,6 @@ def _usage_error(error: CycloptsError) -> UsageError:
             return UsageError(f"unknown option: {token}", remedy=remedy)
         known = [name for name in error.app if not name.startswith("-")]
         return UsageError(f"unknown command {token!r}; {did_you_mean(token, known, 'commands')}", remedy=remedy)
+    # cyclopts wraps its messages, and ends them with a full stop.
     message = " ".join(str(error).split()).rstrip(".")
     return UsageError(message[:1].lower() + message[1:], remedy=remedy)

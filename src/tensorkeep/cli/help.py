@@ -24,6 +24,7 @@ _UNWRAPPED = 1 << 16
 def show_whole_docstring(app: App) -> None:
     """Show the docstring of a command above its options. The list of commands shows only the first line."""
     if app.default_command is not None:
+        # The parameters of the docstring are cyclopts' part.
         text = inspect.cleandoc(app.default_command.__doc__ or "").partition("\nParameters\n")[0]
         app.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n"))
 
@@ -35,6 +36,7 @@ class Formatter(DefaultFormatter):
         from rich.text import Text
 
         for entry in panel.entries:
+            # cyclopts wraps the text of a description together with remarks such as [default: 10].
             text = getattr(entry.description, "primary_renderable", None)
             if isinstance(text, Text):
                 text.plain = " ".join(text.plain.split())
@@ -65,6 +67,7 @@ def described(app: App, command: str) -> DescribedCommand:
     found = DescribedCommand()
     app.help_formatter = _Collector(found)
     show_whole_docstring(app.parse_commands(command.split())[1][-1])
+    # cyclopts calls the formatter; nothing is printed.
     app.help_print(command.split(), console=Console(file=io.StringIO(), width=_UNWRAPPED))
     return found
 
@@ -82,6 +85,7 @@ class _Collector:
         self._command.description = _plain(console, description)
 
     def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
+        # A group without options of its own has an empty panel.
         if not panel.entries:
             return
         shown = self._command.panels.setdefault(_plain(console, panel.title), [])
@@ -113,6 +117,7 @@ def manual_page(app: App, commands: Sequence[str], epilogue: str) -> str:
     shared: list[DescribedOption] = []
     for command in commands:
         found = described(app, command)
+        # The same for every command: shown once, at the end.
         shared = found.panels.pop(EVERYWHERE.name)
         lines += [f'.SS "{command}"', ".PP", rf"\fB{escaped(found.usage)}\fR", ".PP", escaped(found.description)]
         for options in found.panels.values():

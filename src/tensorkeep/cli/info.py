@@ -42,6 +42,7 @@ def info(
     largest
         How many of the largest tensors to show.
     """
+    # A run is not a checkpoint: without @STEP its steps are summed up.
     if steps_of_run(path):
         run = log(path)
         output.show(run.summary(), lambda: print_summary(run))

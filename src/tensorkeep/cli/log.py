@@ -53,6 +53,7 @@ def log(
     """
     with output.meter(f"verifying {run}") if verify else nullcontext() as progress:
         found = read_log(run, metric=metric, mode=mode, verify=verify, progress=progress)
+    # A pipe gets all: `tensorkeep log run | grep`.
     count = last or (_ON_A_TERMINAL if sys.stdout.isatty() else len(found.steps))
     names = [metric] if metric else _metrics(found)
     document, lines = _segments(Path(found.path))
@@ -103,6 +104,7 @@ def print_summary(found: RunLog) -> None:
     times = [step.saved_at for step in found.steps if step.saved_at is not None]
     if times:
         print_lines("saved " + " to ".join(dict.fromkeys((format_moment(times[0]), format_moment(times[-1])))))
+    # `new_bytes` counts a file that steps share once.
     shared = total["nbytes"] - total["new_bytes"]
     sharing = f"; files shared between steps, {format_bytes(shared)}, count once" if shared else ""
     where = "in the store" if isinstance(as_path(found.path), StorePath) else "on the disk"
@@ -122,6 +124,7 @@ def print_summary(found: RunLog) -> None:
 
 def _print_log(found: RunLog, shown: list[LoggedStep], names: list[str]) -> None:
     now = time.time()
+    # Columns only where they say something.
     coded = any(step.compression not in (None, "none") for step in shown)
     damaged = any(step.problem for step in shown)
     headings = ["", ">step", ">age", *(f">{name}" for name in names), ">size", ">new"]

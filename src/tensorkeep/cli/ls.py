@@ -39,6 +39,7 @@ def ls(
     path = checkpoint_at(path, output)
     report = read_info(path, format=format, allow=options.allow)
     by_name = {entry.name: entry for entry in report.entries}
+    # Values that cannot be read have names as well, which globs may match.
     every = [*by_name, *report.placeholders]
     chosen = names.select(every, globs) if globs else every
     entries = [by_name[name] for name in chosen if name in by_name]

@@ -36,6 +36,7 @@ checkpoint, 6 destination exists, 7 unsupported, 70 internal error, 130 interrup
 def build_app(*, plug_ins: bool = True) -> App:
     """Return the application. With ``plug_ins`` it has the commands of installed entry points, too."""
     commands = COMMANDS | (plug_in_commands() if plug_ins else {})
+    # A table of -C is named like the first word of a command.
     tables = [*dict.fromkeys(name.partition(" ")[0] for name in commands)]
     app = App(
         name="tensorkeep",
@@ -55,15 +56,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default ``sys.argv``, and return its exit code."""
     make_streams_safe()
     try:
+        # A closed pipe shows while the command prints, or at the last flush.
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
     except BrokenPipeError:
         finish_stdout()
         return BROKEN_PIPE
     failure = finish_stdout()
+    # The last flush fails on a full disk, which must not look like success.
     if failure is None:
         return code
     if isinstance(failure, BrokenPipeError):
         return BROKEN_PIPE
+    # The output was buffered, and is lost: the command itself succeeded.
     unwritten = StoreError(f"cannot write the output: {failure.strerror}", remedy="free some space, or write elsewhere")
     return report_error(unwritten, as_json=False, verbose=False)
 
@@ -73,14 +77,17 @@ def _run(tokens: list[str]) -> int:
     as_json = "--json" in tokens or os.environ.get("TENSORKEEP_JSON", "").lower() in ("1", "true", "yes")
     output = Output(json=as_json, verbose=not {"-v", "--verbose"}.isdisjoint(tokens))
     try:
+        # `tensorkeep --json info x`, as git and docker allow it.
         tokens = flags_after_command(tokens, GROUPS)
         # Reading the entry points of all installed packages takes longer than parsing the options.
         known = " ".join(tokens[:1]) in COMMANDS or " ".join(tokens[:2]) in COMMANDS
         app = build_app(plug_ins=not known)
+        # The summary of a lazily imported command is all that cyclopts knows of its docstring.
         words = [token for token in tokens if token not in app.help_flags]
         if len(words) < len(tokens):
             show_whole_docstring(app.parse_commands(words)[1][-1])
         command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
+        # From here on the options are known, with the environment and the file.
         output = bound.arguments.get("output", output)
         store = next((each for each in bound.arguments.values() if isinstance(each, StoreOptions)), StoreOptions())
         with logging_to_stderr(output), store.applied():

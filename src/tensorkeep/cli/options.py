@@ -82,8 +82,10 @@ class StoreOptions:
         if self.endpoint is None:
             yield
             return
+        # A query, a fragment or a user could hold secrets, and the URL is printed in errors.
         if not re.fullmatch(r"https?://[^\s@?#]+", self.endpoint):
             raise UsageError("--endpoint is not the URL of a server", remedy="give http://HOST:PORT, or https://HOST")
+        # All variables that could name another server, because the first one that is set wins.
         kept = {name: os.environ.pop(name) for name in ENDPOINT_VARIABLES if name in os.environ}
         os.environ["AWS_ENDPOINT_URL"] = self.endpoint.rstrip("/")
         try:
@@ -101,6 +103,7 @@ def flags_after_command(tokens: Sequence[str], groups: Collection[str]) -> list[
 
     ``tensorkeep --json info x`` means ``tensorkeep info --json x``; a command of one of the groups is two words.
     """
+    # Assembling the arguments takes milliseconds, and most calls have no flag in front.
     takes_value = _flags_everywhere() if tokens and tokens[0].startswith("-") else {}
     start = 0
     while start < len(tokens):
@@ -126,6 +129,7 @@ def _flags_everywhere() -> dict[str, bool]:
 def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Take options, but no positional arguments, from ``TENSORKEEP_*``."""
     options = arguments.copy()
+    # TENSORKEEP_PATH in the environment must not become the path of a command.
     options[:] = [argument for argument in arguments if argument.name.startswith("-")]
     Env(_PREFIX, command=False)(app, commands, options)
 
@@ -139,11 +143,13 @@ def with_local_paths(app: App, commands: tuple[str, ...], arguments: ArgumentCol
 
 def from_file(known: Collection[str], app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Take options from the TOML file of ``-C`` or ``TENSORKEEP_CONFIG``; each table must name a known command."""
+    # Flags and the environment were read before, so that the path is known.
     tokens = [argument.tokens for argument in arguments if argument.name == "--config" and argument.tokens]
     if not tokens:
         return
     path = tokens[0][-1].value
     tables = {key: table for key, table in _read(path).items() if key != _SAVE_TABLE or not isinstance(table, dict)}
+    # A mistyped table would be ignored silently.
     for key, table in tables.items():
         if key not in known or not isinstance(table, dict):
             near = difflib.get_close_matches(key, known, n=1)

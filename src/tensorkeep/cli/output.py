@@ -48,6 +48,7 @@ class Output:
     def show(self, document: Mapping[str, Any], text: Callable[[], None]) -> None:
         """Print the document as JSON with ``--json``; else call ``text``, which prints, unless ``--quiet`` is set."""
         if self.json:
+            # `default=str` is for paths and dtypes.
             print(json.dumps(_strict(document), indent=2, allow_nan=False, default=str))
         elif not self.quiet:
             text()
@@ -88,6 +89,7 @@ class Output:
             return
         from rich.console import Console
 
+        # Names of files in the text may have brackets, which would be markup.
         with Console(stderr=True, markup=False).status(stage) as status:
             yield lambda text: status.update(printable(text))
 
@@ -100,6 +102,7 @@ class Output:
         # Only here, because the storage imports numpy.
         from tensorkeep.checkpoint.progress import progress_bar
 
+        # The bar would vanish behind a long name.
         label = elided(printable(doing), max(_LEAST_LABEL, columns() - _BAR_COLUMNS))
         with progress_bar(label, of_bytes=of_bytes) as callback:
             yield callback
@@ -169,6 +172,7 @@ class _LogLine(logging.Handler):
 @contextmanager
 def logging_to_stderr(output: Output) -> Iterator[None]:
     """Print log records of the library: warnings; with ``-v`` the level INFO as well; with ``-q`` errors only."""
+    # Only while the command runs: tests and programs call `main` several times in a process.
     log, handler = logging.getLogger("tensorkeep"), _LogLine()
     level = log.level
     log.setLevel(logging.INFO if output.verbose else logging.ERROR if output.quiet else logging.WARNING)
@@ -189,6 +193,7 @@ def make_streams_safe() -> None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
+            # Under LC_ALL=C a name of a tensor may not be printable.
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -119,16 +119,18 @@ def prune(
     found, garbage = place.listing(), _garbage(place, output)
     if not (found.steps or found.broken or garbage):
         raise NotACheckpointError("contains no steps", path=root, remedy="give the folder that contains step-000100")
-    plan = _plan(place, keep.rule(found), found, garbage, broken=keep.broken)
-    document = plan.as_dict(place, dry_run=dry_run)
+    document = _plan(place, keep, found, garbage) | {"dry_run": dry_run}
+    gone = [*(step["step"] for step in document["deleted"]), *document["deleted_broken"]]
+    changes = bool(gone or document["leftovers"]["objects"])
     asks = not (dry_run or yes or output.json) and sys.stdin.isatty() and sys.stderr.isatty()
     if dry_run or asks:
         output.show(document, lambda: _print(document, limit=_SHOWN if asks else None))
-    if dry_run or (asks and not (plan.changes and _confirmed(plan, output))):
-        return 1 if asks and plan.changes else 0
-    if plan.changes:
+    if dry_run or (asks and not (changes and _confirmed(document, len(gone), output))):
+        return 1 if asks and changes else 0
+    if changes:
         try:
-            run.delete(*sorted(plan.gone), seen=place)
+            # The snapshot, because a step that was saved meanwhile must not be deleted.
+            run.delete(*sorted(gone), seen=place)
         finally:
             run.release()
         run.warn_of_undeleted(stacklevel=1)
@@ -136,64 +138,30 @@ def prune(
     return 0
 
 
-@dataclass(frozen=True)
-class PrunePlan:
-    """What a prune does.
-
-    Attributes
-    ----------
-    found : StepListing
-        All steps of the run.
-    gone : set of int
-        The steps to delete.
-    left : dict of int to TensorkeepError
-        The steps that no rule keeps and that cannot be deleted.
-    freed : int
-        Bytes of the steps to delete that no other step shares.
-    garbage : Garbage
-        Objects in a store that no step uses.
-    """
-
-    found: StepListing
-    gone: set[int]
-    left: dict[int, TensorkeepError]
-    freed: int
-    garbage: Garbage
-
-    @property
-    def changes(self) -> bool:
-        """Whether anything is deleted."""
-        return bool(self.gone or self.garbage.removable)
-
-    def as_dict(self, place: StepPlace, *, dry_run: bool) -> dict[str, Any]:
-        """Return the plan as plain values, as ``--json`` prints it."""
-        steps, broken, gone = self.found.steps, self.found.broken, self.gone
-        return {
-            "root": str(place.root),
-            "dry_run": dry_run,
-            "freed_bytes": self.freed,
-            "deleted": [_describe(step) for step in steps if step.number in gone],
-            "deleted_broken": [number for number in broken if number in gone],
-            "kept": [_describe(step) for step in steps if step.number not in gone],
-            "broken": {str(number): str(error) for number, error in broken.items() if number not in gone},
-            "left": {str(number): str(error) for number, error in self.left.items()},
-            "grace_seconds": place.grace_seconds,
-            "leftovers": _amount(self.garbage.removable),
-            "waiting": _amount(self.garbage.waiting),
-            "unfinished": _amount(self.garbage.unfinished),
-        }
-
-
-def _plan(place: StepPlace, rule: Keep, found: StepListing, garbage: Garbage, *, broken: bool) -> PrunePlan:
+def _plan(place: StepPlace, keep: KeepOptions, found: StepListing, garbage: Garbage) -> dict[str, Any]:
+    """Return which steps are deleted and which are kept, as ``--json`` prints it."""
     # Damaged steps only: a step of a later version, or one that could not be read, may be intact. Other folders belong
     # to the user.
-    damage = {number for number, error in found.broken.items() if isinstance(error, CorruptCheckpointError)}
-    candidates = {step.number for step in unwanted(rule, found.steps)} | (damage if broken else set())
+    damaged = {number for number, error in found.broken.items() if isinstance(error, CorruptCheckpointError)}
+    candidates = {step.number for step in unwanted(keep.rule(found), found.steps)} | (damaged if keep.broken else set())
+    # A folder with other files than the step's is left.
     paths = {place.path_of(number): number for number in sorted(candidates)}
     left = {paths[path]: error for path, error in place.not_removable([*paths]).items()}
     gone = candidates - left.keys()
-    freed = place.freed_bytes([place.path_of(number) for number in gone]) if gone else 0
-    return PrunePlan(found, gone, left, freed, garbage)
+    return {
+        "root": str(place.root),
+        # What the steps to delete share with steps to keep is not freed.
+        "freed_bytes": place.freed_bytes([place.path_of(number) for number in gone]) if gone else 0,
+        "deleted": [_describe(step) for step in found.steps if step.number in gone],
+        "deleted_broken": [number for number in found.broken if number in gone],
+        "kept": [_describe(step) for step in found.steps if step.number not in gone],
+        "broken": {str(number): str(error) for number, error in found.broken.items() if number not in gone},
+        "left": {str(number): str(error) for number, error in left.items()},
+        "grace_seconds": place.grace_seconds,
+        "leftovers": _amount(garbage.removable),
+        "waiting": _amount(garbage.waiting),
+        "unfinished": _amount(garbage.unfinished),
+    }
 
 
 def _garbage(place: StepPlace, output: Output) -> Garbage:
@@ -204,12 +172,12 @@ def _garbage(place: StepPlace, output: Output) -> Garbage:
         return Garbage()
 
 
-def _confirmed(plan: PrunePlan, output: Output) -> bool:
+def _confirmed(document: dict[str, Any], steps: int, output: Output) -> bool:
     """Ask on stderr whether to delete; only "y" and "yes" confirm."""
-    removable = plan.garbage.removable
-    what = [counted(len(plan.gone), "step")] if plan.gone else []
-    what += [counted(len(removable), "leftover object")] if removable else []
-    freed = format_bytes(plan.freed + sum(removable.values()))
+    leftovers = document["leftovers"]
+    what = [counted(steps, "step")] if steps else []
+    what += [counted(leftovers["objects"], "leftover object")] if leftovers["objects"] else []
+    freed = format_bytes(document["freed_bytes"] + leftovers["bytes"])
     print(f"Delete {' and '.join(what)} and free {freed}? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() in ("y", "yes"):
         return True
@@ -242,8 +210,10 @@ def _describe(step: Step) -> dict[str, Any]:
 def _print(document: dict[str, Any], limit: int | None = None) -> None:
     verb = "would delete" if document["dry_run"] else "delete" if limit else "deleted"
     rows = [_row(step) for step in document["deleted"]]
+    # A damaged step has no readable record of its age.
     rows += [(str(number), "", "", "damaged") for number in document["deleted_broken"]]
     if rows:
+        # One row is not worth a line that says it is hidden.
         hidden = len(rows) - limit if limit and len(rows) > limit + 1 else 0
         print_lines(f"{verb}:")
         Table((">step", ">age", ">frees", "metrics"), rows[: len(rows) - hidden]).show()

@@ -60,6 +60,7 @@ def show(
     open
         Open the page in a browser.
     """
+    # Before reading, which may take minutes.
     check_installed(SHOW)
     page = out or _page_of(path, other)
     check_page(page, SHOW)
@@ -76,6 +77,7 @@ def show(
         else:
             subject = read_contents(places[0], sample=sample, format=format, progress=progress, **options.arguments)
     nbytes = write_page(page, subject.page())
+    # The document of a large checkpoint takes seconds, and is for --json only.
     document = {**subject.as_dict(), "page": str(page)} if output.json else {}
     output.show(document, lambda: _print(subject, page, nbytes))
     if open:

@@ -25,6 +25,7 @@ _COMFORTABLE = 30
 
 def printable(text: str) -> str:
     """Return a text with control characters escaped: names come from files, which may be hostile."""
+    # Most names are, and this test is fast.
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -36,6 +37,7 @@ def printable_text(text: str) -> str:
 
 
 def _controls(character: str) -> bool:
+    # These reorder text: a name could look like another one.
     bidirectional = character in "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     return bidirectional or (unicodedata.category(character) in ("Cc", "Cs") and character not in "\t\n")
 
@@ -50,6 +52,7 @@ def _wrapped(line: str) -> str:
     if not sys.stdout.isatty():
         return line
     indent = line[: len(line) - len(line.lstrip())]
+    # A path or a name that is broken cannot be copied.
     wrapper = textwrap.TextWrapper(
         columns(), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
     )
@@ -84,6 +87,7 @@ def print_verdict(verdict: str, rest: str, *, good: bool | None) -> None:
         return
     from rich.text import Text
 
+    # Wrapped before it is coloured, because rich would break paths.
     line = Text(_wrapped(printable(f"{verdict}{rest}")))
     line.stylize(_COLOURS[good], 0, len(verdict))
     _console().print(line, soft_wrap=True)
@@ -146,6 +150,7 @@ class Table:
         columns = [_Column(self.headings[i], headings[i], [row[i] for row in rows]) for i in range(len(headings))]
         hidden: list[str] = []
         spare = list(self.spare)
+        # Leave out spare columns only as long as names would be cut.
         while spare and _total(column.comfortable for column in columns) > console.width:
             hidden.insert(0, spare.pop())
             columns = [column for column in columns if column.heading != hidden[0]]
@@ -169,6 +174,7 @@ class _Column:
         texts = (heading, *cells)
         words = texts if self.mark == "=" else [word for text in texts for word in text.split()]
         # A cell of an ``=`` column with a space holds figures, and is not shortened.
+        # The longest word decides how narrow a column can be.
         longest = max((len(word) if " " in word else min(len(word), _LONGEST_WORD) for word in words), default=0)
         self.least = self.most if self.mark == ">" else min(self.most, max(longest, _NARROWEST))
         self.comfortable = self.least if self.mark == ">" else min(self.most, max(longest, _COMFORTABLE))

@@ -134,7 +134,9 @@ class CheckpointContents(PageSubject):
         bad = {entry.name: place for place, entry in enumerate(self.not_finite)}
         ordered = sorted(info.entries, key=lambda entry: (bad.get(entry.name, len(bad)), -entry.nbytes))
         table = drawn_table(_COLUMNS, map(self._row, ordered), noun="tensor")
+        # What the table leaves out is at least summed up.
         left_out = ordered[len(ordered) - table.left_out :]
+        # Two maps only if compression makes them different.
         maps = [("stored bytes", _map(info.entries, lambda entry: entry.stored_bytes, colours))]
         if info.total.nbytes != info.total.stored_bytes:
             maps.append(("raw bytes", _map(self.stored, lambda entry: entry.nbytes, colours)))
@@ -167,6 +169,7 @@ class CheckpointContents(PageSubject):
     def _row(self, entry: Tensor) -> list[Any]:
         shape = "x".join(map(str, entry.shape)) or "scalar"
         described = [entry.name, entry.dtype.name, shape, entry.nbytes]
+        # A view has no bytes of its own.
         if entry.alias_of is not None:
             return [*described, 0, None, entry.codec, *[None] * 8, entry.alias_of]
         found = self.statistics[entry.name]
@@ -305,6 +308,7 @@ def _details(details: dict[str, Any]) -> dict[str, Any]:
 
 def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Return plain values as (name, text), of a bounded size."""
+    # Bounded, because metadata of a file may be large or hostile.
     facts = facts_of(values)
     shown = [(name[:_LONGEST_FACT], text[:_LONGEST_FACT]) for name, text in facts[:_MOST_FACTS]]
     return shown + ([("more", f"{len(facts) - _MOST_FACTS:,} values")] if len(facts) > _MOST_FACTS else [])

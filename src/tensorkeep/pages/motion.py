@@ -89,6 +89,7 @@ def read_motion(
     count = thread_count(threads)
     problems: dict[int, str] = {}
     with settings.pool as pool:
+        # By the last step: layers that were frozen or added later are in it.
         layers, total, cost = _layers_of_last(steps, settings, problems)
         if not layers:
             return None
@@ -106,6 +107,8 @@ def read_motion(
                 continue
             if read:
                 columns.append([_distance(layer, before, now) for layer in layers])
+            # Only two samples are held. A step that cannot be read is skipped, and the next one is compared with this
+            # one.
             before = now
             read.append(number)
     moved = [list(row) for row in zip(*columns, strict=True)] or [[] for _ in layers]
@@ -133,6 +136,7 @@ def _layers(reader: Reader, budget: int) -> tuple[list[_Layer], int]:
     parts = {part for name, (part, _) in reader.flat.parts.items() if name in reader.flat.leaves}
     for name, leaf in reader.flat.leaves.items():
         part, _ = reader.flat.parts[name]
+        # Optimizer states move as well, but say little about the model.
         is_weight = part == "model" if "model" in parts else "optim" not in part.lower()
         if is_weight and leaf.dtype.kind == "float" and leaf.nbytes:
             layer = layer_of(name)
@@ -147,6 +151,7 @@ def _layers(reader: Reader, budget: int) -> tuple[list[_Layer], int]:
 def _layer(name: str, leaf: StoredLeaf, limit: int) -> _Layer:
     size = leaf.dtype.itemsize
     length = max(min(limit, leaf.nbytes) // size, 1) * size
+    # From the middle: the first rows of an embedding are often special tokens.
     start = (leaf.nbytes - length) // 2 // size * size
     return _Layer(name, leaf, start, start + length)
 
@@ -170,6 +175,7 @@ def _read(reader: Reader, layers: list[_Layer], pool: BufferPool, threads: int, 
     found: _Sample = {}
 
     def use(name: str, start: int, data: Bytes) -> None:
+        # The buffer goes back to the pool.
         found[name] = data.copy()
         meter.add(len(data))
 
@@ -183,6 +189,7 @@ def _distance(layer: _Layer, before: _Sample, now: _Sample) -> float | None:
     if one is None or other is None:
         return None
     dtype = layer.leaf.dtype
+    # Without a tolerance: any change of bits is a move.
     found = distances(one, other, (dtype, dtype), Tolerance(0, 0))
     if found is None or not found.difference:
         return 0.0

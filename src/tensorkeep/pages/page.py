@@ -117,8 +117,10 @@ def drawn_table(
     rest: Iterator[Sequence[Any]] = iter(rows)
     for row in rest:
         plain = [_plain(value, column, known) for value, column, known in zip(row, columns, words, strict=True)]
+        # Measured as JSON, because names may have any length and need escapes.
         size += len(json.dumps(plain, separators=(",", ":"))) + 1
         if size > limit:
+            # The row that did not fit counts as left out.
             rest = chain([row], rest)
             break
         kept.append(plain)
@@ -133,6 +135,7 @@ def drawn_table(
 def _plain(value: Any, column: Column, words: dict[str, int]) -> Any:
     if value is None:
         return None
+    # Words that repeat, such as dtypes, are numbers in a list of words: a tenth of the bytes.
     if column.kind == "word":
         return words.setdefault(value, len(words))
     if isinstance(value, Histogram):
@@ -153,6 +156,7 @@ def _levels(found: Histogram) -> list[Any]:
     """Return a histogram as its range, scale, elements beyond the range, and one character per bar for its height."""
     most = max(found.counts, default=0) or 1
     top = len(_LEVELS) - 1
+    # Rounded up, so that a bin with one element is visible.
     heights = "".join(_LEVELS[math.ceil(count / most * top)] for count in found.counts)
     return [_rounded(found.low), _rounded(found.high), int(found.log), found.beyond, heights]
 
@@ -186,6 +190,7 @@ def heat_map(
     """
     left = 12 + _LETTER_WIDTH * min(_MOST_LETTERS, max(map(len, rows), default=0))
     wide = min(_WIDEST, (_WIDTH - left) / max(len(columns), 1))
+    # Infinite differences are drawn like the largest finite one.
     positive = [value for row in values for value in row if value and math.isfinite(value)] or [1.0]
     low, high = min(positive), max(positive)
     cells = [
@@ -194,6 +199,7 @@ def heat_map(
         for j, value in enumerate(row)
         if value is not None
     ]
+    # Labels of columns must not overlap.
     every = math.ceil(_LEAST_GAP / wide)
     return HeatMap(
         _WIDTH,
@@ -209,6 +215,7 @@ def heat_map(
 
 def _shortened(label: str) -> str:
     first = _MOST_LETTERS // 3
+    # The end of a name says more than its beginning.
     return label if len(label) <= _MOST_LETTERS else f"{label[:first]}…{label[first + 1 - _MOST_LETTERS :]}"
 
 
@@ -222,6 +229,7 @@ def data_json(data: dict[str, Any]) -> str:
 def title_of(path: str) -> str:
     """Return the name of a checkpoint or run. A step is named with its run: ``run: step-000100``."""
     place = PurePath(os.path.abspath(path))
+    # A step alone says little.
     run = place.parent if _STEP.fullmatch(place.name) else place
     name = (run.parent if run.name == CHECKPOINTS else run).name or path
     return name if run is place else f"{name}: {place.name}"
@@ -237,5 +245,6 @@ def write_page(page: Path, text: str) -> int:
     """Write a page and return its bytes; StoreError if the operating system refuses."""
     # Names of files need not be valid text.
     content = text.encode("utf-8", "backslashreplace")
+    # Complete or not at all: a browser may have the old page open.
     replace_file(page, content)
     return len(content)

@@ -157,6 +157,7 @@ class RunContents(PageSubject):
     def charts(self) -> list[Chart]:
         """Return charts of the figures in the log, and of metrics of steps that the log does not have."""
         figures = dict(self.figures)
+        # A metric that the log has as well is drawn once.
         known = {name.rpartition("/")[2] for name in figures}
         wanted = list(_CHARTS)
         for step in self.log.steps:
@@ -205,6 +206,7 @@ def read_run(
     found = read_log(path)
     problems = {step.number: step.problem for step in found.steps if step.problem}
     complete = {step.number: as_path(step.path) for step in found.steps if step.problem is None}
+    # Damaged steps are left out: one of them must not end the whole page.
     motion = read_motion(
         complete, sample=sample, allow=allow, threads=threads, memory_budget=memory_budget, progress=progress
     )
@@ -253,6 +255,7 @@ def _origins(steps: Mapping[int, Path]) -> Iterator[tuple[int, dict[int, int]]]:
         except TensorkeepError:
             continue  # deleted meanwhile
         sizes: dict[int, int] = {}
+        # A hard link has the inode of the file that it shares.
         for status in files:
             writer = first.setdefault((status.st_dev, status.st_ino), number)
             sizes[writer] = sizes.get(writer, 0) + status.st_size
@@ -297,6 +300,7 @@ def _sizes(steps: Sequence[LoggedStep]) -> dict[str, Any]:
     """Return bars of the sizes of the last steps: new bytes, and bytes shared with earlier steps."""
     shown = steps[-_MOST_BARS:]
     most = max((step.nbytes for step in shown), default=0) or 1
+    # Few bars are not wider than the numbers below them.
     wide = min(_SIZES_WIDTH / len(shown), _WIDEST_BAR)
     every = math.ceil(_WIDEST_BAR / wide)
     bars = [
@@ -329,6 +333,7 @@ def _shared(origins: dict[int, dict[int, int]]) -> HeatMap | None:
                 sums[origin] = sums.get(origin, 0) + nbytes
     if not sums:
         return None
+    # The steps that wrote most bytes of others, in their order.
     columns = sorted(sorted(sums, key=lambda origin: -sums[origin])[:_MOST_SHARED])
     found = [[origins[step].get(origin, 0) * (origin != step) for origin in columns] for step in rows]
     own = [origins[step].get(step, 0) for step in rows]

@@ -37,6 +37,7 @@ _WIDER = 1.5
 
 _STEPS = np.linspace(0.0, 1.0, BINS + 1)
 
+# Interpolated counts are off by rounding: subtracted before `ceil`, so that an empty bin stays empty.
 _ROUNDING = 1e-6
 
 # Positive numbers that span more than this factor have a logarithmic scale.
@@ -89,11 +90,13 @@ def numbers_of(dtype: DType) -> np.dtype[Any]:
 def encoded(numbers: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
     """Return the codes of numbers. Numbers that are rounded must be finite."""
     if dtype.name == _PACKED:
+        # A byte has two elements of 4 bits. Their order in the tensor does not matter for counts.
         return np.concatenate((numbers & 15, numbers >> 4))
     if numbers.dtype.itemsize <= 2:
         return numbers.view(np.uint8 if numbers.dtype.itemsize == 1 else np.uint16)
     # Numbers beyond float32 become infinite, so that the distribution does not have them.
     with np.errstate(over="ignore"):
+        # Little-endian: the second half is the upper one.
         return numbers.astype(np.float32).view(np.uint16)[1::2]
 
 
@@ -112,6 +115,7 @@ def _values(dtype: DType) -> Floats:
     if dtype.name == _PACKED:
         return np.asarray(np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn), np.float64)
     if dtype.kind == "bool":
+        # A byte of a bool tensor from a file may have any value; all but 0 are true.
         return np.asarray(np.minimum(np.arange(256), 1), np.float64)
     if numbers.itemsize <= 2:
         width = np.uint8 if numbers.itemsize == 1 else np.uint16
@@ -126,9 +130,11 @@ def _table(numbers: Floats, *, exact: bool, integers: bool) -> Codes:
     place = np.full(len(numbers), _NAN, np.intp)
     place[np.isinf(numbers)] = _INFINITE
     finite = np.isfinite(numbers)
+    # Values are fewer than codes: 0.0 and -0.0 have two codes.
     values, inverse = np.unique(numbers[finite], return_inverse=True)
     place[finite] = inverse
     middles = (values[:-1] + values[1:]) / 2
+    # The outermost intervals are symmetric around their values.
     first, last = 2 * values[0] - middles[0], 2 * values[-1] - middles[-1]
     return Codes(values, np.append(first, middles), np.append(middles, last), place, exact, integers)
 
@@ -165,6 +171,7 @@ class Distribution:
 
     def __init__(self, values: Floats, low: Floats, high: Floats, counts: Floats) -> None:
         self.values, self.low, self.high, self.counts = values, low, high, counts
+        # Counts up to and including a value: quantiles and bins are lookups in it.
         self.up_to = np.cumsum(counts)
 
     @property
@@ -181,10 +188,12 @@ class Distribution:
         ends, counts = (np.empty(2 * len(self.values)) for _ in range(2))
         ends[::2], ends[1::2] = self.low, self.high
         counts[::2], counts[1::2] = self.up_to - self.counts, self.up_to
+        # No element is outside of the extremes, although an interval may be.
         np.minimum(np.maximum(ends, least, out=ends), largest, out=ends)
         # An interval that ends at the first edge counts in the first bin.
         edges = edges.copy()
         edges[0] = math.nextafter(edges[0], -math.inf)
+        # The counts below an edge, linear within an interval; their differences are the bins.
         found = np.interp(edges, ends, counts)
         return found[1:] - found[:-1]
 
@@ -201,12 +210,14 @@ def histogram_of(found: Distribution, least: float, largest: float, *, integers:
             edges = np.arange(least, largest + 0.5)
             return _binned(found, edges, least, largest)
     elif least >= 0 and (positive := _positive(found)) is not None:
+        # By quantiles: one tiny number alone does not make a logarithmic scale.
         first, last = positive.quantile(_TAIL), positive.quantile(1 - _TAIL)
         if last > first * _DECADES:
             edges = np.geomspace(first, largest, BINS + 1)
             return _binned(positive, edges, 0.0, largest, total=found.total, log=True)
     low, high = _range(found, least, largest)
     edges = low + (high - low) * _STEPS
+    # Rounding could leave the largest value outside.
     edges[-1] = high
     return _binned(found, edges, least, largest)
 
@@ -214,6 +225,7 @@ def histogram_of(found: Distribution, least: float, largest: float, *, integers:
 def _positive(found: Distribution) -> Distribution | None:
     """Return the distribution of positive numbers, if most are positive."""
     kept = found.values > 0
+    # A logarithmic scale cannot show zeros, so that they must be a minority.
     if 2 * found.counts[kept].sum() < found.total:
         return None
     return Distribution(found.values[kept], found.low[kept], found.high[kept], found.counts[kept])
@@ -301,6 +313,7 @@ class Accumulator:
     def add(self, start: int, data: Bytes) -> None:
         """Add a range of the raw bytes of the tensor, which begins at its byte ``start``."""
         numbers = data.view(self._type)
+        # In pieces, because the copies that the computations make are not in the memory budget.
         for first in range(0, len(numbers), _PIECE):
             self._add_piece(start + first * self._type.itemsize, numbers[first : first + _PIECE])
 
@@ -310,6 +323,7 @@ class Accumulator:
             with self._lock:
                 self._merge(*counted)
             return
+        # NaN in the data is NaN in the extremes, so that most pieces need no test of each element.
         extremes: tuple[Any, ...] = numbers.min(), numbers.max()
         nan = infinite = 0
         count = len(numbers)
@@ -333,6 +347,7 @@ class Accumulator:
 
     def _count(self, codes: npt.NDArray[Any]) -> tuple[npt.NDArray[Any] | None, npt.NDArray[Any]]:
         """Return the distinct codes, or None for all codes, and their counts."""
+        # Sorting few codes is faster than filling a table of 65,536 counts, which also would be kept for each tensor.
         if len(codes) < _FEW:
             return np.unique(codes, return_counts=True)
         return None, np.bincount(codes, minlength=len(self._codes.place))
@@ -342,6 +357,7 @@ class Accumulator:
             if codes is not None and self._sorted is None:
                 self._sorted = codes, counts
                 return
+            # The second piece of a tensor: from now on a table, which adds up without sorting.
             self._table = np.zeros(len(self._codes.place), np.int64)
             if self._sorted is not None:
                 first, its_counts = self._sorted
@@ -376,6 +392,7 @@ class Accumulator:
         return np.zeros(0, np.intp), np.zeros(0, np.int64)
 
     def _distribution(self, places: npt.NDArray[Any], counts: npt.NDArray[Any]) -> Distribution:
+        # NaN and infinities have negative places.
         finite = places >= 0
         # Two codes may have one value: 0.0 and -0.0.
         distinct, inverse = np.unique(places[finite], return_inverse=True)
@@ -385,6 +402,7 @@ class Accumulator:
 
     def _of_codes(self, found: Distribution, places: npt.NDArray[Any], counts: npt.NDArray[Any]) -> TensorStatistics:
         """Return the statistics without the histogram, from the counts of exact codes."""
+        # Exact integers, and one pass over at most 65,536 codes instead of all elements.
         numbers, nan, infinite = (int(counts[chosen].sum()) for chosen in (..., places == _NAN, places == _INFINITE))
         count = numbers - nan - infinite
         if not count:
@@ -403,8 +421,10 @@ def _moments(start: int, numbers: npt.NDArray[Any]) -> _Piece:
     if not len(numbers):
         return _Piece(start, 0, 0.0, 0.0)
     with np.errstate(over="ignore", invalid="ignore"):
+        # float64, because sums of squares of float16 and bfloat16 overflow or lose all digits.
         wide = numbers.astype(np.float64)
         mean = float(wide.mean())
+        # Around the mean of the piece: sums of raw squares would cancel.
         wide -= mean
         # `np.dot` would start threads of its own beside ours.
         return _Piece(start, len(numbers), mean, float(np.einsum("i,i->", wide, wide)))
@@ -418,6 +438,7 @@ def _combined(pieces: list[_Piece]) -> tuple[float | None, float | None]:
     try:
         # The exact sums of `fsum` do not depend on the order of the threads.
         mean = math.fsum(piece.size * piece.mean for piece in pieces) / count
+        # Chan, Golub and LeVeque: deviations of the pieces, and the deviations of their means.
         squares = math.fsum(piece.squares + piece.size * (piece.mean - mean) ** 2 for piece in pieces)
         return mean, math.sqrt(squares / count)
     except (OverflowError, ValueError):
@@ -453,6 +474,7 @@ def choose_sample(reader: Reader, limit: int) -> Sample:
     leaves = reader.flat.leaves
     steps = {name: _step(reader.block_bytes(name), leaf) for name, leaf in leaves.items()}
     total = sum(leaf.nbytes for leaf in leaves.values())
+    # Each doubling halves what is read of large tensors.
     every, nbytes = 1, total
     # It ends when every tensor has only one block left to read.
     while nbytes > limit and (fewer := _sampled_bytes(leaves, steps, 2 * every)) < nbytes:
@@ -464,6 +486,7 @@ def choose_sample(reader: Reader, limit: int) -> Sample:
 
 def _step(block_bytes: int, leaf: StoredLeaf) -> int:
     """Return the bytes of a range: one block, several small blocks, or a part of a block larger than a buffer."""
+    # Whole blocks, because a part of a coded block needs all of it to be decoded.
     step = BLOCK_BYTES // block_bytes * block_bytes or BLOCK_BYTES
     return max(step // leaf.dtype.itemsize * leaf.dtype.itemsize, leaf.dtype.itemsize)
 
@@ -498,6 +521,7 @@ def read_ranges(
     meter = Meter(sum(stop - start for each in ranges.values() for start, stop in each), progress)
 
     def read(group: list[Range]) -> None:
+        # One buffer for the group: ranges of small tensors are read by one task.
         with pool.acquire(max(stop - start for _, start, stop in group)) as buffer:
             for name, start, stop in group:
                 data = buffer[: stop - start]
@@ -515,6 +539,7 @@ def measure(
     """Read a sample and return the statistics of every stored tensor."""
     leaves = reader.flat.leaves
     left = {name: len(ranges) for name, ranges in sample.ranges.items()}
+    # Empty tensors have no block that would create their statistics.
     found = {name: Accumulator(leaves[name].dtype).result() for name, count in left.items() if not count}
     begun: dict[str, Accumulator] = {}
     lock = threading.Lock()

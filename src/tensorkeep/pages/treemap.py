@@ -88,6 +88,7 @@ def module_sums(entries: Iterable[Entry], most: int) -> list[ModuleSum]:
     sums: dict[str, ModuleSum] = {}
     for entry in entries:
         parts = entry.name.split(".")
+        # Without a number, the last component is the tensor, and the components before it are the module.
         number = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
         name = ".".join(parts[:number] or parts)
         own = ModuleSum(name, 1, entry.nbytes, entry.stored_bytes)
@@ -106,6 +107,7 @@ _Tensor = tuple[tuple[str, ...], str, int]
 def grouped(entries: Iterable[Entry], size: Callable[[Entry], int]) -> list[Group]:
     """Return the treemap of tensors by size, such as stored bytes. Tensors of size 0 are left out."""
     tensors = [(tuple(each.name.split(".")), each.dtype.name, size(each)) for each in entries if size(each) > 0]
+    # Sorted, so that submodules are contiguous for `groupby`.
     tensors.sort(key=lambda tensor: [_natural(part) for part in tensor[0]])
     total = sum(nbytes for *_, nbytes in tensors)
     tops = _submodules(tensors, 0)
@@ -116,6 +118,7 @@ def grouped(entries: Iterable[Entry], size: Callable[[Entry], int]) -> list[Grou
         ((sum(cell.nbytes for cell in cells), label, cells) for label, cells in zip(labels, found, strict=True)),
         key=lambda group: -group[0],
     )
+    # Twice as wide as high, like the map on the page.
     places = squarified([nbytes for nbytes, *_ in groups], Rectangle(0, 0, 200, 100))
     return [
         Group(label, nbytes, _percent(place), list(_placed(cells, place)), _has_space(_percent(place)))
@@ -141,6 +144,7 @@ def _has_space(place: Rectangle) -> bool:
 
 def _placed(cells: list[TreemapCell], group: Rectangle) -> Iterator[PlacedCell]:
     cells = sorted(cells, key=lambda cell: -cell.nbytes)
+    # The place of a cell is relative to its group, which is its parent element on the page.
     across, down = 100 / group.width, 100 / group.height
     for cell, place in zip(cells, squarified([cell.nbytes for cell in cells], group), strict=True):
         inner = Rectangle(
@@ -162,6 +166,7 @@ def _cells(tensors: list[_Tensor], depth: int, framed: int, total: int) -> list[
     Labels leave out the first ``framed`` components, which are the name of the group.
     """
     nbytes = sum(size for *_, size in tensors)
+    # A module that is small, or has no submodules, is one cell per dtype.
     if nbytes <= total * _SPLIT_ABOVE or all(len(parts) <= depth for parts, *_ in tensors):
         return _by_dtype(tensors, depth, framed)
     found: list[TreemapCell] = []
@@ -186,6 +191,7 @@ def _by_dtype(tensors: list[_Tensor], depth: int, framed: int, *, small: bool = 
         if small:
             label = f"{label} ({len(each):,} small)" if label else f"{len(each):,} small"
         path = None if small else ".".join(parts) + "." * (len(tensors[0][0]) > depth)
+        # The search of the page takes several words: the dtype tells cells of the same module apart.
         search = f"{path} {dtype}" if path and len(sizes) > 1 else path
         found.append(TreemapCell(path, label, dtype, sum(each), len(each), search))
     return found
@@ -228,19 +234,17 @@ def _worst(areas: Sequence[float], side: float) -> float:
 
 def _row(areas: Sequence[float], place: Rectangle) -> tuple[list[Rectangle], Rectangle]:
     """Return the rectangles of a row along the shorter side, and the rest of the place."""
-    left, top, width, height = place
-    total = sum(areas)
-    row = []
-    if width >= height:
-        depth = total / height if height else 0.0
-        for area in areas:
-            length = area / depth if depth else 0.0
-            row.append(Rectangle(left, top, depth, length))
-            top += length
-        return row, Rectangle(left + depth, place.top, max(0.0, width - depth), height)
-    depth = total / width
+    if place.width < place.height:
+        row, rest = _row(areas, _transposed(place))
+        return [*map(_transposed, row)], _transposed(rest)
+    depth = sum(areas) / place.height if place.height else 0.0
+    row, top = [], place.top
     for area in areas:
         length = area / depth if depth else 0.0
-        row.append(Rectangle(left, top, length, depth))
-        left += length
-    return row, Rectangle(place.left, top + depth, width, max(0.0, height - depth))
+        row.append(Rectangle(place.left, top, depth, length))
+        top += length
+    return row, Rectangle(place.left + depth, place.top, max(0.0, place.width - depth), place.height)
+
+
+def _transposed(place: Rectangle) -> Rectangle:
+    return Rectangle(place.top, place.left, place.height, place.width)

@@ -95,6 +95,7 @@ def demo(
 
     page = out or Path("tensorkeep-demo.html")
     check_page(page)
+    # Nothing of the demo stays but its page, also after Ctrl-C.
     with temporary_folder(directory) as folder:
         with output.status("building the state"):
             states = build_states(folder, source, DEFAULT_SCALE if scale is None else scale)
@@ -109,6 +110,7 @@ def _run(output: Output, folder: Path, states: StatePair, source: Path | None, r
     from tensorkeep.bench.demo.six_way import compare_six_ways
     from tensorkeep.bench.demo.training import compare_runs
 
+    # Fewer rounds on a slow machine, unless the user asked for a number.
     seconds = LONGEST_SECONDS if rounds is None else math.inf
     with output.status("measuring") as status:
         measured = measure_rounds(
@@ -260,6 +262,7 @@ def sparkline(values: Sequence[float], width: int, low: float, high: float) -> s
     width = min(width, len(values))
     line = ""
     for place in range(width):
+        # Means of equal parts, so that no step is left out.
         part = values[place * len(values) // width : (place + 1) * len(values) // width]
         height = (sum(part) / len(part) - low) / ((high - low) or 1.0)
         line += levels[min(len(levels) - 1, max(0, int(height * len(levels))))]

@@ -221,6 +221,7 @@ def run_experiment(
 
 def _start(plan: Plan, options: RunOptions, directory: Path | None, output: Output) -> int:
     folder = options.out or Path(plan.experiment.settings.get("save_dir") or f"bench-{plan.experiment.name}")
+    # Hours of measurements are not replaced by accident.
     results = folder / FILE_NAME
     if results.exists() and not options.overwrite:
         raise DestinationExistsError(
@@ -240,6 +241,7 @@ def _resume(workload: str, default: str, options: RunOptions, directory: Path | 
     asked = options.experiment
     folder = options.out or Path(f"bench-{Path(asked or default).stem}")
     results = read_results(folder / FILE_NAME, printable=False)
+    # The file knows its experiment: only --out is needed to resume.
     found = results.experiment
     if found.workload != workload:
         raise UsageError(
@@ -272,6 +274,7 @@ def _run_in(folder: Path, results: Results, output: Output) -> int:
         with _interrupt_on_signals(), output.counter() as bar:
             run.execute(_CellProgress(bar))
     except KeyboardInterrupt:
+        # A report of what there is, before the message that ends the command.
         if any(cell.status == "ok" for cell in run.results.cells):
             report(folder, output=output)
         output.note(f"the results so far are kept; to resume: {_resume_command(results, folder)}")
@@ -281,6 +284,7 @@ def _run_in(folder: Path, results: Results, output: Output) -> int:
             with suppress(OSError):  # the folder has files
                 folder.rmdir()
     report(folder, output=output)
+    # A wrong result fails the command, and so does a run without any result.
     statuses = {cell.status for cell in run.results.cells}
     return 1 if "gate" in statuses or "ok" not in statuses else 0
 
@@ -292,6 +296,7 @@ def _interrupt_on_signals() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    # Otherwise they would end the process without the report, and leave the cell running.
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield

@@ -96,6 +96,7 @@ def checkpoint(
             source=source,
             progress=lambda _, name: status(f"measuring: {name}"),
         )
+    # The result holds only for this machine, which the file names.
     found = {"processor": machine.processor(), "storage": machine.storage(directory)}
     table, comments = tuned.choice.table(), _comments(tuned, found)
     if dry_run:
@@ -230,6 +231,7 @@ def training(
     if out is not None and out.exists():
         raise DestinationExistsError("the file exists already", path=out, remedy="choose another --out")
     with tempfile.TemporaryDirectory(prefix="tensorkeep-tune-") as folder:
+        # In a folder that is removed again: the data is for the trials only.
         given = options.config(recipe)
         dataset = open_data(given, RunFolder(Path(folder) / "run"), meter=output.meter)
         config = msgspec.structs.replace(given, model=given.model.with_tokens(dataset.vocab_size))

@@ -36,6 +36,7 @@ def chat(
     system
         The system message at the start of the conversation.
     """
+    # Before the model is loaded, which takes long: an option out of range.
     sampling = options.sampling()
     trained = load_trained_at(run, which=options.which, device=options.device)
     session = ChatSession(
@@ -50,6 +51,7 @@ def chat(
     terminal, begin = sys.stdin.isatty(), time.perf_counter()
     if terminal:
         output.note(f"{trained.model.config.parameter_count():,} parameters, step {trained.step.number}; {_HELP}")
+    # OpenMP threads that spin slow the answer down beside other processes.
     with SpinControl():
         for text in _messages():
             # Only typed lines can be commands: no line of a file is lost, even if it begins with a slash.
@@ -115,6 +117,7 @@ def _answer(session: ChatSession, text: str, output: Output, *, terminal: bool) 
         left = "is left out, the oldest one" if session.left_out == 1 else "are left out, the oldest ones"
         output.note(f"the context is full: {counted(session.left_out, 'turn')} {left}")
     try:
+        # An interrupted answer is recorded as far as it was printed.
         with closing(pieces):
             show_stream(pieces, output)
     except KeyboardInterrupt:

@@ -100,9 +100,11 @@ def prepare(
     out
         The folder to create.
     """
+    # None lets the first line decide; the flag cannot say no.
     given = vars(options) | {"conversations": options.conversations or None}
     with output.meter(f"preparing {source}") as progress:
         made = prepare_mixture(source, out, progress=progress, **given)
+    # In the document as well, so that scripts show the same command.
     following = f"tensorkeep train shakespeare-char-cpu --data {shlex.quote(str(out))}"
     output.show(
         {**made.as_dict(), "next": following},

@@ -34,6 +34,7 @@ def export(
     overwrite
         Replace an existing export.
     """
+    # On the CPU: the weights are only written.
     trained = load_trained_at(run, which=which, device="cpu")
     tokenizer = trained.tokenizer
     tokenizer_json = tokenizer.hugging_face_json()

@@ -98,12 +98,14 @@ def generate(
 
     def prompt_and_new() -> Iterator[int]:
         nonlocal count
+        # The prompt is decoded together with the new tokens: a character may have bytes of both.
         yield from ids[len(tokenizer.opening) :]
         for (token,) in drawn:
             count += 1
             yield token
 
     def text_until_stop() -> Iterator[str]:
+        # Pieces end at characters, which may consist of several tokens.
         pieces = tokenizer.decode_stream(prompt_and_new())
         for piece in pieces:
             if count:

@@ -145,8 +145,10 @@ def train(
     if lists.list_techniques:
         _list_techniques(output, words.get("loop.device", "auto"))
         return
+    # `train RECIPE --resume` finds the folder of the recipe.
     folder = RunFolder(start.out or Path("runs") / (name or ""))
     start = replace(start, resume=start.resume and (folder.exists() or start.branch is None))
+    # `--branch --resume` branches at the first call, and resumes when it is repeated.
     resumes = start.resume and folder.exists()
     point = None if start.branch is None or start.resume else _branch_point(start.branch, start.out)
     base = _base(name, folder, point, resume=start.resume)
@@ -158,6 +160,7 @@ def train(
     words = {f"{TECHNIQUES}{each}": "on" for each in technique_names(technique)} | _with_source(
         words, ",".join(data) if data else None
     )
+    # By name, so that later steps know which settings the user chose.
     given = given_settings(words, file=Path(output.config) if output.config else None)
     _check_techniques(each.removeprefix(TECHNIQUES).partition(".")[0] for each in given if each.startswith(TECHNIQUES))
     config = base.changed(given)
@@ -166,6 +169,7 @@ def train(
     if initial is not None:
         initial.check_source(config.data.source, given)
     if any(name.startswith("schedule.") for name in given) and (point is not None or resumes):
+        # A new schedule begins at the first step of its segment.
         step = _last_step(folder, config) if point is None else point.step
         config = with_schedule_start(config, base, given, step)
     if lists.list_settings:
@@ -191,6 +195,7 @@ class _Training:
         opened = open_run(
             self.config, self.folder, self._open_data, resume=self.resume, branch=self.point, initial=self.initial
         )
+        # Signals are handled only while a run can save.
         with opened as run, stop_on_signals() as stop:
             # Rank 0 prints for all ranks.
             output = self.output if run.world.is_main else replace(self.output, quiet=True, json=False)
@@ -239,6 +244,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         if before == signal.SIG_IGN:
             yield lambda: signals.received
             return
+        # Only terminals: a log file of stdout stays open.
         terminals = [number for number in (1, 2) if os.isatty(number)]
         hangups: list[int] = []
 
@@ -264,6 +270,7 @@ def _compiler_ended_by_signal(stop: Callable[[], bool], remedy: str) -> Iterator
         yield
     except Exception as error:
         reason: BaseException | None = error
+        # By name, because importing the class would import the compiler.
         while reason is not None and type(reason).__name__ != "CppCompileError":
             reason = reason.__cause__ or reason.__context__
         if reason is None or not stop():
@@ -332,6 +339,7 @@ def _check_origin(folder: RunFolder, branch: str | None, init_from: str | None) 
         "branch": None if origin is None else (origin.run, origin.step),
         "init-from": None if initial is None else (initial.path, initial.step),
     }
+    # The same command line may start a run and resume it, so that both options can be given again.
     for option, address in (("branch", branch), ("init-from", init_from)):
         if address is None:
             continue
@@ -449,6 +457,7 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
             return f"loss {values['loss']:.4f}{speed}  {format_bytes(values['peak_memory_bytes'])}"
         case "evaluate":
             return f"validation loss {values[METRIC]:.4f} (best {values['best']:.4f})"
+        # A text of the model may have any characters.
         case "sample":
             return "sample:\n" + "\n".join(f"    {printable(line)}" for line in values["text"].splitlines())
         case "save":
@@ -593,6 +602,7 @@ def print_technique(about: Mapping[str, Any]) -> None:
     """Print the name of a technique, and its description indented below; in a pipe each text is one line."""
     print_lines(f"{about['name']} ({about['kind']})")
     settings = ", ".join(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in about["settings"].items())
+    # textwrap raises an error for a width of 0 or less.
     width = max(columns() - len(_INDENT), 20)
     texts = about["missing"], about["summary"], f"effect: {about['effect']}", settings and f"settings: {settings}"
     for text in filter(None, texts):
