@@ -19,7 +19,7 @@ from tensorkeep.codecs import planes, probe
 from tensorkeep.codecs.base import Bytes
 from tensorkeep.codecs.coder import CompiledCoder, PythonCoder
 from tensorkeep.formats.base import BLOCK_BYTES
-from tensorkeep.formats.blockfile.write import HashedReading
+from tensorkeep.formats.blockfile.write import HashedInput
 from tensorkeep.formats.checksummed_json import digest, new_hasher
 from tensorkeep.state.dtypes import BY_NAME, DType
 
@@ -82,7 +82,7 @@ def measure(dtype: DType, rounds: int) -> list[Round]:
             stored = 0
             for raw in blocks:
                 began = time.process_time()
-                reading = HashedReading(aside, wide=False)
+                reading = HashedInput(aside, wide=False)
                 chosen, length = probe.encode(raw, dtype, out, reading)
                 expected = reading.hexdigest(), digest(out[:length])
                 encode += time.process_time() - began

@@ -11,10 +11,9 @@ from typing import Any
 from tensorkeep.formats.base import WriteResult, WriteSettings
 from tensorkeep.formats.blockfile.plan import Grid
 from tensorkeep.formats.native.directory import is_replaceable
-from tensorkeep.formats.native.options import NativeOptions
-from tensorkeep.formats.native.pieces.records import FragmentReport
-from tensorkeep.formats.native.pieces.root import plan_root, write_plan, write_root
-from tensorkeep.formats.native.pieces.writer import PiecesWrite
+from tensorkeep.formats.native.records import FragmentReport
+from tensorkeep.formats.native.sharded import plan_root, write_plan, write_root
+from tensorkeep.formats.native.writer import NativeOptions, ShardedWrite
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.sharded import Piece
 from tensorkeep.state.tree import flatten
@@ -86,7 +85,7 @@ def at_random(ranks: int, seed: int, cuts: int = 5) -> Split:
 
 
 class SimulatedRank:
-    """One rank; see `tensorkeep.formats.native.pieces.writer.Together`."""
+    """One rank; see `tensorkeep.formats.native.writer.SaveCoordinator`."""
 
     def __init__(self, save: "SimulatedSave", rank: int) -> None:
         self.rank = rank
@@ -119,7 +118,7 @@ class SimulatedSave:
             for share, pieces in zip(shares, split(leaf), strict=True):
                 share.extend(pieces)
         self._writes = [
-            PiecesWrite(share, flat.parts, path, settings, SimulatedRank(self, rank), **more)
+            ShardedWrite(share, flat.parts, path, settings, SimulatedRank(self, rank), **more)
             for rank, share in enumerate(shares)
         ]
 
@@ -138,7 +137,7 @@ class SimulatedSave:
             raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
         return [rank.result() for rank in ranks]
 
-    def _write(self, write: PiecesWrite) -> WriteResult:
+    def _write(self, write: ShardedWrite) -> WriteResult:
         try:
             return write.run()
         except BaseException:

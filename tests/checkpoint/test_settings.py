@@ -13,7 +13,7 @@ from tensorkeep.checkpoint import settings
 from tensorkeep.checkpoint.saving import SaveRequest, check_request
 from tensorkeep.checkpoint.settings import SaveTable
 from tensorkeep.formats.base import FORMATS
-from tensorkeep.formats.native.options import NativeOptions
+from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.storage.parallel import default_threads
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import names_in

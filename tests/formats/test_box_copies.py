@@ -11,7 +11,7 @@ import torch
 import tensorkeep
 from simulated_ranks import at_random, by_dimension, random_tiling, save_by_ranks
 from state.reloading import leaf_of
-from tensorkeep.formats import base
+from tensorkeep.formats import base, boxes
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.finding import open_reader
 
@@ -42,7 +42,7 @@ def test_boxes_are_read_into_any_layout(tmp_path: Path, kind: str, monkeypatch: 
     monkeypatch.setattr(base, "BLOCK_BYTES", 2048)
     random = Random(2)
     for verify, long_run in ((True, 1), (False, 64), (True, 10**6), (False, 10**6)):
-        monkeypatch.setattr(base, "_LONG_RUN", long_run)
+        monkeypatch.setattr(boxes, "_LONG_RUN", long_run)
         settings = OpenSettings(verify=verify)
         with open_reader(tmp_path / "c", settings) as reader:
             for offsets, sizes in random_tiling(random, SHAPE, cuts=4):
@@ -93,6 +93,6 @@ def test_rows_are_read_together_if_little_is_between_them(
         out[:] = data[start:stop]
 
     out = np.zeros(sizes, np.uint8)
-    base.read_box(read, shape, offsets, leaf_of(out), OpenSettings().pool)
+    boxes.read_box(read, shape, offsets, leaf_of(out), OpenSettings().pool, base.BLOCK_BYTES)
     assert sorted(found) == reads
     assert np.array_equal(out, data.reshape(shape)[:, offsets[1] : offsets[1] + sizes[1]])

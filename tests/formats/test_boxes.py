@@ -7,8 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorkeep.formats import base
-from tensorkeep.formats.base import Box, box_to_ranges, grow, intersection, range_to_boxes
+from tensorkeep.formats.boxes import Box, box_shape, box_to_ranges, grid, grow, intersection, range_to_boxes, relative
 
 
 def some_box(shape: Sequence[int], data: st.DataObject) -> Box:
@@ -26,7 +25,7 @@ def test_grid_of_full_chunks_covers_the_array_once(shape: list[int], data: st.Da
     padded = [-(-max(1, length) // step) * step for length, step in zip(shape, chunk, strict=True)]
     assert most < math.prod(padded) or list(block) == padded
     counts = np.zeros(shape, int)
-    for box in base.grid(shape, block):
+    for box in grid(shape, block):
         counts[box] += 1
         assert all(side.start % step == 0 for side, step in zip(box, chunk, strict=True))
     assert (counts == 1).all()
@@ -42,7 +41,7 @@ def test_boxes_and_ranges_follow_the_c_order_stream(shape: list[int], data: st.D
     box = some_box(shape, data)
     listed = [n for first, last in box_to_ranges(shape, box) for n in range(first, last)]
     assert listed == list(array[box].ravel())
-    assert len(listed) == math.prod(base.box_shape(box))
+    assert len(listed) == math.prod(box_shape(box))
 
 
 @given(st.lists(st.integers(1, 6), max_size=3), st.data())
@@ -53,4 +52,4 @@ def test_intersection_holds_the_common_elements(shape: list[int], data: st.DataO
     expected = np.intersect1d(array[a], array[b]).tolist()
     assert ([] if common is None else array[common].ravel().tolist()) == expected
     if common is not None:
-        assert np.array_equal(array[a][base.relative(common, a)], array[common])
+        assert np.array_equal(array[a][relative(common, a)], array[common])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulated_ranks import random_tiling
-from tensorkeep.formats.tiling import Flaw, find_flaw
+from tensorkeep.formats.boxes import Flaw, find_flaw
 
 SHAPES = [(), (1,), (7,), (4, 6), (3, 5, 4), (2, 3, 2, 5)]
 

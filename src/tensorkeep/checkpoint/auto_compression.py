@@ -22,7 +22,7 @@ from tensorkeep.formats.base import BLOCK_BYTES, StoredLeaf, WriteSettings, thre
 from tensorkeep.formats.blockfile.plan import Block, BlockFileOptions, plan_files, tasks_of
 from tensorkeep.formats.blockfile.write import copy_and_hash, encode_and_hash, readable
 from tensorkeep.formats.checksummed_json import digest
-from tensorkeep.formats.native.options import NativeOptions
+from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage import parallel, storage_of
@@ -237,7 +237,7 @@ def _code(pool: BufferPool, pace: Pace, block: Block) -> tuple[int, int]:
     with pool.acquire(coded_bytes + block.nbytes) as buffer:
         raw, aside = readable(block, buffer[coded_bytes:])
         with pace.coding():
-            length = encode_and_hash(block, raw, aside, None, buffer[:coded_bytes], wide=False)[2]
+            length = encode_and_hash(block, raw, aside, None, buffer[:coded_bytes], wide=False).length
         digest(buffer[:length])
     return block.nbytes, length
 

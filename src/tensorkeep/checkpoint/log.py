@@ -9,7 +9,7 @@ from typing import Any
 
 from tensorkeep.checkpoint.verify import verify as verify_step
 from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError, UsageError
-from tensorkeep.formats.native.open_files import occupied_bytes
+from tensorkeep.formats.native.reader import occupied_bytes
 from tensorkeep.paths import as_path
 from tensorkeep.runs.address import run_root
 from tensorkeep.runs.backends import place_of

@@ -17,7 +17,8 @@ from math import prod
 from typing import Literal
 
 from tensorkeep.errors import CorruptCheckpointError
-from tensorkeep.formats.base import BLOCK_BYTES, Reader, box_of, thread_bytes
+from tensorkeep.formats.base import BLOCK_BYTES, Reader, thread_bytes
+from tensorkeep.formats.boxes import box_of
 from tensorkeep.machine import libc
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.leaf import Leaf, LeafKind, allocate

@@ -21,7 +21,7 @@ from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.checkpoint.stateful import expand, for_rank
 from tensorkeep.errors import DestinationExistsError, PathLike, UnsupportedError, UsageError
 from tensorkeep.formats.base import FORMATS, StagedWrite, StepRecord, WriteSettings, check_saveable, format_by_suffix
-from tensorkeep.formats.native.options import NativeOptions
+from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.paths import as_path, checked_path
 from tensorkeep.ranks.collective import PREPARING, CollectiveWrite, agree, as_flat
 from tensorkeep.ranks.group import Ranks, ranks_of, reported_to_others, together

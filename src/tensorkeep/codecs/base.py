@@ -18,21 +18,21 @@ Bytes = npt.NDArray[np.uint8]
 """A one-dimensional, contiguous array of bytes."""
 
 
-class Reading(Protocol):
-    """How a codec reads a block that others may change while it is coded: each byte once."""
+class BlockInput(Protocol):
+    """The bytes of a block that other threads may change while it is coded: every byte is read once."""
 
-    aside: Bytes | None
-    """Memory for a copy of what is read next; None if nothing changes the block."""
+    copy_buffer: Bytes | None
+    """A buffer for a copy of the block; None if nothing changes the block."""
 
     def read(self, piece: Bytes) -> Bytes:
-        """Return the bytes of the next piece of the block, copied if need be, and hash them."""
+        """Hash the next piece of the block and return its bytes, copied if other threads may change them."""
 
     def hash(self, piece: Bytes) -> None:
         """Hash the next piece of the block, which the codec has copied itself."""
 
 
 class CodecError(ValueError):
-    """Stored bytes that the codec cannot have written; readers raise it as ``CorruptCheckpointError``."""
+    """The codec cannot have written the stored bytes; readers raise CorruptCheckpointError from it."""
 
 
 class Codec(Protocol):
@@ -59,7 +59,7 @@ class Codec(Protocol):
     name: str
 
     def bound(self, nbytes: int) -> int:
-        """Return the maximum bytes that ``encode`` writes for a block of that many raw bytes."""
+        """Return the most bytes that ``encode`` writes for a block of ``nbytes`` raw bytes."""
 
     def encode(self, raw: Bytes, dtype: "DType", out: Bytes) -> int:
         """Write the coded block to the front of ``out`` and return its length.
@@ -71,7 +71,7 @@ class Codec(Protocol):
         dtype : DType
             The type of the elements; a hint for better compression, never needed for correctness.
         out : uint8 array, shape (m,), m >= bound(n)
-            Scratch that the caller owns.
+            The caller's buffer; all of it may be overwritten.
         """
 
     def decode(self, stored: Bytes, dtype: "DType", out: Bytes) -> None:
@@ -82,8 +82,8 @@ class Codec(Protocol):
         Raises
         ------
         CodecError
-            If the bytes are damaged or would decode to another length. Whatever they claim, nothing is written outside
-            ``out`` and no more than the raw length is allocated.
+            If the bytes are damaged or would decode to another length. Damaged bytes cause no write outside ``out`` and
+            no allocation of more than the raw length.
         """
 
 

@@ -1,21 +1,20 @@
 """Splitting elements into byte planes and merging them; plane 0 holds the lowest bytes.
 
-Plane ``k`` holds byte ``k`` (0 = least significant) of every element. There are two layouts, with the number that the
-``planes`` codec stores:
+Plane ``k`` holds byte ``k`` (0 = least significant) of every element. The ``planes`` codec stores the number of one of
+two layouts:
 
 ``BYTES`` (0)
     The bytes as they are.
 ``EXPONENT`` (1)
-    For floats whose exponent has eight bits or more (bfloat16, float32, float64), so that it straddles the two top
-    bytes. These exchange one bit: the top plane then has only exponent bits (all eight of bfloat16 and float32, the
-    upper eight of float64), and the sign is where the lowest of them was::
+    For floats with an exponent of eight bits or more (bfloat16, float32, float64), which straddles the two top bytes.
+    The sign and the lowest exponent bit of the top byte trade places, so that the top plane has exponent bits only::
 
         s eeeeeee | e mmmmmmm   ->   eeeeeeee | s mmmmmmm
 
-    A rotation by one bit has the same effect; the exchange is faster to undo and leaves the lower bytes as they are, so
-    that a float32 that was once a bfloat16 keeps its two zero planes.
+    A rotation by one bit has the same effect, but is slower to undo and changes the lower bytes: a float32 that was
+    once a bfloat16 would lose its two zero planes.
 
-Everything is vectorised over runs that fit in the cache; only the scratch is allocated.
+All operations are vectorised over runs that fit in the cache; only the scratch is allocated.
 """
 
 from collections.abc import Sequence
@@ -57,7 +56,7 @@ def as_words(raw: Bytes, width: int) -> Words:
 
 
 def split(words: Words, planes: Sequence[Bytes], layout: int, scratch: Scratch) -> None:
-    """Write byte k of each of n words to plane k; ``EXPONENT`` needs words of two bytes or more."""
+    """Write byte k of every word to plane k; ``EXPONENT`` needs words of two bytes or more."""
     width = words.itemsize
     if width == 1:
         np.copyto(planes[0], words)
@@ -68,6 +67,7 @@ def split(words: Words, planes: Sequence[Bytes], layout: int, scratch: Scratch) 
             np.copyto(planes[0], words, casting="unsafe")
             np.right_shift(words, 8, out=planes[1], dtype=words.dtype, casting="unsafe")
     else:
+        # The exponent lies in the upper half of a word; the lower half is split as plain bytes.
         half = width // 2
         part = scratch.words("half", half, words.size)
         np.right_shift(words, 8 * half, out=part, dtype=words.dtype, casting="unsafe")

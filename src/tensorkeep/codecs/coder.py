@@ -1,11 +1,11 @@
-"""The coder of byte planes: the compiled one, or the one in Python where there is no extension.
+"""The coder of byte planes: a C extension, or numpy and Zstandard where the extension is missing.
 
-Both split elements into planes (``bitplanes`` has the layouts), and code a plane as a Zstandard frame that, as a rule,
-is only Huffman-coded. The compiled one chooses the codes of a run of 256 KiB by a sample, and keeps the code of the
-frame before where it is about as good, so that a reader need not build its tables again.
+Both split elements into planes (see ``bitplanes``) and code a plane as a Zstandard frame, which as a rule is only
+Huffman-coded. Each reads what the other wrote. The extension chooses the Huffman codes of a run of 256 KiB by a sample.
+If the codes of the previous frame are about as good, it keeps them, so that a reader need not build its tables again.
 
-The environment variable ``TENSORKEEP_CODER``, read when this module is imported, requires one of them: ``compiled`` or
-``python``. Both read what the other wrote.
+The environment variable ``TENSORKEEP_CODER``, read when this module is imported, requires a coder: ``compiled`` or
+``python``.
 """
 
 import os
@@ -44,30 +44,30 @@ if compiled is not None and getattr(compiled, "INTERFACE", None) != 1:
 
 
 RUN = 262_144
-"""Elements of a run, and so bytes of a frame of one plane, at most."""
+"""The most elements of a run, which is the most bytes of one plane's frame."""
 
 
 class Coder(Protocol):
-    """Splits runs into planes and codes these, for one thread; planes are named by their number."""
+    """Splits runs into planes and codes the planes, for one thread."""
 
     def split(
         self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int, copy: bitplanes.Words | None = None
     ) -> None:
-        """Write byte k of each word to plane k; see ``bitplanes``.
+        """Write byte k of every word to plane k; see ``bitplanes``.
 
-        Unless ``copy`` is None, the words are copied there and read from there, as others may change them meanwhile.
+        If ``copy`` is given, other threads may change the words: they are copied there and read from there.
         """
 
     def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int, *, xor: bool = False) -> None:
-        """Fill the words from their planes, or exclusive-or these into them."""
+        """Fill the words from their planes, or XOR the planes into the words."""
 
     def coded_size(self, sample: Bytes) -> int:
-        """Return about how many bytes coding a plane would take, from a sample of it."""
+        """Estimate how many bytes a coded sample of a plane takes."""
 
     def encode(self, number: int, plane: Bytes, out: Bytes, *, first: bool) -> int:
-        """Write a plane of a block's ``first`` or next run to the front of ``out`` as a frame; return its length.
+        """Write a plane of one run to the front of ``out`` as a frame; return its length.
 
-        ``out`` has the ``zstd_bound`` of the plane.
+        ``first`` is whether it is the block's first run. ``out`` has at least the ``zstd_bound`` of the plane.
         """
 
     def decode(self, number: int, frame: Bytes, count: int) -> Bytes:
@@ -78,10 +78,11 @@ class Coder(Protocol):
 
 
 class PythonCoder:
-    """A coder that consists of calls of numpy and Zstandard."""
+    """The coder of numpy and Zstandard."""
 
     def __init__(self) -> None:
-        # Matches of seven bytes and a table of 64: next to none are found, and next to no time is spent on them.
+        # Matches of at least seven bytes in a table of 64 entries: zstd finds almost none, spends almost no time on the
+        # search, and only Huffman-codes.
         parameters = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST,
             target_length=0,  # with more, zstd does not code literals
@@ -124,7 +125,7 @@ class PythonCoder:
 
 
 class CompiledCoder(PythonCoder):
-    """The coder of the C extension, which leaves frames that it cannot decode to Zstandard."""
+    """The coder of the C extension; Zstandard decodes the frames that the extension cannot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class CompiledCoder(PythonCoder):
             self._decoders[number] = np.zeros(compiled.DECODER_BYTES, np.uint8), np.empty(RUN, np.uint8)
         decoder, memory = self._decoders[number]
         plane = memory[:count]
-        # Also what it takes for damaged: Zstandard's messages say how.
+        # Zstandard also decodes frames that the extension finds damaged: its messages say what is wrong.
         return plane if compiled.decode_frame(decoder, frame, plane) else super().decode(number, frame, count)
 
 

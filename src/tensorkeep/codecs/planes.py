@@ -1,9 +1,9 @@
-"""Byte planes, each raw or Huffman-coded: shrinks trained weights at the speed of a disk.
+"""The codec ``planes``: byte planes, each raw or Huffman-coded. It shrinks trained weights at the speed of a disk.
 
 A weight's exponent has few different values; its sign and mantissa are noise. So the elements are split into byte
-planes (``bitplanes``). The planes that shrink in a small sample are coded in Zstandard frames of 256 KiB. These are
-only Huffman-coded (``coder``), or, for planes whose sample shrinks 5% more by matching, coded by Zstandard at level 1.
-The other planes are stored raw.
+planes (``bitplanes``). A plane that shrinks in a small sample is coded in Zstandard frames of 256 KiB. The frames are
+only Huffman-coded (``coder``), or coded by Zstandard at level 1 if matching shrinks the sample 5% more. The other
+planes are stored raw.
 
 The block on disk, version 1
 ----------------------------
@@ -17,8 +17,8 @@ All integers are little-endian. Files with such blocks MUST load for ever. A blo
       u8   width w of an element in bytes: 1, 2, 4 or 8; 2 or more with layout 1
       u8   zero
       u64  n, the raw length of the block, a multiple of w
-      u8   mode of each plane, least significant first: 0 = raw, 1 = coded          (w times)
-      u32  length of each Zstandard frame, in the order in which they follow        (coded planes x runs)
+      u8   mode of a plane, least significant first: 0 = raw, 1 = coded             (w times)
+      u32  length of a Zstandard frame, in the order of the frames below            (coded planes x runs)
     u32  magic 0x184D2A5B          a skippable frame: the raw planes; absent without any
     u32  length = (raw planes) x n / w
       the raw planes, one after the other, least significant first
@@ -39,7 +39,7 @@ import numpy as np
 import zstandard
 
 from tensorkeep.codecs import bitplanes
-from tensorkeep.codecs.base import Bytes, CodecError, Reading, append, check_padding
+from tensorkeep.codecs.base import BlockInput, Bytes, CodecError, append, check_padding
 from tensorkeep.codecs.coder import RUN, Coder, new_coder
 from tensorkeep.codecs.zstd import zstd_bound
 from tensorkeep.state.dtypes import DType
@@ -53,7 +53,7 @@ _FIXED = struct.Struct("<BBBBQ")
 _LENGTH = np.dtype("<u4")
 _RAW, _CODED = 0, 1
 
-# The sample of a plane: so large that the table of Huffman codes is negligible and zstd finds matches.
+# A plane's sample is so large that the table of Huffman codes is negligible and zstd finds matches.
 _SAMPLE_PIECES = 4
 _SAMPLE_PIECE = 4096
 _SAMPLE_PIECE_MIN = 1024
@@ -65,8 +65,8 @@ _STORE, _HUFFMAN, _MATCH = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How the planes of a block are to be stored, least significant first, judging by a small sample."""
+class PlaneModes:
+    """The layout of a block and how to store each plane, least significant first."""
 
     layout: int
     planes: tuple[int, ...]
@@ -78,7 +78,7 @@ class Plan:
 
 
 class PlanesCodec:
-    """The codec of this module's format; the dtype decides only how the elements are split."""
+    """The codec; the dtype decides only how the elements are split."""
 
     name = "planes"
 
@@ -90,18 +90,18 @@ class PlanesCodec:
         header = 2 * _SKIPPABLE.size + _FIXED.size + max(bitplanes.WIDTHS)
         return header + nbytes + nbytes // 256 + frames * (_LENGTH.itemsize + zstd_bound(0))
 
-    def plan(self, raw: Bytes, dtype: DType) -> Plan:
-        """Choose how to store each plane of a block."""
+    def plan(self, raw: Bytes, dtype: DType) -> PlaneModes:
+        """Choose how to store each plane of a block, by a small sample."""
         layout, width = _layout(raw.size, dtype)
         sample = _sample(bitplanes.as_words(raw, width))
         planes = [np.empty(sample.size, np.uint8) for _ in range(width)]
         self._threads.coder.split(sample, planes, layout)
-        return Plan(layout, tuple(self._threads.choose(plane) for plane in planes))
+        return PlaneModes(layout, tuple(self._threads.choose(plane) for plane in planes))
 
     def encode(
-        self, raw: Bytes, dtype: DType, out: Bytes, *, plan: Plan | None = None, reading: Reading | None = None
+        self, raw: Bytes, dtype: DType, out: Bytes, *, plan: PlaneModes | None = None, data: BlockInput | None = None
     ) -> int:
-        """Encode as every codec does; ``reading`` copies and hashes each run while it is in the core's cache."""
+        """Encode as every codec does; ``data`` hashes every run while it is in the core's cache."""
         plan = plan or self.plan(raw, dtype)
         coder, matcher, planes_of = self._threads.coder, self._threads.matcher, self._threads.planes
         words = bitplanes.as_words(raw, len(plan.planes))
@@ -113,11 +113,11 @@ class PlanesCodec:
             run = words[start : start + RUN]
             planes = planes_of(raw_planes, start, run.size)
             copy = None
-            if reading and reading.aside is not None:
-                copy = bitplanes.as_words(reading.aside[: run.nbytes], words.itemsize)
+            if data and data.copy_buffer is not None:
+                copy = bitplanes.as_words(data.copy_buffer[: run.nbytes], words.itemsize)
             coder.split(run, planes, plan.layout, copy)
-            if reading:
-                reading.hash((run if copy is None else copy).view(np.uint8))
+            if data:
+                data.hash((run if copy is None else copy).view(np.uint8))
             for number, method in enumerate(plan.planes):
                 if method == _STORE:
                     continue
@@ -139,9 +139,9 @@ class PlanesCodec:
         done: Callable[[Bytes], object] | None = None,
         xor: bool = False,
     ) -> None:
-        """Decode as every codec does; ``done`` is called with each run while it is in the core's cache.
+        """Decode as every codec does; ``done`` is called with every run while it is in the core's cache.
 
-        With ``xor``, the decoded bytes are exclusive-or'ed into ``out``.
+        With ``xor``, the decoded bytes are XORed into ``out``.
         """
         header, frames = _read(stored, out.size)
         coder = self._threads.coder
@@ -169,7 +169,7 @@ class _Threads(threading.local):
         self._memory: dict[int, Bytes] = {}
 
     def planes(self, raw_planes: list[Bytes | None], start: int, count: int) -> list[Bytes]:
-        """Return where the planes of a run go: those that are stored raw to their place, the others to temporaries."""
+        """Return where the planes of a run go: raw planes to their place in the block, the others to temporaries."""
         for number, plane in enumerate(raw_planes):
             if plane is None and number not in self._memory:
                 self._memory[number] = np.empty(RUN, np.uint8)
@@ -237,7 +237,7 @@ def _sample(words: bitplanes.Words) -> bitplanes.Words:
 
 
 def _read(stored: Bytes, nbytes: int) -> tuple[_Header, Iterator[Bytes]]:
-    """Return the header of a block that must decode to ``nbytes``, and its frames in order, all within bounds."""
+    """Return the header of a block that must decode to ``nbytes``, and its frames, all within bounds."""
     header = _read_header(stored, nbytes)
     lengths = stored[header.lengths_start : header.raw_start].view(_LENGTH)
     ends = header.frames_start + np.cumsum(lengths, dtype=np.int64)

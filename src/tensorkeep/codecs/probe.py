@@ -1,6 +1,6 @@
-"""Choosing the codec of a block of a lossless checkpoint, from a few small samples.
+"""``compression="lossless"``: a few small samples choose the codec of every block.
 
-Trained weights get ``planes``, which samples each plane itself. Blocks with repetitions (equal rows of an embedding,
+Trained weights get ``planes``, which samples its planes itself. Blocks with repetitions (equal rows of an embedding,
 masks, zeros) may shrink more with ``zstd``: if a few windows contain repeated words, both are tried on a larger sample.
 A block that neither shrinks is stored ``raw``.
 """
@@ -8,7 +8,7 @@ A block that neither shrinks is stored ``raw``.
 import numpy as np
 
 from tensorkeep.codecs import planes, raw, zstd
-from tensorkeep.codecs.base import Bytes, Codec, Reading
+from tensorkeep.codecs.base import BlockInput, Bytes, Codec
 from tensorkeep.state.dtypes import DType
 
 # Below this, a header costs more than is saved.
@@ -20,7 +20,7 @@ _TRIAL_PIECES, _TRIAL_PIECE = 4, 256 << 10
 _TRIAL_DIVISOR = 16
 _ESTIMATE_PIECE = 64 << 10
 
-# One word in 16 is compared, selected by its value, so that the same words of repeated rows are selected.
+# One word in 16 is compared. Its value selects it, so that repeated rows have the same words selected.
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _SELECTED_SHIFT = np.uint64(60)
 _REPEATED_FRACTION = 0.005
@@ -31,7 +31,7 @@ _WORTH_CODING = 0.98
 
 
 def bound(nbytes: int) -> int:
-    """Return the scratch bytes that ``encode`` needs for a block of that many raw bytes."""
+    """Return the size of the ``out`` buffer that ``encode`` needs for a block."""
     return max(codec.bound(nbytes) for codec in (planes.CODEC, zstd.CODEC, raw.CODEC))
 
 
@@ -40,8 +40,8 @@ def choose(block: Bytes, dtype: DType) -> Codec:
     return _choose(block, dtype)[0]
 
 
-def _choose(block: Bytes, dtype: DType) -> tuple[Codec, planes.Plan | None]:
-    """Return the chosen codec, and the plan of the planes if one was made."""
+def _choose(block: Bytes, dtype: DType) -> tuple[Codec, planes.PlaneModes | None]:
+    """Return the chosen codec, and the modes of the planes if they were chosen."""
     if block.size < _TINY:
         return raw.CODEC, None
     if block.size <= _SMALL:
@@ -53,17 +53,17 @@ def _choose(block: Bytes, dtype: DType) -> tuple[Codec, planes.Plan | None]:
     return (planes.CODEC, plan) if plan.shrinks else (raw.CODEC, None)
 
 
-def encode(block: Bytes, dtype: DType, out: Bytes, reading: Reading | None = None) -> tuple[str, int]:
+def encode(block: Bytes, dtype: DType, out: Bytes, data: BlockInput | None = None) -> tuple[str, int]:
     """Encode a block by the chosen codec, or store it raw if that does not make it smaller.
 
-    ``out`` is scratch of at least `bound` bytes. What is stored raw is not hashed by ``reading``. Return the codec's
-    name, and the bytes written to the front of ``out``, at most those of the block.
+    ``out`` has at least `bound` bytes. ``data`` does not hash what is stored raw. Return the codec's name, and the
+    length of what is at the front of ``out``: at most the block's.
     """
     codec, plan = _choose(block, dtype)
     if codec is planes.CODEC:
-        length = planes.CODEC.encode(block, dtype, out, plan=plan, reading=reading)
+        length = planes.CODEC.encode(block, dtype, out, plan=plan, data=data)
     elif codec is zstd.CODEC:
-        length = codec.encode(reading.read(block) if reading else block, dtype, out)
+        length = codec.encode(data.read(block) if data else block, dtype, out)
     if codec is raw.CODEC or length >= block.size:
         return raw.CODEC.name, raw.CODEC.encode(block, dtype, out)
     return codec.name, length

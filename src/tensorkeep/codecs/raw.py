@@ -7,7 +7,7 @@ from tensorkeep.state.dtypes import DType
 
 
 class RawCodec:
-    """Copies; used when nothing shrinks a block."""
+    """Copies a block that nothing shrinks."""
 
     name = "raw"
 

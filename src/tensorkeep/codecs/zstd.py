@@ -61,17 +61,17 @@ class _Contexts(threading.local):
 
 
 def zstd_bound(nbytes: int) -> int:
-    """Return the maximum size of a frame of that many bytes (``ZSTD_COMPRESSBOUND``, rounded up)."""
+    """Return the maximum size of a frame for ``nbytes`` (``ZSTD_COMPRESSBOUND``, rounded up)."""
     return nbytes + nbytes // 256 + 64
 
 
 def check_frame(frame: Bytes, content: int, *, window: int) -> None:
     """Check a frame's header before anything is decoded or allocated.
 
-    It must declare a size of ``content`` bytes, no dictionary, and a window of at most ``window`` bytes or its content;
-    otherwise, or if it is damaged, CodecError is raised.
+    Raises CodecError unless it declares a size of ``content`` bytes, no dictionary, and a window of at most the larger
+    of ``window`` and ``content``.
     """
-    # Skippable frames declare a length, too, but decode to nothing.
+    # A skippable frame declares a length as well, but decodes to nothing.
     if frame[: len(zstandard.FRAME_HEADER)].tobytes() != zstandard.FRAME_HEADER:
         raise CodecError("not a Zstandard frame")
     try:

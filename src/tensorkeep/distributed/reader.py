@@ -26,7 +26,8 @@ from tensorkeep.checkpoint.ranges import NewPages, copy_range, fill, reads_of
 from tensorkeep.checkpoint.stateful import paths_to
 from tensorkeep.checkpoint.targets import CopyPlan
 from tensorkeep.errors import PathLike, StateMismatchError, UnsupportedError, UsageError
-from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, box_of, thread_bytes
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, thread_bytes
+from tensorkeep.formats.boxes import box_of
 from tensorkeep.formats.finding import open_reader
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.paths import StorePath, as_path

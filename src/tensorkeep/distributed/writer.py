@@ -27,10 +27,9 @@ from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, RanksDisagreeError, UnsupportedLeafError, UsageError
 from tensorkeep.formats.base import WriteResult as FormatResult
 from tensorkeep.formats.native.directory import is_replaceable
-from tensorkeep.formats.native.pieces.records import FragmentReport
-from tensorkeep.formats.native.pieces.recovery import finish_saves
-from tensorkeep.formats.native.pieces.root import plan_root, write_root
-from tensorkeep.formats.native.pieces.writer import PiecesWrite
+from tensorkeep.formats.native.records import FragmentReport
+from tensorkeep.formats.native.sharded import finish_saves, plan_root, write_root
+from tensorkeep.formats.native.writer import ShardedWrite
 from tensorkeep.paths import absolute, checked_path
 from tensorkeep.ranks.outline import FullTensor
 from tensorkeep.state import cuda, names
@@ -499,7 +498,7 @@ class DcpWriter(StorageWriter):
         memory = SaveMemory(self._budget)
         try:
             settings = replace(self._request.write, pool=memory.single_pool())
-            return PiecesWrite(state.pieces, state.parts, Path(self._path), settings, together).run()
+            return ShardedWrite(state.pieces, state.parts, Path(self._path), settings, together).run()
         finally:
             memory.close()
 

@@ -1,13 +1,12 @@
-"""The contract of a format: its layout on disk, its reader and its writer.
+"""The contract of a format: how it describes a state, its writer and its reader.
 
-A format is one object with a name, registered under the entry point ``tensorkeep.formats``. It recognises its own
-files, opens them as a `Reader`, and writes a flattened state. Loading, slicing, verifying, comparing and converting
-use `Reader.read` alone, so they work with every format. ``tensorkeep.testing.format_suite.FormatSuite`` is the
-conformance suite. ``formats/base.py`` is the writing half of the contract: settings, options and results.
+A format is one `Format` object, registered under the entry point ``tensorkeep.formats``. It recognises its own files,
+opens them as a `Reader`, and writes a flattened state. Loading, slicing, verifying, comparing and converting use
+`Reader.read` alone, so they work with every format. ``tensorkeep.testing.format_suite.FormatSuite`` is the conformance
+suite.
 """
 
 import functools
-import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +18,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
 
 from tensorkeep.closing import Closing
 from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UnsupportedLeafError, UsageError
+from tensorkeep.formats.boxes import read_box
 from tensorkeep.paths import absolute
 from tensorkeep.plugins import Registry
 from tensorkeep.state.aliases import Alias
@@ -34,17 +32,15 @@ from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.skeleton import LeafSpec
 from tensorkeep.state.tree import Flat, leaf_specs
 from tensorkeep.storage import parallel
-from tensorkeep.storage.buffers import ALIGNMENT, Buffer, BufferPool, buffer_bytes, round_up
+from tensorkeep.storage.buffers import ALIGNMENT, Buffer, BufferPool, buffer_bytes
 from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation, Pace, Progress, default_threads
 from tensorkeep.structs import prepared
 from tensorkeep.units import format_bytes
 
-# The stored description of a state in JSON, and the rules that it must keep.
-
 _MOST = 2**63
 _MOST_SAVED = 2**61
-"""Bytes, were the lengths 0 of an empty tensor 1: libraries count so, and some keep a few bits for themselves."""
+"""Bytes of a tensor, where a length of 0 counts as 1: libraries count so, and some keep a few bits for themselves."""
 PartKey = tuple[str, str]
 """Part of the state, and key within the part."""
 SourceT = TypeVar("SourceT", bound=Source)
@@ -53,7 +49,7 @@ SourceT = TypeVar("SourceT", bound=Source)
 class AliasRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """An `Alias` as JSON: offset and strides count elements.
 
-    ``key`` is stored in manifests only; everywhere else `Structure.parts` has it.
+    Only manifests store ``key``; elsewhere, `Structure.parts` has it.
     """
 
     of: str
@@ -65,16 +61,14 @@ class AliasRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of_alias(cls, alias: Alias, part: str, key: str = "") -> "AliasRecord":
-        """Return the record of an alias."""
         return cls(alias.of, alias.offset_elements, alias.shape, alias.strides, part, key)
 
     def alias(self) -> Alias:
-        """Return the alias."""
         return Alias(self.of, self.offset, self.shape, self.strides)
 
 
 class Structure(msgspec.Struct, frozen=True):
-    """How tensors form a nested state: skeleton, views of stored tensors, part and key of every tensor."""
+    """How tensors form a nested state: the skeleton, views of stored tensors, part and key of every tensor."""
 
     skeleton: Any
     aliases: dict[str, AliasRecord]
@@ -82,18 +76,17 @@ class Structure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_state(cls, flat: Flat[Source]) -> "Structure":
-        """Return the structure of a flattened state."""
         aliases = {name: AliasRecord.of_alias(alias, flat.parts[name][0]) for name, alias in flat.aliases.items()}
         return cls(flat.skeleton, aliases, flat.parts)
 
     def flat(self, leaves: Mapping[str, SourceT]) -> Flat[SourceT]:
-        """Return the flattened state with these stored tensors; `check_structure` is still to be called."""
+        """Return the flattened state with these stored tensors, unchecked: see `check_structure`."""
         aliases = {name: record.alias() for name, record in self.aliases.items()}
         return Flat(self.skeleton, leaves, aliases, self.parts)
 
 
 def check_saveable(flat: Flat[Source]) -> None:
-    """Check a state with the code of the readers: what they would refuse must not be saved.
+    """Check a state with the readers' rules, so that no save succeeds that no load accepts.
 
     Raises UnsupportedLeafError with the rule that is broken.
     """
@@ -115,9 +108,9 @@ def check_structure(
     aliases: Mapping[str, Alias],
     parts: Mapping[str, PartKey],
 ) -> dict[str, LeafSpec]:
-    """Check that a state can be rebuilt from a skeleton, dtype and shape of the stored tensors, views and parts.
+    """Check that a state can be rebuilt from a skeleton, stored tensors (dtype and shape), views and parts.
 
-    Return the leaves that the skeleton names, in its order: the skeleton is decoded here, and nowhere else.
+    Return the leaves that the skeleton names, in its order.
 
     Raises ValueError with the rule that is broken.
     """
@@ -157,7 +150,7 @@ def _check_leaf(name: str, spec: LeafSpec, dtype: DType, shape: tuple[int, ...])
 
 
 def _extent(shape: tuple[int, ...]) -> int:
-    """Return the product of the lengths; libraries multiply those of an empty tensor, too."""
+    """Return the product of the lengths other than 0: libraries compute it for an empty tensor, too."""
     return prod(length for length in shape if length)
 
 
@@ -169,141 +162,7 @@ def _check_alias(name: str, spec: LeafSpec, alias: Alias, base: LeafSpec) -> Non
         raise ValueError(f"{name!r} is a tensor of negative strides")
 
 
-# Boxes of an array, one slice per dimension: grids, intersections, ranges in C order.
-
-Box = tuple[slice, ...]
-
-
-def box_shape(box: Box) -> tuple[int, ...]:
-    """Return the lengths of a box."""
-    return tuple(side.stop - side.start for side in box)
-
-
-def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
-    """Return the box that begins at an element and has these lengths."""
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-
-
-def intersection(a: Box, b: Box) -> Box | None:
-    """Return the elements that two boxes of one array share; None if they share nothing.
-
-    Examples
-    --------
-    >>> intersection((slice(0, 4), slice(2, 6)), (slice(3, 9), slice(0, 3)))
-    (slice(3, 4, None), slice(2, 3, None))
-    """
-    common = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
-    return common if all(side.start < side.stop for side in common) else None
-
-
-def relative(box: Box, outer: Box) -> Box:
-    """Return a box by its indices within an array that holds the outer box alone."""
-    return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(box, outer, strict=True))
-
-
-def grow(shape: Sequence[int], chunk: Sequence[int], most_elements: int) -> tuple[int, ...]:
-    """Return the shape of the largest block of full chunks of at most so many elements; at least one chunk.
-
-    The last dimension grows first, so that the elements of a block are as contiguous in the C-order stream as possible.
-    A block may exceed the array by less than one chunk along each dimension.
-
-    Examples
-    --------
-    >>> grow((100, 100), (10, 10), 2000)
-    (20, 100)
-    """
-    block = list(chunk)
-    for axis in reversed(range(len(block))):
-        count = -(-max(1, shape[axis]) // chunk[axis])
-        fitting = max(1, most_elements // prod(block))
-        block[axis] = chunk[axis] * min(count, fitting)
-        if count > fitting:
-            break
-    return tuple(block)
-
-
-def grid(shape: Sequence[int], block: Sequence[int]) -> Iterator[Box]:
-    """Yield the boxes of a grid of blocks in C order, cut at the end of the array; nothing for an empty array."""
-    if 0 in shape:
-        return  # the other dimensions may have any length, and more blocks than can be listed
-    axes = [
-        [slice(start, min(start + step, length)) for start in range(0, length, step)]
-        for length, step in zip(shape, block, strict=True)
-    ]
-    yield from itertools.product(*axes)
-
-
-def box_to_ranges(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the array's C-order stream, in elements, that make up a box; in order."""
-    lengths = box_shape(box)
-    # After the last dimension that is cut, the box is contiguous.
-    last = max((axis for axis in range(len(shape)) if lengths[axis] != shape[axis]), default=-1)
-    if last < 0:
-        yield 0, prod(shape)
-        return
-    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    start = box[last].start * strides[last]
-    count = lengths[last] * strides[last]
-    for outer in itertools.product(*(range(side.start, side.stop) for side in box[:last])):
-        at = start + sum(index * stride for index, stride in zip(outer, strides, strict=False))
-        yield at, at + count
-
-
-def covering_range(shape: Sequence[int], box: Box) -> tuple[int, int]:
-    """Return the shortest range of the array's C-order stream, in elements, that has all of a box with elements."""
-    first = last = 0
-    for side, length in zip(box, shape, strict=True):
-        first, last = first * length + side.start, last * length + side.stop - 1
-    return first, last + 1
-
-
-def as_range(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
-    """Return the range of the array's C-order stream that is a box with elements; None if it is not one range.
-
-    Examples
-    --------
-    >>> as_range((4, 6), (slice(1, 3), slice(0, 6)))
-    (6, 18)
-    """
-    first, last = covering_range(shape, box)
-    return (first, last) if last - first == prod(box_shape(box)) else None
-
-
-def range_to_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes that make up the elements ``start:stop`` of the C-order stream, in order.
-
-    At most two for each dimension and one more: the end of a row, full rows at once, the start of a row.
-
-    Examples
-    --------
-    >>> list(range_to_boxes((3, 4), 2, 8))
-    [(slice(0, 1, None), slice(2, 4, None)), (slice(1, 2, None), slice(0, 4, None))]
-    """
-    yield from _boxes(tuple(shape), start, stop, ())
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int, outer: Box) -> Iterator[Box]:
-    if start >= stop:
-        return
-    if not shape:
-        yield outer
-        return
-    inner = prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # the full rows
-    if first > last:
-        row = start // inner
-        yield from _boxes(shape[1:], start - row * inner, stop - row * inner, (*outer, slice(row, row + 1)))
-        return
-    if start < first * inner:
-        head = (*outer, slice(first - 1, first))
-        yield from _boxes(shape[1:], start - (first - 1) * inner, inner, head)
-    if first < last:
-        yield (*outer, slice(first, last), *(slice(0, length) for length in shape[1:]))
-    if last * inner < stop:
-        yield from _boxes(shape[1:], 0, stop - last * inner, (*outer, slice(last, last + 1)))
-
-
-# The writing half of a format's contract: settings, options, results, two-stage writes.
+# Writing: options, settings, results, and writes in two stages.
 
 BLOCK_BYTES = 16 * 1024**2
 """The unit of reading, writing, checksums and compression, in raw bytes."""
@@ -335,31 +194,14 @@ class StepRecord(msgspec.Struct, frozen=True):
 
 
 class FormatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of a format: a subclass has one field for each, with a default.
+    """The options of a format: a subclass has one field with a default for each option.
 
-    A format without options uses this class itself. `Format.parse_options` makes an instance from keyword arguments
-    and checks the types of the fields; ``__post_init__`` may raise UsageError for options that contradict each other.
+    `Format.parse_options` makes an instance from keyword arguments and checks the types of the fields.
+    ``__post_init__`` may raise UsageError for options that contradict each other.
     """
 
 
 OptionsT = TypeVar("OptionsT", bound=FormatOptions)
-
-
-def parse_options(format_name: str, kind: type[FormatOptions], given: Mapping[str, object]) -> FormatOptions:
-    """Return the options of a format that keyword arguments stand for; see `Format.parse_options`."""
-    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    values: dict[str, object] = {}
-    for option, value in given.items():
-        if option not in types:
-            remedy = f"known options: {', '.join(sorted(types))}" if types else "it takes no options"
-            raise UsageError(f"format {format_name!r} has no option {option!r}", remedy=remedy)
-        try:
-            values[option] = msgspec.convert(value, prepared(types[option]))
-        except (msgspec.ValidationError, TypeError, RecursionError) as error:
-            remedy = _choices(types[option]) or str(error)
-            raise UsageError(f"the option {option} is {value!r:.80}", remedy=remedy) from error
-    # Not by msgspec.convert: it would wrap the UsageError of a `__post_init__`.
-    return kind(**values)
 
 
 def _choices(kind: object) -> str | None:
@@ -380,12 +222,14 @@ class WriteSettings:
         The user's JSON values.
     compression : str
         ``"none"``, ``"lossless"`` or a codec's name; a format that cannot compress refuses all but ``"none"``.
+    threads : int
+        Threads that write at once.
     pool : BufferPool
-        Where all buffers come from.
+        The source of all buffers; its budget limits their memory.
     progress : callable or None
         Called with (bytes done, bytes in total).
     options : FormatOptions or None
-        An instance of `Format.options`; None stands for the defaults.
+        An instance of `Format.options`; None means the defaults.
     step : StepRecord or None
         The step of a training run, for formats that store it.
     """
@@ -400,7 +244,7 @@ class WriteSettings:
     step: StepRecord | None = None
 
     def options_as(self, kind: type[OptionsT]) -> OptionsT:
-        """Return the options, or a format's defaults; raises UsageError if they are those of another format."""
+        """Return the options, or a format's defaults; raises UsageError for the options of another format."""
         if self.options is None:
             return kind()
         if not isinstance(self.options, kind):
@@ -428,7 +272,7 @@ class WriteResult:
     base : str or None
         The earlier checkpoint that unchanged blocks were taken from.
     base_refused : str or None
-        Why not all blocks that could have been were taken from there.
+        Why not all unchanged blocks were taken from the base.
     """
 
     stored_bytes: int
@@ -440,7 +284,7 @@ class WriteResult:
 
 
 class StagedWrite(ABC):
-    """The writing of one checkpoint in two stages, so that the caller waits for the first only.
+    """The writing of one checkpoint in two stages; the caller waits for the first only.
 
     `prepare` comes first. Then `stage` copies the state in the caller's thread, and `run` writes it in another thread,
     at the same time or afterwards.
@@ -454,11 +298,11 @@ class StagedWrite(ABC):
 
     @abstractmethod
     def staging_bytes(self) -> int:
-        """Return the buffer bytes that hold a copy of the whole state, so that `stage` never waits for `run`."""
+        """Return the buffer bytes for a copy of the whole state; with so many, `stage` never waits for `run`."""
 
     @abstractmethod
     def prepare(self, pool: BufferPool) -> None:
-        """Set the pool that the buffers for the copy come from.
+        """Set the pool for the buffers of the copy.
 
         Raises UsageError if its budget is too small for this format.
         """
@@ -497,7 +341,7 @@ class StagedWrite(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Release the copy when `run` will never be called."""
+        """Release the copy if `run` will never be called."""
 
 
 class FullCopyWrite(StagedWrite):
@@ -545,7 +389,7 @@ class FullCopyWrite(StagedWrite):
                 tasks.append(functools.partial(_copy, leaf, start, stop, buffer.array[start:stop]))
         parallel.run(tasks, threads, self._cancellation)
         self._cancellation.check()
-        # Without the leaves, so that the caller can free their memory.
+        # Drop the leaves, so that the caller can free their memory.
         self._flat = replace(self._flat, leaves=self._copies)
         self._copied.set()
 
@@ -581,105 +425,7 @@ def _copy(source: Source, start: int, stop: int, out: Bytes) -> None:
         source.read(start, stop, out)
 
 
-# Reading a box of a tensor into memory of any layout, on any device.
-
-_LONG_RUN = 256 * 1024
-"""Bytes that lie together, from which on they are read alone; shorter runs are read with what is between them."""
-
-
-class BoxTarget:
-    """Memory of a box that is filled part by part: host memory in C order, or that of a leaf."""
-
-    def __init__(self, shape: Sequence[int], itemsize: int, host: Bytes | None, leaf: Leaf | None = None) -> None:
-        self._shape = shape
-        self._itemsize = itemsize
-        self._host = host
-        self._leaf = leaf
-
-    @classmethod
-    def of_leaf(cls, leaf: Leaf) -> "BoxTarget":
-        """Return the memory of a leaf."""
-        return cls(leaf.shape, leaf.dtype.itemsize, leaf.host_bytes(), leaf)
-
-    def contiguous(self, region: Box) -> Bytes | None:
-        """Return the memory of a part of the box; None if that is not one range of bytes of this host."""
-        found = None if self._host is None else as_range(self._shape, region)
-        if found is None or self._host is None:
-            return None
-        return self._host[found[0] * self._itemsize : found[1] * self._itemsize]
-
-    def spare_bytes(self, nbytes: int) -> int:
-        """Return the memory that `put` needs for a part of this size."""
-        return round_up(nbytes) if self._host is None else 0
-
-    def put(self, region: Box, data: npt.NDArray[Any], spare: Bytes) -> None:
-        """Copy elements, as `words` views them, into a part of the box."""
-        if self._host is not None:
-            words(self._host, self._shape, self._itemsize)[region] = data
-            return
-        assert self._leaf is not None
-        compact = spare[: data.size * self._itemsize]
-        words(compact, data.shape, self._itemsize)[...] = data
-        part = replace(self._leaf, array=self._leaf.array[region]) if region else self._leaf
-        part.write(0, len(compact), compact)
-
-
-def words(data: Bytes, shape: Sequence[int], itemsize: int) -> npt.NDArray[Any]:
-    """Return bytes as an array of elements that numpy copies bit for bit."""
-    return data.view(f"u{itemsize}" if itemsize <= 8 else "c16").reshape(shape)
-
-
-def read_box(
-    read: Callable[[int, int, Bytes], None], shape: Sequence[int], offsets: Sequence[int], out: Leaf, pool: BufferPool
-) -> None:
-    """Fill a leaf with a box of a tensor, of which ``read`` returns ranges of bytes in C order.
-
-    Rows that are short are read with what is between them, in ranges of at most one block.
-    """
-    size = out.dtype.itemsize
-    wanted = box_of(offsets, out.shape)
-    target = BoxTarget.of_leaf(out)
-    if not out.nbytes:
-        return
-    for part in _parts(shape, wanted, BLOCK_BYTES // size, _LONG_RUN // size):
-        first, last = covering_range(shape, part)
-        start, stop = first * size, last * size
-        region = relative(part, wanted)
-        count = prod(box_shape(part)) * size
-        host = target.contiguous(region)
-        if host is not None and stop - start == count:
-            read(start, stop, host)
-            continue
-        spare = target.spare_bytes(count)
-        with pool.acquire(round_up(stop - start) + spare) as buffer:
-            read(start, stop, buffer[: stop - start])
-            strides = [prod(shape[axis + 1 :]) * size for axis in range(len(shape))]
-            base = words(buffer[: stop - start], (last - first,), size)
-            data = np.lib.stride_tricks.as_strided(base, box_shape(part), strides)
-            target.put(region, data, buffer[round_up(stop - start) :])
-
-
-def _parts(shape: Sequence[int], box: Box, most: int, long_run: int) -> Iterator[Box]:
-    """Yield a box in parts that each are one range of at most ``most`` elements, or short runs within such a range."""
-    first, last = covering_range(shape, box)
-    together = as_range(shape, box) is not None
-    axis = next((axis for axis, side in enumerate(box) if side.stop - side.start > 1), None)
-    if axis is None or (last - first <= most and (together or _run(shape, box) < long_run)):
-        yield box
-        return
-    stride = prod(shape[axis + 1 :])
-    step = max(1, most // stride) if together or _run(shape, box) < long_run else 1
-    side = box[axis]
-    for start in range(side.start, side.stop, step):
-        part = slice(start, min(start + step, side.stop))
-        yield from _parts(shape, (*box[:axis], part, *box[axis + 1 :]), most, long_run)
-
-
-def _run(shape: Sequence[int], box: Box) -> int:
-    """Return the number of elements of a box that lie together."""
-    lengths = box_shape(box)
-    last = max((axis for axis in range(len(shape)) if lengths[axis] != shape[axis]), default=0)
-    return prod(lengths[last:])
+# Reading.
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -698,7 +444,7 @@ class Entry(msgspec.Struct, frozen=True):
     file : str
         The file that holds it, relative to the checkpoint.
     alias_of : str or None
-        The tensor whose storage it shares; it then takes no bytes of its own.
+        The tensor that it is a view of; a view takes no bytes of its own.
     """
 
     name: str
@@ -740,7 +486,7 @@ class Reader(Closing, ABC):
     entries : dict of str to Entry
         Every tensor by name, aliases included, in the state's order.
     metadata, details : dict
-        What the user gave when saving, and what else `info` shows: version, writer, files...
+        The user's metadata, and what else `info` shows: version, writer, files...
     verifiable : str or None
         What `verify` can check here ("xxh3-64 of every block"), or None if the format stores no checksum.
     buffers : int
@@ -748,9 +494,9 @@ class Reader(Closing, ABC):
     step : StepRecord or None
         The step of a training run, if the format stores it.
     notes : sequence of str
-        What a user should know of it, such as files that are not read; each is logged as a warning.
+        Warnings for the user, such as files that are not read; each is logged.
     refusal : UnsupportedError or None
-        The error of a load that does not leave out the placeholders in the state. Without one, a load returns them.
+        The error of a load that selects placeholders in the state. Without one, a load returns placeholders.
     """
 
     path: Path
@@ -778,11 +524,11 @@ class Reader(Closing, ABC):
     def read_box(self, name: str, offsets: Sequence[int], out: Leaf, pool: BufferPool) -> None:
         """Fill a leaf with the box of a tensor that begins at ``offsets`` and has the leaf's shape; from any thread.
 
-        The leaf's memory may be of any layout, on any device. To read a large box in several threads, cut it into rows
-        at multiples of `block_bytes`. ``pool`` is that of `OpenSettings`; a thread takes no more from it than the
-        ``buffers`` above. Raises the errors of `read`.
+        The leaf's memory may have any layout, on any device. To read a large box in several threads, cut it into rows
+        at multiples of `block_bytes`. ``pool`` is the pool of `OpenSettings`; a thread takes at most ``buffers``
+        buffers from it. Raises the errors of `read`.
         """
-        read_box(partial(self.read, name), self.flat.leaves[name].shape, offsets, out, pool)
+        read_box(partial(self.read, name), self.flat.leaves[name].shape, offsets, out, pool, BLOCK_BYTES)
 
     def ahead(self, ranges: Sequence[tuple[str, int, int]]) -> AbstractContextManager[object]:
         """Return a context in which this thread reads ranges of tensors; neighbours may then be read by one request."""
@@ -791,7 +537,7 @@ class Reader(Closing, ABC):
     def mapped(self, name: str) -> Bytes | None:
         """Return a stored tensor's bytes as memory mapped over the file, unverified; None if they cannot be mapped.
 
-        The mapping is private: what is written to it stays in memory. It outlives the reader.
+        The mapping is private: writes to it stay in memory. The mapping outlives the reader.
         """
         return None
 
@@ -800,14 +546,14 @@ class Reader(Closing, ABC):
         return BLOCK_BYTES
 
     def bytes_to_check(self, name: str) -> int:
-        """Return the number of bytes of a tensor that `verify` must read, from its start, to check all stored bytes.
+        """Return how many bytes of a tensor `verify` must read, from its start, to check all stored bytes.
 
-        Less than all of them where a read checks more than it returns.
+        Fewer than ``nbytes`` where a read checks more than it returns.
         """
         return self.flat.leaves[name].nbytes
 
     def identity(self) -> str:
-        """Return what the ranks of a load compare: the path, or where the format has one a checksum of all content."""
+        """Return a string that all ranks of a load must agree on: the path, or a checksum of the content."""
         return str(absolute(self.path))
 
     def audit(self) -> Iterator[Problem]:
@@ -821,7 +567,7 @@ class Reader(Closing, ABC):
     def _set_state(self, flat: "Flat[StoredLeaf]", source: Path, leaf_specs: dict[str, LeafSpec] | None = None) -> None:
         """Check that a state can be rebuilt from its description, and set `flat` and `leaf_specs`.
 
-        The stored tensors may be in any order. ``source`` is the file that describes the state, for errors;
+        The stored tensors may be in any order. ``source`` is the file that describes the state, for errors.
         ``leaf_specs`` is the result of `check_structure`, if it was called already. Raises CorruptCheckpointError if
         skeleton, tensors, aliases and parts contradict each other.
         """
@@ -835,7 +581,7 @@ class Reader(Closing, ABC):
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Every tensor by name, aliases included, in the state's order; made on first use."""
+        """Every tensor by name, aliases included, in the state's order."""
         return {name: self._entry(name) for name in self.leaf_specs}
 
     def _entry(self, name: str) -> Entry:
@@ -851,8 +597,7 @@ class Reader(Closing, ABC):
 class StoredLeaf(msgspec.Struct, frozen=True, eq=False):
     """A tensor stored in a checkpoint; a `Source` for writers, so that converting never holds a whole state.
 
-    ``stored_bytes`` are its bytes on disk, and ``file`` is the file that holds it, relative to the checkpoint;
-    ``codec`` is ``"raw"``, or the codecs of its blocks joined by ``+``.
+    ``stored_bytes``, ``file`` and ``codec`` are as in `Entry`.
     """
 
     reader: Reader
@@ -883,11 +628,11 @@ class OpenSettings:
     verify : bool
         Check what is read against its checksums.
     pool : BufferPool
-        Where the reader takes its buffers from; the caller uses the same pool, so that one budget holds for both.
+        The source of the reader's buffers. The caller uses the same pool, so that one budget holds for both.
     page_cache : bool
         Read everything through the page cache; otherwise only what is cached already, and the rest around it.
     allow : frozenset of str
-        Names of classes in pickles whose objects are read as dicts of their attributes.
+        Names of classes in pickles; their objects are read as dicts of their attributes.
     """
 
     verify: bool = True
@@ -962,7 +707,7 @@ class Format(ABC):
         """
 
     def check(self, destination: Path, settings: WriteSettings) -> None:
-        """Check the arguments of a save before the state is looked at; UsageError if they do not fit together.
+        """Check the arguments of a save before the state is looked at; UsageError if they contradict each other.
 
         The compression may still be ``"auto"``. The default accepts everything.
         """
@@ -976,7 +721,7 @@ class Format(ABC):
         return FullCopyWrite(self.name, self.write, flat, destination, settings)
 
     def parse_options(self, given: Mapping[str, object]) -> FormatOptions:
-        """Return the options that keyword arguments of `tensorkeep.save` stand for; their types are checked.
+        """Return the options in the keyword arguments of `tensorkeep.save`; their types are checked.
 
         Raises
         ------
@@ -988,16 +733,26 @@ class Format(ABC):
         >>> FORMATS.get("native").parse_options({"direct_io": False})
         NativeOptions(shard_bytes=None, direct_io=False, incremental=None, base=None, delta=False)
         """
-        return parse_options(self.name, self.options, given)
+        types = {field.name: field.type for field in msgspec.structs.fields(self.options)}
+        values: dict[str, object] = {}
+        for option, value in given.items():
+            if option not in types:
+                remedy = f"known options: {', '.join(sorted(types))}" if types else "it takes no options"
+                raise UsageError(f"format {self.name!r} has no option {option!r}", remedy=remedy)
+            try:
+                values[option] = msgspec.convert(value, prepared(types[option]))
+            except (msgspec.ValidationError, TypeError, RecursionError) as error:
+                remedy = _choices(types[option]) or str(error)
+                raise UsageError(f"the option {option} is {value!r:.80}", remedy=remedy) from error
+        # Not by msgspec.convert: it would wrap the UsageError of a `__post_init__`.
+        return self.options(**values)
 
 
 FORMATS: Registry[Format] = Registry("format")
+"""All formats that are installed; an entry point of ``tensorkeep.formats`` adds one."""
 
 
 def format_by_suffix(path: PathLike) -> Format | None:
     """Return the format that the suffix of a path means; None for all other suffixes."""
     suffix = Path(path).suffix.lower()
     return next((format for format in FORMATS if suffix in format.suffixes), None) if suffix else None
-
-
-"""All formats that are installed; an entry point of ``tensorkeep.formats`` adds one."""

@@ -1,8 +1,10 @@
-"""Errors of code that parses untrusted bytes: raised with file, tensor and error class."""
+"""Parsing untrusted bytes: errors that name the file and the tensor, and JSON without ambiguous names."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tensorkeep.errors import (
     CorruptCheckpointError,
@@ -12,10 +14,34 @@ from tensorkeep.errors import (
     UnsupportedLeafError,
 )
 
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the reference implementation of safetensors for headers; used for indexes as well."""
+
+
+def decode_json_object(text: bytes) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises ValueError, RecursionError if it is not a JSON object, or a name occurs twice in it.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name occurs twice")
+        for name in found:
+            name.encode()  # a lone surrogate is not valid Unicode, and could not be printed
+        return found
+
+    # Not by msgspec, which silently keeps the last of two equal names: which one is right is unknown.
+    content = json.loads(text, object_pairs_hook=unique)
+    if not isinstance(content, dict):
+        raise ValueError("not an object")
+    return content
+
 
 @contextmanager
 def as_a_reader() -> Iterator[None]:
-    """Check with a reader's code what was written: what that calls corrupt cannot be saved, and is unsupported."""
+    """Run a reader's checks on what is saved: what a reader calls corrupt cannot be saved, and is unsupported."""
     try:
         yield
     except CorruptCheckpointError as error:
@@ -29,11 +55,11 @@ def as_a_reader() -> Iterator[None]:
 
 @contextmanager
 def decoding(path: PathLike | None = None, name: str | None = None, *, what: str = "is malformed") -> Iterator[None]:
-    """Complete the errors of a block of code that decodes a file, or a tensor of it.
+    """Complete the errors of a block of code that decodes a file, or one of its tensors.
 
-    A `ValueError` or `RecursionError` is raised as CorruptCheckpointError: ``what`` it means, and its text in
-    parentheses. An `UnsupportedLeafError`, which is for values that cannot be saved, becomes UnsupportedError. Other
-    errors of this package pass, with the path and the name where they had none.
+    A `ValueError` or `RecursionError` becomes a CorruptCheckpointError with the message ``what`` and the error's text
+    in parentheses. An `UnsupportedLeafError`, which is for values that cannot be saved, becomes UnsupportedError. Other
+    errors of this package pass; a missing path or name is filled in.
 
     Examples
     --------

@@ -11,7 +11,7 @@ import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError
 from tensorkeep.formats.base import StoredLeaf
-from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, decode_object
+from tensorkeep.formats.decoding import MAX_HEADER_BYTES, decode_json_object
 from tensorkeep.state.tree import Flat, placeholders
 from tensorkeep.storage import file_mode, first_bytes, folders_in, names_in
 from tensorkeep.storage.base import Directory, SourceFile
@@ -109,7 +109,7 @@ def read_index(directory: Directory, path: Path) -> Index:
             raise CorruptCheckpointError(f"is too large for an index: {file.size:,} bytes", path=path)
         content = file.read(0, file.size)
     try:
-        found = decode_object(content)
+        found = decode_json_object(content)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"the index is not valid JSON ({error})", path=path) from error
     weight_map, metadata = found.get("weight_map"), found.get("metadata")

@@ -20,10 +20,9 @@ from tensorkeep.formats.base import WriteResult, WriteSettings
 from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native.directory import commit_to
 from tensorkeep.formats.native.manifest import FILE_NAME
-from tensorkeep.formats.native.pieces.records import FragmentReport, Root
-from tensorkeep.formats.native.pieces.recovery import finish_saves
-from tensorkeep.formats.native.pieces.root import check_plan, plan_root, root_content, write_plan, write_root
-from tensorkeep.formats.native.pieces.writer import PiecesWrite
+from tensorkeep.formats.native.records import FragmentReport, Root
+from tensorkeep.formats.native.sharded import check_plan, finish_saves, plan_root, root_content, write_plan, write_root
+from tensorkeep.formats.native.writer import ShardedWrite
 from tensorkeep.paths import absolute, as_path
 from tensorkeep.ranks.group import Ranks
 from tensorkeep.ranks.outline import (
@@ -223,7 +222,7 @@ def _refuse_arguments(given: list[dict[str, Any]]) -> None:
 
 
 class Coordination:
-    """How the ranks of one save act together; a `tensorkeep.formats.native.pieces.writer.Together`.
+    """How the ranks of one save act together; a `tensorkeep.formats.native.writer.SaveCoordinator`.
 
     The coordinator makes the staging folder, and makes the checkpoint visible when all fragments are durable. It
     believes what the ranks report: on a network file system it may not see their files yet. In an object store, each
@@ -316,7 +315,7 @@ class Coordination:
             commit.__exit__()
 
 
-class CollectiveWrite(PiecesWrite):
+class CollectiveWrite(ShardedWrite):
     """The writing of one rank's part of a checkpoint; if it fails on one rank, it fails on all."""
 
     def __init__(self, ranks: Ranks, shared: SharedState, destination: Path, settings: WriteSettings) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError
 from tensorkeep.formats.native.directory import Summary, freed_bytes, summarise
-from tensorkeep.formats.native.pieces.recovery import finish_saves
+from tensorkeep.formats.native.sharded import finish_saves
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.runs.steps import StepPlace, check_is_step, step_numbers
 from tensorkeep.runs.store_backend import StorePlace

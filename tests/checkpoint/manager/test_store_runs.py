@@ -22,8 +22,8 @@ from tensorkeep import CheckpointManager
 from tensorkeep.cli.main import main
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.formats.native.block_write import BlockFilesWrite
 from tensorkeep.formats.native.directory import read_contents
+from tensorkeep.formats.native.writer import NativeWrite
 from tensorkeep.paths import StorePath
 from tensorkeep.runs import store_backend
 from tensorkeep.runs.backends import place_of
@@ -208,7 +208,7 @@ def test_a_step_whose_objects_others_use_is_replaced(root: StorePath, incrementa
 
 def test_a_base_that_is_deleted_during_the_save_fails_it(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(root, range(1, 2), incremental=True)
-    real = BlockFilesWrite._write_files
+    real = NativeWrite._write_files
 
     def write_files(*arguments: Any) -> Any:
         place_of(root).remove(root / "step-000001")
@@ -216,7 +216,7 @@ def test_a_base_that_is_deleted_during_the_save_fails_it(root: StorePath, monkey
 
     with CheckpointManager(root, incremental=True, asynchronous=False) as manager:
         manager.restore(1)
-        monkeypatch.setattr(BlockFilesWrite, "_write_files", write_files)
+        monkeypatch.setattr(NativeWrite, "_write_files", write_files)
         with pytest.raises(tensorkeep.StoreError, match="was deleted or replaced during a save that shares it"):
             manager.save(2, state(2))
         assert [step.number for step in manager.steps()] == []

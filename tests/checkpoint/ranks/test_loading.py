@@ -21,7 +21,7 @@ from tensorkeep.errors import BusyError
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.plan import Grid
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.formats.native.pieces import writer
+from tensorkeep.formats.native import writer
 from tensorkeep.runs import backends
 from tensorkeep.testing.cases import case
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 import tensorkeep
 from faults.test_hostile_manifests import body_of, seal
 from formats.native.steps import DELTA, LOSSLESS, codecs, flip, trained, weights
-from tensorkeep.formats.native import previous
+from tensorkeep.formats.native import incremental
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
 
@@ -122,7 +122,7 @@ def test_a_damaged_block_is_no_base(tmp_path: Path, options: dict[str, Any], fil
 
 
 def test_chains_of_several_differences_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(previous, "MAX_CHAIN_LENGTH", 3)
+    monkeypatch.setattr(incremental, "MAX_CHAIN_LENGTH", 3)
     state = weights(1)
     tensorkeep.save(state, tmp_path / "0", incremental=True)
     for number in (1, 2, 3):

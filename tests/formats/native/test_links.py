@@ -12,7 +12,7 @@ import torch
 import tensorkeep
 from faults.test_hostile_manifests import body_of, seal
 from formats.native.steps import changed
-from tensorkeep.formats.native import links, previous
+from tensorkeep.formats.native import incremental
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
@@ -102,27 +102,27 @@ def test_a_link_whose_name_would_be_too_long_is_refused(base: Path) -> None:
 
 
 def test_a_linked_file_cut_short_fails_the_save(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = links.Links.finish
+    real = incremental.Links.finish
 
-    def finish(self: links.Links, *arguments: Any) -> Any:
+    def finish(self: incremental.Links, *arguments: Any) -> Any:
         os.truncate(base / "model.safetensors", 5000)
         return real(self, *arguments)
 
-    monkeypatch.setattr(links.Links, "finish", finish)
+    monkeypatch.setattr(incremental.Links, "finish", finish)
     with pytest.raises(tensorkeep.CorruptCheckpointError, match="changed while it was linked"):
         tensorkeep.save(changed(tensors(), "w0"), tmp_path / "b", base=base)
     assert names_in(tmp_path) == ["a"]
 
 
 def test_an_invalid_manifest_fails_the_save(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_origin", lambda path: "")  # the rest of a linked file then counts as lost
+    monkeypatch.setattr(incremental, "_origin", lambda path: "")  # the rest of a linked file then counts as lost
     with pytest.raises(tensorkeep.UnsupportedError, match="as a load would refuse it") as caught:
         tensorkeep.save(changed(tensors(), "w0"), tmp_path / "b", base=base)
     assert (caught.value.path, names_in(tmp_path)) == (str(tmp_path / "b" / "manifest.json"), ["a"])
 
 
 def test_too_many_files_of_earlier_saves_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(previous, "MOST_FILES", 2)
+    monkeypatch.setattr(incremental, "MOST_FILES", 2)
     state = tensors(8)
     tensorkeep.save(state, tmp_path / "0", incremental=True)
     reports = []

@@ -1,10 +1,21 @@
-"""The header of a safetensors file: building one, and reading an untrusted one.
+"""Safetensors headers: writing them, and reading untrusted ones.
 
 A file is ``u64 N | N bytes of JSON | data``. The JSON maps each name to its dtype, shape and byte range in the data;
 the ranges cover the data without holes or overlaps. Source: the format section of the safetensors README.
+
+A compressed tensor, or one with a dtype that safetensors lacks, is a ``U8`` vector in the file. The entry
+``tensorkeep`` of the header's ``__metadata__`` is JSON that describes such tensors, so that a reader can decode them
+without the manifest::
+
+    {"version": 1, "block_bytes": 16777216,
+     "tensors": {"wte.weight": {"dtype": "bfloat16", "shape": [32000, 3200],
+                                "blocks": [["planes", 11132928], ...]}}}
+
+Each block is a codec's name and its stored length in bytes; the blocks follow one another in the vector. Version 2
+marks an incremental file: it may lack blocks of a tensor, or hold differences from blocks in other files. Version 3
+marks the file of one of many ranks: it holds boxes of tensors, with blocks of various lengths.
 """
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -25,18 +36,24 @@ from tensorkeep.formats.blockfile.plan import (
     LeafInFile,
     blocks_of,
 )
-from tensorkeep.formats.decoding import decoding
+from tensorkeep.formats.decoding import MAX_HEADER_BYTES, decode_json_object, decoding
 from tensorkeep.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from tensorkeep.state.leaf import MOST_DIMENSIONS
 from tensorkeep.storage.base import SourceFile
 from tensorkeep.storage.buffers import round_up
 from tensorkeep.structs import prepared
 
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the reference implementation."""
+METADATA_KEY = "tensorkeep"
+VERSION = 1
+CHANGES_VERSION = 2
+CUTS_VERSION = 3
+"""A reader of version 1 refuses the later versions, which it would misread."""
+SMALLEST_DIFFERENCE = 1024
+"""Raw bytes below which a block is not stored as a difference: the record of its base would cost as much."""
+
 _LENGTH_BYTES = 8
 _SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits per element of dtypes smaller than a byte."""
+"""Bits per element of dtypes that are smaller than a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +68,14 @@ class TensorRecord:
 
     @property
     def dtype(self) -> DType | None:
-        """The dtype; None if it is not known, or packs numbers in a way that neither torch nor numpy has."""
+        """The dtype; None if it is unknown, or packs numbers in a way that neither torch nor numpy has."""
         found = BY_SAFETENSORS.get(self.tag)
         packed = found is not None and found.packs > 1
         return None if packed and (not self.shape or self.shape[-1] % found.packs) else found  # type: ignore[union-attr]
 
     @property
     def element_shape(self) -> tuple[int, ...]:
-        """The shape that counts elements of the dtype, which is known."""
+        """The shape in elements of the dtype, which must be known."""
         assert self.dtype is not None
         return (*self.shape[:-1], self.shape[-1] // self.dtype.packs) if self.shape else self.shape
 
@@ -67,8 +84,8 @@ class TensorRecord:
 class Header:
     """A parsed header.
 
-    The data starts at byte ``nbytes`` of the file. The order of the records may differ from that of the data.
-    ``metadata`` is the file's ``__metadata__``.
+    The data starts at byte ``nbytes`` of the file. The records may be in another order than the data. ``metadata`` is
+    the file's ``__metadata__``.
     """
 
     nbytes: int
@@ -117,7 +134,7 @@ def read(file: SourceFile) -> Header:
     if not text.startswith(b"{"):
         raise CorruptCheckpointError("the header does not begin with '{'", path=file.path)
     with decoding(file.path, what="the header is not valid JSON"):
-        content = decode_object(text)
+        content = decode_json_object(text)
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptCheckpointError("__metadata__ does not map strings to strings", path=file.path)
@@ -126,27 +143,6 @@ def read(file: SourceFile) -> Header:
         records = {name: _record(name, value) for name, value in content.items()}
         _check_tiling(sorted(records.values(), key=lambda r: (r.start, r.stop)), file.size - nbytes)
     return Header(nbytes, records, metadata)
-
-
-def decode_object(text: bytes) -> dict[str, Any]:
-    """Return a JSON object.
-
-    Raises ValueError, RecursionError if it is not a JSON object, or a name occurs twice in it.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a name occurs twice")
-        for name in found:
-            name.encode()  # a lone surrogate is not valid Unicode, and could not be printed
-        return found
-
-    # msgspec silently keeps the last of two equal names; which one is right is unknown.
-    content = json.loads(text, object_pairs_hook=unique)
-    if not isinstance(content, dict):
-        raise ValueError("not an object")
-    return content
 
 
 class _RawRecord(msgspec.Struct, forbid_unknown_fields=True):
@@ -188,37 +184,12 @@ def _check_tiling(records: list[TensorRecord], data_bytes: int) -> None:
         )
 
 
-# Metadata of data files: coded tensors, and dtypes that safetensors lacks.
-#
-# Such a tensor is a ``U8`` vector in the file. The entry ``tensorkeep`` of the file's ``__metadata__`` is JSON that
-# describes the tensor, so that it can be decoded without the manifest::
-#
-#     {"version": 1, "block_bytes": 16777216,
-#      "tensors": {"wte.weight": {"dtype": "bfloat16", "shape": [32000, 3200],
-#                                 "blocks": [["planes", 11132928], ...]}}}
-#
-# Each block is a codec's name and its stored length in bytes; the blocks follow one another in the vector.
-#
-# A file of changes may hold some blocks of a tensor only, or blocks that are differences from blocks in other
-# files. Its
-# version is 2, so that a reader of version 1 refuses it. The file of one of many ranks holds boxes of tensors, whose
-# blocks have various lengths. Its version is 3.
+class TensorEncoding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tensor in a ``U8`` vector: dtype and shape, and the codec and stored length of each block in this file.
 
-METADATA_KEY = "tensorkeep"
-VERSION = 1
-CHANGES_VERSION = 2
-CUTS_VERSION = 3
-"""The versions of notes that a reader of version 1 would misread: see above."""
-SMALLEST_DIFFERENCE = 1024
-"""Raw bytes below which a block is not stored as a difference: the record of its base would be as large as the gain."""
-
-
-class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The tensor that a ``U8`` vector holds: its dtype and shape, codec and stored length of each block in this file.
-
-    ``numbers`` are the indices of these blocks in the tensor, if others are in files of earlier saves. ``differences``
-    are positions in ``blocks`` of those that are differences from blocks in other files. ``raw`` are the raw bytes of
-    each block, if these are not ``block_bytes``.
+    ``numbers`` are the indices of these blocks in the tensor, if files of earlier saves have the others.
+    ``differences`` are the positions in ``blocks`` of differences from blocks in other files. ``raw`` are the raw bytes
+    of each block, unless they are ``block_bytes``.
     """
 
     dtype: str
@@ -234,31 +205,31 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.numbers is None and not self.differences
 
 
-class Notes(msgspec.Struct, frozen=True, omit_defaults=True):
+class FileEncoding(msgspec.Struct, frozen=True, omit_defaults=True):
     """The ``tensorkeep`` entry of a file's metadata.
 
-    ``structure`` is that of the state, in checkpoints without a manifest.
+    In checkpoints without a manifest, ``structure`` describes the state.
     """
 
     version: int
     block_bytes: int
-    tensors: dict[str, Note]
+    tensors: dict[str, TensorEncoding]
     structure: Structure | None = None
 
 
-Description = tuple[list[TensorRecord], Notes | None]
-"""The header's records, and the notes if the file needs any."""
+Description = tuple[list[TensorRecord], FileEncoding | None]
+"""The header's records, and the ``tensorkeep`` entry if the file needs one."""
 
 
 def describe(
     plan: FilePlan, blocks: Mapping[BlockKey, BlockRecord], differences: Collection[BlockKey] = ()
 ) -> Description:
-    """Return the description of a file that has these blocks; ``differences`` depend on blocks in other files.
+    """Return the description of a file with these blocks; ``differences`` are differences from blocks in other files.
 
-    A tensor that has blocks, but none of them here, is left out.
+    A tensor is left out if all of its blocks are elsewhere.
     """
     records: list[TensorRecord] = []
-    tensors: dict[str, Note] = {}
+    tensors: dict[str, TensorEncoding] = {}
     start = 0
     for leaf in plan.leaves:
         planned = {block.key: block for block in blocks_of(leaf)}
@@ -279,20 +250,22 @@ def describe(
             lengths = [(block.codec, block.length) for block in found]
             numbers = None if complete else [index for _, index in stored]
             raw = _raw_lengths(leaf, [planned[key] for key in stored])
-            tensors[leaf.key] = Note(leaf.source.dtype.name, leaf.source.shape, lengths, numbers, changed, raw)
+            tensors[leaf.key] = TensorEncoding(
+                leaf.source.dtype.name, leaf.source.shape, lengths, numbers, changed, raw
+            )
         start = stop
-    return records, _notes(tensors, plan)
+    return records, _encoding(tensors, plan)
 
 
 def describe_longest(plan: FilePlan, *, changes: bool = False, delta: bool = False) -> Description:
-    """Return a description whose header is at least as long as that of any coded form of the file.
+    """Return a description with a header at least as long as the header of the finished file.
 
-    With ``changes``, the file may hold some blocks only; with ``delta``, some of those may be differences.
+    With ``changes``, the file may lack blocks; with ``delta``, some blocks may be differences.
     """
     codec = max(CODECS.names(), key=len)
     end = 2 * plan.raw_bytes + BLOCK_BYTES
     records = [TensorRecord(leaf.key, "U8", (end,), end, end) for leaf in plan.leaves]
-    tensors: dict[str, Note] = {}
+    tensors: dict[str, TensorEncoding] = {}
     for leaf in plan.leaves:
         planned = list(blocks_of(leaf))
         count = len(planned)
@@ -300,20 +273,20 @@ def describe_longest(plan: FilePlan, *, changes: bool = False, delta: bool = Fal
         differences = list(range(count)) if delta and leaf.source.nbytes >= SMALLEST_DIFFERENCE else []
         blocks = [(codec, 2 * BLOCK_BYTES)] * count
         raw = _raw_lengths(leaf, planned)
-        tensors[leaf.key] = Note(leaf.source.dtype.name, leaf.source.shape, blocks, numbers, differences, raw)
-    return records, _notes(tensors, plan)
+        tensors[leaf.key] = TensorEncoding(leaf.source.dtype.name, leaf.source.shape, blocks, numbers, differences, raw)
+    return records, _encoding(tensors, plan)
 
 
 def _raw_lengths(leaf: LeafInFile, blocks: list[Block]) -> list[int] | None:
-    """Return the raw bytes of the blocks in the file; None if a reader knows them without."""
+    """Return the raw bytes of the blocks in the file; None if a reader can compute them."""
     return None if leaf.starts is None or len(leaf.starts) < 2 else [block.nbytes for block in blocks]
 
 
-def _notes(tensors: dict[str, Note], plan: FilePlan) -> Notes | None:
-    version = VERSION if all(note.complete for note in tensors.values()) else CHANGES_VERSION
-    if any(note.raw is not None for note in tensors.values()):
+def _encoding(tensors: dict[str, TensorEncoding], plan: FilePlan) -> FileEncoding | None:
+    version = VERSION if all(each.complete for each in tensors.values()) else CHANGES_VERSION
+    if any(each.raw is not None for each in tensors.values()):
         version = CUTS_VERSION
-    return Notes(version, BLOCK_BYTES, tensors, plan.structure) if tensors or plan.structure else None
+    return FileEncoding(version, BLOCK_BYTES, tensors, plan.structure) if tensors or plan.structure else None
 
 
 def _is_plain(leaf: LeafInFile, blocks: Iterable[BlockRecord], start: int) -> bool:
@@ -322,50 +295,53 @@ def _is_plain(leaf: LeafInFile, blocks: Iterable[BlockRecord], start: int) -> bo
     return raw and sum(b.length for b in blocks) == leaf.source.nbytes and start % leaf.source.dtype.itemsize == 0
 
 
-def parse(header: Header, path: Path) -> Notes:
-    """Return the notes of a file, checked against its header; empty notes if it has none.
+def parse(header: Header, path: Path) -> FileEncoding:
+    """Return the ``tensorkeep`` entry of a file, checked against its header; an empty one if the file has none.
 
-    Raises CorruptCheckpointError if they are malformed or contradict the header; UnsupportedError if a later version
-    wrote them.
+    Raises CorruptCheckpointError if it is malformed or contradicts the header; UnsupportedError if a later version
+    wrote it.
     """
     text = header.metadata.get(METADATA_KEY)
     if text is None:
-        return Notes(VERSION, MAX_BLOCK_BYTES, {})
+        return FileEncoding(VERSION, MAX_BLOCK_BYTES, {})
     with decoding(path, what="the note on coded tensors is malformed"):
-        notes = msgspec.json.decode(text, type=prepared(Notes))
-        if notes.version not in (VERSION, CHANGES_VERSION, CUTS_VERSION):
-            raise UnsupportedError(f"has coded tensors of version {notes.version}", remedy="install a later Tensorkeep")
-        for name, note in notes.tensors.items():
-            _check(name, note, notes.block_bytes, header)
-    return notes
+        encoding = msgspec.json.decode(text, type=prepared(FileEncoding))
+        if encoding.version not in (VERSION, CHANGES_VERSION, CUTS_VERSION):
+            raise UnsupportedError(
+                f"has coded tensors of version {encoding.version}", remedy="install a later Tensorkeep"
+            )
+        for name, tensor in encoding.tensors.items():
+            _check(name, tensor, encoding.block_bytes, header)
+    return encoding
 
 
-def _check(name: str, note: Note, block_bytes: int, header: Header) -> None:
+def _check(name: str, encoding: TensorEncoding, block_bytes: int, header: Header) -> None:
     record = header.records.get(name)
     if record is None or record.tag != "U8":
         raise CorruptCheckpointError("is noted as coded, but is not a U8 vector in the file", name=name)
-    if note.dtype not in BY_NAME:
-        raise UnsupportedError(f"has dtype {note.dtype!r}, which this release does not know", name=name)
+    if encoding.dtype not in BY_NAME:
+        raise UnsupportedError(f"has dtype {encoding.dtype!r}, which this release does not know", name=name)
     if (
         not 1 <= block_bytes <= MAX_BLOCK_BYTES
         or block_bytes % 16
-        or len(note.shape) > MOST_DIMENSIONS
-        or any(length < 0 for length in note.shape)
+        or len(encoding.shape) > MOST_DIMENSIONS
+        or any(length < 0 for length in encoding.shape)
     ):
         raise CorruptCheckpointError("its note has impossible sizes", name=name)
-    if not note.complete:
+    # An incremental file is only readable together with the files of earlier saves.
+    if not encoding.complete:
         raise UnsupportedError(
             "has blocks in other files: this file holds the changes of one step",
             name=name,
             remedy="open the step's directory instead: its manifest lists the other files",
         )
-    nbytes = prod(note.shape) * BY_NAME[note.dtype].itemsize
-    stored = sum(length for _, length in note.blocks)
-    raw = note.raw
+    nbytes = prod(encoding.shape) * BY_NAME[encoding.dtype].itemsize
+    stored = sum(length for _, length in encoding.blocks)
+    raw = encoding.raw
     if (
-        len(note.blocks) != (-(-nbytes // block_bytes) if raw is None else len(raw))
+        len(encoding.blocks) != (-(-nbytes // block_bytes) if raw is None else len(raw))
         or (raw is not None and (sum(raw) != nbytes or any(not 0 < length <= block_bytes for length in raw)))
         or stored != record.stop - record.start
-        or any(not 0 < length < block_bytes + 2 * 4096 for _, length in note.blocks)
+        or any(not 0 < length < block_bytes + 2 * 4096 for _, length in encoding.blocks)
     ):
         raise CorruptCheckpointError("its blocks do not fit its shape", name=name)

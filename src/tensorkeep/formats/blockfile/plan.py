@@ -1,15 +1,15 @@
-"""The layout of data files: parts into files, tensors into byte streams, blocks into tasks.
+"""The layout of data files: tensors into files, tensors into blocks, blocks into write tasks.
 
-A data file is one stream of bytes. A task is a run of whole blocks, together at most the size of one block. Its
-bytes are written in whole pages, so that tasks can be written in any order, with O_DIRECT. Two tasks may share one page
-at the border of their ranges; the one that completes it writes it.
+A data file is one stream of bytes. A task is a run of whole blocks, together at most one block's size. Tasks are
+written in whole pages, in any order, with O_DIRECT. Two tasks may share a page at their border; the task that completes
+the page writes it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -26,7 +26,7 @@ FRAMEWORK_KEY = "format"
 """The metadata key by which safetensors files name the library of their tensors."""
 FRAMEWORK = "pt"
 CODED_SUFFIX = ".tensorkeep"
-"""The suffix of data files that other tools must not take for weights: they would read coded tensors as bytes."""
+"""The suffix of files with compressed tensors: other tools would read the compressed bytes as weights."""
 DEFAULT_SHARD_BYTES = 4 * 1024**3
 MAX_BLOCK_BYTES = 64 * 1024**2
 
@@ -50,7 +50,7 @@ class BlockFileOptions(FormatOptions, frozen=True):
 class LeafInFile:
     """A leaf in a file: its key there, and the offset of its raw bytes in the data.
 
-    ``starts`` are the first raw bytes of its blocks, if these are not every ``BLOCK_BYTES``.
+    ``starts`` are the first raw bytes of its blocks; None stands for a block every ``BLOCK_BYTES``.
     """
 
     source: Source
@@ -68,9 +68,8 @@ class LeafInFile:
 class FilePlan:
     """One data file; its leaves are in the order of the data, with raw offsets that begin at 0.
 
-    ``header_order`` has the keys in the order in which the header lists them, if that is another one. ``metadata`` is
-    the header's ``__metadata__``, without the entry that describes coded tensors and the state. ``structure`` is that
-    of the state, in checkpoints without a manifest.
+    ``header_order`` has the keys in the order of the header, if it differs. ``metadata`` is the ``__metadata__`` of the
+    header without the entry ``tensorkeep``. ``structure`` describes the state, in checkpoints without a manifest.
     """
 
     name: str
@@ -87,7 +86,7 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of a placed leaf: bytes ``start:stop`` of the leaf."""
+    """A block: raw bytes ``start:stop`` of a leaf."""
 
     leaf: LeafInFile
     index: int
@@ -104,16 +103,13 @@ class Block:
 
 
 CutSource = tuple[Source, str, Sequence[int] | None]
-"""A tensor to store, its key in its part, and the starts of its blocks, as `LeafInFile` has them."""
+"""A tensor to store, its key in its part, and the starts of its blocks: see `LeafInFile`."""
 BlockKey = tuple[str, int]
 """Key of a leaf in its file, and index of the block in the leaf."""
 
 
 class BlockRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A written block: codec, stored bytes, and its checksums.
-
-    ``raw`` is the checksum of the raw bytes; ``stored`` that of the stored bytes, where a codec is used.
-    """
+    """A written block: codec, stored bytes, and the checksums of the raw bytes and, if coded, of the stored bytes."""
 
     codec: str
     length: int
@@ -129,10 +125,9 @@ def blocks_of(leaf: LeafInFile) -> Iterator[Block]:
 
 
 def plan_files(flat: Flat[Source], shard_bytes: int | str | None = None, *, suffix: str = SUFFIX) -> list[FilePlan]:
-    """Return the data files of a state: one set for each part, none above ``shard_bytes`` unless one leaf is.
+    """Return the data files of a state: one set for each part, no file above ``shard_bytes`` unless one leaf is.
 
-    Names follow Hugging Face: ``model.safetensors`` alone, ``model-00001-of-00003.safetensors`` in a set. Coded files
-    have another suffix.
+    Names follow Hugging Face: ``model.safetensors`` alone, ``model-00001-of-00003.safetensors`` in a set.
 
     Raises UsageError if ``shard_bytes`` is not a positive size.
     """
@@ -192,95 +187,131 @@ def tasks_of(plan: FilePlan) -> list[list[Block]]:
     return groups
 
 
-# Where the boxes of tensors that many ranks write together are cut into blocks.
-#
-# The cuts lie on one grid of rows of the full tensor, so that a box saved by another number of ranks is cut in the same
-# places. A rank that reads other rows than were written reads at most two blocks more of each box.
+class Cuts(Protocol):
+    """Where the C-order bytes of a box are cut into blocks.
+
+    ``full`` is the shape of the full tensor; the box has ``sizes`` and begins at the element ``offsets``.
+    """
+
+    @property
+    def most_bytes(self) -> int:
+        """The raw bytes of the largest block."""
+
+    def block_starts(
+        self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
+    ) -> Sequence[int]:
+        """Return the first byte of each block, counted from the start of the box."""
+
+    def block_count(self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int) -> int:
+        """Return the number of blocks without listing them: ``sizes`` may come from a damaged file."""
+
+    def read_bytes(self, full: Sequence[int], itemsize: int) -> int:
+        """Return a number of bytes: reads at multiples of it decode no block twice."""
+
+
+class ByteCuts(NamedTuple):
+    """A cut every ``most_bytes``, whatever the shape: the blocks of a tensor that one process writes."""
+
+    most_bytes: int
+
+    def block_starts(
+        self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
+    ) -> Sequence[int]:
+        return range(0, prod(sizes) * itemsize, self.most_bytes)
+
+    def block_count(self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int) -> int:
+        # Not `len` of the range: it fails for the absurd sizes of a damaged file.
+        return -(-prod(sizes) * itemsize // self.most_bytes)
+
+    def read_bytes(self, full: Sequence[int], itemsize: int) -> int:
+        return self.most_bytes
+
 
 LEAST_BYTES = 128 * 1024
 """The least bytes between two cuts of a tensor that is cut into parts; a power of two."""
 
 
 class Grid(NamedTuple):
-    """How finely tensors are cut: about every ``most_bytes`` of raw bytes, or into ``parts`` parts if that is finer.
+    """Cuts at rows of the full tensor, so that any number of ranks cuts its boxes at the same rows.
 
-    A tensor is not cut into parts of less than 128 KiB.
+    A cut comes about every ``most_bytes``, or ``parts`` times in a tensor if that is finer, but not within 128 KiB. A
+    rank that reads other rows than were written reads at most two blocks too many of each box.
     """
 
     most_bytes: int
     parts: int = 1
+
+    def bytes_between_cuts(self, full: Sequence[int], itemsize: int) -> int:
+        """Return the bytes of a tensor of this shape between two cuts.
+
+        Examples
+        --------
+        >>> RAW_GRID.bytes_between_cuts((3200, 8640), itemsize=2)
+        524288
+        """
+        part = -(-prod(full) * itemsize // self.parts)
+        return min(self.most_bytes, max(LEAST_BYTES, 1 << max(0, part - 1).bit_length()))
+
+    def rows_per_block(self, full: Sequence[int], itemsize: int) -> int:
+        """Return the number of rows (indices of dimension 0) between two cuts of a tensor of this shape; at least 1.
+
+        Examples
+        --------
+        >>> RAW_GRID.rows_per_block((100_000, 4096), itemsize=2)
+        512
+        """
+        return max(1, self.bytes_between_cuts(full, itemsize) // max(1, prod(full[1:]) * itemsize))
+
+    def block_starts(
+        self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
+    ) -> Sequence[int]:
+        """Return the first byte of each block of a box.
+
+        A box is cut where the row number in the full tensor is a multiple of `rows_per_block`. If one row of the box
+        has more than `bytes_between_cuts`, each row is cut by itself.
+
+        Examples
+        --------
+        >>> list(Grid(80).block_starts((100, 4), (30, 0), (40, 4), itemsize=1))
+        [0, 40, 120]
+        """
+        later = self._starts_after_first(full, offsets, sizes, itemsize)
+        if isinstance(later, range):
+            return later if not later.start else (0, *later)
+        rows, cuts = later
+        return [row + cut for row in rows for cut in cuts]
+
+    def block_count(self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int) -> int:
+        later = self._starts_after_first(full, offsets, sizes, itemsize)
+        if isinstance(later, range):
+            return len(later) + (later.start > 0)
+        rows, cuts = later
+        return len(rows) * len(cuts)
+
+    def _starts_after_first(
+        self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
+    ) -> range | tuple[range, range]:
+        """Return the starts on the grid, perhaps without byte 0; or the starts of rows, and the starts in a row."""
+        nbytes = prod(sizes) * itemsize
+        if not sizes or not nbytes:
+            return range(0, nbytes, max(1, nbytes))
+        row = nbytes // sizes[0]
+        step = self.bytes_between_cuts(full, itemsize)
+        if row > step:
+            return range(0, nbytes, row), range(0, row, step)
+        rows = self.rows_per_block(full, itemsize)
+        return range(-offsets[0] % rows * row, nbytes, rows * row)
+
+    def read_bytes(self, full: Sequence[int], itemsize: int) -> int:
+        row = prod(full[1:]) * itemsize
+        most = self.bytes_between_cuts(full, itemsize)
+        if not full or row > most:
+            return max(BLOCK_BYTES, most)
+        cut = self.rows_per_block(full, itemsize) * row
+        return max(1, BLOCK_BYTES // cut) * cut if cut else BLOCK_BYTES
 
 
 RAW_GRID = Grid(4 * 1024**2, parts=128)
 """A rank that reads one of eight shards of a tensor reads little more than its own bytes."""
 CODED_GRID = Grid(4 * 1024**2)
 """Smaller blocks take twice the time to code."""
-
-
-def rows_per_block(whole: Sequence[int], itemsize: int, grid: Grid) -> int:
-    """Return the number of rows, the indices of dimension 0, between two cuts of a tensor of this shape.
-
-    They have as many bytes as `bytes_between_cuts`, or less; at least one row.
-
-    Examples
-    --------
-    >>> rows_per_block((100_000, 4096), 2, RAW_GRID)
-    512
-    """
-    return max(1, bytes_between_cuts(whole, itemsize, grid) // max(1, prod(whole[1:]) * itemsize))
-
-
-def bytes_between_cuts(whole: Sequence[int], itemsize: int, grid: Grid) -> int:
-    """Return the bytes of a tensor of this shape between two cuts.
-
-    Examples
-    --------
-    >>> bytes_between_cuts((3200, 8640), 2, RAW_GRID)
-    524288
-    """
-    part = -(-prod(whole) * itemsize // grid.parts)
-    return min(grid.most_bytes, max(LEAST_BYTES, 1 << max(0, part - 1).bit_length()))
-
-
-def block_starts(
-    whole: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int, grid: Grid
-) -> Sequence[int]:
-    """Return the first byte of each block of a box, in the box's own C-order stream.
-
-    A box is cut where the index of its row in the full tensor is a multiple of `rows_per_block`. If one of its rows has
-    more than `bytes_between_cuts`, each row is cut separately, every so many bytes.
-
-    Examples
-    --------
-    >>> list(block_starts((100, 4), (30, 0), (40, 4), itemsize=1, grid=Grid(80)))
-    [0, 40, 120]
-    """
-    later = _starts_after_first(whole, offsets, sizes, itemsize, grid)
-    if isinstance(later, range):
-        return later if not later.start else (0, *later)
-    rows, cuts = later
-    return [row + cut for row in rows for cut in cuts]
-
-
-def block_count(whole: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int, grid: Grid) -> int:
-    """Return the number of blocks of a box, without listing them: its sizes may come from a damaged file."""
-    later = _starts_after_first(whole, offsets, sizes, itemsize, grid)
-    if isinstance(later, range):
-        return len(later) + (later.start > 0)
-    rows, cuts = later
-    return len(rows) * len(cuts)
-
-
-def _starts_after_first(
-    whole: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int, grid: Grid
-) -> range | tuple[range, range]:
-    """Return the starts on the grid, which may lack the first block; or those of rows, and those within each row."""
-    nbytes = prod(sizes) * itemsize
-    if not sizes or not nbytes:
-        return range(0, nbytes, max(1, nbytes))
-    row = nbytes // sizes[0]
-    step = bytes_between_cuts(whole, itemsize, grid)
-    if row > step:
-        return range(0, nbytes, row), range(0, row, step)
-    rows = rows_per_block(whole, itemsize, grid)
-    return range(-offsets[0] % rows * row, nbytes, rows * row)

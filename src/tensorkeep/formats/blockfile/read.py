@@ -1,4 +1,4 @@
-"""Reading tensors stored as blocks, raw or coded, with or without checksums."""
+"""Reading tensors that are stored as blocks: raw, compressed, or as differences; with or without checksums."""
 
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +22,13 @@ _HASH_BYTES = 1024**2
 """Bytes that are hashed right after they were read, while they are still in the core's cache."""
 
 _SMALL_BYTES = 1024**2
-"""Smaller reads go through the page cache, whose read-ahead loads the neighbours as well."""
+"""Smaller reads go through the page cache: its read-ahead loads the neighbours as well."""
 
 _MOST_IN_RUN = 128
-"""Blocks that are read in one go, at most."""
+"""The most blocks that one read covers."""
 
 _GAP_BYTES = 64 * 1024
-"""Blocks of an object that are not further apart are read by one request, with what is between them."""
+"""Blocks of an object that are at most so far apart are read by one request, with the bytes between them."""
 
 _NO_BYTES = np.empty(0, np.uint8)
 
@@ -36,8 +36,7 @@ _NO_BYTES = np.empty(0, np.uint8)
 class StoredBlock(msgspec.Struct, frozen=True):
     """One block: its stored bytes in a file, and the expected checksums of raw and stored bytes, empty if unknown.
 
-    If ``bases`` is not empty, the block is a difference: its raw bytes are the XOR of what it and all of these decode
-    to.
+    With ``bases``, the block is a difference: its raw bytes are the XOR of the decoded block and all decoded bases.
     """
 
     file: SourceFile
@@ -50,7 +49,7 @@ class StoredBlock(msgspec.Struct, frozen=True):
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """A tensor, or a box of one, whose first block is in ``file``; ``starts`` are the first raw bytes of its blocks."""
+    """A stored tensor or box. Its first block is in ``file``; ``starts`` are the first raw bytes of its blocks."""
 
     name: str
     dtype: DType
@@ -93,7 +92,7 @@ def lay_out(file: SourceFile, offset: int, blocks: list[tuple[str, int]]) -> tup
 
 
 def read_ahead(ranges: Sequence[tuple[StoredTensor, int, int]]) -> AbstractContextManager[object]:
-    """Return a context in which this thread reads ranges of tensors; of an object, neighbours by one request."""
+    """Return a context for reading these ranges in this thread: one request fetches neighbours in an object."""
     if not ranges or not ranges[0][0].file.ranges_are_requests:
         return nullcontext()
     places: dict[SourceFile, list[tuple[int, int]]] = {}
@@ -107,7 +106,7 @@ def read_ahead(ranges: Sequence[tuple[StoredTensor, int, int]]) -> AbstractConte
 
 
 def _joined(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the places that remain when neighbours are joined."""
+    """Join the places that are at most `_GAP_BYTES` apart."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(places):
         if joined and start - joined[-1][1] <= _GAP_BYTES:
@@ -148,18 +147,18 @@ class BlockReader:
                 block.file.read_into(block.offset + skip, target)
             else:
                 # One acquire for all buffers of the block, to avoid deadlocks: see `tensorkeep.storage.buffers`.
-                aside = 0 if whole else round_up(size)
-                needed = aside + (scratch_bytes(block, size) if coded else 0)
+                full_bytes = 0 if whole else round_up(size)
+                needed = full_bytes + (scratch_bytes(block, size) if coded else 0)
                 with self._pool.acquire(needed) as scratch:
-                    self._read_block(tensor, index, target if whole else scratch[:size], scratch[aside:])
+                    self._read_block(tensor, index, target if whole else scratch[:size], scratch[full_bytes:])
                     if not whole:
                         target[:] = scratch[skip : skip + count]
             done += count
 
     def _read_run(self, tensor: StoredTensor, first: int, most: int, out: Bytes) -> int:
-        """Read a raw block, and those that follow it in the file, in one go; return their bytes, at most ``most``.
+        """Read a raw block, and the raw blocks that follow it in the file, at once; return their bytes.
 
-        Blocks of many ranks are much smaller than what a disk reads fast.
+        At most ``most`` bytes. The blocks that many ranks write are much smaller than a disk's fastest reads.
         """
         ends = [*tensor.starts[first + 1 : first + 1 + _MOST_IN_RUN], tensor.nbytes]
         begin = at = tensor.starts[first]
@@ -191,9 +190,9 @@ class BlockReader:
                 self.decode(block, tensor.dtype, out, scratch, hasher and hasher.update)
                 self._check(block, hasher.hexdigest() if hasher else "")
             else:
-                # Of an object by one request, not one for each piece.
-                apart = block.file.ranges_are_requests
-                data = block.file.fetch(block.offset, block.length, scratch) if apart else None
+                # A range of an object is one request: then one for the block, not one for every `_HASH_BYTES`.
+                at_once = block.file.ranges_are_requests
+                data = block.file.fetch(block.offset, block.length, scratch) if at_once else None
                 self._check(block, self._read_raw(block, out, data))
 
     def _check(self, block: StoredBlock, found: str) -> None:
@@ -201,7 +200,7 @@ class BlockReader:
             raise CorruptCheckpointError(f"its checksum is {found}, not {block.raw}", path=block.file.path)
 
     def _read_raw(self, block: StoredBlock, out: Bytes, data: Bytes | None) -> str:
-        """Fill ``out`` with a block's bytes, read already as ``data`` or from the file; return their checksum."""
+        """Fill ``out`` with a raw block, from ``data`` if that was read already; return the checksum."""
         if block.length != len(out):
             raise CorruptCheckpointError(f"{len(out):,} raw bytes are stored in {block.length:,}")
         hasher = new_hasher(wide=is_wide(block.raw)) if self._verify and block.raw else None
@@ -223,11 +222,12 @@ class BlockReader:
         scratch: Bytes,
         done: Callable[[Bytes], object] | None = None,
     ) -> None:
-        """Fill ``out`` with a block's raw bytes; the caller compares their checksum, which ``done`` may compute.
+        """Fill ``out`` with a block's raw bytes, without comparing their checksum.
 
         ``scratch`` has at least the `scratch_bytes` of the block. ``done`` is called with the raw bytes piece by piece.
         Raises CorruptCheckpointError with the file.
         """
+        # From the oldest base, which is stored in full, to the block: each layer is XORed into ``out``.
         layer, rest = (scratch[: len(out)], scratch[round_up(len(out)) :]) if block.bases else (None, scratch)
         below: StoredBlock | None = None
         for part in (*reversed(block.bases), block):
@@ -250,7 +250,7 @@ class BlockReader:
         layer: Bytes | None,
         done: Callable[[Bytes], object] | None,
     ) -> None:
-        """Decode a block to ``out``, or exclusive-or it into it, with ``layer`` to decode to, unless that is None."""
+        """Decode a block to ``out``; or, if ``layer`` is given, decode it there and XOR it into ``out``."""
         codec = _codec(block)
         stored = block.file.fetch(block.offset, block.length, scratch)
         if self._verify and block.stored and digest_as(block.stored, stored) != block.stored:
@@ -270,7 +270,7 @@ class BlockReader:
 
 @contextmanager
 def _named(tensor: StoredTensor, index: int) -> Iterator[None]:
-    """Add file, tensor and block to the error of a damaged block."""
+    """Add file, tensor and block to the error for a damaged block."""
     try:
         yield
     except CorruptCheckpointError as error:
@@ -284,7 +284,7 @@ def _named(tensor: StoredTensor, index: int) -> Iterator[None]:
 
 
 def scratch_bytes(block: StoredBlock, raw_bytes: int) -> int:
-    """Return the memory that decoding a block takes besides its ``raw_bytes``."""
+    """Return the scratch memory that decoding a block takes."""
     stored = max(_with_pages(part.length) for part in (block, *block.bases))
     return stored + (round_up(raw_bytes) if block.bases else 0)
 
@@ -295,7 +295,7 @@ def digest_as(expected: str, data: Bytes) -> str:
 
 
 def _with_pages(nbytes: int) -> int:
-    # Whole pages around the bytes, at any offset.
+    # A direct read covers whole pages; the bytes may begin and end anywhere in them.
     return round_up(nbytes) + 2 * ALIGNMENT
 
 

@@ -1,4 +1,4 @@
-"""Copying and hashing the raw bytes of a task's blocks."""
+"""Writing data files: many threads copy, hash, compress and write the tasks of a file at once."""
 
 import functools
 import threading
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 
 from tensorkeep.codecs import probe
-from tensorkeep.codecs.base import CODECS, Codec, Reading
+from tensorkeep.codecs.base import CODECS, BlockInput, Codec
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import BLOCK_BYTES, thread_bytes
 from tensorkeep.formats.blockfile import header
@@ -28,14 +28,15 @@ from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Cancellation, Meter, Order, Pace
 from tensorkeep.storage.store_commit import object_name
 
-# Copying and hashing the raw bytes of a task's blocks.
-
 _HASH_BYTES = 1024**2
 """Bytes that are hashed right after they were copied, while they are still in the core's cache."""
 
 
+# The raw bytes of a task.
+
+
 def slices_of(blocks: list[Block]) -> Iterator[tuple[Block, slice]]:
-    """Yield each block's place in a buffer that holds a task's bytes with the alignment that they have in the file."""
+    """Yield each block's slice of the task's buffer, which is aligned like the file offset."""
     at = (blocks[0].leaf.start + blocks[0].start) % ALIGNMENT
     for block in blocks:
         yield block, slice(at, at + block.nbytes)
@@ -48,7 +49,7 @@ def bytes_of(blocks: list[Block]) -> int:
 
 
 def staging_bytes(blocks: list[Block]) -> int:
-    """Return the size of a buffer that holds a task's blocks, with the whole pages at either end."""
+    """Return the size of a buffer for a task's blocks, with the whole pages at either end."""
     return round_up((blocks[0].leaf.start + blocks[0].start) % ALIGNMENT + bytes_of(blocks))
 
 
@@ -63,22 +64,22 @@ def stage(blocks: list[Block], buffer: Bytes) -> None:
             np.copyto(buffer[place], raw[block.start : block.stop])
 
 
-class HashedReading:
-    """Reads the raw bytes of a block once and hashes them; see `tensorkeep.codecs.base.Reading`.
+class HashedInput:
+    """The raw bytes of a block, each read once and hashed; see `tensorkeep.codecs.base.BlockInput`.
 
-    So what is hashed is what is coded even if the state changes. ``aside`` is memory for a copy of the block, which
-    others may change; None if nothing changes it.
+    The state may change during a save. Every byte is therefore copied first, and the copy is hashed and coded: the
+    checksum always matches the stored bytes. ``copy_buffer`` is None if nothing changes the block.
     """
 
-    def __init__(self, aside: Bytes | None, *, wide: bool) -> None:
-        self.aside = aside
+    def __init__(self, copy_buffer: Bytes | None, *, wide: bool) -> None:
+        self.copy_buffer = copy_buffer
         self._hasher: Hasher = new_hasher(wide=wide)
 
     def read(self, piece: Bytes) -> Bytes:
-        if self.aside is None:
+        if self.copy_buffer is None:
             self.hash(piece)
             return piece
-        copy = self.aside[: piece.size]
+        copy = self.copy_buffer[: piece.size]
         for at in range(0, piece.size, _HASH_BYTES):
             np.copyto(copy[at : at + _HASH_BYTES], piece[at : at + _HASH_BYTES])
             self.hash(copy[at : at + _HASH_BYTES])
@@ -98,26 +99,87 @@ def copy_and_hash(block: Block, out: Bytes, *, wide: bool) -> str:
     if raw is None:
         block.leaf.source.read(block.start, block.stop, out)
         return digest(out, wide=wide)
-    reading = HashedReading(out, wide=wide)
-    reading.read(raw[block.start : block.stop])
-    return reading.hexdigest()
+    data = HashedInput(out, wide=wide)
+    data.read(raw[block.start : block.stop])
+    return data.hexdigest()
 
 
-# A data file that many threads write at once.
-#
-# A task reads its blocks from the state, or from a copy that was staged before, so that the state may change meanwhile.
+def readable(block: Block, copy_buffer: Bytes) -> tuple[Bytes, Bytes | None]:
+    """Return a block's raw bytes, and a buffer for a copy; None if the raw bytes are already in ``copy_buffer``."""
+    raw = block.leaf.source.host_bytes()
+    if raw is not None:
+        return raw[block.start : block.stop], copy_buffer
+    block.leaf.source.read(block.start, block.stop, copy_buffer[: block.nbytes])
+    return copy_buffer[: block.nbytes], None
+
+
+# Coding one block.
+
+
+class EncodedBlock(NamedTuple):
+    """A block at the front of a buffer: the checksum of its raw bytes, its codec and its stored length."""
+
+    raw_digest: str
+    codec: str
+    length: int
+
+
+def find_codec(compression: str) -> Codec | None:
+    """Return the codec that a save names; None for ``"lossless"``, which chooses a codec for every block.
+
+    Raises UsageError if the compression is unknown.
+    """
+    if compression == "lossless":
+        return None
+    if compression == "none":
+        return CODECS.get("raw")
+    if compression not in CODECS.names():
+        known = ", ".join(["none", "lossless", "auto", *CODECS.names()])
+        raise UsageError(f"there is no compression {compression!r}", remedy=f"choose one of: {known}")
+    return CODECS.get(compression)
+
+
+def encode(
+    raw: Bytes, block: Block, codec: Codec | None, out: Bytes, data: BlockInput | None = None
+) -> tuple[str, int]:
+    """Code a block with a codec, or with the codec that the probe chooses; store it raw if that is not longer.
+
+    ``data`` does not hash what is stored raw. Return the codec's name, and the length at the front of ``out``.
+    """
+    dtype = block.leaf.source.dtype
+    if codec is None:
+        return probe.encode(raw, dtype, out, data)
+    if codec.name != "raw":
+        length = codec.encode(data.read(raw) if data else raw, dtype, out)
+        if length < len(raw):
+            return codec.name, length
+    np.copyto(out[: len(raw)], raw)
+    return "raw", len(raw)
+
+
+def encode_and_hash(
+    block: Block, raw: Bytes, copy_buffer: Bytes | None, codec: Codec | None, out: Bytes, *, wide: bool
+) -> EncodedBlock:
+    """Code a block to the front of ``out``; see `encode`. If ``copy_buffer`` is None, nothing changes ``raw``."""
+    data = HashedInput(copy_buffer, wide=wide)
+    name, length = encode(raw, block, codec, out, data)
+    # What is stored raw may have been copied after it was hashed: the checksum must be the copy's.
+    return EncodedBlock(digest(out[:length], wide=wide) if name == "raw" else data.hexdigest(), name, length)
+
+
+# Data files.
 
 StagedTask = Callable[[], Buffer]
-"""Returns the copy of a task's bytes that was staged, as `tensorkeep.formats.blockfile.write.stage` lays it out."""
+"""Returns the staged copy of a task's bytes, as `stage` lays it out."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteContext:
-    """What the data files of one save share.
+    """Settings and resources that the data files of one save share.
 
     ``direct`` bypasses the page cache where the file system allows it. The checksums of raw bytes have 128 bits if
-    ``wide``. A probe chooses the codec of each block if ``codec`` is None. ``save_id`` is in the names of the files, if
-    it is not empty.
+    ``wide``. If ``codec`` is None, a probe chooses the codec of every block. File names contain ``save_id``, unless it
+    is empty.
     """
 
     pool: BufferPool
@@ -140,14 +202,14 @@ class DataFile(ABC):
     name : str
         The plan's file name after the prefix, with the id of the save.
     tasks : list of list of Block
-        The blocks of each task.
+        The tasks, in order: each is a list of blocks.
     records : dict of (str, int) to BlockRecord
         The blocks written so far.
     header_size : int
-        Bytes of the header, a multiple of 4096; 0 if it has none.
+        Bytes of the header, a multiple of 4096; 0 without a header.
     size, header_digest, offsets, direct
-        Once the file is finished: its bytes, the header's xxh3-64, the first byte of each tensor by key, and whether
-        the page cache was bypassed.
+        Set by `finish`: the file's bytes, the header's xxh3-64, the first byte of every tensor by key, and whether the
+        page cache was bypassed.
     """
 
     header_comes_first: ClassVar[bool]
@@ -159,6 +221,7 @@ class DataFile(ABC):
         self._storage = storage_of(directory)
         self.tasks = tasks_of(plan)
         self.records: dict[BlockKey, BlockRecord] = {}
+        # An object is written from front to back, so its header cannot be written last.
         has_header = self.header_comes_first or not self._storage.writes_in_order
         self.header_size = len(self._header(self._longest_description(), None)) if has_header else 0
         self.header_digest = ""
@@ -173,7 +236,7 @@ class DataFile(ABC):
 
     @abstractmethod
     def _longest_description(self) -> Description:
-        """Return the description with the longest possible header, for which space is reserved."""
+        """Return the description with the longest possible header, to reserve space for it."""
 
     @abstractmethod
     def _write(self, number: int, staged: Buffer | None) -> None:
@@ -220,7 +283,7 @@ class DataFile(ABC):
             self.finish()
 
     def _put(self, offset: int, data: Bytes, memory: Buffer, raw_bytes: int) -> None:
-        """Write the bytes of a task, which are in a buffer, and report its raw bytes as done, when they are."""
+        """Write ``data``, which lies in ``memory``, and count the task's raw bytes as done when it is written."""
         self._file.write(offset, data, memory, counts=raw_bytes)
 
     def finish(self) -> None:
@@ -249,10 +312,10 @@ class DataFile(ABC):
             return self._open_file
 
     def _header(self, description: Description, size: int | None) -> bytes:
-        records, notes = description
+        records, encoding = description
         metadata = dict(self.plan.metadata)
-        if notes is not None:
-            metadata[METADATA_KEY] = msgspec.json.encode(notes).decode()
+        if encoding is not None:
+            metadata[METADATA_KEY] = msgspec.json.encode(encoding).decode()
         if self.plan.header_order:
             by_name = {record.name: record for record in records}
             records = [by_name[name] for name in self.plan.header_order]
@@ -278,9 +341,9 @@ def write_files(
             for number in range(len(file.tasks)):
                 staged = functools.partial(take, len(tasks)) if take else None
                 tasks.append(functools.partial(file.write_task, number, staged))
-        each = thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=take is not None, delta=delta))
-        each += max((file.upload_bytes for file in files), default=0)
-        parallel.run(tasks, context.pool.threads(threads, each), context.cancellation)
+        per_thread = thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=take is not None, delta=delta))
+        per_thread += max((file.upload_bytes for file in files), default=0)
+        parallel.run(tasks, context.pool.threads(threads, per_thread), context.cancellation)
         context.cancellation.check()
         for file in files:
             file.finish()  # a file without a byte of data has no task
@@ -292,26 +355,10 @@ def write_files(
 def buffers_per_thread(*, staged: bool, delta: bool) -> int:
     """Return how many block-sized buffers one writing thread may use at once.
 
-    One for coded bytes; unless they were staged, one for raw bytes, which are gathered or copied, and one that a source
-    in another checkpoint reads into; for differences, one each for the earlier block, its stored bytes and the
-    difference.
+    One for coded bytes. Unless blocks were staged, one for raw bytes, and one that a source in another checkpoint reads
+    into. For differences, one each for the earlier block, its stored bytes and the difference.
     """
     return (1 if staged else 3) + (3 if delta else 0)
-
-
-def find_codec(compression: str) -> Codec | None:
-    """Return the codec that a save names; None for ``"lossless"``, which chooses one for each block.
-
-    Raises UsageError if the compression is unknown.
-    """
-    if compression == "lossless":
-        return None
-    if compression == "none":
-        return CODECS.get("raw")
-    if compression not in CODECS.names():
-        known = ", ".join(["none", "lossless", "auto", *CODECS.names()])
-        raise UsageError(f"there is no compression {compression!r}", remedy=f"choose one of: {known}")
-    return CODECS.get(compression)
 
 
 def index_content(files: Iterable[DataFile], order: Iterable[str] | None = None) -> bytes:
@@ -324,11 +371,8 @@ def index_content(files: Iterable[DataFile], order: Iterable[str] | None = None)
     return content
 
 
-# Data files of raw tensors: every offset is known before anything is written.
-
-
-class RawDataFile(DataFile):
-    """A data file whose tensors are stored as they are."""
+class RawFile(DataFile):
+    """A data file of uncompressed tensors: every offset is known before anything is written."""
 
     header_comes_first = True
 
@@ -368,7 +412,7 @@ class RawDataFile(DataFile):
 class _SharedPages:
     """The pages in which one task ends and another begins; the task that completes a page writes it.
 
-    A direct write covers whole pages, so two writes that cover one page would overwrite each other.
+    A direct write covers whole pages, so two tasks that both write a page would overwrite each other's bytes.
     """
 
     def __init__(self, size: int) -> None:
@@ -379,7 +423,7 @@ class _SharedPages:
     def settle(self, begin: int, end: int, buffer: Bytes) -> tuple[int, int]:
         """Return the range of the file to write from a buffer that begins with the page of ``begin``.
 
-        A shared page at either end is written by the task that completes it; until then its bytes are kept here.
+        The bytes of an incomplete page at either end are kept here, and are not in the range.
         """
         first, low, high = round_down(begin), round_up(begin), round_down(end)
         if low > high:  # all within one page
@@ -403,18 +447,11 @@ class _SharedPages:
             return True
 
 
-# Data files of coded tensors: the size of a block is known only after coding.
-#
-# Each task takes its offset when the task before it has taken its own. Space for the header is reserved at the
-# front, and
-# the header is written last. An object of a store is written from front to back, and so has no header.
+class CompressedFile(DataFile):
+    """A data file of blocks that are coded one by one; a block's size is known only after coding.
 
-
-class CodedDataFile(DataFile):
-    """A data file whose tensors are coded block by block.
-
-    A task's bytes are padded to whole pages at the end of its last block, so that they are written from the buffer
-    that they were encoded into; not in a store.
+    Space for the header is reserved at the front, and the header is written last. On a disk, a task's bytes are padded
+    to whole pages, so that a direct write takes them from the buffer that they were encoded into.
     """
 
     header_comes_first = False
@@ -432,9 +469,9 @@ class CodedDataFile(DataFile):
         is_last = number == len(self.tasks) - 1
         # A stored block is never longer than the raw one, but codecs may need more space while they work.
         coded_bytes = round_up(bytes_of(blocks) + max(_slack(block.nbytes, self._context.codec) for block in blocks))
-        # Raw bytes that are not staged are gathered, or copied before they are read a second time: they may change.
-        aside_bytes = 0 if staged else round_up(max(block.nbytes for block in blocks))
-        other_bytes = aside_bytes + self._scratch_bytes(blocks)
+        # Raw bytes that are not staged are read here, or copied before they are read a second time: they may change.
+        copy_bytes = 0 if staged else round_up(max(block.nbytes for block in blocks))
+        other_bytes = copy_bytes + self._scratch_bytes(blocks)
         # One buffer, or two for an upload, which needs the first one for longer.
         apart = self._storage.writes_in_order and other_bytes > 0
         memory = self._context.pool.acquire(coded_bytes + (0 if apart else other_bytes))
@@ -442,13 +479,14 @@ class CodedDataFile(DataFile):
             rest = buffer[coded_bytes:]
             if apart:
                 rest = stack.enter_context(self._context.pool.acquire(other_bytes))
-            out, aside, scratch = buffer[:coded_bytes], rest[:aside_bytes], rest[aside_bytes:other_bytes]
+            out, copy_buffer, scratch = buffer[:coded_bytes], rest[:copy_bytes], rest[copy_bytes:other_bytes]
             raw: Iterable[tuple[Bytes, Bytes | None]]
             if staged:
                 raw = ((staged.array[place], None) for _, place in slices_of(blocks))
             else:
-                raw = (readable(block, aside) for block in blocks)
+                raw = (readable(block, copy_buffer) for block in blocks)
             used = self._code(blocks, raw, out, scratch, padded=not (is_last or self._storage.writes_in_order))
+            # A task takes its offset when the task before it has taken its own: the file has no gaps.
             with self._order.turn(number):
                 offset = self._end
                 self._end += used
@@ -472,72 +510,32 @@ class CodedDataFile(DataFile):
         padded: bool,
     ) -> int:
         """Code a task's blocks to the front of ``out``; return the bytes used: whole pages if they are padded."""
-        coded: list[tuple[Block, str, str, int]] = []
+        coded: list[tuple[Block, EncodedBlock, int]] = []
         used = 0
-        for block, (raw, aside) in zip(blocks, raw_of, strict=True):
+        for block, (raw, copy_buffer) in zip(blocks, raw_of, strict=True):
             with self._context.pace.coding():
-                stored = self._store(block, raw, aside, out[used:], scratch)
+                stored = self._store(block, raw, copy_buffer, out[used:], scratch)
             if stored is not None:
-                raw_digest, codec, length = stored
-                coded.append((block, raw_digest, codec, used))
-                used += length
+                coded.append((block, stored, used))
+                used += stored.length
         end = round_up(used) if padded else used
         out[used : round_up(used)] = 0
         stops = [start for *_, start in coded[1:]] + [end]
-        for (block, raw_digest, codec, start), stop in zip(coded, stops, strict=False):
-            self.records[block.key] = BlockRecord(codec, stop - start, raw_digest, digest(out[start:stop]))
+        for (block, stored, start), stop in zip(coded, stops, strict=False):
+            self.records[block.key] = BlockRecord(
+                stored.codec, stop - start, stored.raw_digest, digest(out[start:stop])
+            )
         return end
 
     def _store(
-        self, block: Block, raw: Bytes, aside: Bytes | None, out: Bytes, scratch: Bytes
-    ) -> tuple[str, str, int] | None:
-        """Code one block to the front of ``out``; return the digest of its raw bytes, the codec and the stored length.
+        self, block: Block, raw: Bytes, copy_buffer: Bytes | None, out: Bytes, scratch: Bytes
+    ) -> EncodedBlock | None:
+        """Code one block to the front of ``out``; None if the block is not stored in this file.
 
-        ``aside`` is memory for a copy of ``raw``, which others may change, or None if nothing changes it. The result is
-        None for a block that is not stored in this file.
+        If ``copy_buffer`` is given, other threads may change ``raw``.
         """
-        return encode_and_hash(block, raw, aside, self._context.codec, out, wide=self._context.wide)
-
-
-def readable(block: Block, aside: Bytes) -> tuple[Bytes, Bytes | None]:
-    """Return a block's raw bytes, and memory for a copy of them: None if they were gathered, to ``aside``, now."""
-    raw = block.leaf.source.host_bytes()
-    if raw is not None:
-        return raw[block.start : block.stop], aside
-    block.leaf.source.read(block.start, block.stop, aside[: block.nbytes])
-    return aside[: block.nbytes], None
+        return encode_and_hash(block, raw, copy_buffer, self._context.codec, out, wide=self._context.wide)
 
 
 def _slack(nbytes: int, codec: Codec | None) -> int:
     return (probe.bound(nbytes) if codec is None else codec.bound(nbytes)) - nbytes + ALIGNMENT
-
-
-def encode_and_hash(
-    block: Block, raw: Bytes, aside: Bytes | None, codec: Codec | None, out: Bytes, *, wide: bool
-) -> tuple[str, str, int]:
-    """Code a block to the front of ``out``, by the codec that the probe chooses if ``codec`` is None.
-
-    ``aside`` is memory for a copy of ``raw``, or None if nothing changes it. Return the digest of the raw bytes, the
-    codec's name and the stored length.
-    """
-    reading = HashedReading(aside, wide=wide)
-    name, length = encode(raw, block, codec, out, reading)
-    return digest(out[:length], wide=wide) if name == "raw" else reading.hexdigest(), name, length
-
-
-def encode(
-    raw: Bytes, block: Block, codec: Codec | None, out: Bytes, reading: Reading | None = None
-) -> tuple[str, int]:
-    """Code a block with a codec, or with the one that the probe chooses; store it raw if that is not longer.
-
-    What is stored raw is not hashed by ``reading``. Return the codec's name, and the bytes at the front of ``out``.
-    """
-    dtype = block.leaf.source.dtype
-    if codec is None:
-        return probe.encode(raw, dtype, out, reading)
-    if codec.name != "raw":
-        length = codec.encode(reading.read(raw) if reading else raw, dtype, out)
-        if length < len(raw):
-            return codec.name, length
-    np.copyto(out[: len(raw)], raw)
-    return "raw", len(raw)

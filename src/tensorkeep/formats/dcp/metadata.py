@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats.base import Box, box_of, box_shape
+from tensorkeep.formats.boxes import Box, box_of, box_shape
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.torch_file.pickles import Call, Global, Pairs, decode, name_of
 from tensorkeep.placeholder import Placeholder

@@ -18,16 +18,8 @@ import numpy.typing as npt
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import (
-    OpenSettings,
-    Problem,
-    Reader,
-    StoredLeaf,
-    box_shape,
-    intersection,
-    range_to_boxes,
-    relative,
-)
+from tensorkeep.formats.base import OpenSettings, Problem, Reader, StoredLeaf
+from tensorkeep.formats.boxes import box_shape, intersection, range_to_boxes, relative
 from tensorkeep.formats.dcp.metadata import FILE_NAME, Chunk, DcpMetadata, Location, TensorEntry, parse
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.mapped_file import FetchedParts, MappedFile, map_file

@@ -9,12 +9,8 @@ from tensorkeep.errors import CorruptCheckpointError, UsageError
 from tensorkeep.formats.base import Format, OpenSettings, Reader, StagedWrite, WriteResult, WriteSettings
 from tensorkeep.formats.native.directory import is_native
 from tensorkeep.formats.native.manifest import FILE_NAME
-from tensorkeep.formats.native.open_files import OpenFiles
-from tensorkeep.formats.native.options import NativeOptions
-from tensorkeep.formats.native.pieces.reader import PiecesReader
-from tensorkeep.formats.native.pieces.records import Root
-from tensorkeep.formats.native.reader import NativeReader
-from tensorkeep.formats.native.writer import NativeWrite
+from tensorkeep.formats.native.reader import NativeReader, OpenFiles
+from tensorkeep.formats.native.writer import NativeOptions, SingleProcessWrite
 from tensorkeep.paths import as_path
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
@@ -34,12 +30,7 @@ class NativeFormat(Format):
     def open(self, path: Path, settings: OpenSettings) -> Reader:
         opened = OpenFiles(path, settings)
         try:
-            manifest = opened.manifest
-            return (
-                PiecesReader(opened, manifest, settings)
-                if isinstance(manifest, Root)
-                else NativeReader(opened, manifest)
-            )
+            return NativeReader(opened, settings)
         except BaseException as error:
             opened.close()
             if isinstance(error, RecursionError):
@@ -61,7 +52,7 @@ class NativeFormat(Format):
         return self.begin(flat, destination, settings).run()
 
     def begin(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> StagedWrite:
-        return NativeWrite(flat, destination, settings)
+        return SingleProcessWrite(flat, destination, settings)
 
 
 FORMAT = NativeFormat()

@@ -1,4 +1,4 @@
-"""The directory of a native checkpoint: detection, commit, summary, foreign files, and what a removal frees."""
+"""The directory of a native checkpoint: recognising it, committing it, its files and foreign ones, its disk space."""
 
 import os
 import re
@@ -11,8 +11,7 @@ from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, Te
 from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.open_files import missing_file, occupied_bytes, wrong_size
-from tensorkeep.formats.native.pieces.fragments import read_files
+from tensorkeep.formats.native.reader import missing_file, occupied_bytes, wrong_size
 from tensorkeep.formats.native.records import PIECES
 from tensorkeep.storage import first_bytes, names_in, read_directory, storage_of
 from tensorkeep.storage.base import Directory, PendingCommit
@@ -37,7 +36,7 @@ def is_ours(name: str) -> bool:
 def foreign_names(path: Path) -> list[str]:
     """Return the names in the directory of a native checkpoint that do not belong to it.
 
-    In a store, what other saves and deleted steps have left there belongs to it.
+    In a store, the leftovers of other saves and deleted steps belong to it.
 
     Raises NotACheckpointError, StoreError if the manifest is missing or cannot be read.
     """
@@ -49,9 +48,9 @@ def foreign_names(path: Path) -> list[str]:
 
 
 def foreign_among(names: Iterable[str], contents: "Contents | None", *, in_store: bool) -> list[str]:
-    """Return those of the names in a directory that `foreign_names` returns; ``contents`` is what its manifest lists.
+    """Return the foreign ones among the names in a directory; see `foreign_names`.
 
-    None stands for a damaged manifest, which lists nothing that can be relied on.
+    ``contents`` is what the manifest lists. Without it (the manifest is damaged), a name is judged by its form alone.
     """
     if in_store:
         names = [name for name in names if name != TOMBSTONE_NAME and save_of(name) is None]
@@ -68,7 +67,7 @@ def listed_names(path: Path) -> list[str]:
 
 
 class Contents(NamedTuple):
-    """The outline of a checkpoint, and the names of its files with their sizes; None is that of the manifest."""
+    """The outline of a checkpoint, and the size of each file by name; the manifest has None."""
 
     outline: manifests.Outline
     sizes: dict[str, int | None]
@@ -81,7 +80,7 @@ def read_contents(directory: Directory, manifest: str = manifests.FILE_NAME) -> 
     if PIECES in outline.features:
         root = manifests.read_root(directory, manifest)
         sizes |= {record.name: record.bytes for record in root.fragments}
-        sizes |= {file.name: file.bytes for file in read_files(directory, root)}
+        sizes |= {file.name: file.bytes for file in manifests.read_files(directory, root)}
     return Contents(outline, sizes)
 
 
@@ -152,7 +151,7 @@ def _summarise(directory: Directory) -> Summary:
 
 
 def summarise_contents(directory: Directory, contents: Contents) -> Summary:
-    """Sum up a checkpoint whose manifest was read; raises as `summarise`."""
+    """Sum up a checkpoint after its manifest was read; raises as `summarise`."""
     files: list[os.stat_result] = []
     for name, size in contents.sizes.items():
         path = directory.path_of(name)
@@ -161,7 +160,7 @@ def summarise_contents(directory: Directory, contents: Contents) -> Summary:
         except FileNotFoundError as error:
             raise missing_file(path) from error
         except TensorkeepError:
-            raise  # also an OSError
+            raise  # before OSError: some of our errors are OSErrors as well
         except OSError as error:
             raise store_error(error, path, "look at the file") from error
         if size not in (None, status.st_size):

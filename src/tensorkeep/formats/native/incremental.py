@@ -1,22 +1,490 @@
-"""Data files of incremental saves: only blocks that changed since an earlier checkpoint."""
+"""Incremental saves: unchanged blocks of an earlier checkpoint are reused, changed ones may be stored as differences.
 
+`Base` is the open earlier checkpoint. `SharedFiles` makes its files part of the new checkpoint: by hard links on a
+disk, so that each checkpoint is complete and removing one never breaks another; by names in the new manifest in an
+object store. `IncrementalFile` is the data file that stores the remaining blocks.
+"""
+
+import os
 import random
-from collections.abc import Iterator
-from dataclasses import replace
+import re
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from tensorkeep.closing import Closing
 from tensorkeep.codecs import probe, zstd
-from tensorkeep.formats.blockfile.header import Description, describe, describe_longest
-from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan, coded_name
-from tensorkeep.formats.blockfile.read import scratch_bytes
-from tensorkeep.formats.blockfile.write import CodedDataFile, HashedReading, WriteContext, encode
+from tensorkeep.codecs.base import CODECS
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    NotACheckpointError,
+    PathLike,
+    StoreError,
+    UnsupportedError,
+)
+from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.blockfile.header import SMALLEST_DIFFERENCE, Description, describe, describe_longest
+from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, Cuts, FilePlan, coded_name
+from tensorkeep.formats.blockfile.read import StoredBlock, digest_as, scratch_bytes
+from tensorkeep.formats.blockfile.write import CompressedFile, EncodedBlock, HashedInput, WriteContext, encode
+from tensorkeep.formats.boxes import box_of, intersection
 from tensorkeep.formats.checksummed_json import digest
-from tensorkeep.formats.native.previous import DifferenceBase, PreviousCheckpoint
-from tensorkeep.formats.native.records import PlaceRecord
+from tensorkeep.formats.native.reader import OpenFiles, located
+from tensorkeep.formats.native.records import FILE_NAME_PATTERN, BaseRecord, BlockLocation, FileRecord, Root, renumbered
+from tensorkeep.paths import StorePath, absolute, as_path
+from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.state.leaf import Source
+from tensorkeep.state.sharded import Piece
+from tensorkeep.storage import storage_of
+from tensorkeep.storage.base import MANIFEST_NAME
 from tensorkeep.storage.buffers import round_up
-from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.direct_io import Bytes, close, store_errors
+
+LEAST_LIVE = 0.5
+"""A file is shared again only if at least this fraction of its bytes is still in use.
+
+Otherwise its blocks are written again: one block could keep a whole file alive for ever.
+"""
+
+MOST_FILES = 64
+"""Files of earlier saves that one checkpoint may have, unless twice the number of its own files is more."""
+
+MAX_DIFFERENCES_IN_A_ROW = 7
+"""How many saves in a row store a block as a difference before one stores it in full again."""
+
+MAX_CHAIN_LENGTH = 1
+"""Differences to undo when a block is read: longer chains make files smaller and reads slower."""
+
+NARROW_DIGESTS = "it was saved without incremental=True, so its checksums cannot identify changed blocks"
+
+Located = tuple[BlockRecord, BlockLocation]
+"""A block of the earlier checkpoint, and where it is, in the file numbers of `OpenFiles`."""
+
+Cell = tuple[str, str, int, int, int, tuple[int, ...], tuple[int, ...]]
+"""The elements of a block: tensor, dtype, row, first byte in the row, bytes, offsets and sizes of the columns.
+
+Found by its elements, a block is reused although another number of ranks saved it.
+"""
+
+
+class DifferenceBase(NamedTuple):
+    """The blocks that a block may be stored as the difference from: manifest records, and how to read their XOR."""
+
+    records: list[BaseRecord]
+    stored: StoredBlock
+    age: int
+
+
+def extent(source: Source) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of the full tensor that a source is a box of, and the offsets of the box."""
+    if isinstance(source, Piece):
+        return source.whole, source.offsets
+    return tuple(source.shape), (0,) * len(source.shape)
+
+
+class Base(Closing):
+    """An open earlier checkpoint that a save takes unchanged blocks from; a context manager.
+
+    The base must be native, and saved with ``incremental=True`` or itself with a base. ``sources`` are the tensors or
+    boxes that the new save writes, cut by ``cuts``. With ``delta``, changed blocks may be stored as differences.
+    ``obstacle`` is the first reason why not everything could be used.
+
+    Raises the errors of `OpenFiles`.
+    """
+
+    def __init__(
+        self, path: Path, settings: OpenSettings, sources: Iterable[Source], cuts: Cuts, *, delta: bool
+    ) -> None:
+        # The files stay open until the save ends: whatever replaces the base meanwhile, its blocks remain readable.
+        self._opened = OpenFiles(path, settings)
+        self._delta = delta
+        self._sharing: SharedFiles | None = None
+        self._usable_files: set[int] = set()
+        self._used_files: set[int] = set()
+        self._cells: dict[Cell, Located] = {}
+        self.obstacle = self._incompatible(cuts)
+        if self.obstacle is None:
+            self._index(sources, cuts)
+        codecs = {codec for block, place in self._cells.values() for codec in _codecs(block, place)}
+        self._missing_codecs = codecs - set(CODECS.names())
+
+    def _incompatible(self, cuts: Cuts) -> str | None:
+        """Return the reason why no block of the base can be used again, or None."""
+        found = {fragment.cuts for fragment in self._opened.fragments}
+        if {type(each) for each in found} != {type(cuts)}:
+            if isinstance(self._opened.manifest, Root):
+                return "many ranks saved it together, in other blocks than one process does"
+            return "one process saved it, in other blocks than many ranks do"
+        # Raw checksums of 64 bits detect damage, but two different blocks may have the same one.
+        if not self._opened.has_wide_digests:
+            return NARROW_DIGESTS
+        if found != {cuts}:
+            return "its tensors are cut in other places, as they are with another compression"
+        return None
+
+    def _index(self, sources: Iterable[Source], cuts: Cuts) -> None:
+        """List the blocks of the boxes in the base that share elements with what is saved."""
+        wanted = defaultdict(list)
+        tensors = {leaf.name: leaf for leaf in self._opened.manifest.leaves}
+        for source in sources:
+            full, offsets = extent(source)
+            found = tensors.get(source.name)
+            if found is not None and (found.dtype, found.shape) == (source.dtype.name, full):
+                wanted[source.name].append(box_of(offsets, source.shape))
+        for name, own in wanted.items():
+            tensor = tensors[name]
+            for rank, record in self._opened.boxes[name]:
+                box = box_of(record.offsets, record.sizes)
+                if all(intersection(box, each) is None for each in own):
+                    continue
+                itemsize = BY_NAME[tensor.dtype].itemsize
+                nbytes = prod(record.sizes) * itemsize
+                starts = cuts.block_starts(tensor.shape, record.offsets, record.sizes, itemsize)
+                for (block, place), start, stop in zip(record.located(), starts, (*starts[1:], nbytes), strict=True):
+                    cell = _cell(name, tensor.dtype, record.offsets, record.sizes, nbytes, start, stop)
+                    self._cells[cell] = block, place.renumbered(self._opened.numbers[rank])
+
+    def share_with(self, directory: Path, own_files: int, *, ranks: int = 1) -> bool:
+        """Make the files with reusable blocks part of the new checkpoint in a directory; return whether there is any.
+
+        ``own_files`` is the number of data files that this process writes itself.
+        """
+        if self.obstacle is not None:
+            return False
+        sharing = self._sharing = share_files(self._opened, directory, shared=ranks > 1)
+        live = self._live_bytes()
+        candidates = {number for _, place in self._cells.values() for number in place.files}
+        worthy = [number for number in _worth_keeping(self._opened.records, live) if number in candidates]
+        kept = worthy[: max(MOST_FILES // ranks, 2 * own_files)]
+        for number in sorted(kept):
+            # Refused (another file system, too many links, a missing file), its blocks are simply written again.
+            self._note(sharing.add(number))
+        self._usable_files = set(sharing.names)
+        if len(kept) < len(worthy):
+            self._note(f"{len(worthy) - len(kept)} of its files would be too many, and are written again")
+        for codec in sorted(self._missing_codecs):
+            self._note(f"it holds blocks of codec {codec!r}, which is not installed")
+        if live and not worthy:
+            self._note(f"less than {LEAST_LIVE:.0%} of each of its files is still in use, so everything is written")
+        return bool(self._usable_files)
+
+    def _note(self, obstacle: str | None) -> None:
+        self.obstacle = self.obstacle or obstacle
+
+    def _live_bytes(self) -> dict[int, int]:
+        """Return the bytes in use of each file, by its number."""
+        live: dict[int, int] = defaultdict(int)
+        for numbers, fragment in zip(self._opened.numbers, self._opened.fragments, strict=True):
+            for box in fragment.boxes:
+                for file, _, length in box.ranges():
+                    live[numbers[file]] += length
+        return live
+
+    def find(self, block: Block, wide_digest: str) -> Located | None:
+        """Return the earlier block of the same elements, if it has this digest and can be used again.
+
+        The stored block is not read: equal checksums of 128 bits mean equal bytes, and a later read verifies them.
+        """
+        found = self._earlier(block)
+        if found is None or found[0].raw != wide_digest:
+            return None
+        self._used_files.update(found[1].files)
+        return found
+
+    def difference_base(self, block: Block) -> DifferenceBase | None:
+        """Return the blocks that a changed block may be stored as the difference from, or None."""
+        found = self._earlier(block) if self._delta and block.nbytes >= SMALLEST_DIFFERENCE else None
+        if found is None or found[1].age >= MAX_DIFFERENCES_IN_A_ROW:
+            return None
+        record, place = found
+        own = BaseRecord(record.codec, record.length, record.raw, record.stored, place.file, place.offset)
+        records = [own, *place.bases]
+        stored = located(record, place, self._opened.files)
+        chain = [stored, *stored.bases]
+        # The newest base that keeps the chain within the maximum length.
+        first = max(0, len(records) - MAX_CHAIN_LENGTH)
+        # Without the raw checksum, which `read` compares itself.
+        undigested = msgspec.structs.replace(chain[first], raw="", bases=tuple(chain[first + 1 :]))
+        return DifferenceBase(records[first:], undigested, place.age + 1)
+
+    def read(self, base: DifferenceBase, block: Block, out: Bytes, scratch: Bytes) -> bool:
+        """Fill ``out`` with the raw bytes of a base; return False if that fails.
+
+        ``scratch`` has the `scratch_bytes` of ``base.stored``.
+        """
+        expected = base.records[0].raw
+        try:
+            self._opened.blocks.decode(base.stored, block.leaf.source.dtype, out, scratch)
+            # A difference from damaged bytes could never be undone, so the base is verified even if loads are not.
+            if digest_as(expected, out) != expected:
+                raise CorruptCheckpointError("the checksum of a block is wrong", path=base.stored.file.path)
+        except (CorruptCheckpointError, StoreError, UnsupportedError) as error:
+            # Blocks are stored in full instead. No other block of the file is tried: a failing disk may take seconds
+            # to refuse each read.
+            self._usable_files.difference_update(record.file for record in base.records)
+            self._note(f"{base.stored.file.path.name} cannot be used: {error.message}")
+            return False
+        return True
+
+    def keep(self, base: DifferenceBase) -> None:
+        """Keep the files of a base, because a difference from it was stored."""
+        self._used_files.update(record.file for record in base.records)
+
+    def _earlier(self, block: Block) -> Located | None:
+        source = block.leaf.source
+        _, offsets = extent(source)
+        cell = _cell(
+            source.name, source.dtype.name, offsets, tuple(source.shape), source.nbytes, block.start, block.stop
+        )
+        found = self._cells.get(cell)
+        if found is None:
+            return None
+        record, place = found
+        if not self._usable_files.issuperset(place.files):
+            return None
+        if not self._missing_codecs.isdisjoint(_codecs(record, place)):
+            return None  # without the codec, the block could not be read back
+        return found
+
+    def finish(self, first: int) -> tuple[list[FileRecord], dict[int, int]]:
+        """Share only the files that are used; return their records and new numbers, as `SharedFiles.finish`."""
+        return self._sharing.finish(self._used_files, first) if self._sharing else ([], {})
+
+    def close(self) -> None:
+        """Close its files."""
+        self._opened.close()
+
+
+def _cell(
+    name: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], nbytes: int, start: int, stop: int
+) -> Cell:
+    """Return the elements of the block ``start:stop`` of a box of ``nbytes``."""
+    row = nbytes // sizes[0] if sizes else nbytes
+    first = offsets[0] if offsets else 0
+    return name, dtype, first + start // row, start % row, stop - start, offsets[1:], sizes[1:]
+
+
+def _codecs(block: BlockRecord, place: BlockLocation) -> list[str]:
+    """Return the codecs that are needed to read a block."""
+    return [block.codec, *(base.codec for base in place.bases)]
+
+
+def _worth_keeping(records: list[FileRecord], live: dict[int, int]) -> list[int]:
+    """Return the numbers of the files with enough bytes in use, the most first."""
+    fractions = {
+        number: count / max(1, records[number].bytes - records[number].head_bytes) for number, count in live.items()
+    }
+    worthy = (number for number, fraction in fractions.items() if fraction >= LEAST_LIVE)
+    return sorted(worthy, key=lambda number: -live[number])
+
+
+def open_base(
+    path: PathLike | None,
+    settings: OpenSettings,
+    sources: Iterable[Source],
+    cuts: Cuts,
+    *,
+    delta: bool,
+    optional: bool,
+) -> tuple[Base | None, str | None]:
+    """Return the opened base of a save, or the reason why it cannot be used; neither if there is no base.
+
+    A damaged or unreadable base is not an error: then everything is written.
+
+    Raises NotACheckpointError if the path holds no checkpoint, unless it is ``optional``.
+    """
+    if path is None:
+        return None, None
+    try:
+        return Base(as_path(path), settings, sources, cuts, delta=delta), None
+    except NotACheckpointError as error:
+        if not optional:
+            raise NotACheckpointError(
+                f"cannot be the base of a save: {error.message}",
+                path=error.path,
+                remedy="correct base=, or leave it out",
+            ) from error
+        return None, str(error)
+    except (CorruptCheckpointError, StoreError, UnsupportedError) as error:
+        return None, str(error)
+
+
+# Sharing files with the earlier checkpoint.
+
+_PREFIX = "from-"
+_LONGEST_ORIGIN = 100
+
+
+class SharedFiles(ABC):
+    """Files of an open earlier checkpoint that a new one has as well.
+
+    ``names`` are the names in the new checkpoint, by file number in the earlier one.
+    """
+
+    def __init__(self, opened: OpenFiles, directory: Path) -> None:
+        self.names: dict[int, str] = {}
+        self._opened = opened
+        self._directory = directory
+        self._origin = _origin(opened.path)
+
+    @abstractmethod
+    def add(self, number: int) -> str | None:
+        """Share a file; return None, or the reason why it cannot be shared."""
+
+    def finish(self, used: Container[int], first: int) -> tuple[list[FileRecord], dict[int, int]]:
+        """Forget the files that are not used, and make sure that the others remain.
+
+        Return the records of the used files, and their new numbers, from ``first`` on, by file number in the earlier
+        checkpoint.
+
+        Raises CorruptCheckpointError or StoreError if a file was changed or removed meanwhile; StoreError if the
+        operating system or the store refuses access.
+        """
+        self._settle(used)
+        records: list[FileRecord] = []
+        numbers: dict[int, int] = {}
+        for number, name in self.names.items():
+            if number in used:
+                old = self._opened.records[number]
+                numbers[number] = first + len(records)
+                records.append(FileRecord(name, old.bytes, old.head_bytes, old.head, old.origin or self._origin))
+        return records, numbers
+
+    @abstractmethod
+    def _settle(self, used: Container[int]) -> None:
+        """Remove what is not used, and check the rest."""
+
+
+def share_files(opened: OpenFiles, directory: Path, *, shared: bool) -> SharedFiles:
+    """Return how the files of an open checkpoint are shared with a new one, which is written to a directory."""
+    if storage_of(directory).remote or storage_of(opened.path).remote:
+        return References(opened, directory)
+    return Links(opened, directory, shared=shared)
+
+
+class References(SharedFiles):
+    """Names of objects of an earlier step, for the manifest of a new step in the same object store.
+
+    Only steps of one run share objects: before an object of one is deleted, the manifests of all others are looked at.
+    """
+
+    def add(self, number: int) -> str | None:
+        name = self._opened.records[number].name
+        here, there = self._directory, self._opened.path
+        steps = [path for path in (here, there) if isinstance(path, StorePath) and path.is_step]
+        if len(steps) < 2 or here.parent != there.parent:
+            return f"{name} cannot be shared: in an object store, only steps of one run share objects"
+        self.names[number] = name if "/" in name or here == there else f"../{there.name}/{name}"
+        return None
+
+    def _settle(self, used: Container[int]) -> None:
+        # While the earlier manifest is there, no other process deletes the objects that it names; afterwards, the
+        # grace period of the deletion protects them until the new manifest names them.
+        names = [MANIFEST_NAME, *(self._opened.records[number].name for number in self.names if number in used)]
+        directory = self._opened.directory
+        changed = directory.changed(names)
+        if changed is not None:
+            raise StoreError(
+                "was deleted or replaced during a save that shares it",
+                path=directory.path_of(changed),
+                remedy="save again; a step that is the base of a save must remain until that is over",
+            )
+
+
+class Links(SharedFiles):
+    """Hard links in a new checkpoint's directory to the files of an open earlier one.
+
+    If the directory is ``shared``, other ranks link files into it at the same time, by the same names. Links that are
+    not used then remain until rank 0 removes all files that no fragment lists.
+    """
+
+    def __init__(self, opened: OpenFiles, directory: Path, *, shared: bool = False) -> None:
+        super().__init__(opened, directory)
+        self._shared = shared
+        self._taken: set[str] = set()
+        # For all files, used or not, so that every rank finds the same names.
+        self._names = [self._name(record) for record in opened.records]
+
+    def add(self, number: int) -> str | None:
+        record = self._opened.records[number]
+        name = self._names[number]
+        if not re.search(FILE_NAME_PATTERN, name):
+            return f"{record.name} cannot be linked: its new name would be too long"
+        link = self._directory / name
+        try:
+            os.link(f"{self._opened.directory.fd_path}/{record.name}", link)
+            is_own = True
+        except FileExistsError:
+            is_own = False  # another rank was first
+        except OSError as error:
+            return f"{record.name} cannot be linked: {error.strerror}"
+        # A link is made by name. The name may stand for another file than the open one if the base was replaced.
+        opened = self._opened.statuses[number]
+        with store_errors(link, "look at the link"):
+            found = os.lstat(link)
+        if (found.st_dev, found.st_ino, found.st_size) != (opened.st_dev, opened.st_ino, opened.st_size):
+            if is_own:
+                _remove(link)
+            return f"{record.name} cannot be linked: it was replaced or changed meanwhile"
+        self.names[number] = name
+        return None
+
+    def _name(self, record: FileRecord) -> str:
+        """Return a name that is unique among the links, also where the file system ignores case."""
+        name = record.name if record.name.startswith(_PREFIX) else f"{_PREFIX}{self._origin}-{record.name}"
+        # Other tools must not take the tensors of an earlier step for those of this one.
+        name = coded_name(name)
+        stem, _, suffix = name.rpartition(".")
+        tried, count = name, 1
+        while tried.casefold() in self._taken:
+            count += 1
+            tried = f"{stem}-{count}.{suffix}"
+        self._taken.add(tried.casefold())
+        return tried
+
+    def _settle(self, used: Container[int]) -> None:
+        for number, name in self.names.items():
+            if number in used:
+                _make_durable(self._directory / name, self._opened.records[number].bytes)
+            elif not self._shared:
+                _remove(self._directory / name)
+
+
+def _origin(path: Path) -> str:
+    """Return a checkpoint's name in the characters that file names may have; never empty."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", absolute(path).name)[:_LONGEST_ORIGIN] or "root"
+
+
+def _remove(link: Path) -> None:
+    with store_errors(link, "remove the link"):
+        os.unlink(link)
+
+
+def _make_durable(link: Path, size: int) -> None:
+    """Sync a linked file: a checkpoint that `cp` made a moment ago may not be on the disk yet."""
+    with store_errors(link, "make the linked file durable"):
+        fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+            found = os.fstat(fd).st_size
+        finally:
+            close(fd)
+    if found != size:
+        raise CorruptCheckpointError(
+            f"the file of an earlier checkpoint was changed while it was linked: it has {found:,} bytes, not {size:,}",
+            path=link,
+            remedy="find the program that writes into checkpoints, and save again",
+        )
+
+
+# Data files of incremental saves.
 
 NAME_PREFIX = "changes-"
 """Prefix of files with only some blocks of a part; their suffix keeps other tools from loading them as complete."""
@@ -28,27 +496,34 @@ _RECORD_BYTES = 100
 """Bytes in the manifest that record the base of a difference."""
 
 _SAMPLED = 2 * 1024**2
-"""Bytes above which samples decide whether a difference is worth coding; coding less is cheaper than sampling."""
+"""Block size above which samples decide whether a difference is worth coding; coding less is cheaper than sampling."""
 
 _GROUPS, _PIECES, _PIECE = 4, 16, 4096
-"""The samples of a block: groups of pieces, of so many bytes each."""
+"""The samples of a block: groups of pieces, and the bytes of a piece."""
 
 
-class ChangesFile(CodedDataFile):
-    """A data file that holds the blocks which the earlier checkpoint does not have.
+@dataclass(frozen=True, slots=True)
+class CodedDifference:
+    """A difference at the front of a buffer; ``certain`` is whether it is surely shorter than the full block."""
 
-    ``found`` are the blocks that are taken from the earlier checkpoint; their places have the file numbers of its
-    manifest. ``bases`` are those of the blocks of this file that are differences.
+    codec: str
+    length: int
+    certain: bool
+
+
+class IncrementalFile(CompressedFile):
+    """A data file of the blocks that the base does not have.
+
+    ``found`` are the blocks that the base has; their locations have its file numbers. ``bases`` are the bases of the
+    blocks in this file that are differences.
     """
 
-    def __init__(
-        self, directory: Path, plan: FilePlan, context: WriteContext, previous: PreviousCheckpoint, *, delta: bool
-    ) -> None:
+    def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, base: Base, *, delta: bool) -> None:
         self._delta = delta
         super().__init__(directory, replace(plan, name=coded_name(plan.name)), context, prefix=NAME_PREFIX)
-        self.found: dict[BlockKey, tuple[BlockRecord, PlaceRecord]] = {}
+        self.found: dict[BlockKey, Located] = {}
         self.bases: dict[BlockKey, DifferenceBase] = {}
-        self._previous = previous
+        self._base = base
 
     def _longest_description(self) -> Description:
         return describe_longest(self.plan, changes=True, delta=self._delta)
@@ -59,63 +534,59 @@ class ChangesFile(CodedDataFile):
     def _scratch_bytes(self, blocks: list[Block]) -> int:
         needs = [0]
         for block in blocks:
-            base = self._previous.base_of(block)
+            base = self._base.difference_base(block)
             if base is not None:
                 needs.append(_coding_bytes(block) + scratch_bytes(base.stored, block.nbytes))
         return max(needs)
 
     def _store(
-        self, block: Block, raw: Bytes, aside: Bytes | None, out: Bytes, scratch: Bytes
-    ) -> tuple[str, str, int] | None:
+        self, block: Block, raw: Bytes, copy_buffer: Bytes | None, out: Bytes, scratch: Bytes
+    ) -> EncodedBlock | None:
         raw_digest = digest(raw, wide=True)
-        found = self._previous.find(block, raw_digest)
+        found = self._base.find(block, raw_digest)
         if found is not None:
             self.found[block.key] = found
             return None
-        base = self._previous.base_of(block)
-        if base is None and aside is not None:
-            return super()._store(block, raw, aside, out, scratch)
-        if aside is not None:
-            # It is read several times, and may have changed since it was hashed.
-            reading = HashedReading(aside, wide=True)
-            raw, raw_digest = reading.read(raw), reading.hexdigest()
+        base = self._base.difference_base(block)
+        if base is None and copy_buffer is not None:
+            return super()._store(block, raw, copy_buffer, out, scratch)
+        if copy_buffer is not None:
+            # The block is read several times from here on, and may have changed since it was hashed.
+            data = HashedInput(copy_buffer, wide=True)
+            raw, raw_digest = data.read(raw), data.hexdigest()
         difference = None if base is None else self._difference(block, raw, raw_digest, base, out, scratch)
         if base is None or difference is None:
-            return raw_digest, *encode(raw, block, self._context.codec, out)
-        changed_codec, changed_length, certain = difference
-        if not certain:
+            return EncodedBlock(raw_digest, *encode(raw, block, self._context.codec, out))
+        if not difference.certain:
             # `out` holds the coded difference, and its raw bytes in `scratch` may be overwritten.
             codec, length = encode(raw, block, self._context.codec, scratch)
-            if changed_length + _RECORD_BYTES > WORTH_A_DIFFERENCE * length:
+            if difference.length + _RECORD_BYTES > WORTH_A_DIFFERENCE * length:
                 out[:length] = scratch[:length]
-                return raw_digest, codec, length
-        self._previous.keep(base)
+                return EncodedBlock(raw_digest, codec, length)
+        self._base.keep(base)
         self.bases[block.key] = base
-        return raw_digest, changed_codec, changed_length
+        return EncodedBlock(raw_digest, difference.codec, difference.length)
 
     def _difference(
         self, block: Block, raw: Bytes, raw_digest: str, base: DifferenceBase, out: Bytes, scratch: Bytes
-    ) -> tuple[str, int, bool] | None:
-        """Code the difference from the base to the front of ``out``; None if samples show that it is not worth it.
-
-        Return the codec, the length, and whether it is certain to be shorter than the full block would be.
-        """
+    ) -> CodedDifference | None:
+        """Code the difference from the base to the front of ``out``; None if samples show that it is not worth it."""
         changed = scratch[: block.nbytes]
-        if not self._previous.read(base, block, changed, scratch[_coding_bytes(block) :]):
+        if not self._base.read(base, block, changed, scratch[_coding_bytes(block) :]):
             return None
         np.bitwise_xor(changed, raw, out=changed)
         dtype = block.leaf.source.dtype
         if block.nbytes <= _SAMPLED:
-            return *probe.encode(changed, dtype, out), False
+            return CodedDifference(*probe.encode(changed, dtype, out), certain=False)
         full = [probe.estimate(sample, dtype) for sample in _samples(raw, raw_digest)]
         fractions = [probe.estimate(sample, dtype) for sample in _samples(changed, raw_digest)]
         if sum(fractions) > WORTH_A_DIFFERENCE * sum(full):
             return None
         codec, length = probe.encode(changed, dtype, out)
-        # A block varies from place to place, so the smallest estimate stands for all of it; and repetitions at a
-        # distance, which only zstd finds, do not show in samples.
+        # A block varies from place to place, so the smallest estimate stands for the full block. Samples do not show
+        # repetitions at a distance, which zstd alone finds.
         certain = length + _RECORD_BYTES <= WORTH_A_DIFFERENCE * min(full) * block.nbytes
-        return codec, length, certain and probe.choose(raw, dtype) is not zstd.CODEC
+        return CodedDifference(codec, length, certain and probe.choose(raw, dtype) is not zstd.CODEC)
 
 
 def _coding_bytes(block: Block) -> int:
@@ -126,10 +597,35 @@ def _coding_bytes(block: Block) -> int:
 def _samples(raw: Bytes, raw_digest: str) -> Iterator[Bytes]:
     """Yield pieces of a block, in groups.
 
-    Their places are drawn from the digest of the block: fixed places could all miss what the rest is like.
+    The digest of the block seeds the positions: fixed positions could all miss what the rest is like.
     """
     draw = random.Random(raw_digest)
     last = (len(raw) - _PIECE) // 16
     for _ in range(_GROUPS):
         starts = sorted(16 * draw.randint(0, last) for _ in range(_PIECES))
         yield np.concatenate([raw[start : start + _PIECE] for start in starts])
+
+
+def locations(
+    keys: Sequence[BlockKey], offset: int, number: int, file: IncrementalFile, numbers: dict[int, int]
+) -> tuple[list[BlockRecord], list[BlockLocation]]:
+    """Return the blocks of a leaf and their locations, which are empty if the blocks simply follow one another.
+
+    ``number`` is the number of the file, and ``offset`` is where the leaf begins in it. ``numbers`` maps the file
+    numbers of the base to the numbers in the new checkpoint.
+    """
+    blocks: list[BlockRecord] = []
+    places: list[BlockLocation] = []
+    for key in keys:
+        if key in file.found:
+            block, place = file.found[key]
+            places.append(place.renumbered(numbers))
+        else:
+            block, base = file.records[key], file.bases.get(key)
+            bases = renumbered(base.records, numbers) if base else []
+            places.append(BlockLocation(number, offset, bases, base.age if base else 0))
+            offset += block.length
+        blocks.append(block)
+    if all(place.file == number and not place.bases for place in places):
+        places = []
+    return blocks, places

@@ -1,47 +1,77 @@
-"""Reading and validating ``manifest.json``, which is untrusted.
+"""Reading and checking ``manifest.json`` and the fragments of many ranks, all of them untrusted.
 
-The manifest carries a checksum of itself (see ``formats/checksummed_json.py``). It is written last: a checkpoint
-exists if and
-only if it has a valid manifest. The format is specified in ``docs/reference/native-format.md``.
+Every file carries a checksum of itself (see ``formats/checksummed_json.py``). The manifest is written last: a
+checkpoint exists if and only if it has a valid manifest. What one process wrote is checked as a checkpoint of one rank
+that has one fragment. ``docs/reference/native-format.md`` specifies the format.
 """
 
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.base import StepRecord
+from tensorkeep.formats.blockfile.plan import BlockRecord
+from tensorkeep.formats.boxes import find_flaw
 from tensorkeep.formats.checksummed_json import Body, Content
-from tensorkeep.formats.native.pieces.records import FragmentRecord, Root, fragment_name, save_id
-from tensorkeep.formats.native.records import FEATURES, PIECES, VERSION, Count, FileRecord, Manifest
-from tensorkeep.formats.native.rules import StoredRules, check_dtype, check_references
+from tensorkeep.formats.decoding import MAX_HEADER_BYTES
+from tensorkeep.formats.native.records import (
+    FEATURES,
+    FRAGMENT_FORMAT,
+    FRAGMENT_VERSION,
+    PIECES,
+    PLACES,
+    REFERENCES,
+    VERSION,
+    BaseRecord,
+    BoxRecord,
+    Count,
+    FileRecord,
+    Fragment,
+    FragmentFiles,
+    FragmentRecord,
+    Manifest,
+    Root,
+    TensorDescription,
+    fragment_name,
+    save_id,
+)
+from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.storage import storage_of
 from tensorkeep.storage.base import MANIFEST_NAME, Directory
 from tensorkeep.storage.store_commit import object_name
 from tensorkeep.structs import json_decoder
 
 FILE_NAME = MANIFEST_NAME
 
+_DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
 
-class TensorOutline(msgspec.Struct, frozen=True):
-    """What the raw bytes of a stored tensor follow from."""
+
+class ShapeRecord(msgspec.Struct, frozen=True):
+    """The dtype and shape of a stored tensor, which determine its raw bytes."""
 
     dtype: str
     shape: tuple[Count, ...]
 
 
 class Outline(msgspec.Struct, frozen=True):
-    """The part of a manifest that describes the checkpoint as a whole, without its blocks."""
+    """A manifest without its blocks, which take most of the time to decode."""
 
     format: str
     version: int
     features: list[str]
     compression: str
     files: list[FileRecord]
-    leaves: list[TensorOutline]
+    leaves: list[ShapeRecord]
     step: StepRecord | None = None
     fragments: list[FragmentRecord] = []
 
@@ -51,19 +81,40 @@ class Outline(msgspec.Struct, frozen=True):
         return sum(prod(leaf.shape) * BY_NAME[leaf.dtype].itemsize for leaf in self.leaves)
 
 
-class _Features(msgspec.Struct):
+class _Version(msgspec.Struct):
+    """The fields that say whether this release can read a manifest or a fragment."""
+
+    format: str = ""
+    version: int = 0
     features: list[str] = []
 
 
 # Made once: the first use of a type by msgspec costs as much as checking a small manifest.
 _MANIFEST_DECODER = json_decoder(Content[Manifest])
 _ROOT_DECODER = json_decoder(Content[Root])
-_FEATURES_DECODER = json_decoder(Content[_Features])
 _OUTLINE_DECODER = json_decoder(Content[Outline])
+_FRAGMENT_DECODER = json_decoder(Content[Fragment])
+_FILES_DECODER = json_decoder(Content[FragmentFiles])
+_VERSION_DECODER = json_decoder(Content[_Version])
+
+FragmentT = TypeVar("FragmentT", Fragment, FragmentFiles)
+
+RankBox = tuple[int, BoxRecord]
+"""The rank that stored a box, and its record."""
+
+
+class Fragments(NamedTuple):
+    """The fragments of a checkpoint in the order of the ranks, and the boxes of each tensor."""
+
+    fragments: list[Fragment]
+    boxes: dict[str, list[RankBox]]
+
+
+# Manifests.
 
 
 def read(directory: Directory) -> Manifest | Root:
-    """Read the manifest of a checkpoint and check its rules; those of the fragments are still to be read.
+    """Read the manifest of a checkpoint and check its rules; `read_fragments` checks the fragments.
 
     Raises NotACheckpointError if it does not exist; CorruptCheckpointError if it is damaged or breaks a rule;
     UnsupportedError if a later version wrote it.
@@ -72,10 +123,7 @@ def read(directory: Directory) -> Manifest | Root:
 
 
 def read_outline(directory: Directory, name: str = FILE_NAME) -> Outline:
-    """Read the outline of a manifest: its checksum is checked, its blocks are not decoded, which takes the most time.
-
-    Raises the errors of `read`.
-    """
+    """Read a manifest's outline: the checksum is checked, the blocks are not decoded. Raises the errors of `read`."""
     path = directory.path / name
     outline = _decoded(_OUTLINE_DECODER, _content(directory, name), path)
     check_references(outline.files, outline.features, path)
@@ -92,19 +140,20 @@ def parse(content: bytes, path: Path) -> Manifest | Root:
     try:
         manifest = _decoded(_MANIFEST_DECODER, content, path)
     except CorruptCheckpointError:
-        # The tensors of a root have no blocks: their fragments have.
+        # The tensors of a root have no blocks, so a root does not decode as a manifest.
         if not _is_root(content):
             raise
         return parse_root(content, path)
-    if PIECES in manifest.features:  # a state without tensors
+    if PIECES in manifest.features:  # a state without tensors decodes as either
         return parse_root(content, path)
-    _Rules(manifest, path).check()
+    _check_tensors(manifest, path)
+    check_fragment(manifest.fragment(), path, {leaf.name: leaf for leaf in manifest.leaves})
     return manifest
 
 
 def _is_root(content: bytes) -> bool:
     try:
-        return PIECES in _FEATURES_DECODER.decode(content).body.features
+        return PIECES in _VERSION_DECODER.decode(content).body.features
     except (msgspec.DecodeError, RecursionError):
         return False
 
@@ -115,21 +164,29 @@ def read_root(directory: Directory, name: str = FILE_NAME) -> Root:
 
 
 def parse_root(content: bytes, path: Path, *, with_fragments: bool = True) -> Root:
-    """Return the manifest of a checkpoint of many ranks; without its fragments before these are written.
+    """Return the manifest of a checkpoint of many ranks; without fragments, before these are written.
 
     Raises the errors of `parse`.
     """
     root = _decoded(_ROOT_DECODER, content, path)
-    _check_root(root, path, with_fragments=with_fragments)
+    if PIECES not in root.features:
+        raise CorruptCheckpointError(f"has fragments, which need the feature {PIECES!r}", path=path)
+    _check_tensors(root, path)
+    expected = [fragment_name(rank) for rank in range(root.ranks)] if with_fragments else []
+    if len(root.fragments) != len(expected):
+        raise CorruptCheckpointError(f"lists {len(root.fragments)} fragments for {len(expected)} ranks", path=path)
+    for fragment, name in zip(root.fragments, expected, strict=True):
+        if fragment.name not in (name, object_name(name, save_id(root.save))):
+            raise CorruptCheckpointError(f"lists the fragment {fragment.name!r} where {name} belongs", path=path)
     return root
 
 
 def _decoded(decoder: msgspec.json.Decoder[Content[Body]], content: bytes, path: Path) -> Body:
-    """Return the records of a manifest, whose types and ranges are checked, and whose version this release reads."""
+    """Return the records of a manifest, with checked types and ranges and of a version that this release reads."""
     try:
         body = decoder.decode(content).body
     except (msgspec.DecodeError, RecursionError) as error:
-        # A later version may have changed any field.
+        # Check the version first: a later version may have changed any field.
         _check_version(checksummed_json.body_of(content, path), path)
         raise CorruptCheckpointError(f"is not a manifest ({error})", path=path) from error
     _check_version({name: getattr(body, name) for name in ("format", "version", "features")}, path)
@@ -144,51 +201,317 @@ def _content(directory: Directory, name: str = FILE_NAME) -> bytes:
 
 
 def _check_version(body: dict[str, Any], path: Path) -> None:
-    """Refuse a later version before looking at fields that it may have changed."""
     if body.get("format") != "tensorkeep":
         raise CorruptCheckpointError("is not the manifest of a Tensorkeep checkpoint", path=path)
     version, features = body.get("version"), body.get("features")
     unknown = [name for name in features if name not in (*FEATURES, PIECES)] if isinstance(features, list) else features
     if version != VERSION or unknown:
         what = f"version {version}" if version != VERSION else f"features {unknown}"
-        raise UnsupportedError(
-            f"was written in {what} of the format, this release reads version {VERSION}",
-            path=path,
-            remedy="install a later Tensorkeep",
-        )
+        raise _later_version(what, f"the format, this release reads version {VERSION}", path)
 
 
-def _check_root(root: Root, path: Path, *, with_fragments: bool = True) -> None:
-    """Check the rules of a root that concern no fragment's content."""
-    rules = StoredRules(path, [], root.features)
-    if PIECES not in root.features:
-        raise rules.corrupt(f"has fragments, which need the feature {PIECES!r}")
-    rules.check_unique("leaf", [*(leaf.name for leaf in root.leaves), *root.aliases])
-    for leaf in root.leaves:
+def _later_version(what: str, where: str, path: Path) -> UnsupportedError:
+    return UnsupportedError(f"was written in {what} of {where}", path=path, remedy="install a later Tensorkeep")
+
+
+def _check_tensors(manifest: Manifest | Root, path: Path) -> None:
+    """Check names and dtypes of the tensors."""
+    _check_unique("leaf", [*(leaf.name for leaf in manifest.leaves), *manifest.aliases], path)
+    for leaf in manifest.leaves:
         check_dtype(leaf.dtype, path, leaf.name)
-    expected = [fragment_name(rank) for rank in range(root.ranks)] if with_fragments else []
-    if len(root.fragments) != len(expected):
-        raise rules.corrupt(f"lists {len(root.fragments)} fragments for {len(expected)} ranks")
-    for fragment, name in zip(root.fragments, expected, strict=True):
-        if fragment.name not in (name, object_name(name, save_id(root.save))):
-            raise rules.corrupt(f"lists the fragment {fragment.name!r} where {name} belongs")
 
 
-class _Rules(StoredRules):
-    """The rules of a manifest that types and ranges of the records do not express; the first broken one raises."""
+def check_dtype(dtype: str, path: Path, name: str | None = None) -> None:
+    """Raise UnsupportedError for a dtype that is not in the table."""
+    if dtype not in BY_NAME:
+        raise UnsupportedError(f"has dtype {dtype!r}, which this release does not know", path=path, name=name)
 
-    def __init__(self, manifest: Manifest, path: Path) -> None:
-        super().__init__(path, manifest.files, manifest.features)
-        self.manifest = manifest
 
-    def check(self) -> None:
-        self.check_files()
-        leaves = self.manifest.leaves
-        self.check_unique("leaf", [*(leaf.name for leaf in leaves), *self.manifest.aliases])
-        for leaf in leaves:
-            check_dtype(leaf.dtype, self.path, leaf.name)
-            nbytes = leaf.nbytes
-            # Not the length of the range: a damaged file may have any shape.
-            count = -(-nbytes // self.manifest.block_bytes)
-            self.check_stored(leaf, leaf.name, nbytes, count, range(0, nbytes, self.manifest.block_bytes))
-        self.check_coverage((leaf, leaf.name) for leaf in leaves)
+def _check_unique(what: str, names: Sequence[str], path: Path) -> None:
+    if len(set(names)) < len(names):
+        raise CorruptCheckpointError(f"the {what} {Counter(names).most_common(1)[0][0]!r} occurs twice", path=path)
+
+
+def check_references(files: Sequence[FileRecord], features: Sequence[str], path: Path) -> None:
+    """Check that only a checkpoint in an object store, with the feature for it, names objects of other checkpoints."""
+    if REFERENCES in features and not storage_of(path).remote:
+        raise UnsupportedError(
+            "shares objects with other checkpoints, which is read from an object store only",
+            path=path,
+            remedy="copy it to the disk with `tensorkeep convert`, which makes it complete",
+        )
+    for file in files:
+        if "/" not in file.name:
+            continue
+        problem = None
+        if REFERENCES not in features:
+            problem = f"which needs the feature {REFERENCES!r}"
+        elif not file.origin:
+            problem = "and does not name that as its origin"
+        elif not isinstance(path, StorePath) or "/" not in path.key:
+            problem = "outside of the bucket"
+        if problem:
+            raise CorruptCheckpointError(f"file {file.name} is of another checkpoint, {problem}", path=path)
+
+
+# Fragments.
+
+
+def read_fragments(directory: Directory, manifest: Manifest | Root) -> Fragments:
+    """Read all fragments, and check that their boxes tile each tensor; a manifest of one process is one fragment.
+
+    Raises CorruptCheckpointError with file, tensor and offsets if one is missing, damaged, of another save, or breaks a
+    rule; UnsupportedError if a later version wrote it.
+    """
+    if isinstance(manifest, Root):
+        fragments = [_read_fragment(directory, manifest, rank, _FRAGMENT_DECODER) for rank in range(manifest.ranks)]
+        return join(manifest, fragments, directory.path)
+    fragment = manifest.fragment()
+    return Fragments([fragment], {name: [(0, box)] for name, box in zip(fragment.leaves, fragment.boxes, strict=True)})
+
+
+def read_files(directory: Directory, root: Root) -> list[FileRecord]:
+    """Return the data files in the fragments without decoding boxes; raises the errors of `read_fragments`."""
+    found: dict[str, FileRecord] = {}
+    for rank in range(root.ranks):
+        fragment = _read_fragment(directory, root, rank, _FILES_DECODER)
+        check_references(fragment.files, fragment.features, directory.path / root.fragments[rank].name)
+        for file in fragment.files:
+            found.setdefault(file.name, file)
+    return list(found.values())
+
+
+def _read_fragment(
+    directory: Directory, root: Root, rank: int, decoder: msgspec.json.Decoder[Content[FragmentT]]
+) -> FragmentT:
+    record = root.fragments[rank]
+    path = directory.path / record.name
+    content = read_fragment_content(directory, record.name)
+    if (len(content), checksummed_json.digest(content, wide=True)) != (record.bytes, record.digest):
+        raise CorruptCheckpointError(
+            "is not the fragment that the manifest lists",
+            path=path,
+            remedy="a fragment of another save, or a later change: take another copy",
+        )
+    return _parse_fragment(content, path, root.save, root.ranks, rank, decoder)
+
+
+def read_fragment_content(directory: Directory, name: str) -> bytes:
+    """Return the bytes of a fragment, which has the right checksum; CorruptCheckpointError if it is missing."""
+    try:
+        return checksummed_json.read_content(directory, name)
+    except NotACheckpointError as error:
+        raise CorruptCheckpointError(
+            "the manifest lists this fragment, but it is missing", path=directory.path / name
+        ) from error
+
+
+def parse_fragment(content: bytes, path: Path, save: str, ranks: int, rank: int) -> Fragment:
+    """Return the fragment of one rank of a save; `check_fragment` checks its boxes."""
+    return _parse_fragment(content, path, save, ranks, rank, _FRAGMENT_DECODER)
+
+
+def _parse_fragment(
+    content: bytes,
+    path: Path,
+    save: str,
+    ranks: int,
+    rank: int,
+    decoder: msgspec.json.Decoder[Content[FragmentT]],
+) -> FragmentT:
+    try:
+        fragment = decoder.decode(content).body
+    except (msgspec.DecodeError, RecursionError) as error:
+        # Check the version first: a later version may have changed any field.
+        with suppress(msgspec.DecodeError, RecursionError):
+            _check_fragment_version(_VERSION_DECODER.decode(content).body, path)
+        raise CorruptCheckpointError(f"is not a fragment ({error})", path=path) from error
+    _check_fragment_version(fragment, path)
+    if fragment.save != save:
+        raise CorruptCheckpointError("is a fragment of another save", path=path)
+    if fragment.rank != rank:
+        raise CorruptCheckpointError(f"is the fragment of rank {fragment.rank}, not of rank {rank}", path=path)
+    if fragment.ranks != ranks:
+        raise CorruptCheckpointError(f"was written by one of {fragment.ranks} ranks, not of {ranks}", path=path)
+    return fragment
+
+
+def _check_fragment_version(found: Fragment | FragmentFiles | _Version, path: Path) -> None:
+    if found.format != FRAGMENT_FORMAT:
+        raise CorruptCheckpointError("is not a fragment of a Tensorkeep checkpoint", path=path)
+    unknown = [name for name in found.features if name not in FEATURES]
+    if found.version != FRAGMENT_VERSION or unknown:
+        what = f"features {unknown}" if unknown else f"version {found.version}"
+        raise _later_version(what, f"fragments, this release reads version {FRAGMENT_VERSION}", path)
+
+
+def join(root: Root, fragments: Sequence[Fragment], folder: Path) -> Fragments:
+    """Check the boxes of fragments against the tensors of the root, and return them by tensor.
+
+    Raises CorruptCheckpointError for the first rule that is broken.
+    """
+    tensors = {leaf.name: leaf for leaf in root.leaves}
+    boxes: dict[str, list[RankBox]] = {leaf.name: [] for leaf in root.leaves}
+    owners: dict[str, tuple[FileRecord, str]] = {}
+    reserved = {FILE_NAME, *(record.name for record in root.fragments)}
+    for rank, fragment in enumerate(fragments):
+        path = folder / root.fragments[rank].name
+        _check_owners(fragment, path, owners, reserved)
+        check_fragment(fragment, path, tensors)
+        for box in fragment.boxes:
+            boxes[fragment.leaves[box.leaf]].append((rank, box))
+    check_tiling(
+        tensors.values(), {n: [(b.offsets, b.sizes, r) for r, b in found] for n, found in boxes.items()}, folder
+    )
+    return Fragments(list(fragments), boxes)
+
+
+def _check_owners(
+    fragment: Fragment, path: Path, owners: dict[str, tuple[FileRecord, str]], reserved: set[str]
+) -> None:
+    """Check that no two ranks list the same data file, unless both link the same file of an earlier save."""
+    for file in fragment.files:
+        # Compared without case: on some file systems, both names would be the same file.
+        if file.name.casefold() in reserved:
+            raise CorruptCheckpointError(f"lists {file.name} as a data file", path=path)
+        other, by = owners.setdefault(file.name.casefold(), (file, path.name))
+        if by != path.name and (other != file or not file.origin):
+            raise CorruptCheckpointError(f"lists the file {file.name}, which {by} lists as well", path=path)
+
+
+def check_fragment(fragment: Fragment, path: Path, tensors: Mapping[str, TensorDescription]) -> None:
+    """Check the rules of one fragment: its files, its boxes of the state's tensors, and their blocks.
+
+    Raises CorruptCheckpointError, with ``path``, for the first rule that is broken.
+    """
+    rules = _BlockRules(path, fragment.files, fragment.features)
+    rules.check_files()
+    _check_unique("leaf", fragment.leaves, path)
+    known: list[tuple[TensorDescription, int]] = []
+    for name in fragment.leaves:
+        if name not in tensors:
+            raise rules.corrupt("has boxes here, but the manifest does not list it", name)
+        known.append((tensors[name], BY_NAME[tensors[name].dtype].itemsize))
+    for box in fragment.boxes:
+        if box.leaf >= len(known):
+            raise rules.corrupt(f"has a box of tensor {box.leaf}, which is not listed")
+        tensor, itemsize = known[box.leaf]
+        if not fragment.may_be_empty:
+            check_box(tensor, box.offsets, box.sizes, path)
+        nbytes = prod(box.sizes) * itemsize
+        # Counted before anything is listed: damaged sizes may stand for more blocks than memory can hold.
+        if fragment.cuts.block_count(tensor.shape, box.offsets, box.sizes, itemsize) != len(box.blocks):
+            raise rules.corrupt(f"{nbytes:,} bytes are not {len(box.blocks)} blocks", tensor.name)
+        starts = (
+            (0,) if len(box.blocks) == 1 else fragment.cuts.block_starts(tensor.shape, box.offsets, box.sizes, itemsize)
+        )
+        rules.check_blocks(box, tensor.name, [stop - start for start, stop in pairwise((*starts, nbytes))])
+    rules.check_coverage(fragment)
+
+
+def check_box(tensor: TensorDescription, offsets: Sequence[int], sizes: Sequence[int], path: Path) -> None:
+    """Check that a box has elements and lies within its tensor."""
+    if len(offsets) == len(sizes) == len(tensor.shape):
+        for offset, size, length in zip(offsets, sizes, tensor.shape, strict=True):
+            if size <= 0 or offset + size > length:
+                break
+        else:
+            return
+    raise CorruptCheckpointError(
+        f"cannot have a box of {list(sizes)} at {list(offsets)}: its shape is {list(tensor.shape)}",
+        path=path,
+        name=tensor.name,
+    )
+
+
+def check_tiling(
+    tensors: Iterable[TensorDescription],
+    boxes: Mapping[str, Sequence[tuple[tuple[int, ...], tuple[int, ...], int]]],
+    path: Path,
+) -> None:
+    """Check that the boxes (offsets, sizes, rank) of each tensor tile it; `check_box` has accepted each of them."""
+    for tensor in tensors:
+        found = boxes[tensor.name]
+        try:
+            flaw = find_flaw(tensor.shape, ((offsets, sizes) for offsets, sizes, _ in found))
+        except OverflowError as error:
+            raise CorruptCheckpointError(str(error), path=path, name=tensor.name) from error
+        except ValueError as error:
+            raise UnsupportedError(str(error), path=path, name=tensor.name) from error
+        if flaw is None:
+            continue
+        if flaw.is_gap:
+            problem = f"no rank has its element {list(flaw.offsets)}"
+        else:
+            ranks = [
+                rank
+                for offsets, sizes, rank in found
+                if all(o <= at < o + size for o, size, at in zip(offsets, sizes, flaw.offsets, strict=True))
+            ]
+            listed = ", ".join(map(str, ranks[:5])) + (", ..." if len(ranks) > 5 else "")
+            problem = f"more than one box has its element {list(flaw.offsets)}: ranks {listed}"
+        raise CorruptCheckpointError(problem, path=path, name=tensor.name)
+
+
+class _BlockRules:
+    """The rules of files and blocks that types and ranges of the records do not express."""
+
+    def __init__(self, path: Path, files: Sequence[FileRecord], features: Sequence[str]) -> None:
+        self._path = path
+        self._files = files
+        self._features = features
+        self._has_places = PLACES in features
+
+    def corrupt(self, message: str, name: str | None = None, block: int | None = None) -> CorruptCheckpointError:
+        return CorruptCheckpointError(message, path=self._path, name=name, block=block)
+
+    def check_files(self) -> None:
+        check_references(self._files, self._features, self._path)
+        _check_unique("file", [file.name.casefold() for file in self._files], self._path)
+        for file in self._files:
+            if file.origin and not self._has_places:
+                raise self.corrupt(f"file {file.name} is of an earlier save, which needs the feature {PLACES!r}")
+            # An index has a head and no blocks.
+            most = checksummed_json.MAX_BYTES if file.head_bytes == file.bytes else MAX_HEADER_BYTES + 8
+            if file.head_bytes > min(file.bytes, most):
+                raise self.corrupt(f"file {file.name} cannot have a head of {file.head_bytes:,} bytes")
+
+    def check_blocks(self, record: BoxRecord, name: str, lengths: Sequence[int]) -> None:
+        """Check the blocks of a box, which have these raw lengths."""
+        self._check_file_numbers([record.file], name)
+        if record.places and not self._has_places:
+            raise self.corrupt(f"has blocks with places, which need the feature {PLACES!r}", name)
+        if record.places and len(record.places) != len(lengths):
+            raise self.corrupt(f"has {len(record.places)} places for {len(lengths)} blocks", name)
+        for index, block in enumerate(record.blocks):
+            self._check_block(block, lengths[index], name, index)
+        for index, place in enumerate(record.places):
+            for base in place.bases:
+                self._check_block(base, lengths[index], name, index)
+            self._check_file_numbers(place.files, name, index)
+
+    def _check_file_numbers(self, numbers: list[int], name: str, block: int | None = None) -> None:
+        if max(numbers) >= len(self._files):
+            raise self.corrupt(f"is in file {max(numbers)}, which is not listed", name, block)
+
+    def _check_block(self, block: BlockRecord | BaseRecord, raw_bytes: int, name: str, index: int) -> None:
+        # A plain block is just its raw bytes. A coded one is never longer, except for the padding to the next page.
+        plain = block.codec == "raw" and not block.stored
+        if not (block.length == raw_bytes if plain else 0 < block.length < raw_bytes + 2 * 4096):
+            raise self.corrupt(f"{raw_bytes:,} bytes cannot be stored in {block.length:,}", name, index)
+        if not (_DIGEST.fullmatch(block.raw) and (plain or _DIGEST.fullmatch(block.stored))):
+            raise self.corrupt("has no checksum", name, index)
+
+    def check_coverage(self, fragment: Fragment) -> None:
+        """Check that blocks do not overlap, and fill the files of this save behind their heads without gaps."""
+        ends = [file.head_bytes for file in self._files]
+        ranges = sorted((*each, fragment.leaves[box.leaf]) for box in fragment.boxes for each in box.ranges())
+        for number, start, length, name in ranges:
+            file = self._files[number]
+            # Bytes that no block uses are allowed in an earlier file only: newer blocks have replaced them.
+            if start < ends[number] or (start > ends[number] and not file.origin):
+                raise self.corrupt(f"its bytes begin at {start:,}, not at {ends[number]:,}", name)
+            ends[number] = start + length
+        for file, end in zip(self._files, ends, strict=True):
+            if end > file.bytes or (end < file.bytes and not file.origin):
+                raise self.corrupt(f"the tensors of file {file.name} end at byte {end:,}, the file at {file.bytes:,}")

@@ -1,97 +1,323 @@
-"""Reading a native checkpoint, without trusting anything in it."""
+"""Reading native checkpoints, by one process or by many ranks, without trusting anything in them."""
 
+import os
+from bisect import bisect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
 from tensorkeep.formats import checksummed_json
-from tensorkeep.formats.base import Problem, Reader, Structure
-from tensorkeep.formats.blockfile.read import StoredTensor, read_ahead
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Problem, Reader, StoredLeaf, Structure
+from tensorkeep.formats.blockfile.plan import BlockRecord
+from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock, StoredTensor, read_ahead
+from tensorkeep.formats.boxes import (
+    Box,
+    BoxTarget,
+    as_range,
+    box_of,
+    box_shape,
+    covering_range,
+    intersection,
+    range_to_boxes,
+    relative,
+    words,
+)
 from tensorkeep.formats.model_folder import notes_on_folder, unused_files
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.open_files import OpenFiles, occupied_bytes
-from tensorkeep.formats.native.records import WIDE_DIGESTS, LeafRecord, Manifest, PlaceRecord
+from tensorkeep.formats.native.records import WIDE_DIGESTS, BlockLocation, FileRecord, Root, TensorDescription
 from tensorkeep.state.dtypes import BY_NAME
-from tensorkeep.storage import storage_of
-from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.storage import read_directory, storage_of
+from tensorkeep.storage.base import Directory, SourceFile
+from tensorkeep.storage.buffers import BufferPool, round_up
+from tensorkeep.storage.direct_io import Bytes, store_errors
 
 
-class OpenFilesReader(Reader):
-    """The base of the readers of native checkpoints, whose files are open; see `OpenFiles`."""
+class OpenFiles:
+    """The open files of a native checkpoint, in the order of the manifest; to be closed.
+
+    The directory is held open, and all files are opened at once unless they are very many: a checkpoint that is
+    replaced meanwhile is then read to the end as it was. ``numbers`` maps the file numbers of each fragment to
+    ``files``. ``statuses`` are the files' statuses when they were opened.
+
+    Raises NotACheckpointError if the path has no manifest; CorruptCheckpointError if the manifest breaks a rule, or a
+    file is missing or has another size; UnsupportedError if a later version wrote it; StoreError if the operating
+    system refuses access.
+    """
+
+    def __init__(self, path: Path, settings: OpenSettings) -> None:
+        self.path = path
+        self.blocks = BlockReader(settings.pool, verify=settings.verify)
+        self.files: list[SourceFile] = []
+        self.statuses: list[os.stat_result] = []
+        read_directory(path, lambda directory: self._open(directory, settings))
+
+    def _open(self, directory: Directory, settings: OpenSettings) -> None:
+        self.directory = directory
+        try:
+            self.manifest = manifests.read(directory)
+            self.fragments, self.boxes = manifests.read_fragments(directory, self.manifest)
+            # Two ranks may have linked the same file of an earlier save.
+            records = {file.name: file for fragment in self.fragments for file in fragment.files}
+            places = {name: number for number, name in enumerate(records)}
+            self.records = list(records.values())
+            self.numbers = [[places[file.name] for file in fragment.files] for fragment in self.fragments]
+            for record in self.records:
+                self.files.append(self._open_file(record, page_cache=settings.page_cache))
+                self.statuses.append(self.files[-1].status)
+            self._files_by_rank = [[self.files[number] for number in numbers] for numbers in self.numbers]
+            fragments = self.manifest.fragments if isinstance(self.manifest, Root) else []
+            with store_errors(self.path / manifests.FILE_NAME, "look at the file"):
+                self.manifest_names = [manifests.FILE_NAME, *(record.name for record in fragments)]
+                self.manifest_statuses = [directory.status(name) for name in self.manifest_names]
+        except BaseException:
+            self._close_files()
+            raise
+
+    def _open_file(self, record: FileRecord, *, page_cache: bool) -> SourceFile:
+        try:
+            file = self.directory.open_one_of(len(self.records), record.name, follow_links=False, page_cache=page_cache)
+        except NotACheckpointError as error:
+            raise missing_file(self.directory.path_of(record.name)) from error
+        if file.size != record.bytes:
+            file.close()
+            raise wrong_size(file.path, file.size, record.bytes)
+        return file
+
+    @property
+    def has_wide_digests(self) -> bool:
+        """Whether all blocks have checksums of 128 bits, by which changed blocks are identified."""
+        return all(WIDE_DIGESTS in fragment.features for fragment in self.fragments)
+
+    @property
+    def locations(self) -> list[BlockLocation]:
+        """The locations of all blocks that have one."""
+        return [place for fragment in self.fragments for box in fragment.boxes for place in box.places]
+
+    def stored_box(self, tensor: TensorDescription, number: int) -> StoredTensor:
+        """Return where one of a tensor's boxes is stored."""
+        rank, box = self.boxes[tensor.name][number]
+        dtype, files = BY_NAME[tensor.dtype], self._files_by_rank[rank]
+        starts = self.fragments[rank].cuts.block_starts(tensor.shape, box.offsets, box.sizes, dtype.itemsize)
+        blocks = tuple([located(block, place, files) for block, place in box.located()])
+        file = blocks[0].file if blocks else files[box.file]
+        return StoredTensor(tensor.name, dtype, box.sizes, prod(box.sizes) * dtype.itemsize, file, starts, blocks)
+
+    def identity(self) -> str:
+        """Return the checksum of the manifest, which has the checksums of all blocks or of all fragments."""
+        return checksummed_json.digest(checksummed_json.read_content(self.directory, manifests.FILE_NAME), wide=True)
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+        self._close_files()
+        self.directory.close()
+
+    def _close_files(self) -> None:
+        for file in self.files:
+            file.close()
+        self.files.clear()
+        self.statuses.clear()
+
+
+def located(block: BlockRecord, place: BlockLocation, files: Sequence[SourceFile]) -> StoredBlock:
+    """Return where a block is stored, with the bases of a difference."""
+    bases = tuple(
+        StoredBlock(files[base.file], base.codec, base.offset, base.length, base.raw, base.stored)
+        for base in place.bases
+    )
+    return StoredBlock(files[place.file], block.codec, place.offset, block.length, block.raw, block.stored, bases)
+
+
+def missing_file(path: Path) -> CorruptCheckpointError:
+    """Return the error for a file that the manifest lists and that does not exist."""
+    return CorruptCheckpointError("the manifest lists this file, but it is missing", path=path)
+
+
+def wrong_size(path: Path, size: int, expected: int) -> CorruptCheckpointError:
+    """Return the error for a file that is longer or shorter than it was written."""
+    problem = "was cut short" if size < expected else "has grown"
+    return CorruptCheckpointError(f"the file {problem}: it holds {size:,} bytes, {expected:,} were written", path=path)
+
+
+def occupied_bytes(status: os.stat_result) -> int:
+    """Return the bytes of disk that the file system has allocated for a file, as ``du`` counts them."""
+    return status.st_blocks * 512  # the unit of st_blocks on every file system
+
+
+class NativeReader(Reader):
+    """An open native checkpoint: ranges and boxes of tensors, gathered from the boxes on disk."""
 
     format = "native"
-    verifiable = "xxh3-64 of every block"
 
-    def __init__(self, opened: OpenFiles) -> None:
+    def __init__(self, opened: OpenFiles, settings: OpenSettings) -> None:
         self.path = opened.path
         self._opened = opened
-
-    def _describe(self, places: Sequence[PlaceRecord], block_bytes: int) -> None:
-        """Set the details and the notes; ``places`` are those of all blocks that have one."""
-        self.details = describe(self._opened, places, block_bytes)
+        self._pool = settings.pool
+        manifest = opened.manifest
+        self.metadata, self.step = manifest.metadata, manifest.step
+        self._tensors: dict[str, TensorDescription] = {leaf.name: leaf for leaf in manifest.leaves}
+        # Filled as boxes are read: of many ranks' checkpoints, most readers need a part only.
+        self._boxes: dict[tuple[str, int], StoredTensor] = {}
+        leaves = {leaf.name: self._leaf(leaf) for leaf in manifest.leaves}
+        structure = Structure(manifest.skeleton, manifest.aliases, manifest.parts())
+        self._set_state(structure.flat(leaves), self.path / manifests.FILE_NAME)
+        self.verifiable = f"xxh3-{128 if opened.has_wide_digests else 64} of every block"
+        # The coarsest cuts: all ranks of one save use the same.
+        self._cuts = max((fragment.cuts for fragment in opened.fragments), key=lambda cuts: cuts.most_bytes)
+        locations = opened.locations
+        self.buffers = self._buffers(any(place.bases for place in locations))
+        self.details = _details(opened, locations, self._cuts.most_bytes)
         # To list a store is a request more, and shows what other saves have left there, too.
         if not storage_of(self.path).remote:
-            used = {*self._opened.manifest_names, *self.details["files"]}
+            used = {*opened.manifest_names, *self.details["files"]}
             if unused := unused_files(self.path, used):
                 self.details["unused_files"] = unused
                 self.notes = [*notes_on_folder(self.path, unused)]
+
+    def _buffers(self, is_delta: bool) -> int:
+        if not isinstance(self._opened.manifest, Root):
+            return 3 if is_delta else 2
+        # Besides the destination: a full block, its stored bytes, the part of it that is wanted, and an earlier block.
+        blocks, most_bytes = 4 if is_delta else 3, self._cuts.most_bytes
+        # `block_bytes` is at least one block, and of fine blocks at least so many that fill 16 MiB, but one.
+        if 2 * most_bytes < BLOCK_BYTES:
+            blocks = -(-blocks * most_bytes // (BLOCK_BYTES - most_bytes))
+        return 1 + blocks
+
+    def _leaf(self, tensor: TensorDescription) -> StoredLeaf:
+        boxes = self._opened.boxes[tensor.name]
+        codecs: dict[str, None] = {}  # each once, in order
+        for _, box in boxes:
+            if any(place.bases for place in box.places):
+                codecs["delta"] = None
+            codecs |= dict.fromkeys([block.codec for block in box.blocks])
+        file = ""
+        if boxes:
+            rank, box = boxes[0]
+            file = self._opened.fragments[rank].files[box.places[0].file if box.places else box.file].name
+        return StoredLeaf(
+            self,
+            tensor.name,
+            BY_NAME[tensor.dtype],
+            tensor.shape,
+            stored_bytes=sum([block.length for _, box in boxes for block in box.blocks]),
+            codec="+".join(codecs) or "raw",
+            file=file,
+        )
+
+    def _box(self, name: str, number: int) -> StoredTensor:
+        found = self._boxes.get((name, number))
+        if found is None:
+            found = self._boxes[name, number] = self._opened.stored_box(self._tensors[name], number)
+        return found
+
+    def _has_one_box(self, name: str) -> bool:
+        return len(self._opened.boxes[name]) == 1
 
     def identity(self) -> str:
         return self._opened.identity()
 
     def audit(self) -> Iterator[Problem]:
-        """Yield the files whose header, or content, is damaged."""
+        """Yield the files that have a damaged header, or damaged content."""
         for record, file in zip(self._opened.records, self._opened.files, strict=True):
             if checksummed_json.digest_of(file, record.head_bytes) != record.head:
                 whole = record.head_bytes == record.bytes
                 yield Problem(f"the checksum of its {'content' if whole else 'header'} is wrong", file=record.name)
 
+    def ahead(self, ranges: Sequence[tuple[str, int, int]]) -> AbstractContextManager[object]:
+        if not all(self._has_one_box(name) for name, _, _ in ranges):
+            return nullcontext()
+        return read_ahead([(self._box(name, 0), start, stop) for name, start, stop in ranges])
+
+    def mapped(self, name: str) -> Bytes | None:
+        return self._box(name, 0).mapped() if self._has_one_box(name) else None
+
+    def block_bytes(self, name: str) -> int:
+        tensor = self._tensors[name]
+        return self._cuts.read_bytes(tensor.shape, BY_NAME[tensor.dtype].itemsize)
+
+    def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
+        if self._has_one_box(name):
+            self._opened.blocks.read(self._box(name, 0), start, stop, out)
+            return
+        leaf = self.flat.leaves[name]
+        size = leaf.dtype.itemsize
+        first, last = start // size, -(-stop // size)
+        if (first * size, last * size) != (start, stop):
+            # Boxes are read by whole elements.
+            with self._pool.acquire((last - first) * size) as buffer:
+                whole = buffer[: (last - first) * size]
+                self.read(name, first * size, last * size, whole)
+                out[:] = whole[start - first * size : stop - first * size]
+            return
+        done = 0
+        for box in range_to_boxes(leaf.shape, first, last):
+            shape = box_shape(box)
+            count = prod(shape) * size
+            self._fill(name, box, BoxTarget(shape, size, out[done : done + count]), self._pool)
+            done += count
+
+    def read_box(self, name: str, offsets: Sequence[int], out: Leaf, pool: BufferPool) -> None:
+        if not isinstance(self._opened.manifest, Root):
+            super().read_box(name, offsets, out, pool)
+            return
+        self._fill(name, box_of(offsets, out.shape), BoxTarget.of_leaf(out), pool)
+
+    def _fill(self, name: str, wanted: Box, target: BoxTarget, pool: BufferPool) -> None:
+        """Read a box of a tensor from all stored boxes that share elements with it."""
+        for number, (_, record) in enumerate(self._opened.boxes[name]):
+            box = box_of(record.offsets, record.sizes)
+            common = intersection(box, wanted)
+            if common is None:
+                continue
+            stored = self._box(name, number)
+            size = stored.dtype.itemsize
+            inner = relative(common, box)
+            out = target.contiguous(relative(common, wanted))
+            place = as_range(stored.shape, inner)
+            if out is not None and place is not None:
+                self._opened.blocks.read(stored, place[0] * size, place[1] * size, out)
+            else:
+                self._scatter(stored, inner, relative(box, wanted), target, pool)
+
+    def _scatter(self, stored: StoredTensor, inner: Box, at: Box, target: BoxTarget, pool: BufferPool) -> None:
+        """Read the blocks of a stored box that have elements of ``inner``, and copy these elements to the target.
+
+        ``inner`` has indices within the stored box. ``at`` is the stored box by its indices within the target.
+        """
+        size = stored.dtype.itemsize
+        first, last = covering_range(stored.shape, inner)
+        stops = (*stored.starts[1:], stored.nbytes)
+        for index in range(bisect(stored.starts, first * size) - 1, bisect(stored.starts, last * size - 1)):
+            start, stop = stored.starts[index], stops[index]
+            parts = list(range_to_boxes(stored.shape, start // size, stop // size))
+            spare = target.spare_bytes(stop - start)
+            with pool.acquire(round_up(stop - start) + spare) as buffer:
+                self._opened.blocks.read(stored, start, stop, buffer[: stop - start])
+                begin = 0
+                for part in parts:
+                    shape = box_shape(part)
+                    end = begin + prod(shape) * size
+                    common = intersection(part, inner)
+                    if common is not None:
+                        data = words(buffer[begin:end], shape, size)[relative(common, part)]
+                        region = tuple(
+                            slice(x.start + y.start, x.stop + y.start) for x, y in zip(common, at, strict=True)
+                        )
+                        target.put(region, data, buffer[round_up(stop - start) :])
+                    begin = end
+
     def close(self) -> None:
         self._opened.close()
 
 
-class NativeReader(OpenFilesReader):
-    """An open native checkpoint of one process."""
-
-    def __init__(self, opened: OpenFiles, manifest: Manifest) -> None:
-        super().__init__(opened)
-        self._manifest = manifest
-        self.tensors = {leaf.name: self._stored_tensor(leaf) for leaf in manifest.leaves}
-        leaves = {name: tensor.leaf(self) for name, tensor in self.tensors.items()}
-        structure = Structure(manifest.skeleton, manifest.aliases, manifest.parts())
-        self._set_state(structure.flat(leaves), self.path / manifests.FILE_NAME)
-        self.metadata = manifest.metadata
-        if WIDE_DIGESTS in manifest.features:
-            self.verifiable = "xxh3-128 of every block"
-        if any(place.bases for leaf in manifest.leaves for place in leaf.places):
-            self.buffers = 3
-        self.step = manifest.step
-        places = [place for leaf in manifest.leaves for place in leaf.places]
-        self._describe(places, manifest.block_bytes)
-
-    def _stored_tensor(self, leaf: LeafRecord) -> StoredTensor:
-        file, blocks = self._opened.stored(leaf, self._opened.files)
-        nbytes = leaf.nbytes
-        starts = range(0, nbytes, self._manifest.block_bytes)
-        return StoredTensor(leaf.name, BY_NAME[leaf.dtype], leaf.shape, nbytes, file, starts, blocks)
-
-    def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
-        self._opened.blocks.read(self.tensors[name], start, stop, out)
-
-    def ahead(self, ranges: Sequence[tuple[str, int, int]]) -> AbstractContextManager[object]:
-        return read_ahead([(self.tensors[name], start, stop) for name, start, stop in ranges])
-
-    def mapped(self, name: str) -> Bytes | None:
-        return self.tensors[name].mapped()
-
-    def block_bytes(self, name: str) -> int:
-        return self._manifest.block_bytes
-
-
-def describe(opened: OpenFiles, places: Sequence[PlaceRecord], block_bytes: int) -> dict[str, Any]:
-    """Return the details for `info`, as plain values; ``places`` are those of all blocks that have one."""
+def _details(opened: OpenFiles, locations: Sequence[BlockLocation], block_bytes: int) -> dict[str, Any]:
+    """Return the details for `info`, as plain values."""
     manifest, statuses = opened.manifest, [*opened.statuses, *opened.manifest_statuses]
     occupied = sum(map(occupied_bytes, statuses))
     # Removing the checkpoint alone frees the files that nothing else has a link to.
@@ -99,7 +325,7 @@ def describe(opened: OpenFiles, places: Sequence[PlaceRecord], block_bytes: int)
     details: dict[str, Any] = {"version": manifest.version, "writer": manifest.writer}
     if manifest.step is not None:
         details["step"] = msgspec.to_builtins(manifest.step)
-    if places or any(file.origin for file in opened.records):
+    if locations or any(file.origin for file in opened.records):
         linked: dict[str, int] = {}
         for file in opened.records:
             if file.origin:
@@ -108,12 +334,18 @@ def describe(opened: OpenFiles, places: Sequence[PlaceRecord], block_bytes: int)
         details["history"] = {
             "new_bytes": written + sum(status.st_size for status in opened.manifest_statuses),
             "linked_bytes": linked,
-            "deepest_chain": max((len(place.bases) for place in places), default=0),
+            "deepest_chain": max((len(place.bases) for place in locations), default=0),
         }
-    return {
-        **details,
+    details |= {
         "compression": manifest.compression,
         "block_bytes": block_bytes,
         "files": {file.name: file.bytes for file in opened.records},
         "space": {"own_bytes": own, "shared_bytes": occupied - own, "occupied_bytes": occupied},
     }
+    if isinstance(manifest, Root):
+        details["ranks"] = [
+            {"fragment": record.name, "boxes": len(fragment.boxes), "bytes": sum(f.bytes for f in fragment.files)}
+            for record, fragment in zip(manifest.fragments, opened.fragments, strict=True)
+        ]
+        details["layouts"] = {leaf.name: leaf.layout for leaf in manifest.leaves if leaf.layout}
+    return details

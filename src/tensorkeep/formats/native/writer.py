@@ -1,73 +1,322 @@
-"""Writer of native checkpoints: data files, indexes, manifest, then the commit."""
+"""Writing native checkpoints: data files, then the JSON file that lists them, then the commit.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+One process writes a manifest (`SingleProcessWrite`). Each of many ranks writes the boxes that it stores and a fragment
+(`ShardedWrite`), and rank 0 writes the root manifest (``sharded.py``). Everything else is `NativeWrite`.
+"""
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats import checksummed_json
-from tensorkeep.formats.base import BLOCK_BYTES, AliasRecord, WriteResult, WriteSettings
-from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, INDEX_SUFFIX, SUFFIX, plan_files
-from tensorkeep.formats.blockfile.write import DataFile, index_content
+from tensorkeep.formats.base import (
+    BLOCK_BYTES,
+    AliasRecord,
+    OpenSettings,
+    PartKey,
+    StagedWrite,
+    WriteResult,
+    WriteSettings,
+    thread_bytes,
+)
+from tensorkeep.formats.blockfile.plan import (
+    CODED_GRID,
+    CODED_SUFFIX,
+    INDEX_SUFFIX,
+    RAW_GRID,
+    SUFFIX,
+    Block,
+    BlockFileOptions,
+    BlockRecord,
+    ByteCuts,
+    Cuts,
+    CutSource,
+    FilePlan,
+    Grid,
+    LeafInFile,
+    blocks_of,
+    plan_files,
+    plan_part,
+    shard_limit,
+    tasks_of,
+)
+from tensorkeep.formats.blockfile.write import (
+    CompressedFile,
+    DataFile,
+    RawFile,
+    WriteContext,
+    buffers_per_thread,
+    find_codec,
+    index_content,
+    stage,
+    staging_bytes,
+    write_files,
+)
 from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.block_write import BlockFilesWrite, features_of, stored_blocks
 from tensorkeep.formats.native.directory import commit_to
-from tensorkeep.formats.native.options import NativeOptions
-from tensorkeep.formats.native.records import VERSION, FileRecord, LeafRecord, Manifest
+from tensorkeep.formats.native.incremental import Base, IncrementalFile, locations, open_base
+from tensorkeep.formats.native.records import (
+    FRAGMENT_FORMAT,
+    FRAGMENT_VERSION,
+    PLACES,
+    REFERENCES,
+    VERSION,
+    WIDE_DIGESTS,
+    BlockLocation,
+    BoxRecord,
+    FileRecord,
+    Fragment,
+    FragmentRecord,
+    FragmentReport,
+    LeafRecord,
+    Manifest,
+    StoredRecord,
+    TensorDescription,
+    fragment_name,
+    save_id,
+)
+from tensorkeep.paths import as_path
 from tensorkeep.state.leaf import Source
+from tensorkeep.state.names import part_file_stems
+from tensorkeep.state.sharded import Piece
 from tensorkeep.state.tree import Flat
-from tensorkeep.storage import write_file
+from tensorkeep.storage import parallel, storage_of, write_file
+from tensorkeep.storage.buffers import Buffer, BufferPool, buffer_bytes
+from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation, Meter, Order
 from tensorkeep.storage.store_commit import object_name
 from tensorkeep.version import __version__
 
+logger = logging.getLogger(__name__)
 
-class NativeWrite(BlockFilesWrite):
-    """The writing of a native checkpoint by one process; see `tensorkeep.formats.base.StagedWrite`."""
+
+class NativeOptions(BlockFileOptions, frozen=True):
+    """The options of the native format.
+
+    Attributes
+    ----------
+    incremental : bool or None
+        Whether later saves may build on this one; by default they may if this one has a base.
+    base : path-like, callable or None
+        An earlier checkpoint on the same file system: only the blocks that have changed since are written. A callable
+        returns it, or None, when the writing begins.
+    delta : bool
+        Whether changed blocks may be stored as differences from the base; only with ``compression="lossless"``.
+    """
+
+    incremental: bool | None = None
+    base: Any = None
+    delta: bool = False
+
+    def __post_init__(self) -> None:
+        if self.base is not None and self.incremental is False:
+            raise UsageError("a save with a base is incremental", remedy="leave out incremental=False, or the base")
+        if not (self.base is None or callable(self.base) or isinstance(self.base, str | os.PathLike)):
+            raise UsageError(f"base is {self.base!r}", remedy="give the path of an earlier checkpoint")
+
+    @property
+    def wide_digests(self) -> bool:
+        """Whether the checksums of raw blocks have 128 bits, so that later saves may build on this one."""
+        return self.base is not None if self.incremental is None else self.incremental
+
+
+class StoredBlocks(NamedTuple):
+    """The blocks of a leaf that was written: the fields of `StoredRecord`."""
+
+    file: int
+    offset: int
+    blocks: list[BlockRecord]
+    places: list[BlockLocation]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """The finished data files of a save, and the files of an earlier checkpoint that it shares.
+
+    ``records`` are the records of all of them, the shared files last. ``numbers`` maps file numbers of the base to
+    numbers among ``records``. ``base`` is the base if blocks were taken from it, and ``refused`` is why not all
+    unchanged blocks were.
+    """
+
+    files: list[DataFile]
+    records: list[FileRecord]
+    numbers: dict[int, int]
+    base: PathLike | None
+    refused: str | None
+
+    def leaves(self) -> Iterator[tuple[LeafInFile, StoredBlocks]]:
+        """Yield the leaves of all files, and their blocks."""
+        for number, file in enumerate(self.files):
+            for leaf in file.plan.leaves:
+                keys = [block.key for block in blocks_of(leaf)]
+                offset = file.offsets.get(leaf.key, 0)
+                if isinstance(file, IncrementalFile):
+                    yield leaf, StoredBlocks(number, offset, *locations(keys, offset, number, file, self.numbers))
+                else:
+                    yield leaf, StoredBlocks(number, offset, [file.records[key] for key in keys], [])
+
+    def features(self, stored: Iterable[StoredRecord], *, wide: bool) -> list[str]:
+        """Return the features that a reader of these files and blocks needs."""
+        needed = {
+            WIDE_DIGESTS: wide,
+            PLACES: any(each.places for each in stored),
+            REFERENCES: any("/" in file.name for file in self.records),
+        }
+        return [name for name, is_needed in needed.items() if is_needed]
+
+    def result(self, settings: WriteSettings, json_bytes: int) -> WriteResult:
+        """Return the result of the save; ``json_bytes`` is the size of the manifest or fragment."""
+        new_bytes = sum(record.bytes for record in self.records if not record.origin) + json_bytes
+        return WriteResult(
+            stored_bytes=new_bytes + sum(record.bytes for record in self.records if record.origin),
+            new_bytes=new_bytes,
+            peak_buffer_bytes=settings.pool.peak_bytes,
+            direct_io=bool(self.files) and all(file.direct for file in self.files),
+            base=os.fspath(as_path(self.base)) if self.base is not None else None,
+            base_refused=self.refused,
+        )
+
+
+class NativeWrite(StagedWrite):
+    """The writing of planned data files, block by block; see `tensorkeep.formats.base.StagedWrite`."""
+
+    def __init__(self, plans: list[FilePlan], destination: Path, settings: WriteSettings, cuts: Cuts) -> None:
+        super().__init__(destination, settings)
+        self._options = options = settings.options_as(NativeOptions)
+        self._plans = plans
+        self._cuts = cuts
+        self._codec = find_codec(settings.compression)
+        self._staging: Staging | None = None
+        if options.delta and settings.compression != "lossless":
+            raise UsageError(
+                "delta=True stores compressed differences, and this save is not compressed",
+                remedy='give compression="lossless", or leave delta out',
+            )
+
+    @functools.cached_property
+    def _tasks(self) -> list[list[Block]]:
+        return [task for plan in self._plans for task in tasks_of(plan)]
+
+    def staging_bytes(self) -> int:
+        return sum(buffer_bytes(staging_bytes(blocks)) for blocks in self._tasks)
+
+    def prepare(self, pool: BufferPool) -> None:
+        self._staging = Staging(self._tasks, pool, self._cancellation)
+
+    def stage(self, threads: int) -> None:
+        if self._staging is None:
+            raise AssertionError("prepare comes before stage")
+        self._staging.copy(threads)
+        self._pace.beside.set()
+
+    def abandon(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+
+    def _check_budget(self) -> None:
+        """Raise UsageError if differences need more memory than the budget."""
+        if self._options.delta:
+            # The first save has no base: without this check, only the second save would find a too small budget.
+            buffers = buffers_per_thread(staged=self._staging is not None, delta=True)
+            self._settings.pool.threads(1, thread_bytes(BLOCK_BYTES, buffers=buffers))
+
+    def _write_data(self, directory: Path, *, save_id: str, ranks: int = 1) -> WrittenFiles:
+        """Write the blocks that the base does not have, and share the base's files with the others.
+
+        ``save_id`` is part of all file names unless it is empty.
+        """
+        options = self._options
+        path: PathLike | None = options.base() if callable(options.base) else options.base
+        sources = [leaf.source for plan in self._plans for leaf in plan.leaves]
+        opening = OpenSettings(pool=self._settings.pool)
+        optional = callable(options.base)
+        base, refused = open_base(path, opening, sources, self._cuts, delta=options.delta, optional=optional)
+        with base or nullcontext():
+            used = base if base and base.share_with(directory, len(self._plans), ranks=ranks) else None
+            files = self._write_files(directory, used, save_id)
+            records = [FileRecord(file.name, file.size, file.header_size, file.header_digest) for file in files]
+            shared, numbers = used.finish(len(records)) if used else ([], {})
+        if base:
+            refused = base.obstacle
+        if refused:
+            logger.info("not all unchanged blocks were taken from the base %s: %s", path, refused)
+        return WrittenFiles(files, records + shared, numbers, path if used else None, refused)
+
+    def _write_files(self, directory: Path, base: Base | None, save_id: str) -> list[DataFile]:
+        settings, options = self._settings, self._options
+        context = WriteContext(
+            settings.pool,
+            Meter(sum(plan.raw_bytes for plan in self._plans), settings.progress),
+            self._cancellation,
+            self._pace,
+            direct=options.direct_io,
+            wide=options.wide_digests,
+            codec=self._codec,
+            save_id=save_id,
+        )
+        files: list[DataFile]
+        if base is not None:
+            files = [IncrementalFile(directory, plan, context, base, delta=options.delta) for plan in self._plans]
+        else:
+            kind = RawFile if settings.compression == "none" else CompressedFile
+            files = [kind(directory, plan, context) for plan in self._plans]
+        take = self._staging.take if self._staging is not None else None
+        write_files(files, context, settings.threads, take=take, delta=base is not None and options.delta)
+        return files
+
+
+def _suffix(settings: WriteSettings) -> str:
+    return SUFFIX if settings.compression == "none" else CODED_SUFFIX
+
+
+class SingleProcessWrite(NativeWrite):
+    """The writing of a checkpoint by one process."""
 
     def __init__(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> None:
-        suffix = SUFFIX if settings.compression == "none" else CODED_SUFFIX
-        shard_bytes = settings.options_as(NativeOptions).shard_bytes
-        super().__init__(plan_files(flat, shard_bytes, suffix=suffix), destination, settings)
+        plans = plan_files(flat, settings.options_as(NativeOptions).shard_bytes, suffix=_suffix(settings))
+        super().__init__(plans, destination, settings, ByteCuts(BLOCK_BYTES))
         self._flat = flat
 
     def _write(self) -> WriteResult:
         settings = self._settings
         self._check_budget()
         with commit_to(self._destination, overwrite=settings.overwrite) as commit:
-            written = self._write_over_base(commit.path, save_id=commit.save_id)
-            records = list(written.records)
-            if not written.reused and settings.compression == "none":
-                records += _write_indexes(commit.path, written.files, commit.save_id)
-            content = checksummed_json.seal(self._manifest(written.files, records + written.linked, written.numbers))
+            written = self._write_data(commit.path, save_id=commit.save_id)
+            # Indexes would name files that hold some blocks only, or compressed ones.
+            if written.base is None and settings.compression == "none":
+                written.records.extend(_write_indexes(commit.path, written.files, commit.save_id))
+            content = checksummed_json.seal(self._manifest(written))
+            # No save may succeed that no load accepts.
             with as_a_reader():
                 manifests.parse(content, self._destination / manifests.FILE_NAME)
             self._cancellation.check()
             commit.publish(content)
-        return replace(written, records=records).result(settings, len(content))
+        return written.result(settings, len(content))
 
-    def _manifest(self, files: Sequence[DataFile], records: list[FileRecord], numbers: dict[int, int]) -> Manifest:
-        """Return the manifest of the finished files of this save.
-
-        ``records`` are those of these files, the indexes and the linked files; ``numbers`` are the numbers of the
-        linked files by those in the earlier manifest.
-        """
+    def _manifest(self, written: WrittenFiles) -> Manifest:
         flat, settings = self._flat, self._settings
         by_name: dict[str, LeafRecord] = {}
-        for number, file in enumerate(files):
-            for leaf in file.plan.leaves:
-                source, stored = leaf.source, stored_blocks(leaf, number, file, numbers)
-                by_name[source.name] = LeafRecord(
-                    source.name, leaf.part, leaf.key, source.dtype.name, source.shape, *stored
-                )
+        for leaf, stored in written.leaves():
+            source = leaf.source
+            by_name[source.name] = LeafRecord(
+                source.name, leaf.part, leaf.key, source.dtype.name, source.shape, *stored
+            )
         leaves = [by_name[name] for name in flat.leaves]
         return Manifest(
             format="tensorkeep",
             version=VERSION,
             writer=f"tensorkeep {__version__}",
-            features=features_of(records, leaves, wide=self._options.wide_digests),
+            features=written.features(leaves, wide=self._options.wide_digests),
             block_bytes=BLOCK_BYTES,
             compression=settings.compression,
-            files=records,
+            files=written.records,
             leaves=leaves,
             aliases={name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()},
             skeleton=flat.skeleton,
@@ -87,3 +336,186 @@ def _write_indexes(directory: Path, files: Sequence[DataFile], save_id: str) -> 
             content = index_content(shards)
             write_file(directory / name, content)
             yield FileRecord(name, len(content), len(content), checksummed_json.digest(content))
+
+
+class SaveCoordinator(Protocol):
+    """How the ranks of one save act together; the format itself does not communicate."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def begin(self) -> tuple[Path, str]:
+        """Wait until rank 0 has made the staging folder; return it and the name of the save.
+
+        In an object store, the folder is the prefix of the checkpoint itself.
+        """
+
+    def finish(self, report: FragmentReport) -> None:
+        """Report that this rank's files are durable, and wait until rank 0 has published the checkpoint.
+
+        Raises on every rank if one has failed.
+        """
+
+
+class ShardedWrite(NativeWrite):
+    """The writing of the boxes of one rank.
+
+    ``parts`` has the part and the key of every tensor of the full state, so that all ranks name files alike. The result
+    of `run` counts the bytes of this rank. `run` calls `SaveCoordinator.begin` and `SaveCoordinator.finish`.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Piece],
+        parts: Mapping[str, PartKey],
+        destination: Path,
+        settings: WriteSettings,
+        coordinator: SaveCoordinator,
+        *,
+        grid: Grid | None = None,
+    ) -> None:
+        self._grid = grid or (RAW_GRID if settings.compression == "none" else CODED_GRID)
+        self._coordinator = coordinator
+        super().__init__(list(self._plan(shards, parts, settings)), destination, settings, self._grid)
+
+    def _plan(
+        self, shards: Sequence[Piece], parts: Mapping[str, PartKey], settings: WriteSettings
+    ) -> Iterator[FilePlan]:
+        """Yield the data files: a set for each part, named after the rank."""
+        limit = shard_limit(settings.options_as(NativeOptions).shard_bytes)
+        stems = part_file_stems(dict.fromkeys(part for part, _ in parts.values()))
+        by_part: dict[str, list[CutSource]] = {}
+        for shard, key in zip(shards, _keys(shards, parts), strict=True):
+            starts = self._grid.block_starts(shard.whole, shard.offsets, shard.shape, shard.dtype.itemsize)
+            by_part.setdefault(parts[shard.name][0], []).append((shard, key, starts))
+        for part, leaves in by_part.items():
+            stem = f"{stems[part]}-rank-{self._coordinator.rank:05d}"
+            yield from plan_part(part, stem, leaves, limit, suffix=_suffix(settings))
+
+    def _write(self) -> WriteResult:
+        rank, size = self._coordinator.rank, self._coordinator.size
+        self._check_budget()
+        directory, save = self._coordinator.begin()
+        names_id = save_id(save) if storage_of(directory).remote else ""
+        written = self._write_data(directory, save_id=names_id, ranks=size)
+        fragment, tensors = self._fragment(written, save)
+        content = checksummed_json.seal(fragment)
+        path = directory / object_name(fragment_name(rank), names_id)
+        # No rank may report as saved what no load accepts.
+        with as_a_reader():
+            manifests.check_fragment(manifests.parse_fragment(content, path, save, size, rank), path, tensors)
+        self._cancellation.check()
+        write_file(path, content)
+        result = written.result(self._settings, len(content))
+        record = FragmentRecord(path.name, len(content), checksummed_json.digest(content, wide=True))
+        self._coordinator.finish(FragmentReport.of_fragment(fragment, record, result.stored_bytes, result.new_bytes))
+        return result
+
+    def _fragment(self, written: WrittenFiles, save: str) -> tuple[Fragment, dict[str, TensorDescription]]:
+        """Return the fragment of the finished files, and the tensors of its boxes."""
+        leaves: dict[str, int] = {}
+        boxes: list[BoxRecord] = []
+        tensors: dict[str, TensorDescription] = {}
+        for leaf, stored in written.leaves():
+            shard = leaf.source
+            assert isinstance(shard, Piece)
+            index = leaves.setdefault(shard.name, len(leaves))
+            boxes.append(BoxRecord(index, shard.offsets, shard.shape, *stored))
+            tensors[shard.name] = TensorDescription(shard.name, leaf.part, leaf.key, shard.dtype.name, shard.whole)
+        fragment = Fragment(
+            format=FRAGMENT_FORMAT,
+            version=FRAGMENT_VERSION,
+            features=written.features(boxes, wide=self._options.wide_digests),
+            save=save,
+            rank=self._coordinator.rank,
+            ranks=self._coordinator.size,
+            grid_bytes=self._grid.most_bytes,
+            grid_parts=self._grid.parts,
+            files=written.records,
+            leaves=list(leaves),
+            boxes=boxes,
+        )
+        return fragment, tensors
+
+
+def _keys(shards: Sequence[Piece], parts: Mapping[str, PartKey]) -> list[str]:
+    """Return the key of each box in its data file: the tensor's key, with the ranges of the box if it has several."""
+    counts: dict[str, int] = {}
+    for shard in shards:
+        counts[shard.name] = counts.get(shard.name, 0) + 1
+    taken = set(parts.values())
+    keys: list[str] = []
+    for shard in shards:
+        part, key = parts[shard.name]
+        if counts[shard.name] > 1:
+            sides = zip(shard.offsets, shard.shape, strict=True)
+            key += f"[{','.join(f'{offset}:{offset + size}' for offset, size in sides)}]"
+            while (part, key) in taken:
+                key += "_"
+            taken.add((part, key))
+        keys.append(key)
+    return keys
+
+
+class Staging:
+    """Copies of a state's blocks, made before the caller continues, in the order in which they are written.
+
+    Buffers are acquired in the order of the tasks, so that a state larger than the pool's budget streams through it:
+    the copying waits for buffers that the writing releases, and never for one that a later task holds. The writing
+    shares the cancellation, so that the failure of one ends the other.
+    """
+
+    def __init__(self, groups: list[list[Block]], pool: BufferPool, cancellation: Cancellation) -> None:
+        self._groups = groups
+        self._pool = pool
+        self._cancellation = cancellation
+        self._order = Order(cancellation)
+        self._ready: dict[int, Buffer] = {}
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def copy(self, threads: int) -> None:
+        """Copy all blocks; when this returns, the state may change.
+
+        Raises Cancelled if the writing has failed.
+        """
+        tasks = (functools.partial(self._copy, number) for number in range(len(self._groups)))
+        parallel.run(tasks, threads, self._cancellation)
+        self._cancellation.check()
+
+    def _copy(self, number: int) -> None:
+        blocks = self._groups[number]
+        with self._order.turn(number):
+            buffer = self._pool.acquire(staging_bytes(blocks), self._cancellation)
+        try:
+            stage(blocks, buffer.array)
+        except BaseException:
+            buffer.release()
+            raise
+        with self._changed:
+            if self._closed:
+                buffer.release()
+            else:
+                self._ready[number] = buffer
+            self._changed.notify_all()
+
+    def take(self, number: int) -> Buffer:
+        """Wait for the copy of a task's blocks and return it; the caller releases it."""
+        with self._changed:
+            while number not in self._ready:
+                self._cancellation.check()
+                self._changed.wait(timeout=POLL_SECONDS)
+            return self._ready.pop(number)
+
+    def close(self) -> None:
+        """Release the copies that were not taken."""
+        with self._changed:
+            self._closed = True
+            for buffer in self._ready.values():
+                buffer.release()
+            self._ready.clear()

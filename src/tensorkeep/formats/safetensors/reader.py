@@ -13,9 +13,10 @@ from typing import Any
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, Structure
 from tensorkeep.formats.blockfile import header
-from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, METADATA_KEY, Header, Notes, TensorRecord, parse
+from tensorkeep.formats.blockfile.header import METADATA_KEY, FileEncoding, Header, TensorRecord, parse
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, FRAMEWORK_KEY, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out, read_ahead
+from tensorkeep.formats.decoding import MAX_HEADER_BYTES, decode_json_object
 from tensorkeep.formats.finding import check_not_other
 from tensorkeep.formats.model_folder import (
     Index,
@@ -78,7 +79,7 @@ def _locate_in(directory: Path) -> Path | None:
 class _DataFile:
     file: SourceFile
     header: Header
-    notes: Notes
+    notes: FileEncoding
 
 
 class SafetensorsReader(Reader):
@@ -229,7 +230,7 @@ def _check_is_whole(data: _DataFile, *, listed: bool) -> None:
     if text is None:
         return
     try:
-        entries = header.decode_object(text.encode()).items()
+        entries = decode_json_object(text.encode()).items()
         moved = {name: entry["saved_offsets"] for name, entry in entries if any(entry["saved_offsets"])}
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise UnsupportedError(f"its metadata {_SHARDING} cannot be read ({error})", path=data.file.path) from error

@@ -19,9 +19,9 @@ from tensorkeep.formats.blockfile.plan import (
     plan_files,
 )
 from tensorkeep.formats.blockfile.write import (
-    CodedDataFile,
+    CompressedFile,
     DataFile,
-    RawDataFile,
+    RawFile,
     WriteContext,
     find_codec,
     index_content,
@@ -115,7 +115,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
             direct=options.direct_io,
             codec=codec,
         )
-        kind = RawDataFile if settings.compression == "none" else CodedDataFile
+        kind = RawFile if settings.compression == "none" else CompressedFile
         files: list[DataFile] = [kind(directory, plan, context) for plan in plans]
         write_files(files, context, settings.threads)
         # Tensors in the order of the state.

@@ -15,7 +15,8 @@ import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError
 from tensorkeep.formats import checksummed_json, sidecar
-from tensorkeep.formats.base import BLOCK_BYTES, Box, OpenSettings, Reader, StoredLeaf, box_shape, range_to_boxes
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, StoredLeaf
+from tensorkeep.formats.boxes import Box, box_shape, range_to_boxes
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, KvStore, context, tensorstore
 from tensorkeep.formats.tensorstore.specs import (

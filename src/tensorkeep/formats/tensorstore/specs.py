@@ -14,7 +14,8 @@ import numpy.typing as npt
 from msgspec import UNSET, UnsetType
 
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.base import FormatOptions, grow
+from tensorkeep.formats.base import FormatOptions
+from tensorkeep.formats.boxes import grow
 from tensorkeep.formats.checksummed_json import digest
 from tensorkeep.formats.sidecar import FILE_NAME
 from tensorkeep.formats.tensorstore.library import ArrayDirectory

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from tensorkeep.errors import DestinationExistsError, TensorkeepError, UnsupportedLeafError, UsageError
 from tensorkeep.formats import checksummed_json, sidecar
-from tensorkeep.formats.base import Box, Structure, WriteResult, WriteSettings, box_shape, box_to_ranges, grid, grow
+from tensorkeep.formats.base import Structure, WriteResult, WriteSettings
+from tensorkeep.formats.boxes import Box, box_shape, box_to_ranges, grid, grow
 from tensorkeep.formats.sidecar import FileNote, TensorNote, note_file
 from tensorkeep.formats.tensorstore import library
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, tensorstore

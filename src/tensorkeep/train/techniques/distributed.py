@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.base import box_of
+from tensorkeep.formats.boxes import box_of
 from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.optim.average import WeightAverage

@@ -10,8 +10,8 @@ import torch
 import tensorkeep
 from simulated_ranks import SimulatedSave, by_dimension
 from tensorkeep.formats.base import WriteSettings
-from tensorkeep.formats.native.options import NativeOptions
-from tensorkeep.formats.native.pieces.recovery import finish_or_clear, finish_saves
+from tensorkeep.formats.native.sharded import finish_or_clear, finish_saves
+from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.storage.buffers import BufferPool
 
 STATE = {"w": torch.arange(40.0).reshape(10, 4), "step": 3}

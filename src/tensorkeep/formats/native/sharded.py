@@ -1,0 +1,243 @@
+"""The root manifest of a checkpoint that many ranks write, and the recovery of saves that rank 0 did not finish.
+
+Rank 0 writes the plan of a save (the root without fragments) before any rank writes data, and the root at the end. On a
+disk, the plan lies in the folder of the save: if rank 0 dies after all ranks have written, the next save there
+finishes it. In an object store there is no such folder: an unfinished save is removed later.
+"""
+
+import logging
+import os
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tensorkeep.errors import (
+    BusyError,
+    CorruptCheckpointError,
+    DestinationExistsError,
+    NotACheckpointError,
+    TensorkeepError,
+    UnsupportedError,
+)
+from tensorkeep.formats import checksummed_json
+from tensorkeep.formats.base import AliasRecord, OpenSettings, WriteSettings
+from tensorkeep.formats.decoding import as_a_reader
+from tensorkeep.formats.native import manifest as manifests
+from tensorkeep.formats.native.directory import is_replaceable
+from tensorkeep.formats.native.reader import OpenFiles
+from tensorkeep.formats.native.records import (
+    PIECES,
+    VERSION,
+    FragmentRecord,
+    FragmentReport,
+    Root,
+    ShardedTensor,
+    fragment_name,
+)
+from tensorkeep.state.leaf import Source
+from tensorkeep.state.tree import Flat
+from tensorkeep.storage.base import Directory, PendingCommit
+from tensorkeep.storage.commit import Commit, list_temporaries, prefix
+from tensorkeep.storage.direct_io import store_errors, sync_directory, write_small
+from tensorkeep.storage.local import LocalDirectory
+from tensorkeep.structs import json_decoder
+from tensorkeep.version import __version__
+
+logger = logging.getLogger(__name__)
+
+PLAN_NAME = "plan.json"
+"""The file, in the folder of an unfinished save, that is needed to finish it."""
+
+
+class SavePlan(msgspec.Struct, frozen=True):
+    """A save before its data is written: the name of its destination, and the root without fragments."""
+
+    destination: str
+    overwrite: bool
+    root: Root
+
+
+_PLAN_DECODER = json_decoder(checksummed_json.Content[SavePlan])
+
+
+def plan_root(
+    flat: Flat[Source], settings: WriteSettings, *, save: str, ranks: int, layouts: Mapping[str, str] | None = None
+) -> Root:
+    """Return the root of a save, without its fragments.
+
+    ``flat`` is the merged state of all ranks: its leaves have the shapes of the full tensors, and are not read.
+    ``save`` is a random name of this save. ``layouts`` says in words how tensors are sharded.
+    """
+    texts = layouts or {}
+    leaves = [
+        ShardedTensor(name, *flat.parts[name], leaf.dtype.name, tuple(leaf.shape), texts.get(name, ""))
+        for name, leaf in flat.leaves.items()
+    ]
+    return Root(
+        format="tensorkeep",
+        version=VERSION,
+        writer=f"tensorkeep {__version__}",
+        features=[PIECES],
+        compression=settings.compression,
+        save=save,
+        ranks=ranks,
+        fragments=[],
+        files=[],
+        leaves=leaves,
+        aliases={name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()},
+        skeleton=flat.skeleton,
+        metadata=settings.metadata,
+        step=settings.step,
+    )
+
+
+def write_plan(commit: PendingCommit, root: Root) -> None:
+    """Write the plan of a save durably into its staging folder, before any rank writes data.
+
+    Raises StoreError if the operating system refuses.
+    """
+    path = commit.path / PLAN_NAME
+    with as_a_reader():
+        check_plan(root, path)
+    write_small(path, checksummed_json.seal(SavePlan(commit.destination.name, commit.overwrite, root)))
+    with store_errors(commit.path, "make the plan durable"):
+        sync_directory(commit.path)
+
+
+def check_plan(root: Root, path: Path) -> None:
+    """Check a root without fragments as a reader will; raises as `manifests.parse_root`."""
+    manifests.parse_root(checksummed_json.seal(root), path, with_fragments=False)
+
+
+def _read_plan(directory: Directory) -> SavePlan | None:
+    """Return the plan of an unfinished save; None if it does not exist, or is damaged."""
+    path = directory.path / PLAN_NAME
+    try:
+        plan = _PLAN_DECODER.decode(checksummed_json.read_content(directory, PLAN_NAME)).body
+        check_plan(plan.root, path)
+    except (CorruptCheckpointError, NotACheckpointError, UnsupportedError, msgspec.DecodeError, RecursionError):
+        return None
+    return plan
+
+
+def write_root(directory: Path, plan: Root, reports: Sequence[FragmentReport]) -> int:
+    """Write the manifest of a save that has durable fragments, and remove all other files; return its bytes.
+
+    Raises the errors of `root_content`; StoreError if the operating system refuses.
+    """
+    path = directory / manifests.FILE_NAME
+    content = root_content(path, plan, reports)
+    write_small(path, content)
+    # The plan goes, and links to an earlier save that no rank used.
+    listed = {path.name, *(r.record.name for r in reports), *(name for r in reports for name in r.files)}
+    _remove_others(directory, listed)
+    return len(content)
+
+
+def root_content(path: Path, plan: Root, reports: Sequence[FragmentReport]) -> bytes:
+    """Return the manifest of a save that has durable fragments.
+
+    There must be a report of every rank, and the boxes must tile every tensor.
+
+    Raises CorruptCheckpointError if they do not.
+    """
+    # The reports are believed: on a network file system, this host may not see the files of others yet.
+    ordered = sorted(reports, key=lambda report: report.rank)
+    if [report.rank for report in ordered] != list(range(plan.ranks)):
+        found = [report.rank for report in ordered]
+        raise CorruptCheckpointError(f"the fragments are those of ranks {found}, not of {plan.ranks} ranks", path=path)
+    _check_reports(plan, ordered, path)
+    content = checksummed_json.seal(msgspec.structs.replace(plan, fragments=[report.record for report in ordered]))
+    manifests.parse(content, path)
+    return content
+
+
+def _check_reports(plan: Root, reports: Sequence[FragmentReport], path: Path) -> None:
+    """Check that the boxes of all ranks tile every tensor."""
+    tensors = {leaf.name: leaf for leaf in plan.leaves}
+    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {name: [] for name in tensors}
+    for report in reports:
+        for number, offsets, sizes in report.boxes:
+            name = report.leaves[number]
+            if name not in tensors:
+                raise CorruptCheckpointError(
+                    f"rank {report.rank} saved it, but the plan lacks it", path=path, name=name
+                )
+            manifests.check_box(tensors[name], offsets, sizes, path)
+            boxes[name].append((offsets, sizes, report.rank))
+    manifests.check_tiling(tensors.values(), boxes, path)
+
+
+def _remove_others(directory: Path, listed: Container[str]) -> None:
+    with store_errors(directory, "remove what does not belong to the checkpoint"):
+        for path in directory.iterdir():
+            if path.name not in listed:
+                path.unlink()
+
+
+def finish_saves(folder: Path) -> list[Path]:
+    """Finish or clear away every abandoned save of many ranks in a folder; return the checkpoints that it made visible.
+
+    Saves with a live rank 0 and staging folders of other users are left alone. The folder may be missing.
+
+    Raises StoreError if the folder cannot be listed.
+    """
+    with store_errors(folder, "look into the folder"):
+        if not folder.is_dir():
+            return []
+    found = [finish_or_clear(temporary) for temporary in list_temporaries(folder)]
+    return [path for path in found if path is not None]
+
+
+def finish_or_clear(temporary: Path) -> Path | None:
+    """Finish the save in an abandoned staging folder if all ranks had written, or remove the folder.
+
+    Return the checkpoint that it made visible; None if it did not. A folder without a plan is left alone: one process
+    wrote it. A folder with a live writer, or of another user, is left alone as well.
+    """
+    with store_errors(temporary, "look at the folder"):
+        if temporary.is_symlink() or not temporary.is_dir() or temporary.lstat().st_uid != os.geteuid():
+            return None
+    with LocalDirectory(temporary) as directory:
+        plan = _read_plan(directory)
+    if plan is None:
+        return None
+    destination = temporary.parent / plan.destination
+    # The plan is only a file: it must not name a destination elsewhere.
+    if plan.destination != destination.name or not temporary.name.startswith(prefix(destination)):
+        return None
+    try:
+        with Commit(
+            destination, directory=True, overwrite=plan.overwrite, replaceable=is_replaceable, adopt=temporary
+        ) as commit:
+            _complete(commit.path, plan.root)
+            commit.publish()
+    except BusyError:
+        return None
+    except DestinationExistsError as error:
+        logger.info("the save in %s cannot be finished: %s", temporary, error)
+        return None
+    except TensorkeepError as error:
+        logger.info("the save in %s was not complete, and is removed: %s", temporary, error)
+        return None
+    logger.info("finished the save of %s, whose coordinator had died", destination)
+    return destination
+
+
+def _complete(temporary: Path, root: Root) -> None:
+    """Write the root from the fragments that are there, and check that a reader accepts the checkpoint."""
+    reports: list[FragmentReport] = []
+    with LocalDirectory(temporary) as directory:
+        for rank in range(root.ranks):
+            name = fragment_name(rank)
+            content = manifests.read_fragment_content(directory, name)
+            fragment = manifests.parse_fragment(content, temporary / name, root.save, root.ranks, rank)
+            if any(box.leaf >= len(fragment.leaves) for box in fragment.boxes):
+                raise CorruptCheckpointError("has a box of a tensor that is not listed", path=temporary / name)
+            record = FragmentRecord(name, len(content), checksummed_json.digest(content, wide=True))
+            reports.append(FragmentReport.of_fragment(fragment, record))
+    # Rank 0 may have died between writing the manifest and the rename.
+    (temporary / manifests.FILE_NAME).unlink(missing_ok=True)
+    write_root(temporary, root, reports)
+    OpenFiles(temporary, OpenSettings()).close()
