@@ -1,4 +1,10 @@
-"""Reader of T5X checkpoints, written by Tensorkeep or T5X; untrusted."""
+"""Reads T5X checkpoints, of Tensorkeep or T5X: a msgpack file ``checkpoint``, and a zarr v2 array per parameter.
+
+The msgpack is the one of ``flax/serialization.py``. Three extension types hold values of numpy: an array (msgpack of
+shape, name of the dtype, and bytes in C order), a complex number, and a scalar, which is an array without dimensions.
+An array of more than 2**30 bytes is split: a dict with the key ``__msgpack_chunked_array__``, the shape, and flat
+arrays under ``chunks``; lists in it are dicts with the keys "0", "1"...
+"""
 
 import re
 from collections.abc import Iterator
@@ -17,8 +23,9 @@ from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, StoredLeaf, Struc
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.sidecar import Sidecar, TensorNote
 from tensorkeep.formats.tensorstore.library import ArrayDirectory
-from tensorkeep.formats.tensorstore.reader import ArraysReader, KnownArray, list_array
-from tensorkeep.formats.tensorstore.specs import Layout, StoredType
+from tensorkeep.formats.tensorstore.listing import KnownArray, list_array
+from tensorkeep.formats.tensorstore.reader import ArraysReader
+from tensorkeep.formats.tensorstore.specs import ArrayLayout, StoredType
 from tensorkeep.state.dtypes import BY_NAME, DType, of_numpy
 from tensorkeep.state.leaf import allocate
 from tensorkeep.state.tree import flatten, state_leaves
@@ -26,19 +33,9 @@ from tensorkeep.storage import names_in
 from tensorkeep.storage.base import Directory
 from tensorkeep.storage.direct_io import Bytes
 
-# Flax's msgpack, the encoding of T5X's ``checkpoint`` file.
-#
-# It stores plain values, and those of numpy in three extension types. Type 1 is an array: msgpack of its shape, the
-# name
-# of its dtype, and its bytes in C order. Type 2 is a complex number, type 3 a numpy scalar (an array without
-# dimensions).
-# An array of more than 2**30 bytes is split: a dict with the key ``__msgpack_chunked_array__``, its shape, and flat
-# arrays under ``chunks``; lists are dicts with keys "0", "1"... The format is that of ``flax/serialization.py``.
-
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 CHUNKED = "__msgpack_chunked_array__"
-MAX_ARRAY_BYTES = 2**30
-"""Of an array that is not split."""
+MAX_ARRAY_BYTES = 2**30  # a larger array is split
 
 
 def encode(value: object) -> bytes:
@@ -78,7 +75,7 @@ def _numbered(values: list[Any]) -> dict[str, Any]:
 
 
 def decode(content: bytes) -> Any:
-    """Return the value that `encode` was given; tuples come back as lists, split arrays as dicts (see `join`).
+    """Return the value of msgpack as `encode` makes it; tuples become lists, split arrays remain dicts (see `join`).
 
     Raises CorruptCheckpointError if it is not valid msgpack, or an array in it is malformed; UnsupportedError if it has
     an unknown extension type or dtype.
@@ -106,20 +103,17 @@ def _decode(code: int, data: memoryview) -> Any:
     array = np.frombuffer(content, dtype.numpy).reshape(shape)
     if code == _SCALAR and shape:
         raise ValueError("a scalar has dimensions")
-    # A copy, because an array over bytes is read-only.
+    # A copy, because the memory of bytes is read-only.
     return array[()] if code == _SCALAR else array.copy()
 
 
 def is_split(value: Any) -> bool:
-    """Return whether a value is an array that `encode` has split."""
+    """Return whether a value is a split array."""
     return isinstance(value, dict) and value.get(CHUNKED) is True
 
 
 def join(value: dict[str, Any]) -> npt.NDArray[Any]:
-    """Return an array that was split.
-
-    Raises ValueError if the pieces do not make up the shape.
-    """
+    """Return a split array in one piece; ValueError if the pieces do not make up the shape."""
     shape, pieces = _listed(value.get("shape")), _listed(value.get("chunks"))
     if not all(type(length) is int and length >= 0 for length in shape) or len(shape) > 32:
         raise ValueError("a split array has no valid shape")
@@ -136,23 +130,20 @@ def _listed(value: Any) -> list[Any]:
     return [value[str(index)] for index in range(len(value))]
 
 
-# The tree in T5X's ``checkpoint`` file: parameters by key, each a value or an array's spec.
-#
-# A spec is a dict with TensorStore's ``driver``, ``kvstore`` and ``metadata``. Only the name of the array's
-# directory is
-# used; dtype, shape, chunks and compressor are those in the directory's ``.zarray``.
-
 FILE_NAME = "checkpoint"
 VERSION = 3
 MARK = "tensorkeep"
-"""A key beside ``version`` and ``optimizer``, which T5X ignores: the checkpoint must have a sidecar."""
+"""A key beside ``version`` and ``optimizer``, which T5X ignores: a checkpoint with it must have a sidecar."""
 _MAX_BYTES = 4 * 1024**3
 _PLACEHOLDER = "PLACEHOLDER://"
 Keys = tuple[str, ...]
 
 
-def spec_of(key: str, layout: Layout, compressor: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the spec of an array, as T5X writes it."""
+def spec_of(key: str, layout: ArrayLayout, compressor: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the TensorStore spec of an array, as T5X writes it.
+
+    Readers use only the name of the array's directory: dtype, shape, chunks and compressor come from its ``.zarray``.
+    """
     return {
         "driver": "zarr",
         "dtype": layout.types.stored.name,
@@ -167,15 +158,15 @@ def is_spec(value: Any) -> bool:
 
 
 def key_of(spec: dict[str, Any]) -> str:
-    """Return the name of an array's directory, which is beside the file.
+    """Return the name of an array's directory.
 
-    Raises UnsupportedError if it is not a zarr v2 array; ValueError if the spec names a directory elsewhere, or none.
+    Raises UnsupportedError if it is not a zarr v2 array; ValueError if the spec names no directory beside the file.
     """
     if spec["driver"] != "zarr":
         raise UnsupportedError(f"is stored by TensorStore's driver {spec['driver']!r}; T5X writes 'zarr'")
     kvstore = spec.get("kvstore")
     path = kvstore.get("path") if isinstance(kvstore, dict) else None
-    # Checkpoints on Google Cloud Storage have the path at the top. The bucket's name is a dummy.
+    # Checkpoints on Google Cloud Storage have the path at the top, and a dummy for the bucket.
     path = path if path is not None else spec.get("path")
     if not isinstance(path, str):
         raise ValueError("its spec names no directory")
@@ -189,8 +180,8 @@ def key_of(spec: dict[str, Any]) -> str:
 def read_tree(directory: Directory) -> dict[str, Any]:
     """Return the content of a directory's ``checkpoint`` file.
 
-    Raises NotACheckpointError if the file is missing; CorruptCheckpointError if it is damaged; UnsupportedError if it
-    is of another version than 3.
+    Raises NotACheckpointError if the file is missing; CorruptCheckpointError if it is damaged; UnsupportedError if its
+    version is not 3.
     """
     path = directory.path / FILE_NAME
     try:
@@ -227,7 +218,7 @@ def _check_version(version: Any) -> None:
 
 
 def leaves_of(tree: dict[str, Any], path: Path) -> Iterator[tuple[Keys, Any]]:
-    """Yield the leaves of a tree with the keys that lead to them: values, lists, specs and split arrays.
+    """Yield the leaves of a tree (values, lists, specs and split arrays), each with its path of keys.
 
     Raises CorruptCheckpointError if a key is not text; UnsupportedError if a list holds an array, or a value is a
     placeholder of Orbax.
@@ -246,7 +237,7 @@ def leaves_of(tree: dict[str, Any], path: Path) -> Iterator[tuple[Keys, Any]]:
 
 
 def _check_leaf(leaf: Any) -> None:
-    """Refuse placeholders, and arrays in lists: they would come back as dicts."""
+    """Refuse placeholders of Orbax, and arrays in lists, which would come back as dicts."""
     waiting: list[Any] = [leaf]
     while waiting:
         value = waiting.pop()
@@ -267,8 +258,8 @@ _ZARR = 2
 class T5XReader(ArraysReader):
     """An open T5X checkpoint.
 
-    What Tensorkeep wrote is the state that was saved, and a missing chunk is an error. Checkpoints of T5X are the dicts
-    under ``optimizer`` (``target``, ``state``); zarr defines a missing chunk in them as full of zeros.
+    A checkpoint of Tensorkeep is the state that was saved, and a missing chunk is an error. A checkpoint of T5X is the
+    dict under ``optimizer`` (``target``, ``state``), and zarr defines a missing chunk as full of zeros.
     """
 
     format = "t5x"
@@ -314,7 +305,7 @@ class T5XReader(ArraysReader):
 
 @dataclass(frozen=True, slots=True)
 class InlineTensor:
-    """A tensor whose bytes are in the msgpack file."""
+    """A tensor with its bytes in the msgpack file."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -322,8 +313,8 @@ class InlineTensor:
 
 
 @dataclass(slots=True)
-class Contents:
-    """A checkpoint before its arrays are opened; without notes if Tensorkeep did not write it."""
+class T5XCheckpoint:
+    """A checkpoint before its arrays are opened. ``notes`` is None if Tensorkeep did not write it."""
 
     directory: ArrayDirectory
     tree: dict[str, Any]
@@ -333,10 +324,10 @@ class Contents:
     inline: dict[str, InlineTensor] = field(default_factory=dict)
 
 
-def read_contents(directory: Directory) -> Contents:
+def read_contents(directory: Directory) -> T5XCheckpoint:
     """Parse the msgpack file and the sidecar, after checking the files of the arrays.
 
-    Raises the errors of `read_tree` and `sidecar.read`; CorruptCheckpointError if the two contradict each other;
+    Raises the errors of `read_tree` and `sidecar.read`; CorruptCheckpointError if the two files contradict each other;
     UnsupportedError if an array holds a link to a folder.
     """
     has_sidecar = sidecar.FILE_NAME in names_in(directory.path)
@@ -348,7 +339,7 @@ def read_contents(directory: Directory) -> Contents:
             path=directory.path,
             remedy="restore the missing file, or take another copy",
         )
-    contents = Contents(ArrayDirectory.of(directory), tree, notes)
+    contents = T5XCheckpoint(ArrayDirectory.of(directory), tree, notes)
     if notes is None:
         _read_foreign(contents)
     else:
@@ -359,7 +350,7 @@ def read_contents(directory: Directory) -> Contents:
     return contents
 
 
-def _read_own(contents: Contents, name: str, note: TensorNote) -> None:
+def _read_own(contents: T5XCheckpoint, name: str, note: TensorNote) -> None:
     value: Any = contents.tree["optimizer"]
     for key in note.place:
         value = value.get(key) if isinstance(value, dict) else None
@@ -376,7 +367,7 @@ def _read_own(contents: Contents, name: str, note: TensorNote) -> None:
     contents.arrays[name] = _known_array(contents.directory, value, types, note.shape)
 
 
-def _read_foreign(contents: Contents) -> None:
+def _read_foreign(contents: T5XCheckpoint) -> None:
     path = contents.directory.path / FILE_NAME
     state: dict[str, Any] = {}
     stand_ins: dict[int, tuple[Any, KnownArray]] = {}
@@ -412,7 +403,7 @@ def _known_array(
 
 
 def _decode_value(value: Any) -> Any:
-    """Return a value as it is in the state: arrays as tensors, if torch has the dtype."""
+    """Return a value of the state: arrays become tensors if torch has the dtype."""
     if is_split(value):
         value = join(value)
     dtype = of_numpy(value.dtype) if isinstance(value, np.ndarray) else None

@@ -1,4 +1,4 @@
-"""Writer of T5X checkpoints: arrays, msgpack file, sidecar, then one rename."""
+"""Writes T5X checkpoints: arrays, msgpack file, sidecar, then one rename."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,10 +15,10 @@ from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.t5x import reader
 from tensorkeep.formats.t5x.reader import FILE_NAME, MARK, VERSION, Keys, is_spec, spec_of
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, tensorstore
-from tensorkeep.formats.tensorstore.reader import list_tree, sync_directories
+from tensorkeep.formats.tensorstore.listing import list_tree, sync_directories
 from tensorkeep.formats.tensorstore.specs import (
+    ArrayLayout,
     Compressor,
-    Layout,
     T5XOptions,
     TensorStoreOptions,
     array_keys,
@@ -35,7 +35,7 @@ from tensorkeep.storage.parallel import Meter
 
 _TARGET = "target"
 _RESERVED = frozenset(("driver", reader.CHUNKED))
-"""Keys of a dict that would be taken for a spec or for a split array."""
+"""A dict with one of these keys would look like a spec or a split array."""
 
 
 def write(
@@ -45,7 +45,7 @@ def write(
     options = settings.options_as(T5XOptions).as_arrays()
     refuse_compression(settings, destination, 'compressor="gzip:1"')
     tensorstore()
-    # A single number, or an empty tensor, is stored in the msgpack file itself.
+    # Single numbers and empty tensors are stored in the msgpack file.
     arrays = {name: leaf for name, leaf in flat.leaves.items() if leaf.shape and leaf.nbytes}
     keys = dict(zip(arrays, array_keys([f"{_TARGET}.{name}" for name in arrays]).values(), strict=True))
     budget = ByteBudget(settings.pool.budget)
@@ -55,7 +55,7 @@ def write(
         LocalDirectory(commit.path) as open_directory,
     ):
         directory = ArrayDirectory(destination, f"{open_directory.fd_path}/")
-        written: dict[str, Layout] = {}
+        written: dict[str, ArrayLayout] = {}
         for sources, chosen in _by_width({keys[name]: leaf for name, leaf in arrays.items()}, options):
             written |= write_arrays(directory, sources, chosen, budget=budget, threads=settings.threads, meter=meter)
         target, places = _build_target(flat, _tree_leaves(flat, keys, written, options))
@@ -80,23 +80,23 @@ def write(
 def _by_width(
     sources: Mapping[str, Source], options: TensorStoreOptions
 ) -> list[tuple[dict[str, Source], TensorStoreOptions]]:
-    """Separate floats wider than float32, which a conversion to float32 would truncate: these keep their dtype."""
+    """Separate floats wider than float32, which keep their dtype: a conversion to float32 would truncate them."""
     wide = {key: leaf for key, leaf in sources.items() if leaf.dtype.kind == "float" and leaf.dtype.itemsize > 4}
     narrow = {key: leaf for key, leaf in sources.items() if key not in wide}
     return [(narrow, options), (wide, msgspec.structs.replace(options, dtype="keep"))]
 
 
 def _tree_leaves(
-    flat: Flat[Source], keys: Mapping[str, str], written: Mapping[str, Layout], options: TensorStoreOptions
+    flat: Flat[Source], keys: Mapping[str, str], written: Mapping[str, ArrayLayout], options: TensorStoreOptions
 ) -> dict[str, Any]:
-    """Return the entry of each tensor in the tree: the spec of an array, or the value."""
+    """Return the entries of all tensors in the tree: the specs of arrays, or values."""
     parsed = parse_compressor(options.compressor, 2)
     compressor = parsed.zarr2() if isinstance(parsed, Compressor) else None
     leaves = {
         name: spec_of(keys[name], written[keys[name]], compressor) if name in keys else _read(leaf)
         for name, leaf in flat.leaves.items()
     }
-    # Two names of one tensor share an array; T5X has no views of a part of a tensor.
+    # Two names of one tensor share an array. T5X has no other views.
     shared = {name: alias.of for name, alias in flat.aliases.items() if alias.is_full(flat.leaves[alias.of].shape)}
     return leaves | {name: leaves[of] for name, of in shared.items()}
 
@@ -108,7 +108,7 @@ def _read(source: Source) -> npt.NDArray[Any]:
 
 
 def _build_target(flat: Flat[Source], leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Keys]]:
-    """Return the tree of tensors and plain values, and the keys that lead to each stored tensor."""
+    """Return the tree of tensors and plain values, and the path of keys of each stored tensor."""
     target: dict[str, Any] = {}
     places: dict[str, Keys] = {}
     items = items_of(flat)
@@ -125,7 +125,7 @@ def _build_target(flat: Flat[Source], leaves: Mapping[str, Any]) -> tuple[dict[s
 
 
 def _insert(target: dict[str, Any], keys: Keys, value: Any) -> Keys | None:
-    """Put a value at the end of its path and return the path; None if another value is in the way."""
+    """Insert a value at its path and return the path; None if another value is in the way."""
     if not keys or not _RESERVED.isdisjoint(keys):
         return None
     container = target
@@ -148,7 +148,7 @@ def _insert_at_top(target: dict[str, Any], item: Item, leaves: Mapping[str, Any]
 
 
 def _is_packable(value: Any) -> bool:
-    """Return whether msgpack can hold a plain value, and T5X would not take it for a placeholder."""
+    """Return whether msgpack can hold a plain value, and the value does not look like a placeholder of Orbax."""
     if isinstance(value, list | tuple):
         return all(map(_is_packable, value))
     if isinstance(value, str):

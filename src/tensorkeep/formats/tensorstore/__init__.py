@@ -1,14 +1,14 @@
-"""The format ``tensorstore``: Zarr v2 or v3 arrays in a directory or an OCDBT database.
+"""The format ``tensorstore``: one Zarr v2 or v3 array per tensor, in a directory or an OCDBT database.
 
-One array per tensor, and beside them ``tensorkeep.json``, which describes the nested state. Arrays of other programs
-are read, too. The package ``tensorstore`` is imported on first use: the extra ``tensorstore``.
+``tensorkeep.json`` beside the arrays describes the nested state. Arrays of other programs are read, too. The package
+``tensorstore`` comes with the extra ``tensorstore`` and is imported on first use.
 """
 
 from pathlib import Path
 from typing import ClassVar
 
 from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
-from tensorkeep.formats.tensorstore import reader
+from tensorkeep.formats.tensorstore import listing
 from tensorkeep.formats.tensorstore.specs import TensorStoreOptions
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
@@ -19,7 +19,7 @@ __all__ = ["FORMAT", "TensorStoreFormat"]
 class TensorStoreFormat(Format):
     """TensorStore arrays; see `tensorkeep.formats.base.Format`.
 
-    With the option ``sync=False`` only the name of the checkpoint's directory is made durable.
+    With the option ``sync=False``, only the name of the checkpoint's directory is made durable.
     """
 
     name: ClassVar[str] = "tensorstore"
@@ -27,7 +27,7 @@ class TensorStoreFormat(Format):
     suffixes: ClassVar[tuple[str, ...]] = (".zarr",)
 
     def recognises(self, path: Path) -> bool:
-        return reader.recognises(path)
+        return listing.recognises(path)
 
     def open(self, path: Path, settings: OpenSettings) -> Reader:
         from tensorkeep.formats.tensorstore.reader import TensorStoreReader

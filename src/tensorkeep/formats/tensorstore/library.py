@@ -1,4 +1,8 @@
-"""The package ``tensorstore``: imported on first use, and its errors raised as Tensorkeep's."""
+"""The package ``tensorstore``: imported on first use, with object stores, and with Tensorkeep's errors.
+
+In object stores, TensorStore's own drivers read. They find credentials in the same places as
+`tensorkeep.storage.store_requests`, but have neither its endpoint nor a limit of time; both are set here.
+"""
 
 import os
 import re
@@ -24,16 +28,11 @@ from tensorkeep.storage.base import Directory
 from tensorkeep.storage.direct_io import store_error
 from tensorkeep.storage.store_requests import raise_alone
 
-# Arrays in object stores: TensorStore's own drivers, with the endpoint and limits of
-# `tensorkeep.storage.store_requests`.
-#
-# TensorStore takes credentials from the same places, but neither an endpoint nor a limit of time.
-
 _AFTER_SLASH = chr(ord("/") + 1)
 
 
 class Listing:
-    """The objects below a prefix, by their names relative to it; empty for a web server, which lists none."""
+    """The objects below a prefix by relative name; empty for a web server, which lists none."""
 
     def __init__(self, url: StorePath) -> None:
         found = store_requests.objects(url) if url.has_listing else []
@@ -42,7 +41,7 @@ class Listing:
         self._names = list(self.sizes)
 
     def below(self, key: str) -> dict[str, int]:
-        """Return the size of each object below a name; of all for an empty one."""
+        """Return the sizes of the objects below a name, or of all objects for an empty name."""
         if not key:
             return dict(self.sizes)
         first, last = (bisect_left(self._names, key + end) for end in ("/", _AFTER_SLASH))
@@ -50,7 +49,7 @@ class Listing:
 
 
 def kvstore_spec(url: StorePath, prefix: str) -> dict[str, Any]:
-    """Return the spec of a key-value store of what is below a URL and then a prefix, which ends with a slash.
+    """Return the key-value store spec of the objects below a URL and then a prefix, which ends with a slash.
 
     Raises UnsupportedError if TensorStore has no driver for the store.
     """
@@ -69,22 +68,22 @@ def kvstore_spec(url: StorePath, prefix: str) -> dict[str, Any]:
 
 def _settings_of_s3() -> dict[str, Any]:
     server = endpoint()
-    # Without a region, TensorStore asks for that of the bucket, which only Amazon's servers answer.
+    # Without a region, TensorStore asks the server for the region of the bucket. Only Amazon's servers answer.
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ("us-east-1" if server else None)
     given: dict[str, Any] = {"endpoint": server, "aws_region": region, "aws_credentials": _credentials_of_s3()}
     return {name: value for name, value in given.items() if value}
 
 
 def _credentials_of_s3() -> dict[str, str] | None:
-    """Return where TensorStore takes credentials from; None for all the places that it knows."""
+    """Return where TensorStore takes credentials from; None for its own search."""
     if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
         return {"type": "anonymous"}
-    # Looking at all places prints complaints about missing files of settings on stderr.
+    # Its own search prints complaints about missing settings files on stderr.
     return {"type": "environment"} if os.environ.get("AWS_ACCESS_KEY_ID") else None
 
 
 def retries() -> dict[str, Any]:
-    """Return the resources of a context that limit how often a request is repeated."""
+    """Return the resources of a context that limit retries."""
     first, longest = store_requests.pauses(store_requests.give_up_seconds())
     limits = {
         "max_retries": store_requests.MOST_RETRIES,
@@ -95,7 +94,7 @@ def retries() -> dict[str, Any]:
 
 
 def patience() -> float:
-    """Return the seconds to wait for an answer of TensorStore, which has no limit of its own on a request."""
+    """Return the seconds to wait for an answer: TensorStore itself waits forever."""
     return 2 * store_requests.give_up_seconds()
 
 
@@ -109,7 +108,7 @@ _UNSUPPORTED = re.compile(
     r'|No storage transformers|member "name": Expected .*, but received: "'
     r'|member "zarr_format": Expected integer in .*, but received: \d'
 )
-"""Sound metadata that TensorStore does not read, in its words."""
+"""TensorStore's messages about valid metadata that it does not support."""
 _FILE = re.compile(r'local file "([^"]*)"')
 _REFUSALS = (
     *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNAUTHENTICATED", "DEADLINE_EXCEEDED"),
@@ -120,7 +119,7 @@ _MAX_MESSAGE = 300
 
 
 def tensorstore() -> Any:
-    """Return the module, which has no type annotations; MissingExtraError if it is not installed."""
+    """Return the module, which has no type annotations; MissingExtraError if the extra is not installed."""
     return import_extra(
         "tensorstore", "tensorstore", "reading and writing TensorStore arrays needs the package tensorstore"
     )
@@ -136,8 +135,8 @@ def context(
 ) -> Any:
     """Return a new context, which shares no cache with other contexts.
 
-    The limits are on concurrent file operations, on concurrent encoding and decoding, and on the cache of decoded
-    chunks; ``sync`` makes written files durable; ``in_store`` limits the repetitions of requests.
+    ``concurrency`` limits file operations, ``copy_concurrency`` encoding and decoding, ``cache_bytes`` the cache of
+    decoded chunks. ``sync`` makes written files durable; ``in_store`` limits retries.
     """
     limits: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}, "file_io_sync": sync}
     if in_store:
@@ -153,8 +152,9 @@ def context(
 class ArrayDirectory:
     """A directory or an OCDBT database of arrays, each under a key.
 
-    ``path`` is the one that the user knows, for errors. ``root`` is the one that TensorStore opens, with a slash at its
-    end: that of a descriptor, which stays the same directory. In an object store there is a ``listing`` instead.
+    ``path`` is the user's path, for errors. ``root`` is what TensorStore opens, with a slash at the end: the path of a
+    descriptor, which remains the same directory if the checkpoint is replaced. An object store has a ``listing``
+    instead.
     """
 
     path: Path
@@ -170,7 +170,7 @@ class ArrayDirectory:
         return cls(directory.path, f"{directory.fd_path}/", kvstore)
 
     def spec(self, key: str = "") -> dict[str, Any]:
-        """Return the spec of the key-value store of the array at a key; of all arrays for an empty key."""
+        """Return the key-value store spec of the array at a key, or of all arrays for an empty key."""
         prefix = f"{key}/" if key else ""
         if self.kvstore == "ocdbt":
             return {"driver": "ocdbt", "base": self._base(""), "path": prefix}
@@ -196,7 +196,7 @@ class ArrayDirectory:
 
     @contextmanager
     def reading(self, name: str | None = None) -> Iterator[None]:
-        """Raise the errors of TensorStore in a block that reads, for example a tensor, as Tensorkeep's."""
+        """Raise the errors of TensorStore in a block that reads, such as a tensor, as Tensorkeep's errors."""
         try:
             yield
         except TensorkeepError:
@@ -246,7 +246,7 @@ class ArrayDirectory:
         return StoreError(f"TensorStore cannot write it: {message}", path=path, name=name)
 
     def _message(self, text: str) -> tuple[str, Path]:
-        """Return a message of TensorStore in one short line, and the file that it names."""
+        """Return a message of TensorStore as one short line, and the file that it names."""
         message = _STATUS.sub("", _NOISE.sub("", text)).splitlines()[0] if text else "no reason given"
         message = message.replace(self.root, "") if self.root else message
         found = _FILE.search(message)

@@ -23,12 +23,6 @@ from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.units import parse_bytes
 
-# The chunk shape of an array: a limit on its size, and two algorithms that choose it.
-#
-# ``halving`` halves the largest dimension until a chunk is small enough, whether or not the result divides the array;
-# chunks at the edges are then padded. ``divisors``, as in T5X, takes the next smaller divisor of the dimension instead,
-# so that no chunk is padded; a dimension of prime length goes from full to 1 in one step.
-
 Shape = tuple[int, ...]
 Algorithm = Literal["halving", "divisors"]
 
@@ -36,8 +30,11 @@ Algorithm = Literal["halving", "divisors"]
 def chunk_shape(shape: Sequence[int], itemsize: int, chunk: int | str | None, algorithm: Algorithm) -> Shape:
     """Return the shape of an array's chunks; no length is below 1, nor above the array's unless the array is empty.
 
-    ``chunk`` is as in `ArrayOptions`: elements or bytes per chunk, limits that the algorithm observes, or a length
-    along each dimension, or None for one chunk. Raises UsageError for any other value.
+    ``chunk`` is a number of elements or bytes that the algorithm observes as a limit, a length along each dimension, or
+    None for one chunk; see `ArrayOptions`. ``halving`` need not divide the array, so chunks at the edges are padded.
+    ``divisors``, as in T5X, never pads, but a dimension of prime length goes from full to 1 in one step.
+
+    Raises UsageError for any other ``chunk``.
 
     Examples
     --------
@@ -66,12 +63,12 @@ def chunk_shape(shape: Sequence[int], itemsize: int, chunk: int | str | None, al
 
 
 def halve(shape: Sequence[int], max_elements: int) -> Shape:
-    """Return a chunk of at most so many elements, at least 1, by halving the first of the largest dimensions."""
+    """Return a chunk of at most ``max_elements``, but at least 1, by halving the largest dimension repeatedly."""
     return _shrink(shape, max_elements, lambda length, _: length // 2)
 
 
 def divide(shape: Sequence[int], max_elements: int) -> Shape:
-    """Return a chunk of at most so many elements, at least 1, with lengths that divide the array's."""
+    """Return a chunk of at most ``max_elements``, but at least 1, with lengths that divide the lengths of the array."""
     return _shrink(
         shape, max_elements, lambda length, axis: max(each for each in divisors(shape[axis]) if each < length)
     )
@@ -98,10 +95,8 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-# TensorStore's compressors for zarr v2 and v3: options, metadata, checksums.
-
+# "as-documented" leaves ``compressor`` out of zarr v2 metadata: TensorStore then compresses with Blosc-LZ4.
 AS_DOCUMENTED = "as-documented"
-"""Leaves the key ``compressor`` out of zarr v2 metadata: TensorStore then compresses with Blosc-LZ4."""
 _BLOSC = tuple(f"blosc-{name}" for name in ("lz4", "lz4hc", "zstd", "zlib", "snappy", "blosclz"))
 _LEVELS = {
     "gzip": range(10),
@@ -111,13 +106,13 @@ _LEVELS = {
     **dict.fromkeys(_BLOSC, range(10)),
 }
 KNOWN = {2: ("gzip", "zlib", "zstd", "bz2", *_BLOSC), 3: ("gzip", "zstd", *_BLOSC)}
-"""The names by zarr version."""
+"""The names of compressors by zarr version."""
 _CHECKS = {"gzip": "CRC-32 of every chunk", "zlib": "Adler-32 of every chunk", "bz2": "CRC-32 of every chunk"}
 
 
 @dataclass(frozen=True, slots=True)
 class Compressor:
-    """A compressor by its name in `KNOWN`, and its level, or None for TensorStore's default."""
+    """A compressor: a name in `KNOWN`, and a level, or None for TensorStore's default."""
 
     name: str
     level: int | None = None
@@ -138,7 +133,7 @@ class Compressor:
 
 
 def parse_compressor(compressor: str | None, zarr: int) -> Compressor | str | None:
-    """Return what the option ``compressor`` stands for: a `Compressor`, `AS_DOCUMENTED`, or None for raw chunks.
+    """Return the meaning of the option ``compressor``: a `Compressor`, `AS_DOCUMENTED`, or None for raw chunks.
 
     Raises UsageError if this version of zarr has no such compressor or level.
 
@@ -180,7 +175,7 @@ def _parse_level(name: str, text: str) -> int:
 
 
 def checksum_of(metadata: dict[str, Any]) -> str | None:
-    """Return the checksum that covers an array's chunks, from its zarr metadata; None without one."""
+    """Return the checksum that the zarr metadata declares for chunks, or None."""
     if "codecs" not in metadata:
         return _CHECKS.get((metadata.get("compressor") or {}).get("id", ""))
     codecs = dict(_codecs(metadata["codecs"]))
@@ -192,7 +187,7 @@ def checksum_of(metadata: dict[str, Any]) -> str | None:
 
 
 def codec_of(metadata: dict[str, Any]) -> str:
-    """Return the codec of an array's chunks in one word, from its zarr metadata; ``"raw"`` without compression."""
+    """Return the codec that the zarr metadata declares, in one word; ``"raw"`` without compression."""
     compressor = metadata.get("compressor")
     found = {compressor["id"]: compressor} if compressor else dict(_codecs(metadata.get("codecs") or []))
     for name in found.keys() & {"blosc", "bz2", "gzip", "zlib", "zstd"}:
@@ -202,7 +197,7 @@ def codec_of(metadata: dict[str, Any]) -> str:
 
 
 def _codecs(codecs: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the configuration of each zarr v3 codec, with those inside of shards."""
+    """Yield the names and configurations of zarr v3 codecs, also inside shards."""
     for codec in codecs:
         configuration = codec.get("configuration") or {}
         yield codec["name"], configuration
@@ -210,13 +205,11 @@ def _codecs(codecs: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]
             yield from _codecs(configuration.get("codecs") or [])
 
 
-# The options of the formats ``tensorstore`` and ``t5x``: how arrays are written.
-
 Limit = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 
 
 class ArrayOptions(FormatOptions, frozen=True):
-    """Options that both formats share.
+    """Options of the formats ``tensorstore`` and ``t5x``.
 
     Attributes
     ----------
@@ -227,14 +220,14 @@ class ArrayOptions(FormatOptions, frozen=True):
         ``"halving"``: the largest dimension is halved until a chunk is small enough. ``"divisors"``: it shrinks to its
         next smaller divisor instead.
     compressor : str or None
-        A name of `compressors.KNOWN`, with a level after a colon (``"zstd:1"``); for zarr 2 also ``"as-documented"``.
+        A name in `KNOWN`, with a level after a colon (``"zstd:1"``); for zarr 2 also ``"as-documented"``.
         None stores raw chunks.
     concurrency, copy_concurrency : int or None
         TensorStore's limits on concurrent file operations, and on concurrent encoding and decoding; None for its own.
     dtype : str
-        ``"keep"``, or ``"float32"``: floating-point arrays are stored as that.
+        ``"keep"``, or ``"float32"``: floating-point arrays are stored as float32.
     in_flight : str
-        ``"all"`` arrays are written at once, as far as the memory budget allows, or ``"one"`` after the other.
+        ``"all"`` writes arrays at once, as far as the memory budget allows; ``"one"`` writes one after the other.
     sync : bool
         Whether every file is made durable.
     """
@@ -338,20 +331,19 @@ class T5XOptions(ArrayOptions, frozen=True):
 METADATA_FILE = {2: ".zarray", 3: "zarr.json"}
 _DRIVER = {2: "zarr", 3: "zarr3"}
 _MAX_KEY = 200
-MAX_DIMENSIONS = 32
-"""TensorStore's limit."""
+MAX_DIMENSIONS = 32  # TensorStore's limit
+# An attribute of the group. It shows that a sidecar is missing.
 MARK = f'"tensorkeep":"{FILE_NAME}"'
-"""An attribute of the group, so that a missing sidecar is noticed."""
 GROUP_FILES = {
     2: {".zgroup": b'{"zarr_format":2}', ".zattrs": b"{%s}" % MARK.encode()},
     3: {"zarr.json": b'{"zarr_format":3,"node_type":"group","attributes":{%s}}' % MARK.encode()},
 }
-"""By version of zarr: the files that make the directory a group, so that zarr-python opens all arrays at once."""
+"""The files that make the directory a group, by version of zarr: zarr-python then opens all arrays at once."""
 _RESERVED = frozenset((FILE_NAME, "zarr.json", "c", "d", "manifest.ocdbt", "checkpoint"))
+# TensorStore 0.1.86 lacks these dtypes; a test compares.
 UNSUPPORTED_DTYPES = frozenset(
     ("complex32", "float4_e2m1fn_x2", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn", "uint4", "uint2")
 )
-"""Of TensorStore 0.1.86; a test compares."""
 _SAME_SIZE = {1: "uint8", 2: "uint16", 4: "uint32"}
 
 
@@ -361,9 +353,9 @@ def is_key(key: str) -> bool:
 
 
 def array_keys(names: Iterable[str]) -> dict[str, str]:
-    """Return the key of each tensor: its name, with other than plain characters percent-encoded.
+    """Return the keys of tensors: their names, with all but plain characters percent-encoded.
 
-    Keys have at most 200 characters, and are unique on file systems that ignore case.
+    A key has at most 200 characters, and is unique on file systems that ignore case.
 
     Examples
     --------
@@ -391,9 +383,9 @@ def _add_digest(key: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredType:
-    """The dtype of a tensor in the state, and that in the files.
+    """The dtype of a tensor in the state, and the dtype in the files.
 
-    The latter is the same, or float32, or, if TensorStore lacks the dtype, unsigned integers with the same bits.
+    The stored dtype is the same, or float32, or unsigned integers of the same bits if TensorStore lacks the dtype.
     """
 
     dtype: DType
@@ -406,19 +398,19 @@ class StoredType:
 
     @property
     def is_valid(self) -> bool:
-        """Whether some option stores the one dtype as the other."""
+        """Whether some option stores this dtype so."""
         return self in (stored_type(self.dtype), stored_type(self.dtype, "float32"))
 
     def to_stored(self, data: Bytes) -> npt.NDArray[Any]:
-        """Return elements as they are stored; a view of the same memory unless values are converted."""
+        """Return elements in their stored form; a view of the same memory unless values are converted."""
         if not self.converts:
             return data.view(self.stored.numpy)
-        # Values beyond the range become infinite, as in torch.
+        # Values beyond the range become infinite, as in torch, and numpy would warn.
         with np.errstate(over="ignore", invalid="ignore"):
             return data.view(self.dtype.numpy).astype(np.float32)
 
     def from_stored(self, array: npt.NDArray[Any]) -> Bytes:
-        """Return the bytes of the state's elements for a C-contiguous array of stored ones."""
+        """Return the bytes of the state's elements for a C-contiguous array of stored elements."""
         flat = array.reshape(-1)
         if self.converts:
             with np.errstate(over="ignore", invalid="ignore"):
@@ -436,8 +428,8 @@ def stored_type(dtype: DType, option: str = "keep") -> StoredType:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How an array is stored: its dtypes, its shape, that of a chunk, and that of a shard (one file)."""
+class ArrayLayout:
+    """How an array is stored: its dtypes, and the shapes of the array, of a chunk and of a shard (one file)."""
 
     types: StoredType
     shape: Shape
@@ -445,13 +437,13 @@ class Layout:
     shard: Shape
 
 
-def layout_of(dtype: DType, shape: Sequence[int], options: TensorStoreOptions) -> Layout:
+def layout_of(dtype: DType, shape: Sequence[int], options: TensorStoreOptions) -> ArrayLayout:
     """Return how a tensor is stored with some options."""
     types = stored_type(dtype, options.dtype)
     chunk = shard = chunk_shape(shape, types.stored.itemsize, options.chunk, options.chunking)
     if options.shard_limit is not None:
         shard = grow(shape, chunk, options.shard_limit // types.stored.itemsize)
-    return Layout(types, tuple(shape), chunk, shard)
+    return ArrayLayout(types, tuple(shape), chunk, shard)
 
 
 def open_spec(directory: ArrayDirectory, key: str, zarr: int, *, fill_missing: bool) -> dict[str, Any]:
@@ -465,7 +457,9 @@ def open_spec(directory: ArrayDirectory, key: str, zarr: int, *, fill_missing: b
     }
 
 
-def create_spec(directory: ArrayDirectory, key: str, layout: Layout, options: TensorStoreOptions) -> dict[str, Any]:
+def create_spec(
+    directory: ArrayDirectory, key: str, layout: ArrayLayout, options: TensorStoreOptions
+) -> dict[str, Any]:
     """Return the spec of a new array that stores all its chunks, also those equal to the fill value."""
     compressor = parse_compressor(options.compressor, options.zarr)
     return {
@@ -476,7 +470,7 @@ def create_spec(directory: ArrayDirectory, key: str, layout: Layout, options: Te
     }
 
 
-def _zarr2(layout: Layout, compressor: Compressor | str | None) -> dict[str, Any]:
+def _zarr2(layout: ArrayLayout, compressor: Compressor | str | None) -> dict[str, Any]:
     numpy = layout.types.stored.numpy
     dtype = numpy.str if numpy.kind in "biufc" and numpy.isbuiltin == 1 else layout.types.stored.name
     metadata: dict[str, Any] = {"shape": list(layout.shape), "chunks": list(layout.chunk), "dtype": dtype}
@@ -485,7 +479,7 @@ def _zarr2(layout: Layout, compressor: Compressor | str | None) -> dict[str, Any
     return metadata
 
 
-def _zarr3(layout: Layout, compressor: Compressor | str | None, options: TensorStoreOptions) -> dict[str, Any]:
+def _zarr3(layout: ArrayLayout, compressor: Compressor | str | None, options: TensorStoreOptions) -> dict[str, Any]:
     little_endian = {"configuration": {"endian": "little"}}
     codecs: list[dict[str, Any]] = [{"name": "bytes"} | (little_endian if layout.types.stored.itemsize > 1 else {})]
     if isinstance(compressor, Compressor):

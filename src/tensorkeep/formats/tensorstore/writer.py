@@ -1,4 +1,9 @@
-"""Writer of states as TensorStore arrays: arrays, sidecar, then one rename."""
+"""Writes states as TensorStore arrays: arrays, sidecar, then one rename.
+
+An array is written in regions of full chunks, so that TensorStore never reads a chunk back. A thread waits until the
+budget admits a region, and hands it to TensorStore, which releases the bytes when the region is written. TensorStore
+reads the memory of the state without a copy if it already has the stored form.
+"""
 
 import functools
 import threading
@@ -19,12 +24,13 @@ from tensorkeep.formats.boxes import Box, box_shape, box_to_ranges, grid, grow
 from tensorkeep.formats.sidecar import FileNote, TensorNote, note_file
 from tensorkeep.formats.tensorstore import library
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, tensorstore
-from tensorkeep.formats.tensorstore.reader import TensorStoreSidecar, list_tree, sync_directories
+from tensorkeep.formats.tensorstore.listing import list_tree, sync_directories
+from tensorkeep.formats.tensorstore.reader import TensorStoreSidecar
 from tensorkeep.formats.tensorstore.specs import (
     GROUP_FILES,
     MAX_DIMENSIONS,
     METADATA_FILE,
-    Layout,
+    ArrayLayout,
     TensorStoreOptions,
     array_keys,
     create_spec,
@@ -38,25 +44,17 @@ from tensorkeep.storage.direct_io import Bytes, store_errors, write_small
 from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.storage.parallel import Cancelled, Meter
 
-# Writing many arrays into one directory, within one memory budget.
-#
-# An array is written in regions of full chunks, so that TensorStore never reads a chunk back. A thread waits until the
-# budget admits a region and hands it to TensorStore, which releases the bytes when the region is written. If the memory
-# of the state already has the stored form, TensorStore reads it without a copy.
-
+# A region takes at most a quarter of the budget, unless a chunk is larger, so that several are in flight.
 _REGIONS = 4
-"""A region takes at most this fraction of the budget, unless a chunk is larger, so that several are in flight."""
 _CREATED_AHEAD = 16
 
 
 class ByteBudget:
     """A limit on the bytes of all regions in flight.
 
-    A region acquires all its bytes at once and holds nothing while it waits, and regions are admitted in the order of
-    their requests, so none waits forever. A region larger than the limit is admitted alone. The memory belongs to the
-    state or to TensorStore; `tensorkeep.storage.buffers.BufferPool`, in contrast, allocates the buffers that it
-    returns.
-    ``peak`` is the most bytes that were in flight at one moment.
+    A region acquires all its bytes at once and holds nothing while it waits. Regions are admitted in the order of their
+    requests, so none waits forever. A region larger than the limit is admitted alone. The budget allocates nothing: the
+    memory belongs to the state or to TensorStore. ``peak`` is the most bytes that were in flight at one moment.
     """
 
     def __init__(self, limit: int) -> None:
@@ -114,15 +112,15 @@ def write_arrays(
     budget: ByteBudget,
     threads: int,
     meter: parallel.Meter,
-) -> dict[str, Layout]:
-    """Write each source as a new array under its key, and return how it is stored.
+) -> dict[str, ArrayLayout]:
+    """Write each source as a new array under its key, and return how the arrays are stored.
 
-    The files are durable on return if the options ask for it, but not the names of new directories (see
-    `sync_directories`). The state must not change during the call. The budget counts the bytes of all regions in
-    flight: copies made here, and what TensorStore encodes. The threads gather and convert what it cannot read in place.
+    With the option ``sync``, the files are durable on return, but not the names of new directories (see
+    `sync_directories`). The state must not change during the call. The budget counts all regions in flight: copies made
+    here, and what TensorStore encodes. The threads gather and convert what TensorStore cannot read in place.
 
-    Raises UnsupportedLeafError if an array has more than 32 dimensions; nothing was written; StoreError if the disk
-    fails.
+    Raises UnsupportedLeafError, before anything is written, if an array has more than 32 dimensions; StoreError if the
+    disk fails.
     """
     for source in arrays.values():
         if len(source.shape) > MAX_DIMENSIONS:
@@ -144,7 +142,7 @@ def write_arrays(
     except Exception as error:
         writer.failure = writer.failure or (error, None)
     finally:
-        # TensorStore reads the state's memory until the last region is written, also after a failure.
+        # TensorStore reads the state's memory until the last region is written, even after a failure.
         parallel.run([budget.wait_until_empty], 1)
     if writer.failure:
         cause, name = writer.failure
@@ -154,7 +152,7 @@ def write_arrays(
 
 
 class _Job:
-    """One array: its source, how it is cut, and the future of the array itself once its creation was started."""
+    """One array: its source, its layout, and the future of the TensorStore array once its creation has started."""
 
     def __init__(self, key: str, source: Source, options: TensorStoreOptions) -> None:
         self.key = key
@@ -164,18 +162,18 @@ class _Job:
         self.types = self.layout.types
         self.array: Any = None
         in_place = self.host is not None and not self.types.converts
-        # TensorStore reads a chunk that it encodes more than once; the tensors of a state may change meanwhile.
+        # TensorStore reads a chunk more than once when it encodes it; the tensors of a state may change meanwhile.
         self.copied = in_place and options.encodes and isinstance(source, Leaf)
 
     def cost(self, elements: int) -> int:
-        """Return the bytes in flight for so many elements: encoded, copied or converted, and gathered."""
+        """Return the bytes in flight for a number of elements: encoded, copied or converted, and gathered."""
         stored, own = self.types.stored.itemsize, self.source.dtype.itemsize
         gathered = own if self.host is None else 0
         copied = stored if self.copied or self.types.converts else 0
         return elements * (stored + copied + gathered)
 
     def content(self, box: Box) -> npt.NDArray[Any]:
-        """Return a region as it is stored; a view of the state's memory if that has the stored form."""
+        """Return a region in its stored form; a view of the state's memory if possible."""
         if self.host is None:
             data = self._gather(box)
         elif not self.types.converts:
@@ -212,7 +210,7 @@ class _ArrayWriter:
 
     def tasks(self, jobs: list[_Job]) -> Iterator[Callable[[], None]]:
         """Yield a task for each region of all arrays, and one for each empty array."""
-        # Creating an array waits for the disk, so a few are created ahead.
+        # Creating an array waits for the disk, so the creation of the next arrays starts ahead.
         for number, job in enumerate(jobs):
             for later in jobs[number : number + _CREATED_AHEAD]:
                 self._start_creating(later)
@@ -230,7 +228,7 @@ class _ArrayWriter:
             raise self.failure[0]
 
     def _start_creating(self, job: _Job) -> None:
-        """Start to create an array, unless that was started before; called by one thread at a time."""
+        """Start to create an array, if that has not started; called by one thread at a time."""
         if job.array is None:
             spec = create_spec(self.directory, job.key, job.layout, self.options)
             job.array = tensorstore().open(spec, create=True, open=False, context=self.context)
@@ -244,7 +242,7 @@ class _ArrayWriter:
             raise
 
     def _regions(self, job: _Job) -> Iterator[Box]:
-        """Yield the regions of an array: a single one, if arrays are written one by one and it fits the budget."""
+        """Yield the regions of an array. An array that is written alone and fits the budget is one region."""
         elements = self.budget.limit // job.cost(1)
         if self.options.in_flight == "all" or prod(job.layout.shape) > elements:
             elements //= _REGIONS
@@ -267,7 +265,7 @@ class _ArrayWriter:
             raise
 
         def finish(done: Any, content: npt.NDArray[Any] = content) -> None:
-            # The content stays referenced until here: TensorStore reads its memory.
+            # The default argument keeps the content alive until here: TensorStore reads its memory.
             try:
                 done.result()
                 self.meter.add(elements * job.source.dtype.itemsize)
@@ -335,7 +333,7 @@ def refuse_compression(settings: WriteSettings, destination: Path, example: str)
 
 
 def is_replaceable(path: Path) -> bool:
-    """Return whether a path is a checkpoint of TensorStore arrays that Tensorkeep wrote, and nothing else.
+    """Return whether a path is a checkpoint of TensorStore arrays that Tensorkeep wrote.
 
     Raises DestinationExistsError if there are other files, which would be removed.
     """
@@ -385,7 +383,7 @@ def _write_group(directory: ArrayDirectory, options: TensorStoreOptions, path: P
 def _describe_tensors(
     flat: Flat[Source],
     keys: Mapping[str, str],
-    written: Mapping[str, Layout],
+    written: Mapping[str, ArrayLayout],
     files: Mapping[str, int],
     directory: ArrayDirectory,
     options: TensorStoreOptions,
@@ -396,7 +394,7 @@ def _describe_tensors(
             store = directory.open_store()
             futures = {name: store.read(f"{key}/{METADATA_FILE[options.zarr]}") for name, key in keys.items()}
             digests = {name: checksummed_json.digest(future.result().value) for name, future in futures.items()}
-    # The files of a database are not separable; their bytes are attributed by the sizes of the tensors.
+    # A database mixes all arrays in its files; their bytes are attributed by the sizes of the tensors.
     total = sum(files.values()) if options.kvstore == "ocdbt" else 0
     nbytes = max(1, sum(leaf.nbytes for leaf in flat.leaves.values()))
     notes = {}

@@ -1,11 +1,10 @@
-"""Registration of bfloat16 with zarr-python, as the dtype of ``ml_dtypes``.
+"""Registers bfloat16 with zarr-python, as the dtype of ``ml_dtypes``: zarr-python itself has no bfloat16.
 
 >>> from tensorkeep.formats.tensorstore import zarr_bfloat16
 >>> zarr_bfloat16.register()  # doctest: +SKIP
 >>> zarr.open_group("checkpoint", mode="r")["model.weight"][:]  # doctest: +SKIP
 
-zarr-python itself lacks this dtype. For ``"bfloat16"`` in zarr v2 and v3 metadata, as TensorStore writes it. Written
-for zarr-python 3.1.
+Zarr v2 and v3 metadata name the dtype ``"bfloat16"``, as TensorStore writes it. Written for zarr-python 3.1.
 """
 
 import math
@@ -38,7 +37,7 @@ def register() -> None:
 
 @cache
 def _bfloat16() -> Any:
-    """Return the class of the dtype; defined here, because its base class comes from zarr."""
+    """Return the dtype as zarr-python sees it; in a function, because the base class comes from zarr."""
     from dataclasses import dataclass
 
     from zarr.core.dtype.common import HasItemSize
@@ -75,6 +74,7 @@ def _bfloat16() -> Any:
             return cls()
 
         def to_json(self, zarr_format: int) -> Any:
+            # The bits are the upper half of a float32, so no codec converts them: zarr stores them as they are.
             return {"name": "bfloat16", "object_codec_id": None} if zarr_format == 2 else "bfloat16"
 
         def _check_scalar(self, data: object) -> bool:
