@@ -15,23 +15,23 @@ import torch
 from torch import nn
 
 import tensorkeep
-from faults.injection import flip_bit
-from tensorkeep import CheckpointManager, RandomState
-from tensorkeep.checkpoint.object_checks import unwrapped
-from tensorkeep.checkpoint.stateful import expand
-from tensorkeep.testing.equality import same
-from tensorkeep.testing.object_states import (
+from checkpoint.load.loaded_objects import (
     CONVERTED,
     STATES,
     Anything,
     Captured,
     Doubled,
-    Swapped,
+    SwappedLayers,
     Tied,
     norm,
     values,
     wrapped,
 )
+from faults.injection import flip_bit
+from tensorkeep import CheckpointManager, RandomState
+from tensorkeep.checkpoint.object_checks import unwrapped
+from tensorkeep.checkpoint.stateful import expand
+from tensorkeep.testing.equality import same
 
 
 def saved(state: Any, path: Path) -> Path:
@@ -571,7 +571,7 @@ REFUSED = [
     case("remedy: wrapped", ONE, {"model": dict(wrapped(linear(0)).state_dict())}, "one of the models is wrapped"),
     case("one more", values(norm()), norm(linear(0)), names={"missing": ("2.weight", "2.bias")}),
     case("in another dtype", {"weight": torch.ones(4, 4)}, Doubled(), "float32 in the state, float64 made from the"),
-    case("cannot answer", {"a.weight": torch.ones(2, 2)}, Swapped(reads=True), "read: load it without `into`,"),
+    case("cannot answer", {"a.weight": torch.ones(2, 2)}, SwappedLayers(reads=True), "read: load it without `into`,"),
     case("cannot answer, a closure", {"seen": torch.ones(5)}, Captured(), "read: load it without `into`,"),
     case("tied, saved apart", values(Tied()), Tied(), "is 'head.weight' in the state, and they were saved with"),
     case("remedy: mistyped", ONE, {"mdoel": linear(0), "step": 1}, "did you mean the key 'model'?"),

@@ -18,13 +18,13 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
+from interrupts import interrupted_at
 from tensorkeep import CheckpointManager, KeepBest
 from tensorkeep.checkpoint import auto_compression
 from tensorkeep.checkpoint.background import SaveQueue
 from tensorkeep.checkpoint.memory import SaveMemory
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.testing.equality import same
-from tensorkeep.testing.interrupts import interrupted_at
 from tiers import exhaustive
 
 MIB = 1024**2

@@ -44,13 +44,13 @@ def norm(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), *more)
 
 
-class Swapped(nn.Module):
+class SwappedLayers(nn.Module):
     """An earlier version had the names of its layers the other way round, and a tensor that is no longer used."""
 
     def __init__(self, *, reads: bool = False) -> None:
         super().__init__()
         self.a, self.b, self.reads = nn.Linear(2, 2), nn.Linear(2, 2), reads
-        self.register_load_state_dict_pre_hook(Swapped.convert)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(SwappedLayers.convert)  # type: ignore[no-untyped-call]
 
     def convert(self, state: dict[str, Any], *_: Any) -> None:
         assert not self.reads or float(state["a.weight"].sum()) != 0.5
@@ -80,7 +80,7 @@ class Captured(nn.Module):
         return lambda state, *_: setattr(self, "seen", torch.empty_like(state["seen"]))
 
 
-class Scale(nn.Module):
+class ScalarParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.0))
@@ -121,11 +121,11 @@ HEADS, HEAD = ("embedding.weight", "head.weight"), torch.rand(5, 2)
 CONVERTED: dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor], Collection[str]]] = {
     "no count of batches": (norm, values(norm()), PARTS),
     "weights of another normalisation": (make_old_norm, OLD_NORM, ["bias"]),
-    "swapped names": (Swapped, values(Swapped(), old=torch.ones(3)), []),
-    "swapped names, with a look at the data": (partial(Swapped, reads=True), values(Swapped()), []),
+    "swapped names": (SwappedLayers, values(SwappedLayers(), old=torch.ones(3)), []),
+    "swapped names, with a look at the data": (partial(SwappedLayers, reads=True), values(SwappedLayers()), []),
     "resized": (torch.ao.quantization.PerChannelMinMaxObserver, MINIMA, []),
     "a hook that holds its module": (Captured, {"seen": torch.rand(2)}, []),
-    "one value": (Scale, {"scale": torch.rand(1)}, []),
+    "one value": (ScalarParameter, {"scale": torch.rand(1)}, []),
     "tied: the first name": (Tied, values(Tied(), "embedding.weight"), LINKED),
     "tied: the second name": (Tied, values(Tied(), "head.weight"), LINKED),
     "tied, of a wrapper": (Tied, values(Tied(), "head.weight", around="module."), LINKED),
