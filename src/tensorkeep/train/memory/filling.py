@@ -67,8 +67,9 @@ class GpuMemory:
         return torch.cuda.max_memory_allocated(self._device)
 
     def release(self) -> None:
-        """Give back what is not used."""
+        """Give back what is not used, and what cuBLAS keeps for each stream, as of those of earlier trials."""
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         self.reset_peak()
 
