@@ -59,18 +59,21 @@ def main() -> int:
     nbytes = sum(each.nbytes for each in state.values())
     folder = Path(tempfile.mkdtemp(prefix="tensorkeep-bench-", dir=options.dir))
     samples: Samples = defaultdict(lambda: defaultdict(list))
+    failed: dict[str, str] = {}
     try:
         about = machine.describe(folder)
         # The folder's path does not identify the disk.
         for place in ("path", "mount_point"):
             del about["storage"][place]
-        for part in (saves_and_loads, blocked, steps):
-            print(part.__name__, file=sys.stderr, flush=True)
-            part(state, folder, options.rounds, order, samples)
+        saves_and_loads(state, folder, options.rounds, order, samples)
+        blocked(state, folder, options.rounds, order, samples, failed)
+        steps(state, folder, options.rounds, order, samples)
     finally:
         shutil.rmtree(folder)
     print(f"{nbytes:,} bytes on {device}; medians of {options.rounds} rounds")
     Table(("", "tool", ">median", ">ratio to tensorkeep", ">spread"), rows(samples)).show()
+    for name, error in failed.items():
+        print(f"not measured: {name}: {error}")
     if options.out:
         document = {
             "command": f"benchmarks/gpu_saves.py --size {options.size} --rounds {options.rounds}",
@@ -78,6 +81,7 @@ def main() -> int:
             "environment": about,
             "bytes": nbytes,
             "samples": samples,
+            "failed": failed,
         }
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
@@ -176,8 +180,13 @@ def saves_and_loads(state: State, folder: Path, rounds: int, order: random.Rando
         sort_first(kept, OURS)
 
 
-def blocked(state: State, folder: Path, rounds: int, order: random.Random, samples: Samples) -> None:
-    """Measure how long asynchronous saves block, and a copy of the state to host memory, which is the least they do."""
+def blocked(
+    state: State, folder: Path, rounds: int, order: random.Random, samples: Samples, failed: dict[str, str]
+) -> None:
+    """Measure how long asynchronous saves block, and a copy of the state to host memory, which is the least they do.
+
+    A tool that raises an error is measured no further: DCP's pinned stager does with some versions of torch.
+    """
     on_gpu = next(iter(state.values())).is_cuda
     host = {name: torch.empty_like(each, device="cpu", pin_memory=on_gpu) for name, each in state.items()}
     manager = tensorkeep.CheckpointManager(folder / "run", keep_last=1)
@@ -217,7 +226,12 @@ def blocked(state: State, folder: Path, rounds: int, order: random.Random, sampl
     for number in range(rounds + 1):
         for name in shuffled(measured, order):
             synchronize()
-            held = measured[name]()
+            try:
+                held = measured[name]()
+            except (RuntimeError, KeyError, TypeError) as error:
+                failed[name] = repr(error)
+                del measured[name]
+                continue
             if number:
                 samples["blocked"][name].append(held)
     manager.close()
