@@ -216,8 +216,9 @@ def _embeddings_not_compiled() -> Iterator[None]:
     Compiled code adds them in any order, on a GPU and with several threads: a resumed run would have other last bits.
     """
     from torch._inductor.decomposition import decompositions
-    from torch.compiler import config
+    from torch.compiler import config as of_caches
 
+    config: Any = of_caches
     operator = torch.ops.aten.embedding_dense_backward.default
     compiled = decompositions.pop(operator, None)
     try:
