@@ -70,7 +70,7 @@ def test_unreadable_files_and_folders_are_errors(tmp_path: Path, monkeypatch: py
 
     fill(tmp_path, {"a.txt": "a"})
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(StoreError, match=r"a\.txt: cannot read the file: Permission denied\ncheck its permissions"):
+    with pytest.raises(StoreError, match=r"a\.txt: cannot read the file: Permission denied\ncheck the permissions"):
         read(tmp_path)
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(StoreError, match="cannot list the folder: Permission denied"):

@@ -119,7 +119,8 @@ def train(
 ) -> None:
     """Train a model, resume a run, or branch from one.
 
-    A resumed run gives the same result as an uninterrupted one, bit for bit. Every setting of the recipe is an option:
+    A resumed run gives the same result as an uninterrupted one: bit for bit on a CPU. On a GPU, fused attention kernels
+    add gradients in any order, so the last bits may differ. Every setting of the recipe is an option:
     --optim.lr 3e-4 --loop.steps 500; in the file of -C they are in the tables [train.optim] and [train.loop]. Ctrl-C
     saves and stops, as do SIGTERM and closing the terminal; a second Ctrl-C stops at once.
 
