@@ -109,7 +109,7 @@ def test_commands_are_plug_ins_and_a_missing_package_is_named(call: Call, monkey
     # Another package adds a command of its own to a group, and cannot replace one.
     entries = {"bench.mine": "platform:python_version", "info": "platform:machine", "mine": "platform:system"}
     mine = [EntryPoint(name, target, "tensorkeep.commands") for name, target in entries.items()]
-    monkeypatch.setattr(commands, "entry_points", lambda **_: mine)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: mine)
     for words, name in (("--help", "mine"), ("bench --help", "mine"), ("info --help", "checkpoint")):
         assert f" {name}" in call(*words.split()).out
     assert {*commands.plug_in_commands()} == {"bench mine", "mine"}

@@ -72,7 +72,7 @@ def checkpoint_at(path: str, output: Output) -> str:
     return os.fspath(address.path)
 
 
-class Results:
+class BatchResults:
     """The results of a command for several checkpoints. An error of one checkpoint does not stop the others."""
 
     def __init__(self, *, alone: bool = False) -> None:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from tensorkeep.checkpoint.background import SaveReport
 from tensorkeep.checkpoint.convert import convert as write_converted
 from tensorkeep.checkpoint.convert import format_for
-from tensorkeep.cli.checkpoints import OPEN, Globs, OpenOptions, Results, checkpoint_at
+from tensorkeep.cli.checkpoints import OPEN, BatchResults, Globs, OpenOptions, checkpoint_at
 from tensorkeep.cli.options import SIZE, AtLeastOne, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines, ratio
@@ -170,7 +170,7 @@ def _stem(source: str) -> str:
 
 
 def _run_all(jobs: list[_Job], run: Callable[[_Job], SaveReport], output: Output) -> int:
-    results = Results()
+    results = BatchResults()
     for job in jobs:
         with results.attempt(source=job.source):
             source = checkpoint_at(job.source, output)

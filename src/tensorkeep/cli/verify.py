@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from tensorkeep.checkpoint.verify import VerifyReport
 from tensorkeep.checkpoint.verify import verify as check
-from tensorkeep.cli.checkpoints import READ, InputFormat, ReadOptions, Results, checkpoint_at
+from tensorkeep.cli.checkpoints import READ, BatchResults, InputFormat, ReadOptions, checkpoint_at
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines, print_verdict
 from tensorkeep.errors import CorruptCheckpointError
@@ -32,7 +32,7 @@ def verify(
         severe one, in the order 4 (corrupt), 3 (I/O), 5 (not a checkpoint), 7 (unsupported).
     """
     chosen = [os.fspath(each) for path in paths for each in steps_of_run(path) or (path,)]
-    results = Results(alone=len(chosen) == 1)
+    results = BatchResults(alone=len(chosen) == 1)
     for path in chosen:
         with results.attempt(path=path):
             begin = time.perf_counter()
