@@ -56,7 +56,7 @@ AtLeastOne = Parameter(validator=Number(gte=1))
 
 AtLeastZero = Parameter(validator=Number(gte=0))
 
-Run = Annotated[Path, Parameter(help="The folder of the run, or a step of it: RUN@1200, RUN@best.")]
+Run = Annotated[Path, Parameter(help="The folder of the run, or one of its steps: RUN@1200, RUN@best.")]
 
 Which = Annotated[Literal["last", "best"], Parameter(help="The last checkpoint, or the best one by validation loss.")]
 

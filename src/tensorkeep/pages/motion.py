@@ -1,7 +1,7 @@
 """How far the layers of a model moved from step to step of a run, measured on a sample of the weights."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from tensorkeep.errors import TensorkeepError
 from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.finding import open_reader
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
+from tensorkeep.pages.page import HeatMap, heat_map
 from tensorkeep.pages.statistics import read_ranges
+from tensorkeep.report.tables import Entry, ReportTable
 from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Meter, Progress
@@ -23,7 +25,7 @@ _MOST_STEPS = 32
 _FEWEST_STEPS = 4
 _RANGE_BYTES = 1024**2
 
-# Bytes to decode for each byte of the sample: a whole block is decoded to compare a part of it.
+# Bytes to decode for each byte of the sample: a whole block is decoded to compare one part.
 _DECODED = 8
 
 
@@ -54,6 +56,55 @@ class Motion:
     def as_dict(self) -> dict[str, Any]:
         """Return the motion as plain values."""
         return asdict(self)
+
+    def sentence(self) -> str:
+        """Return the largest move in words."""
+        furthest = [(max(_finite(row), default=0.0), layer) for row, layer in zip(self.moved, self.layers, strict=True)]
+        largest, layer = max(furthest)
+        still = sum(1 for moved, _ in furthest if not moved)
+        frozen = f" {counted(still, 'layer')} did not move." if still else ""
+        if not largest:
+            return "No layer moved between the steps that were read."
+        return f"Largest move of a layer between two steps: {layer}, relative L2 {largest:.3g}.{frozen}"
+
+    def moved_most(self, step: int) -> str | None:
+        """Return the layer that moved most to a step, in words; None for other steps."""
+        if step not in self.steps[1:]:
+            return None
+        place = self.steps.index(step) - 1
+        moved = [(row[place] or 0.0, layer) for row, layer in zip(self.moved, self.layers, strict=True)]
+        largest, layer = max(moved)
+        return f"{layer} ({largest:.3g})" if largest else None
+
+    def heat_map(self) -> HeatMap:
+        """Return the moves as a heat map: a row for a layer, a column for a step."""
+
+        def text(row: int, column: int, value: float) -> str:
+            steps = f"step {self.steps[column]} to {self.steps[column + 1]}"
+            return f"{self.layers[row]}, {steps}: relative L2 {value:.3g}"
+
+        return heat_map(self.layers, [str(step) for step in self.steps[1:]], self.moved, text, log=True)
+
+    def table(self) -> ReportTable:
+        """Return the moves of layers in figures, for readers who do not see the colours."""
+        rows = []
+        for layer, row in zip(self.layers, self.moved, strict=True):
+            moved = _finite(row)
+            total = math.fsum(moved)
+            figures = (moved[0], moved[-1], max(moved)) if moved else (None, None, None)
+            rows.append((Entry(layer), *(_figure(value) for value in (*figures, total))))
+        headings = ("layer", ">first move", ">last move", ">largest move", ">sum of moves")
+        return ReportTable(
+            "Moves of the layers", headings, rows, "Relative L2 differences between the steps that were read."
+        )
+
+
+def _finite(row: Sequence[float | None]) -> list[float]:
+    return [value for value in row if value is not None and math.isfinite(value)]
+
+
+def _figure(value: float | None) -> Entry:
+    return Entry("-") if value is None else Entry(f"{value:.3g}", value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,8 +111,8 @@ class RunContents(PageSubject):
             found.append(("bad", f"Step {number}: {problem}."))
         if len(self.problems) > _NAMED:
             found.append(("bad", f"{len(self.problems) - _NAMED:,} more steps have problems; see the table."))
-        if line := _motion_line(self.moves):
-            found.append(("", line))
+        if self.moves is not None:
+            found.append(("", self.moves.sentence()))
         return found
 
     def summary(self) -> ReportTable:
@@ -148,9 +148,9 @@ class RunContents(PageSubject):
             cut=self.cut,
             sizes=_sizes(log.steps),
             shared=_shared(self.origins),
-            motion=None if moves is None else _motion(moves),
+            motion=None if moves is None else moves.heat_map(),
             motion_text="" if moves is None else moves.text,
-            motion_table=None if moves is None else _motion_table(moves),
+            motion_table=None if moves is None else moves.table(),
             left_out=table.left_out_text("the latest"),
         )
 
@@ -186,7 +186,7 @@ class RunContents(PageSubject):
         saved = None if step.saved_at is None else format_moment(step.saved_at)
         name = f"{step.number}{' (best)' if step.best else ''}"
         state = step.state_bytes or None
-        moved = _moved_most(self.moves, step.number)
+        moved = None if self.moves is None else self.moves.moved_most(step.number)
         return [name, saved, step.nbytes, step.new_bytes, shared, state, ratio, moved, self.problems.get(step.number)]
 
 
@@ -206,7 +206,7 @@ def read_run(
     found = read_log(path)
     problems = {step.number: step.problem for step in found.steps if step.problem}
     complete = {step.number: as_path(step.path) for step in found.steps if step.problem is None}
-    # Damaged steps are left out: one of them must not end the whole page.
+    # A damaged step must not end the whole page.
     motion = read_motion(
         complete, sample=sample, allow=allow, threads=threads, memory_budget=memory_budget, progress=progress
     )
@@ -271,31 +271,6 @@ def _divergence(figures: dict[str, Points]) -> Iterator[str]:
             yield f"The {name.replace('_', ' ')} was not finite at {count}, first at step {bad[0]}."
 
 
-def _motion_line(motion: Motion | None) -> str:
-    if motion is None:
-        return ""
-    furthest = [(max(_finite(row), default=0.0), layer) for row, layer in zip(motion.moved, motion.layers, strict=True)]
-    largest, layer = max(furthest)
-    still = sum(1 for moved, _ in furthest if not moved)
-    frozen = f" {counted(still, 'layer')} did not move." if still else ""
-    if not largest:
-        return "No layer moved between the steps that were read."
-    return f"Largest move of a layer between two steps: {layer}, relative L2 {largest:.3g}.{frozen}"
-
-
-def _finite(row: Sequence[float | None]) -> list[float]:
-    return [value for value in row if value is not None and math.isfinite(value)]
-
-
-def _moved_most(motion: Motion | None, step: int) -> str | None:
-    if motion is None or step not in motion.steps[1:]:
-        return None
-    place = motion.steps.index(step) - 1
-    moved = [(row[place] or 0.0, layer) for row, layer in zip(motion.moved, motion.layers, strict=True)]
-    largest, layer = max(moved)
-    return f"{layer} ({largest:.3g})" if largest else None
-
-
 def _sizes(steps: Sequence[LoggedStep]) -> dict[str, Any]:
     """Return bars of the sizes of the last steps: new bytes, and bytes shared with earlier steps."""
     shown = steps[-_MOST_BARS:]
@@ -348,29 +323,3 @@ def _shared(origins: dict[int, dict[int, int]]) -> HeatMap | None:
         return f"step {rows[row]}: {format_bytes(fraction * sizes[row])} ({fraction:.1%}) were written by {writer}"
 
     return heat_map([str(step) for step in rows], [*map(str, columns), "own"], values, text)
-
-
-def _motion(motion: Motion) -> HeatMap:
-    def text(row: int, column: int, value: float) -> str:
-        steps = f"step {motion.steps[column]} to {motion.steps[column + 1]}"
-        return f"{motion.layers[row]}, {steps}: relative L2 {value:.3g}"
-
-    return heat_map(motion.layers, [str(step) for step in motion.steps[1:]], motion.moved, text, log=True)
-
-
-def _motion_table(motion: Motion) -> ReportTable:
-    """Return the moves of layers in figures, for readers who do not see the colours."""
-    rows = []
-    for layer, row in zip(motion.layers, motion.moved, strict=True):
-        moved = _finite(row)
-        total = math.fsum(moved)
-        figures = (moved[0], moved[-1], max(moved)) if moved else (None, None, None)
-        rows.append((Entry(layer), *(_figure(value) for value in (*figures, total))))
-    headings = ("layer", ">first move", ">last move", ">largest move", ">sum of moves")
-    return ReportTable(
-        "Moves of the layers", headings, rows, "Relative L2 differences between the steps that were read."
-    )
-
-
-def _figure(value: float | None) -> Entry:
-    return Entry("-") if value is None else Entry(f"{value:.3g}", value)

@@ -486,7 +486,7 @@ def choose_sample(reader: Reader, limit: int) -> Sample:
 
 def _step(block_bytes: int, leaf: StoredLeaf) -> int:
     """Return the bytes of a range: one block, several small blocks, or a part of a block larger than a buffer."""
-    # Whole blocks, because a part of a coded block needs all of it to be decoded.
+    # Whole blocks, because a coded block is decoded as a whole.
     step = BLOCK_BYTES // block_bytes * block_bytes or BLOCK_BYTES
     return max(step // leaf.dtype.itemsize * leaf.dtype.itemsize, leaf.dtype.itemsize)
 

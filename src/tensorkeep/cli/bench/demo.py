@@ -84,7 +84,7 @@ def demo(
     if training:
         return 0 if training_demo(out or Path("demo-run"), output)["ok"] else 1
     if sum(given is not None for given in (size, scale, source)) > 1:
-        raise UsageError("--size, --scale and --from exclude each other", remedy="give one of them")
+        raise UsageError("--size, --scale and --from exclude each other", remedy="give only one")
     if size is not None:
         if not _SMALLEST <= size <= _LARGEST:
             limits = f"{format_bytes(_SMALLEST)} to {format_bytes(_LARGEST)}"

@@ -103,7 +103,7 @@ def checkpoint(
         adamw: add the state of the optimizer, which is twice as large as the weights.
     """
     if source is not None and model is not None:
-        raise UsageError("--from and --model exclude each other", remedy="give one of them")
+        raise UsageError("--from and --model exclude each other", remedy="give only one")
     settings = _given(slow_model=slow_model, with_optimizer=with_optimizer)
     if model is not None or source is not None:
         # A state of the user replaces all settings of the experiment that describe a state.

@@ -315,7 +315,7 @@ def _with_source(words: dict[str, str], data: str | None) -> dict[str, str]:
     if words.get("data.source", data) != data:
         raise UsageError(
             f"--data is {data!r} and --data.source is {words['data.source']!r}, which is the same setting",
-            remedy="give one of them",
+            remedy="give only one",
         )
     return {**words, "data.source": data}
 
