@@ -95,7 +95,7 @@ def plan_by_tensorkeep(ranks: int, tensors: int) -> Planning:
 
     from tensorkeep.formats.base import WriteSettings
     from tensorkeep.formats.native.directory import is_replaceable
-    from tensorkeep.formats.native.records import FragmentReport
+    from tensorkeep.formats.native.manifest import FragmentReport
     from tensorkeep.formats.native.sharded import plan_root, write_plan, write_root
     from tensorkeep.ranks.collective import assign
     from tensorkeep.ranks.outline import BoxKey, RankOutline, Tensors, merge_tensors
@@ -138,7 +138,7 @@ def _outline(rank: int, ranks: int, tensors: int) -> Any:
 
 
 def _report(rank: int, tensors: int) -> Any:
-    from tensorkeep.formats.native.records import FragmentRecord, FragmentReport, fragment_name
+    from tensorkeep.formats.native.manifest import FragmentRecord, FragmentReport, fragment_name
 
     boxes = [(number, (rank * ROWS_EACH, 0), (ROWS_EACH, COLUMNS)) for number in range(tensors)]
     names = [name_of(number) for number in range(tensors)]

@@ -11,7 +11,7 @@ from typing import Any
 from tensorkeep.formats.base import WriteResult, WriteSettings
 from tensorkeep.formats.blockfile.plan import Grid
 from tensorkeep.formats.native.directory import is_replaceable
-from tensorkeep.formats.native.records import FragmentReport
+from tensorkeep.formats.native.manifest import FragmentReport
 from tensorkeep.formats.native.sharded import plan_root, write_plan, write_root
 from tensorkeep.formats.native.writer import NativeOptions, ShardedWrite
 from tensorkeep.state.leaf import Leaf

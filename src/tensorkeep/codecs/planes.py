@@ -73,7 +73,6 @@ class PlaneModes:
 
     @property
     def shrinks(self) -> bool:
-        """Whether any plane shrinks."""
         return any(self.planes)
 
 
@@ -220,7 +219,6 @@ class _Header:
 
 
 def _layout(nbytes: int, dtype: DType) -> tuple[int, int]:
-    """Return the layout, and the width of the elements to split."""
     width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
     if width not in bitplanes.WIDTHS or nbytes % width:
         return bitplanes.BYTES, 1

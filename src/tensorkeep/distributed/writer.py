@@ -27,7 +27,7 @@ from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, RanksDisagreeError, UnsupportedLeafError, UsageError
 from tensorkeep.formats.base import WriteResult as FormatResult
 from tensorkeep.formats.native.directory import is_replaceable
-from tensorkeep.formats.native.records import FragmentReport
+from tensorkeep.formats.native.manifest import FragmentReport
 from tensorkeep.formats.native.sharded import finish_saves, plan_root, write_root
 from tensorkeep.formats.native.writer import ShardedWrite
 from tensorkeep.paths import absolute, checked_path

@@ -17,7 +17,6 @@ Box = tuple[slice, ...]
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """Return the lengths of a box."""
     return tuple(side.stop - side.start for side in box)
 
 
@@ -251,7 +250,6 @@ class BoxTarget:
 
     @classmethod
     def of_leaf(cls, leaf: Leaf) -> "BoxTarget":
-        """Return the memory of a leaf."""
         return cls(leaf.shape, leaf.dtype.itemsize, leaf.host_bytes(), leaf)
 
     def contiguous(self, region: Box) -> Bytes | None:

@@ -39,7 +39,6 @@ def digest(data: Any, *, wide: bool = False) -> str:
 
 
 def digest_of(file: SourceFile, count: int) -> str:
-    """Return the checksum of the first bytes of a file."""
     hasher = xxhash.xxh3_64()
     buffer = np.empty(min(count, _PIECE), np.uint8)
     for at in range(0, count, _PIECE):
@@ -50,7 +49,6 @@ def digest_of(file: SourceFile, count: int) -> str:
 
 
 def is_wide(expected: str) -> bool:
-    """Return whether a checksum has 128 bits."""
     return len(expected) > _DIGITS
 
 

@@ -33,8 +33,8 @@ from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.plan import INDEX_SUFFIX
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.directory import commit_to, summarise
+from tensorkeep.formats.native.manifest import REFERENCES, FileRecord, Manifest, Root
 from tensorkeep.formats.native.reader import OpenFiles
-from tensorkeep.formats.native.records import REFERENCES, FileRecord, Manifest, Root
 from tensorkeep.paths import StorePath
 from tensorkeep.runs.steps import UploadStatus, step_path
 from tensorkeep.storage import exists, open_directory, store_requests

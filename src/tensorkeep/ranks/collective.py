@@ -19,8 +19,7 @@ from tensorkeep.errors import RanksDisagreeError, StateMismatchWarning, stack_le
 from tensorkeep.formats.base import WriteResult, WriteSettings
 from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native.directory import commit_to
-from tensorkeep.formats.native.manifest import FILE_NAME
-from tensorkeep.formats.native.records import FragmentReport, Root
+from tensorkeep.formats.native.manifest import FILE_NAME, FragmentReport, Root
 from tensorkeep.formats.native.sharded import check_plan, finish_saves, plan_root, root_content, write_plan, write_root
 from tensorkeep.formats.native.writer import ShardedWrite
 from tensorkeep.paths import absolute, as_path

@@ -12,7 +12,7 @@ from faults.test_hostile_manifests import body_of, seal
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.records import FileRecord
+from tensorkeep.formats.native.manifest import FileRecord
 from tensorkeep.paths import StorePath
 from tensorkeep.storage.object_store import StoreDirectory
 from tensorkeep.testing.cases import case

@@ -13,7 +13,7 @@ from tensorkeep.checkpoint.saving import save
 from tensorkeep.checkpoint.verify import VerifyReport, verify
 from tensorkeep.errors import CorruptCheckpointError, UsageError, first_line
 from tensorkeep.formats.native import manifest
-from tensorkeep.formats.native.records import Manifest
+from tensorkeep.formats.native.manifest import Manifest
 from tensorkeep.storage.local import LocalDirectory
 
 SAVED = "step-1000"

@@ -14,9 +14,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.base import BLOCK_BYTES, FormatOptions, Structure
+from tensorkeep.formats.base import BLOCK_BYTES, FormatOptions, PartKey, Structure
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import part_file_stems
+from tensorkeep.state.sharded import Piece
 from tensorkeep.state.tree import Flat
 from tensorkeep.units import parse_bytes
 
@@ -169,7 +170,6 @@ def plan_part(part: str, stem: str, leaves: list[CutSource], limit: int, *, suff
 
 
 def coded_name(name: str) -> str:
-    """Return the name of a data file with the suffix of coded files."""
     return name.rpartition(".")[0] + CODED_SUFFIX
 
 
@@ -315,3 +315,48 @@ RAW_GRID = Grid(4 * 1024**2, parts=128)
 """A rank that reads one of eight shards of a tensor reads little more than its own bytes."""
 CODED_GRID = Grid(4 * 1024**2)
 """Smaller blocks take twice the time to code."""
+
+
+def plan_shards(
+    shards: Sequence[Piece],
+    parts: Mapping[str, PartKey],
+    shard_bytes: int | str | None,
+    *,
+    suffix: str,
+    rank: int,
+    grid: Grid,
+) -> list[FilePlan]:
+    """Return the data files of one rank: a set for each part, named after the rank; see `plan_files`.
+
+    ``parts`` has the part and key of every tensor of the state, so that all ranks name files alike.
+    """
+    limit = shard_limit(shard_bytes)
+    stems = part_file_stems(dict.fromkeys(part for part, _ in parts.values()))
+    by_part: dict[str, list[CutSource]] = {}
+    for shard, key in zip(shards, _keys(shards, parts), strict=True):
+        starts = grid.block_starts(shard.whole, shard.offsets, shard.shape, shard.dtype.itemsize)
+        by_part.setdefault(parts[shard.name][0], []).append((shard, key, starts))
+    return [
+        plan
+        for part, leaves in by_part.items()
+        for plan in plan_part(part, f"{stems[part]}-rank-{rank:05d}", leaves, limit, suffix=suffix)
+    ]
+
+
+def _keys(shards: Sequence[Piece], parts: Mapping[str, PartKey]) -> list[str]:
+    """Return the key of each box in its data file: the tensor's key, with the ranges of the box if it has several."""
+    counts: dict[str, int] = {}
+    for shard in shards:
+        counts[shard.name] = counts.get(shard.name, 0) + 1
+    taken = set(parts.values())
+    keys: list[str] = []
+    for shard in shards:
+        part, key = parts[shard.name]
+        if counts[shard.name] > 1:
+            sides = zip(shard.offsets, shard.shape, strict=True)
+            key += f"[{','.join(f'{offset}:{offset + size}' for offset, size in sides)}]"
+            while (part, key) in taken:
+                key += "_"
+            taken.add((part, key))
+        keys.append(key)
+    return keys

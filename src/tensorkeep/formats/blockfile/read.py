@@ -69,7 +69,6 @@ class StoredTensor(msgspec.Struct, frozen=True):
         return self.file.map_private()[start:at] if at - start == self.nbytes else None
 
     def leaf(self, reader: Reader) -> StoredLeaf:
-        """Return the tensor as a leaf of a reader's state."""
         # Each codec once; ``delta`` if a block is a difference.
         codecs = dict.fromkeys([name for b in self.blocks for name in (("delta", b.codec) if b.bases else (b.codec,))])
         return StoredLeaf(
@@ -290,7 +289,6 @@ def scratch_bytes(block: StoredBlock, raw_bytes: int) -> int:
 
 
 def digest_as(expected: str, data: Bytes) -> str:
-    """Return the checksum of some bytes, with as many bits as an expected one."""
     return digest(data, wide=is_wide(expected))
 
 

@@ -44,7 +44,6 @@ def slices_of(blocks: list[Block]) -> Iterator[tuple[Block, slice]]:
 
 
 def bytes_of(blocks: list[Block]) -> int:
-    """Return the raw bytes of a task's blocks."""
     return sum(block.nbytes for block in blocks)
 
 
@@ -89,7 +88,6 @@ class HashedInput:
         self._hasher.update(piece)
 
     def hexdigest(self) -> str:
-        """Return the checksum of all pieces."""
         return self._hasher.hexdigest()
 
 
@@ -300,7 +298,6 @@ class DataFile(ABC):
         self.header_digest = digest(content)
 
     def close(self) -> None:
-        """Close the file, finished or not."""
         if self._open_file is not None:
             self._open_file.close()
 

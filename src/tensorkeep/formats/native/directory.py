@@ -12,7 +12,6 @@ from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.reader import missing_file, occupied_bytes, wrong_size
-from tensorkeep.formats.native.records import PIECES
 from tensorkeep.storage import first_bytes, names_in, read_directory, storage_of
 from tensorkeep.storage.base import Directory, PendingCommit
 from tensorkeep.storage.direct_io import store_error, store_errors
@@ -29,7 +28,6 @@ def is_native(path: Path) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a file of a native checkpoint may have this name."""
     return _OUR_NAMES.fullmatch(name) is not None
 
 
@@ -77,7 +75,7 @@ def read_contents(directory: Directory, manifest: str = manifests.FILE_NAME) -> 
     """Read what a manifest and its fragments list; ``manifest`` is its name. Raises as `manifests.read`."""
     outline = manifests.read_outline(directory, manifest)
     sizes: dict[str, int | None] = {manifest: None, **{file.name: file.bytes for file in outline.files}}
-    if PIECES in outline.features:
+    if manifests.PIECES in outline.features:
         root = manifests.read_root(directory, manifest)
         sizes |= {record.name: record.bytes for record in root.fragments}
         sizes |= {file.name: file.bytes for file in manifests.read_files(directory, root)}
@@ -127,7 +125,6 @@ class Summary(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files."""
         return sum(status.st_size for status in self.files)
 
     @property
@@ -151,7 +148,6 @@ def _summarise(directory: Directory) -> Summary:
 
 
 def summarise_contents(directory: Directory, contents: Contents) -> Summary:
-    """Sum up a checkpoint after its manifest was read; raises as `summarise`."""
     files: list[os.stat_result] = []
     for name, size in contents.sizes.items():
         path = directory.path_of(name)

@@ -36,8 +36,15 @@ from tensorkeep.formats.blockfile.read import StoredBlock, digest_as, scratch_by
 from tensorkeep.formats.blockfile.write import CompressedFile, EncodedBlock, HashedInput, WriteContext, encode
 from tensorkeep.formats.boxes import box_of, intersection
 from tensorkeep.formats.checksummed_json import digest
+from tensorkeep.formats.native.manifest import (
+    FILE_NAME_PATTERN,
+    BaseRecord,
+    BlockLocation,
+    FileRecord,
+    Root,
+    renumbered,
+)
 from tensorkeep.formats.native.reader import OpenFiles, located
-from tensorkeep.formats.native.records import FILE_NAME_PATTERN, BaseRecord, BlockLocation, FileRecord, Root, renumbered
 from tensorkeep.paths import StorePath, absolute, as_path
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Source
@@ -179,7 +186,6 @@ class Base(Closing):
         self.obstacle = self.obstacle or obstacle
 
     def _live_bytes(self) -> dict[int, int]:
-        """Return the bytes in use of each file, by its number."""
         live: dict[int, int] = defaultdict(int)
         for numbers, fragment in zip(self._opened.numbers, self._opened.fragments, strict=True):
             for box in fragment.boxes:
@@ -234,7 +240,6 @@ class Base(Closing):
         return True
 
     def keep(self, base: DifferenceBase) -> None:
-        """Keep the files of a base, because a difference from it was stored."""
         self._used_files.update(record.file for record in base.records)
 
     def _earlier(self, block: Block) -> Located | None:
@@ -258,7 +263,6 @@ class Base(Closing):
         return self._sharing.finish(self._used_files, first) if self._sharing else ([], {})
 
     def close(self) -> None:
-        """Close its files."""
         self._opened.close()
 
 
@@ -272,7 +276,6 @@ def _cell(
 
 
 def _codecs(block: BlockRecord, place: BlockLocation) -> list[str]:
-    """Return the codecs that are needed to read a block."""
     return [block.codec, *(base.codec for base in place.bases)]
 
 
@@ -590,7 +593,6 @@ class IncrementalFile(CompressedFile):
 
 
 def _coding_bytes(block: Block) -> int:
-    """Return the buffer size that coding a block needs."""
     return round_up(probe.bound(block.nbytes))
 
 

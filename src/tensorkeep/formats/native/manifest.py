@@ -1,58 +1,358 @@
-"""Reading and checking ``manifest.json`` and the fragments of many ranks, all of them untrusted.
+"""The JSON files of a native checkpoint: their records, and how they are read and checked, all untrusted.
 
-Every file carries a checksum of itself (see ``formats/checksummed_json.py``). The manifest is written last: a
-checkpoint exists if and only if it has a valid manifest. What one process wrote is checked as a checkpoint of one rank
-that has one fragment. ``docs/reference/native-format.md`` specifies the format.
+One process writes one `Manifest`. Many ranks write a `Root` together, which describes the state, and one `Fragment`
+each, which lists the boxes of tensors that the rank stored. Reader and rules see a `Manifest` as one fragment of full
+tensors. Every file carries a checksum of itself (see ``formats/checksummed_json.py``). The manifest is written last: a
+checkpoint exists if and only if it has a valid manifest. ``docs/reference/native-format.md`` specifies the format.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats import checksummed_json
-from tensorkeep.formats.base import StepRecord
-from tensorkeep.formats.blockfile.plan import BlockRecord
+from tensorkeep.formats.base import AliasRecord, PartKey, StepRecord
+from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockRecord, ByteCuts, Cuts, Grid
 from tensorkeep.formats.boxes import find_flaw
 from tensorkeep.formats.checksummed_json import Body, Content
 from tensorkeep.formats.decoding import MAX_HEADER_BYTES
-from tensorkeep.formats.native.records import (
-    FEATURES,
-    FRAGMENT_FORMAT,
-    FRAGMENT_VERSION,
-    PIECES,
-    PLACES,
-    REFERENCES,
-    VERSION,
-    BaseRecord,
-    BoxRecord,
-    Count,
-    FileRecord,
-    Fragment,
-    FragmentFiles,
-    FragmentRecord,
-    Manifest,
-    Root,
-    TensorDescription,
-    fragment_name,
-    save_id,
-)
 from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.state.leaf import MOST_DIMENSIONS
 from tensorkeep.storage import storage_of
 from tensorkeep.storage.base import MANIFEST_NAME, Directory
 from tensorkeep.storage.store_commit import object_name
 from tensorkeep.structs import json_decoder
 
-FILE_NAME = MANIFEST_NAME
+VERSION = 1
+FRAGMENT_FORMAT = "tensorkeep-fragment"
+FRAGMENT_VERSION = 1
+WIDE_DIGESTS = "wide-digests"
+"""Raw blocks have checksums of 128 bits, so that a later save can identify changed blocks."""
+PLACES = "places"
+"""Blocks may be in files of earlier saves, or be differences from blocks there."""
+REFERENCES = "references"
+"""Files may be objects of other checkpoints of the same run, in an object store."""
+PIECES = "pieces"
+"""Many ranks wrote the checkpoint together: the manifest is a `Root`, and fragments list the blocks."""
+FEATURES = (WIDE_DIGESTS, PLACES, REFERENCES)
+"""The features that the records of stored blocks may use."""
+MAX_RANKS = 2**20
+MAX_BASES = 8
+"""Maximum number of base blocks of a difference."""
+_PLAIN_NAME = "[A-Za-z0-9_%-][A-Za-z0-9_%.-]{0,250}"
+FILE_NAME_PATTERN = rf"^(\.\./{_PLAIN_NAME}/)?(?!{MANIFEST_NAME}\Z){_PLAIN_NAME}\Z"
+"""Names of data files: one plain name, not hidden, not the manifest's; or, with `REFERENCES`, ``../NAME/FILE``."""
+Count = Annotated[int, Meta(ge=0)]
+Shape = Annotated[tuple[Count, ...], Meta(max_length=MOST_DIMENSIONS)]
 
+
+def fragment_name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def save_id(save: str) -> str:
+    """Return the id that names the objects of a save in a store: the save's name without the restart count.
+
+    >>> save_id("0123456789abcdef-0")
+    '0123456789abcdef'
+    """
+    return save.partition("-")[0]
+
+
+class BaseRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A base of a difference: a stored block, with its file and offset."""
+
+    codec: str
+    length: Count
+    raw: str
+    stored: str
+    file: Count
+    offset: Count
+
+
+class BlockLocation(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The location of a block that does not follow the block before it, and the bases of a difference.
+
+    ``file`` is an index into the list of files. ``bases`` is empty for a block that is stored in full. Otherwise the
+    raw block is the bitwise XOR of the decoded block and the raw first base; the first base may itself be a difference
+    from the second, and so on. The last base is stored in full. ``age`` counts how many saves in a row have stored the
+    block as a difference.
+    """
+
+    file: Count
+    offset: Count
+    bases: Annotated[list[BaseRecord], Meta(max_length=MAX_BASES)] = []
+    age: Count = 0
+
+    @property
+    def files(self) -> list[int]:
+        return [self.file, *(base.file for base in self.bases)]
+
+    def renumbered(self, numbers: Mapping[int, int] | Sequence[int]) -> "BlockLocation":
+        return BlockLocation(numbers[self.file], self.offset, renumbered(self.bases, numbers), self.age)
+
+
+def renumbered(bases: Sequence[BaseRecord], numbers: Mapping[int, int] | Sequence[int]) -> list[BaseRecord]:
+    return [BaseRecord(b.codec, b.length, b.raw, b.stored, numbers[b.file], b.offset) for b in bases]
+
+
+class StoredRecord:
+    """Base class of records that list the blocks of a tensor or of a box.
+
+    Without ``places``, the blocks follow one another from ``offset`` in ``file``. Otherwise ``places`` has the location
+    of every block.
+    """
+
+    __slots__ = ()
+
+    file: int
+    offset: int
+    blocks: list[BlockRecord]
+    places: list[BlockLocation]
+
+    def ranges(self) -> Iterator[tuple[int, int, int]]:
+        """Yield file, offset and length of everything that is stored."""
+        if not self.places:
+            yield self.file, self.offset, sum([block.length for block in self.blocks])
+        for block, place in zip(self.blocks, self.places, strict=False):
+            yield place.file, place.offset, block.length
+            yield from ((base.file, base.offset, base.length) for base in place.bases)
+
+    def located(self) -> list[tuple[BlockRecord, BlockLocation]]:
+        """Return each block with its location."""
+        if self.places:
+            return list(zip(self.blocks, self.places, strict=True))
+        offsets = accumulate([block.length for block in self.blocks], initial=self.offset)
+        return [(block, BlockLocation(self.file, at)) for block, at in zip(self.blocks, offsets, strict=False)]
+
+
+class TensorDescription(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tensor of the state: name, part of the state, key within the part, dtype and full shape."""
+
+    name: str
+    part: str
+    key: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * BY_NAME[self.dtype].itemsize
+
+
+class ShardedTensor(TensorDescription, frozen=True, omit_defaults=True):
+    """A tensor of a `Root`. ``layout`` is a hint for people: how the tensor was sharded."""
+
+    layout: str = ""
+
+
+class LeafRecord(StoredRecord, TensorDescription, frozen=True, omit_defaults=True):
+    """A tensor of a `Manifest`, and its blocks: ``block_bytes`` raw bytes each, the last one shorter."""
+
+    file: Count
+    offset: Count
+    blocks: list[BlockRecord]
+    places: list[BlockLocation] = []
+
+
+class BoxRecord(StoredRecord, msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A box of a tensor, and its blocks, which hold the C-order bytes of the box.
+
+    ``leaf`` is an index into the names of the fragment. The box begins at the element ``offsets``.
+    """
+
+    leaf: Count
+    offsets: Shape
+    sizes: Shape
+    file: Count
+    offset: Count
+    blocks: list[BlockRecord]
+    places: list[BlockLocation] = []
+
+
+class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file: its size, and the checksum of its first ``head_bytes`` bytes, which are the whole file for an index.
+
+    Blocks follow the head without gaps or overlaps. ``origin`` names the earlier save that wrote the file, if any;
+    blocks that are no longer used may then lie between the others.
+    """
+
+    name: Annotated[str, Meta(pattern=FILE_NAME_PATTERN)]
+    bytes: Count
+    head_bytes: Count
+    head: str
+    origin: str = ""
+
+
+class FragmentHead(msgspec.Struct, frozen=True):
+    """The fields that every fragment begins with: its format and features, the save, and the rank."""
+
+    format: str
+    version: int
+    features: list[str]
+    save: str
+    rank: Count
+    ranks: Count
+
+
+class Fragment(FragmentHead, frozen=True):
+    """The boxes that one rank stored, and its data files. ``leaves`` are the names of the boxes' tensors.
+
+    ``grid_bytes`` and ``grid_parts`` determine where boxes are cut into blocks: see `Grid`.
+    """
+
+    may_be_empty: ClassVar[bool] = False
+    """Whether a box may have no elements."""
+
+    grid_bytes: Annotated[int, Meta(ge=16, le=MAX_BLOCK_BYTES, multiple_of=16)]
+    grid_parts: Annotated[int, Meta(ge=1)]
+    files: list[FileRecord]
+    leaves: list[str]
+    boxes: list[BoxRecord]
+
+    @property
+    def cuts(self) -> Cuts:
+        return Grid(self.grid_bytes, self.grid_parts)
+
+
+class FullTensors(Fragment, frozen=True):
+    """A `Manifest` seen as the fragment of its only rank: one box for each tensor, the full tensor."""
+
+    may_be_empty = True
+
+    @property
+    def cuts(self) -> Cuts:
+        return ByteCuts(self.grid_bytes)
+
+
+class FragmentFiles(FragmentHead, frozen=True):
+    """A fragment without its boxes, for callers that need the files only."""
+
+    files: list[FileRecord]
+
+
+class StateRecord:
+    """Base class of the two kinds of manifests: what both say about the whole state."""
+
+    __slots__ = ()
+
+    leaves: list[Any]
+    aliases: dict[str, AliasRecord]
+
+    def parts(self) -> dict[str, PartKey]:
+        """Return the part and the key of each tensor and alias.
+
+        The first manifests of version 1 stored no key for aliases: the key is then made from the name.
+        """
+        found = {leaf.name: (leaf.part, leaf.key) for leaf in self.leaves}
+        found |= {name: (alias.part, alias.key) for name, alias in self.aliases.items() if alias.key}
+        taken = set(found.values())
+        for name, alias in self.aliases.items():
+            if not alias.key:
+                key = name.removeprefix(f"{alias.part}.")
+                while (alias.part, key) in taken:
+                    key += "_"
+                found[name] = (alias.part, key)
+                taken.add(found[name])
+        return found
+
+
+class Manifest(StateRecord, msgspec.Struct, frozen=True, omit_defaults=True):
+    """The manifest of a checkpoint that one process wrote.
+
+    ``features`` names what a reader must support besides the version. ``step`` is the record of a `CheckpointManager`:
+    number, time, metrics.
+    """
+
+    format: str
+    version: int
+    writer: str
+    features: list[str]
+    block_bytes: Annotated[int, Meta(ge=1, le=MAX_BLOCK_BYTES, multiple_of=16)]
+    compression: str
+    files: list[FileRecord]
+    leaves: list[LeafRecord]
+    aliases: dict[str, AliasRecord]
+    skeleton: Any
+    metadata: dict[str, Any]
+    step: StepRecord | None = None
+
+    def fragment(self) -> FullTensors:
+        """Return the manifest as a fragment, so that one reader and one set of rules serve both kinds."""
+        boxes = [
+            BoxRecord(number, (0,) * len(leaf.shape), leaf.shape, leaf.file, leaf.offset, leaf.blocks, leaf.places)
+            for number, leaf in enumerate(self.leaves)
+        ]
+        names = [leaf.name for leaf in self.leaves]
+        return FullTensors(FRAGMENT_FORMAT, 1, self.features, "", 0, 1, self.block_bytes, 1, self.files, names, boxes)
+
+
+class FragmentRecord(msgspec.Struct, frozen=True):
+    """The file of a fragment: its size, and the xxh3-128 of its bytes."""
+
+    name: str
+    bytes: Count
+    digest: str
+
+
+class Root(StateRecord, msgspec.Struct, frozen=True, omit_defaults=True):
+    """The manifest of a checkpoint that many ranks wrote.
+
+    ``save`` is the random name of the save, which every fragment repeats. ``fragments`` has one record for each rank,
+    in the order of the ranks. ``files`` is empty: the fragments list the data files.
+    """
+
+    format: str
+    version: int
+    writer: str
+    features: list[str]
+    compression: str
+    save: str
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    fragments: list[FragmentRecord]
+    files: Annotated[list[FileRecord], Meta(max_length=0)]
+    leaves: list[ShardedTensor]
+    aliases: dict[str, AliasRecord]
+    skeleton: Any
+    metadata: dict[str, Any]
+    step: StepRecord | None = None
+
+
+class FragmentReport(msgspec.Struct, frozen=True):
+    """A rank's report to rank 0 when its files are durable: its fragment, data files and boxes.
+
+    ``boxes`` are (index into ``leaves``, offsets, sizes): rank 0 checks that they tile every tensor without reading
+    files of other hosts. ``stored_bytes`` and ``new_bytes`` come from the rank's `WriteResult`.
+    """
+
+    rank: int
+    record: FragmentRecord
+    files: list[str]
+    leaves: list[str]
+    boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
+    stored_bytes: int = 0
+    new_bytes: int = 0
+
+    @classmethod
+    def of_fragment(
+        cls, fragment: Fragment, record: FragmentRecord, stored_bytes: int = 0, new_bytes: int = 0
+    ) -> "FragmentReport":
+        files = [file.name for file in fragment.files]
+        boxes = [(box.leaf, box.offsets, box.sizes) for box in fragment.boxes]
+        return cls(fragment.rank, record, files, fragment.leaves, boxes, stored_bytes, new_bytes)
+
+
+FILE_NAME = MANIFEST_NAME
 _DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
 
 
@@ -77,7 +377,6 @@ class Outline(msgspec.Struct, frozen=True):
 
     @property
     def state_bytes(self) -> int:
-        """Raw bytes of all stored tensors."""
         return sum(prod(leaf.shape) * BY_NAME[leaf.dtype].itemsize for leaf in self.leaves)
 
 
@@ -96,9 +395,7 @@ _OUTLINE_DECODER = json_decoder(Content[Outline])
 _FRAGMENT_DECODER = json_decoder(Content[Fragment])
 _FILES_DECODER = json_decoder(Content[FragmentFiles])
 _VERSION_DECODER = json_decoder(Content[_Version])
-
 FragmentT = TypeVar("FragmentT", Fragment, FragmentFiles)
-
 RankBox = tuple[int, BoxRecord]
 """The rank that stored a box, and its record."""
 
@@ -159,7 +456,6 @@ def _is_root(content: bytes) -> bool:
 
 
 def read_root(directory: Directory, name: str = FILE_NAME) -> Root:
-    """Read the manifest of a checkpoint of many ranks; raises the errors of `read`."""
     return parse_root(_content(directory, name), directory.path / name)
 
 
@@ -215,14 +511,12 @@ def _later_version(what: str, where: str, path: Path) -> UnsupportedError:
 
 
 def _check_tensors(manifest: Manifest | Root, path: Path) -> None:
-    """Check names and dtypes of the tensors."""
     _check_unique("leaf", [*(leaf.name for leaf in manifest.leaves), *manifest.aliases], path)
     for leaf in manifest.leaves:
         check_dtype(leaf.dtype, path, leaf.name)
 
 
 def check_dtype(dtype: str, path: Path, name: str | None = None) -> None:
-    """Raise UnsupportedError for a dtype that is not in the table."""
     if dtype not in BY_NAME:
         raise UnsupportedError(f"has dtype {dtype!r}, which this release does not know", path=path, name=name)
 
@@ -307,7 +601,6 @@ def read_fragment_content(directory: Directory, name: str) -> bytes:
 
 
 def parse_fragment(content: bytes, path: Path, save: str, ranks: int, rank: int) -> Fragment:
-    """Return the fragment of one rank of a save; `check_fragment` checks its boxes."""
     return _parse_fragment(content, path, save, ranks, rank, _FRAGMENT_DECODER)
 
 

@@ -29,7 +29,7 @@ from tensorkeep.formats.boxes import (
 )
 from tensorkeep.formats.model_folder import notes_on_folder, unused_files
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.records import WIDE_DIGESTS, BlockLocation, FileRecord, Root, TensorDescription
+from tensorkeep.formats.native.manifest import WIDE_DIGESTS, BlockLocation, FileRecord, Root, TensorDescription
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.storage import read_directory, storage_of
@@ -96,11 +96,9 @@ class OpenFiles:
 
     @property
     def locations(self) -> list[BlockLocation]:
-        """The locations of all blocks that have one."""
         return [place for fragment in self.fragments for box in fragment.boxes for place in box.places]
 
     def stored_box(self, tensor: TensorDescription, number: int) -> StoredTensor:
-        """Return where one of a tensor's boxes is stored."""
         rank, box = self.boxes[tensor.name][number]
         dtype, files = BY_NAME[tensor.dtype], self._files_by_rank[rank]
         starts = self.fragments[rank].cuts.block_starts(tensor.shape, box.offsets, box.sizes, dtype.itemsize)
@@ -113,7 +111,6 @@ class OpenFiles:
         return checksummed_json.digest(checksummed_json.read_content(self.directory, manifests.FILE_NAME), wide=True)
 
     def close(self) -> None:
-        """Close the files; a second call does nothing."""
         self._close_files()
         self.directory.close()
 
@@ -125,7 +122,6 @@ class OpenFiles:
 
 
 def located(block: BlockRecord, place: BlockLocation, files: Sequence[SourceFile]) -> StoredBlock:
-    """Return where a block is stored, with the bases of a difference."""
     bases = tuple(
         StoredBlock(files[base.file], base.codec, base.offset, base.length, base.raw, base.stored)
         for base in place.bases
@@ -134,12 +130,10 @@ def located(block: BlockRecord, place: BlockLocation, files: Sequence[SourceFile
 
 
 def missing_file(path: Path) -> CorruptCheckpointError:
-    """Return the error for a file that the manifest lists and that does not exist."""
     return CorruptCheckpointError("the manifest lists this file, but it is missing", path=path)
 
 
 def wrong_size(path: Path, size: int, expected: int) -> CorruptCheckpointError:
-    """Return the error for a file that is longer or shorter than it was written."""
     problem = "was cut short" if size < expected else "has grown"
     return CorruptCheckpointError(f"the file {problem}: it holds {size:,} bytes, {expected:,} were written", path=path)
 

@@ -26,15 +26,6 @@ from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.directory import is_replaceable
 from tensorkeep.formats.native.reader import OpenFiles
-from tensorkeep.formats.native.records import (
-    PIECES,
-    VERSION,
-    FragmentRecord,
-    FragmentReport,
-    Root,
-    ShardedTensor,
-    fragment_name,
-)
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage.base import Directory, PendingCommit
@@ -55,7 +46,7 @@ class SavePlan(msgspec.Struct, frozen=True):
 
     destination: str
     overwrite: bool
-    root: Root
+    root: manifests.Root
 
 
 _PLAN_DECODER = json_decoder(checksummed_json.Content[SavePlan])
@@ -63,7 +54,7 @@ _PLAN_DECODER = json_decoder(checksummed_json.Content[SavePlan])
 
 def plan_root(
     flat: Flat[Source], settings: WriteSettings, *, save: str, ranks: int, layouts: Mapping[str, str] | None = None
-) -> Root:
+) -> manifests.Root:
     """Return the root of a save, without its fragments.
 
     ``flat`` is the merged state of all ranks: its leaves have the shapes of the full tensors, and are not read.
@@ -71,14 +62,14 @@ def plan_root(
     """
     texts = layouts or {}
     leaves = [
-        ShardedTensor(name, *flat.parts[name], leaf.dtype.name, tuple(leaf.shape), texts.get(name, ""))
+        manifests.ShardedTensor(name, *flat.parts[name], leaf.dtype.name, tuple(leaf.shape), texts.get(name, ""))
         for name, leaf in flat.leaves.items()
     ]
-    return Root(
+    return manifests.Root(
         format="tensorkeep",
-        version=VERSION,
+        version=manifests.VERSION,
         writer=f"tensorkeep {__version__}",
-        features=[PIECES],
+        features=[manifests.PIECES],
         compression=settings.compression,
         save=save,
         ranks=ranks,
@@ -92,7 +83,7 @@ def plan_root(
     )
 
 
-def write_plan(commit: PendingCommit, root: Root) -> None:
+def write_plan(commit: PendingCommit, root: manifests.Root) -> None:
     """Write the plan of a save durably into its staging folder, before any rank writes data.
 
     Raises StoreError if the operating system refuses.
@@ -105,7 +96,7 @@ def write_plan(commit: PendingCommit, root: Root) -> None:
         sync_directory(commit.path)
 
 
-def check_plan(root: Root, path: Path) -> None:
+def check_plan(root: manifests.Root, path: Path) -> None:
     """Check a root without fragments as a reader will; raises as `manifests.parse_root`."""
     manifests.parse_root(checksummed_json.seal(root), path, with_fragments=False)
 
@@ -121,7 +112,7 @@ def _read_plan(directory: Directory) -> SavePlan | None:
     return plan
 
 
-def write_root(directory: Path, plan: Root, reports: Sequence[FragmentReport]) -> int:
+def write_root(directory: Path, plan: manifests.Root, reports: Sequence[manifests.FragmentReport]) -> int:
     """Write the manifest of a save that has durable fragments, and remove all other files; return its bytes.
 
     Raises the errors of `root_content`; StoreError if the operating system refuses.
@@ -135,7 +126,7 @@ def write_root(directory: Path, plan: Root, reports: Sequence[FragmentReport]) -
     return len(content)
 
 
-def root_content(path: Path, plan: Root, reports: Sequence[FragmentReport]) -> bytes:
+def root_content(path: Path, plan: manifests.Root, reports: Sequence[manifests.FragmentReport]) -> bytes:
     """Return the manifest of a save that has durable fragments.
 
     There must be a report of every rank, and the boxes must tile every tensor.
@@ -153,8 +144,7 @@ def root_content(path: Path, plan: Root, reports: Sequence[FragmentReport]) -> b
     return content
 
 
-def _check_reports(plan: Root, reports: Sequence[FragmentReport], path: Path) -> None:
-    """Check that the boxes of all ranks tile every tensor."""
+def _check_reports(plan: manifests.Root, reports: Sequence[manifests.FragmentReport], path: Path) -> None:
     tensors = {leaf.name: leaf for leaf in plan.leaves}
     boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {name: [] for name in tensors}
     for report in reports:
@@ -225,18 +215,18 @@ def finish_or_clear(temporary: Path) -> Path | None:
     return destination
 
 
-def _complete(temporary: Path, root: Root) -> None:
+def _complete(temporary: Path, root: manifests.Root) -> None:
     """Write the root from the fragments that are there, and check that a reader accepts the checkpoint."""
-    reports: list[FragmentReport] = []
+    reports: list[manifests.FragmentReport] = []
     with LocalDirectory(temporary) as directory:
         for rank in range(root.ranks):
-            name = fragment_name(rank)
+            name = manifests.fragment_name(rank)
             content = manifests.read_fragment_content(directory, name)
             fragment = manifests.parse_fragment(content, temporary / name, root.save, root.ranks, rank)
             if any(box.leaf >= len(fragment.leaves) for box in fragment.boxes):
                 raise CorruptCheckpointError("has a box of a tensor that is not listed", path=temporary / name)
-            record = FragmentRecord(name, len(content), checksummed_json.digest(content, wide=True))
-            reports.append(FragmentReport.of_fragment(fragment, record))
+            record = manifests.FragmentRecord(name, len(content), checksummed_json.digest(content, wide=True))
+            reports.append(manifests.FragmentReport.of_fragment(fragment, record))
     # Rank 0 may have died between writing the manifest and the rename.
     (temporary / manifests.FILE_NAME).unlink(missing_ok=True)
     write_root(temporary, root, reports)

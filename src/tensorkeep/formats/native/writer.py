@@ -37,14 +37,12 @@ from tensorkeep.formats.blockfile.plan import (
     BlockRecord,
     ByteCuts,
     Cuts,
-    CutSource,
     FilePlan,
     Grid,
     LeafInFile,
     blocks_of,
     plan_files,
-    plan_part,
-    shard_limit,
+    plan_shards,
     tasks_of,
 )
 from tensorkeep.formats.blockfile.write import (
@@ -63,29 +61,8 @@ from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.directory import commit_to
 from tensorkeep.formats.native.incremental import Base, IncrementalFile, locations, open_base
-from tensorkeep.formats.native.records import (
-    FRAGMENT_FORMAT,
-    FRAGMENT_VERSION,
-    PLACES,
-    REFERENCES,
-    VERSION,
-    WIDE_DIGESTS,
-    BlockLocation,
-    BoxRecord,
-    FileRecord,
-    Fragment,
-    FragmentRecord,
-    FragmentReport,
-    LeafRecord,
-    Manifest,
-    StoredRecord,
-    TensorDescription,
-    fragment_name,
-    save_id,
-)
 from tensorkeep.paths import as_path
 from tensorkeep.state.leaf import Source
-from tensorkeep.state.names import part_file_stems
 from tensorkeep.state.sharded import Piece
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage import parallel, storage_of, write_file
@@ -133,7 +110,7 @@ class StoredBlocks(NamedTuple):
     file: int
     offset: int
     blocks: list[BlockRecord]
-    places: list[BlockLocation]
+    places: list[manifests.BlockLocation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +123,12 @@ class WrittenFiles:
     """
 
     files: list[DataFile]
-    records: list[FileRecord]
+    records: list[manifests.FileRecord]
     numbers: dict[int, int]
     base: PathLike | None
     refused: str | None
 
     def leaves(self) -> Iterator[tuple[LeafInFile, StoredBlocks]]:
-        """Yield the leaves of all files, and their blocks."""
         for number, file in enumerate(self.files):
             for leaf in file.plan.leaves:
                 keys = [block.key for block in blocks_of(leaf)]
@@ -162,12 +138,12 @@ class WrittenFiles:
                 else:
                     yield leaf, StoredBlocks(number, offset, [file.records[key] for key in keys], [])
 
-    def features(self, stored: Iterable[StoredRecord], *, wide: bool) -> list[str]:
+    def features(self, stored: Iterable[manifests.StoredRecord], *, wide: bool) -> list[str]:
         """Return the features that a reader of these files and blocks needs."""
         needed = {
-            WIDE_DIGESTS: wide,
-            PLACES: any(each.places for each in stored),
-            REFERENCES: any("/" in file.name for file in self.records),
+            manifests.WIDE_DIGESTS: wide,
+            manifests.PLACES: any(each.places for each in stored),
+            manifests.REFERENCES: any("/" in file.name for file in self.records),
         }
         return [name for name, is_needed in needed.items() if is_needed]
 
@@ -241,7 +217,9 @@ class NativeWrite(StagedWrite):
         with base or nullcontext():
             used = base if base and base.share_with(directory, len(self._plans), ranks=ranks) else None
             files = self._write_files(directory, used, save_id)
-            records = [FileRecord(file.name, file.size, file.header_size, file.header_digest) for file in files]
+            records = [
+                manifests.FileRecord(file.name, file.size, file.header_size, file.header_digest) for file in files
+            ]
             shared, numbers = used.finish(len(records)) if used else ([], {})
         if base:
             refused = base.obstacle
@@ -277,8 +255,6 @@ def _suffix(settings: WriteSettings) -> str:
 
 
 class SingleProcessWrite(NativeWrite):
-    """The writing of a checkpoint by one process."""
-
     def __init__(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> None:
         plans = plan_files(flat, settings.options_as(NativeOptions).shard_bytes, suffix=_suffix(settings))
         super().__init__(plans, destination, settings, ByteCuts(BLOCK_BYTES))
@@ -300,18 +276,18 @@ class SingleProcessWrite(NativeWrite):
             commit.publish(content)
         return written.result(settings, len(content))
 
-    def _manifest(self, written: WrittenFiles) -> Manifest:
+    def _manifest(self, written: WrittenFiles) -> manifests.Manifest:
         flat, settings = self._flat, self._settings
-        by_name: dict[str, LeafRecord] = {}
+        by_name: dict[str, manifests.LeafRecord] = {}
         for leaf, stored in written.leaves():
             source = leaf.source
-            by_name[source.name] = LeafRecord(
+            by_name[source.name] = manifests.LeafRecord(
                 source.name, leaf.part, leaf.key, source.dtype.name, source.shape, *stored
             )
         leaves = [by_name[name] for name in flat.leaves]
-        return Manifest(
+        return manifests.Manifest(
             format="tensorkeep",
-            version=VERSION,
+            version=manifests.VERSION,
             writer=f"tensorkeep {__version__}",
             features=written.features(leaves, wide=self._options.wide_digests),
             block_bytes=BLOCK_BYTES,
@@ -325,7 +301,7 @@ class SingleProcessWrite(NativeWrite):
         )
 
 
-def _write_indexes(directory: Path, files: Sequence[DataFile], save_id: str) -> Iterator[FileRecord]:
+def _write_indexes(directory: Path, files: Sequence[DataFile], save_id: str) -> Iterator[manifests.FileRecord]:
     """Write the index that Hugging Face tools read, for each part that has several files."""
     parts: dict[str, list[DataFile]] = {}
     for file in files:
@@ -335,7 +311,7 @@ def _write_indexes(directory: Path, files: Sequence[DataFile], save_id: str) -> 
             name = object_name(shards[0].name.rsplit("-00001-of-", 1)[0] + INDEX_SUFFIX, save_id)
             content = index_content(shards)
             write_file(directory / name, content)
-            yield FileRecord(name, len(content), len(content), checksummed_json.digest(content))
+            yield manifests.FileRecord(name, len(content), len(content), checksummed_json.digest(content))
 
 
 class SaveCoordinator(Protocol):
@@ -355,7 +331,7 @@ class SaveCoordinator(Protocol):
         In an object store, the folder is the prefix of the checkpoint itself.
         """
 
-    def finish(self, report: FragmentReport) -> None:
+    def finish(self, report: manifests.FragmentReport) -> None:
         """Report that this rank's files are durable, and wait until rank 0 has published the checkpoint.
 
         Raises on every rank if one has failed.
@@ -381,55 +357,51 @@ class ShardedWrite(NativeWrite):
     ) -> None:
         self._grid = grid or (RAW_GRID if settings.compression == "none" else CODED_GRID)
         self._coordinator = coordinator
-        super().__init__(list(self._plan(shards, parts, settings)), destination, settings, self._grid)
-
-    def _plan(
-        self, shards: Sequence[Piece], parts: Mapping[str, PartKey], settings: WriteSettings
-    ) -> Iterator[FilePlan]:
-        """Yield the data files: a set for each part, named after the rank."""
-        limit = shard_limit(settings.options_as(NativeOptions).shard_bytes)
-        stems = part_file_stems(dict.fromkeys(part for part, _ in parts.values()))
-        by_part: dict[str, list[CutSource]] = {}
-        for shard, key in zip(shards, _keys(shards, parts), strict=True):
-            starts = self._grid.block_starts(shard.whole, shard.offsets, shard.shape, shard.dtype.itemsize)
-            by_part.setdefault(parts[shard.name][0], []).append((shard, key, starts))
-        for part, leaves in by_part.items():
-            stem = f"{stems[part]}-rank-{self._coordinator.rank:05d}"
-            yield from plan_part(part, stem, leaves, limit, suffix=_suffix(settings))
+        shard_bytes = settings.options_as(NativeOptions).shard_bytes
+        plans = plan_shards(
+            shards, parts, shard_bytes, suffix=_suffix(settings), rank=coordinator.rank, grid=self._grid
+        )
+        super().__init__(plans, destination, settings, self._grid)
 
     def _write(self) -> WriteResult:
         rank, size = self._coordinator.rank, self._coordinator.size
         self._check_budget()
         directory, save = self._coordinator.begin()
-        names_id = save_id(save) if storage_of(directory).remote else ""
+        names_id = manifests.save_id(save) if storage_of(directory).remote else ""
         written = self._write_data(directory, save_id=names_id, ranks=size)
         fragment, tensors = self._fragment(written, save)
         content = checksummed_json.seal(fragment)
-        path = directory / object_name(fragment_name(rank), names_id)
+        path = directory / object_name(manifests.fragment_name(rank), names_id)
         # No rank may report as saved what no load accepts.
         with as_a_reader():
             manifests.check_fragment(manifests.parse_fragment(content, path, save, size, rank), path, tensors)
         self._cancellation.check()
         write_file(path, content)
         result = written.result(self._settings, len(content))
-        record = FragmentRecord(path.name, len(content), checksummed_json.digest(content, wide=True))
-        self._coordinator.finish(FragmentReport.of_fragment(fragment, record, result.stored_bytes, result.new_bytes))
+        record = manifests.FragmentRecord(path.name, len(content), checksummed_json.digest(content, wide=True))
+        self._coordinator.finish(
+            manifests.FragmentReport.of_fragment(fragment, record, result.stored_bytes, result.new_bytes)
+        )
         return result
 
-    def _fragment(self, written: WrittenFiles, save: str) -> tuple[Fragment, dict[str, TensorDescription]]:
+    def _fragment(
+        self, written: WrittenFiles, save: str
+    ) -> tuple[manifests.Fragment, dict[str, manifests.TensorDescription]]:
         """Return the fragment of the finished files, and the tensors of its boxes."""
         leaves: dict[str, int] = {}
-        boxes: list[BoxRecord] = []
-        tensors: dict[str, TensorDescription] = {}
+        boxes: list[manifests.BoxRecord] = []
+        tensors: dict[str, manifests.TensorDescription] = {}
         for leaf, stored in written.leaves():
             shard = leaf.source
             assert isinstance(shard, Piece)
             index = leaves.setdefault(shard.name, len(leaves))
-            boxes.append(BoxRecord(index, shard.offsets, shard.shape, *stored))
-            tensors[shard.name] = TensorDescription(shard.name, leaf.part, leaf.key, shard.dtype.name, shard.whole)
-        fragment = Fragment(
-            format=FRAGMENT_FORMAT,
-            version=FRAGMENT_VERSION,
+            boxes.append(manifests.BoxRecord(index, shard.offsets, shard.shape, *stored))
+            tensors[shard.name] = manifests.TensorDescription(
+                shard.name, leaf.part, leaf.key, shard.dtype.name, shard.whole
+            )
+        fragment = manifests.Fragment(
+            format=manifests.FRAGMENT_FORMAT,
+            version=manifests.FRAGMENT_VERSION,
             features=written.features(boxes, wide=self._options.wide_digests),
             save=save,
             rank=self._coordinator.rank,
@@ -441,25 +413,6 @@ class ShardedWrite(NativeWrite):
             boxes=boxes,
         )
         return fragment, tensors
-
-
-def _keys(shards: Sequence[Piece], parts: Mapping[str, PartKey]) -> list[str]:
-    """Return the key of each box in its data file: the tensor's key, with the ranges of the box if it has several."""
-    counts: dict[str, int] = {}
-    for shard in shards:
-        counts[shard.name] = counts.get(shard.name, 0) + 1
-    taken = set(parts.values())
-    keys: list[str] = []
-    for shard in shards:
-        part, key = parts[shard.name]
-        if counts[shard.name] > 1:
-            sides = zip(shard.offsets, shard.shape, strict=True)
-            key += f"[{','.join(f'{offset}:{offset + size}' for offset, size in sides)}]"
-            while (part, key) in taken:
-                key += "_"
-            taken.add((part, key))
-        keys.append(key)
-    return keys
 
 
 class Staging:
@@ -513,7 +466,6 @@ class Staging:
             return self._ready.pop(number)
 
     def close(self) -> None:
-        """Release the copies that were not taken."""
         with self._changed:
             self._closed = True
             for buffer in self._ready.values():
