@@ -14,8 +14,8 @@ from tensorkeep.plugins import Registry
 if TYPE_CHECKING:
     from tensorkeep.state.dtypes import DType
 
+# A one-dimensional, contiguous array of bytes.
 Bytes = npt.NDArray[np.uint8]
-"""A one-dimensional, contiguous array of bytes."""
 
 
 class BlockInput(Protocol):
@@ -100,5 +100,5 @@ def check_padding(stored: Bytes, end: int) -> None:
         raise CodecError("bytes other than zeros follow the coded block")
 
 
+# All codecs that are installed; an entry point of ``tensorkeep.codecs`` adds one.
 CODECS: Registry[Codec] = Registry("codec")
-"""All codecs that are installed; an entry point of ``tensorkeep.codecs`` adds one."""

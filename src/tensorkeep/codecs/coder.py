@@ -43,8 +43,8 @@ if compiled is not None and getattr(compiled, "INTERFACE", None) != 1:
     )
 
 
+# The most elements of a run, which is the most bytes of one plane's frame.
 RUN = 262_144
-"""The most elements of a run, which is the most bytes of one plane's frame."""
 
 
 class Coder(Protocol):

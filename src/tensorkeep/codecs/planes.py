@@ -104,6 +104,7 @@ class PlanesCodec:
         plan = plan or self.plan(raw, dtype)
         coder, matcher, planes_of = self._threads.coder, self._threads.matcher, self._threads.planes
         words = bitplanes.as_words(raw, len(plan.planes))
+        # Raw planes are split directly into their place in `out`; only coded ones need a temporary.
         header = _Header(plan.layout, raw.size, tuple(_RAW if method == _STORE else _CODED for method in plan.planes))
         raw_planes = header.raw_planes(out)
         lengths: list[int] = []
@@ -144,6 +145,7 @@ class PlanesCodec:
         """
         header, frames = _read(stored, out.size)
         coder = self._threads.coder
+        # Run by run, so that planes and words stay in the core's cache.
         words = bitplanes.as_words(out, header.width)
         raw_planes = header.raw_planes(stored)
         for start in range(0, words.size, RUN):

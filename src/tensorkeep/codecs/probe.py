@@ -11,9 +11,9 @@ from tensorkeep.codecs import planes, raw, zstd
 from tensorkeep.codecs.base import BlockInput, Bytes, Codec
 from tensorkeep.state.dtypes import DType
 
-# Below this, a header costs more than is saved.
+# Below this size, a header costs more than is saved.
 _TINY = 512
-# Up to this, the whole block is the sample.
+# Up to this size, the whole block is the sample.
 _SMALL = 4 << 10
 _WINDOWS, _WINDOW = 8, 32 << 10
 _TRIAL_PIECES, _TRIAL_PIECE = 4, 256 << 10
@@ -59,6 +59,7 @@ def encode(block: Bytes, dtype: DType, out: Bytes, data: BlockInput | None = Non
     ``out`` has at least `bound` bytes. ``data`` does not hash what is stored raw. Return the codec's name, and the
     length of what is at the front of ``out``: at most the block's.
     """
+    # The block may change meanwhile. Then the choice may be worse, but what is coded is still what is hashed.
     codec, plan = _choose(block, dtype)
     if codec is planes.CODEC:
         length = planes.CODEC.encode(block, dtype, out, plan=plan, data=data)

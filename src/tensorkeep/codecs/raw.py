@@ -19,6 +19,7 @@ class RawCodec:
         return raw.size
 
     def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
+        # The last block of a task may be padded with zeros to a whole page.
         if stored.size < out.size:
             raise CodecError(f"{stored.size} bytes are stored where {out.size} are needed")
         check_padding(stored, out.size)

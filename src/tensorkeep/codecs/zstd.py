@@ -51,6 +51,7 @@ class _Contexts(threading.local):
         self._compressors: dict[int, zstandard.ZstdCompressor] = {}
 
     def compressor(self, nbytes: int) -> zstandard.ZstdCompressor:
+        # A window over the whole block finds rows that repeat far apart; a larger one would only cost memory.
         window_log = min(max(nbytes.bit_length(), zstandard.WINDOWLOG_MIN), _MAX_WINDOW_LOG)
         if window_log not in self._compressors:
             parameters = zstandard.ZstdCompressionParameters.from_level(

@@ -39,10 +39,10 @@ from tensorkeep.structs import prepared
 from tensorkeep.units import format_bytes
 
 _MOST = 2**63
+# Bytes of a tensor, where a length of 0 counts as 1: libraries count so, and some keep a few bits for themselves.
 _MOST_SAVED = 2**61
-"""Bytes of a tensor, where a length of 0 counts as 1: libraries count so, and some keep a few bits for themselves."""
+# Part of the state, and key within the part.
 PartKey = tuple[str, str]
-"""Part of the state, and key within the part."""
 SourceT = TypeVar("SourceT", bound=Source)
 
 
@@ -124,9 +124,11 @@ def check_structure(
         if alias.of not in tensors or name in tensors:
             raise ValueError(f"{name!r} cannot be a view of {alias.of!r}")
         dtype, shape = tensors[alias.of]
+        # Offsets and strides come from the file: a view must not reach outside of its storage.
         alias.validate(shape)
         _check_alias(name, specs[name], alias, specs[alias.of])
         _check_leaf(name, specs[name], dtype, alias.shape)
+    # Two tensors with one key would overwrite each other in a file of their part.
     places = list(parts.values())
     if parts.keys() != known:
         raise ValueError("the parts and the table of tensors do not name the same tensors")
@@ -164,8 +166,8 @@ def _check_alias(name: str, spec: LeafSpec, alias: Alias, base: LeafSpec) -> Non
 
 # Writing: options, settings, results, and writes in two stages.
 
+# The unit of reading, writing, checksums and compression, in raw bytes.
 BLOCK_BYTES = 16 * 1024**2
-"""The unit of reading, writing, checksums and compression, in raw bytes."""
 
 
 def thread_bytes(block_bytes: int, *, buffers: int) -> int:
@@ -531,7 +533,7 @@ class Reader(Closing, ABC):
         read_box(partial(self.read, name), self.flat.leaves[name].shape, offsets, out, pool, BLOCK_BYTES)
 
     def ahead(self, ranges: Sequence[tuple[str, int, int]]) -> AbstractContextManager[object]:
-        """Return a context in which this thread reads ranges of tensors; neighbours may then be read by one request."""
+        """Return a context for reading these ranges in this thread; one request may then fetch neighbours."""
         return nullcontext()
 
     def mapped(self, name: str) -> Bytes | None:
@@ -542,7 +544,7 @@ class Reader(Closing, ABC):
         return None
 
     def block_bytes(self, name: str) -> int:
-        """Return the alignment, in bytes, at which reading a tensor is cheapest."""
+        """Return the alignment, in bytes, of the cheapest reads of a tensor."""
         return BLOCK_BYTES
 
     def bytes_to_check(self, name: str) -> int:
@@ -748,8 +750,8 @@ class Format(ABC):
         return self.options(**values)
 
 
+# All formats that are installed; an entry point of ``tensorkeep.formats`` adds one.
 FORMATS: Registry[Format] = Registry("format")
-"""All formats that are installed; an entry point of ``tensorkeep.formats`` adds one."""
 
 
 def format_by_suffix(path: PathLike) -> Format | None:

@@ -153,11 +153,11 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, outer: Box) -> Iterato
 Integers = npt.NDArray[np.int64]
 Corner = tuple[int, ...]
 
+# Dimensions along which one tensor may be cut: a box has two to that power corners.
 MAX_CUT_DIMENSIONS = 8
-"""Dimensions along which one tensor may be cut: a box has two to that power corners."""
 
+# Coordinates of all corners of one tensor's boxes: 256 MiB.
 MAX_COORDINATES = 2**25
-"""Coordinates of all corners of one tensor's boxes: 256 MiB."""
 
 
 class Flaw(NamedTuple):
@@ -210,7 +210,7 @@ def find_flaw(shape: Sequence[int], boxes: Iterable[tuple[Corner, Corner]]) -> F
 
 
 def _corners(starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
-    """Return the corners of boxes, of shape (corners, dimensions), and the sign of each."""
+    """Return the corners of boxes, of shape (corners, dimensions), and their signs."""
     dimensions = starts.shape[1]
     corners, signs = [], []
     for choice in itertools.product((False, True), repeat=dimensions):
@@ -220,7 +220,7 @@ def _corners(starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
 
 
 def _first_left_over(corners: Integers, signs: Integers) -> tuple[Integers, int]:
-    """Return the first corner, in C order, at which the signs do not add up to 0, and their sum; (anything, 0)."""
+    """Return the first corner, in C order, with signs that do not add up to 0, and their sum; (anything, 0)."""
     if not corners.shape[1]:
         return corners[:0].reshape(-1), int(signs.sum())
     order = np.lexsort(corners.T[::-1])
@@ -235,8 +235,8 @@ def _first_left_over(corners: Integers, signs: Integers) -> tuple[Integers, int]
 
 # Reading a box of a tensor into memory of any layout, on any device.
 
+# Longer contiguous runs are read alone, shorter ones together with the bytes between them.
 _LONG_RUN = 256 * 1024
-"""Contiguous bytes from which on a run is read alone; shorter runs are read together with what is between them."""
 
 
 class BoxTarget:

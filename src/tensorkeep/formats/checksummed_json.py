@@ -1,4 +1,4 @@
-"""JSON files with a checksum of their contents: manifests, sidecars, files of data and runs.
+"""JSON files with a checksum of their content: manifests, sidecars, data sets, runs.
 
 Such a file is ``{"xxh3_64":"<16 hex digits>","body":{...}}``. The checksum covers every byte after the digits, from
 their closing quote to the end.
@@ -15,17 +15,18 @@ from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.storage.base import Directory, SourceFile
 
+# The first bytes of every such file.
 OPENING = b'{"xxh3_64":"'
-"""The first bytes of every such file."""
 
+# Larger files are refused before they are read: a damaged or hostile one must not fill the memory.
 MAX_BYTES = 1024**3
 
 _DIGITS = 16
 _PIECE = 1024**2
 
 
+# An incremental checksum: `update` adds bytes, `hexdigest` returns the checksum.
 Hasher = xxhash.xxh3_64 | xxhash.xxh3_128
-"""An incremental checksum: `update` adds bytes, `hexdigest` returns the checksum of all of them."""
 
 
 def new_hasher(*, wide: bool = False) -> Hasher:
@@ -56,7 +57,7 @@ Body = TypeVar("Body")
 
 
 class Content(msgspec.Struct, Generic[Body]):
-    """The content of a file, for decoders of one type of body."""
+    """The content of a file, as a type for decoders."""
 
     body: Body
 
@@ -76,7 +77,7 @@ def seal(body: object) -> bytes:
 
 
 def read(directory: Directory, name: str, *, follow_links: bool = False) -> dict[str, Any]:
-    """Return the body of a file whose checksum is right; its fields are still to be checked.
+    """Return the body of a file after comparing its checksum; the caller checks the fields.
 
     Raises NotACheckpointError if the file does not exist; CorruptCheckpointError if it is damaged, or not such a file.
     """
@@ -84,7 +85,7 @@ def read(directory: Directory, name: str, *, follow_links: bool = False) -> dict
 
 
 def read_content(directory: Directory, name: str, *, follow_links: bool = False) -> bytes:
-    """Return all bytes of a file whose checksum is right; raises the errors of `read`."""
+    """Return all bytes of a file after comparing its checksum; raises the errors of `read`."""
     path = directory.path / name
     with directory.open(name, follow_links=follow_links) as file:
         if file.size > MAX_BYTES:

@@ -14,8 +14,8 @@ from tensorkeep.errors import (
     UnsupportedLeafError,
 )
 
+# The limit of the reference implementation of safetensors for headers; used for indexes as well.
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the reference implementation of safetensors for headers; used for indexes as well."""
 
 
 def decode_json_object(text: bytes) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """``tensorkeep.json``: Tensorkeep's metadata beside the files of another format.
 
-The formats of other libraries store tensors, but not nested states, tensors that share storage, the user's metadata, or
-checksums of their own bookkeeping. This JSON file has all of these; other tools do not look at it. It carries a
+The formats of other libraries store tensors, but no nested states, no tensors that share storage, no user metadata, and
+no checksums of their own bookkeeping. This JSON file adds all of that; other tools ignore it. The file carries a
 checksum of itself (see ``formats/checksummed_json.py``).
 
-There is one schema, `Sidecar`. A format that stores more of itself there subclasses it and passes the subclass to
-`read`, which decodes and validates the file with msgspec and checks it against the files that it lists.
+The schema is `Sidecar`. A format that stores more there passes a subclass to `read`.
 """
 
 from collections.abc import Mapping
@@ -40,9 +39,9 @@ _REWRITTEN = "if another tool wrote here since, remove tensorkeep.json; otherwis
 class TensorNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """A stored tensor: its type in the state, and its encoding in the format.
 
-    ``place`` has the keys that lead to the tensor, in formats that nest them or name them differently.
-    ``stored_dtype`` is the dtype in the files, if it differs; ``stored_bytes`` the bytes in the files, in formats whose
-    reader does not find out; ``xxh3_64`` the checksum of the tensor's own metadata file, in formats that have one.
+    ``place`` has the keys that lead to the tensor, in formats with nested or other names. ``stored_dtype`` is the dtype
+    in the files, if it differs. ``stored_bytes`` are the bytes in the files, if the format's reader cannot compute
+    them. ``xxh3_64`` is the checksum of the tensor's own metadata file, if it has one.
     """
 
     dtype: str
@@ -54,12 +53,12 @@ class TensorNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def state_dtype(self) -> DType:
-        """The dtype in the state; `read` has checked that it is known."""
+        """The dtype in the state, which `read` has checked."""
         return BY_NAME[self.dtype]
 
     @property
     def file_dtype(self) -> DType:
-        """The dtype in the files; `read` has checked that it is known."""
+        """The dtype in the files, which `read` has checked."""
         return BY_NAME[self.stored_dtype or self.dtype]
 
 
@@ -73,8 +72,8 @@ class FileNote(msgspec.Struct, frozen=True, omit_defaults=True):
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The content of the file: what the files beside it cannot hold.
 
-    ``format`` is theirs; ``version`` is that of this schema. ``tensors`` are the stored ones in the state's order.
-    ``files``, by path relative to the checkpoint, are checked when it is opened.
+    ``format`` names the format of these files, and ``version`` is the version of this schema. ``tensors`` are in the
+    state's order. ``files``, by path relative to the checkpoint, are checked when it is opened.
     """
 
     format: str
@@ -87,7 +86,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def leaf_specs(self) -> dict[str, LeafSpec]:
-        """Kind and ``requires_grad`` of every tensor, as `check_structure` returns them; computed once.
+        """Kind and ``requires_grad`` of every tensor, as `check_structure` returns them.
 
         Raises ValueError if the structure breaks a rule; `read` has checked that it does not.
         """
@@ -104,7 +103,7 @@ SidecarT = TypeVar("SidecarT", bound=Sidecar)
 
 
 def describe_tensors(flat: Flat[Source], places: Mapping[str, tuple[str, ...]] | None = None) -> dict[str, TensorNote]:
-    """Return the notes of a state's stored tensors, with the place of each if given."""
+    """Return the records of a state's stored tensors, with their places if given."""
     return {
         name: TensorNote(source.dtype.name, tuple(source.shape), (places or {}).get(name, ()))
         for name, source in flat.leaves.items()
@@ -112,7 +111,7 @@ def describe_tensors(flat: Flat[Source], places: Mapping[str, tuple[str, ...]] |
 
 
 def note_file(path: Path, *, hashed: bool) -> FileNote:
-    """Return the note of a file that was written, with its checksum or without."""
+    """Return the record of a file that was written, with its checksum if ``hashed``."""
     if not hashed:
         return FileNote(path.stat().st_size)
     content = path.read_bytes()
@@ -137,8 +136,7 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
     """Return a directory's sidecar as a class of sidecars, checked in itself and against the files that it lists.
 
     Raises NotACheckpointError if the file does not exist; CorruptCheckpointError if it is damaged or breaks a rule, or
-    a file that it lists is missing or has changed; UnsupportedError if another version of Tensorkeep wrote it, in
-    another schema.
+    a file that it lists is missing or has changed; UnsupportedError if it has another version of the schema.
     """
     path = directory.path / FILE_NAME
     body = checksummed_json.read(directory, FILE_NAME, follow_links=True)
@@ -151,7 +149,7 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
 
 
 def _parse(body: dict[str, Any], kind: type[SidecarT], path: Path) -> SidecarT:
-    """Return a sidecar checked in itself; raises the errors of `read`."""
+    """Return a checked sidecar; the files that it lists are still to be checked. Raises the errors of `read`."""
     if body.get("version") != VERSION:
         raise UnsupportedError(
             f"was written in version {body.get('version')} of its schema, this release reads version {VERSION}",

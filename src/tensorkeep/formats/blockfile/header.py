@@ -46,14 +46,14 @@ from tensorkeep.structs import prepared
 METADATA_KEY = "tensorkeep"
 VERSION = 1
 CHANGES_VERSION = 2
+# A reader of version 1 refuses the later versions, which it would misread.
 CUTS_VERSION = 3
-"""A reader of version 1 refuses the later versions, which it would misread."""
+# Raw bytes below which a block is not stored as a difference: the record of its base would cost as much.
 SMALLEST_DIFFERENCE = 1024
-"""Raw bytes below which a block is not stored as a difference: the record of its base would cost as much."""
 
 _LENGTH_BYTES = 8
+# Bits per element of dtypes that are smaller than a byte.
 _SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits per element of dtypes that are smaller than a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,7 @@ def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, size: in
         }
     text = msgspec.json.encode(content)
     total = round_up(_LENGTH_BYTES + len(text)) if size is None else size
+    # Data begins at a whole page, for direct I/O and for readers that map the file.
     padded = total - _LENGTH_BYTES
     if padded > MAX_HEADER_BYTES:
         raise UnsupportedError(
@@ -125,6 +126,7 @@ def read(file: SourceFile) -> Header:
     """
     if file.size < _LENGTH_BYTES + 2:
         raise CorruptCheckpointError("too short to be a safetensors file", path=file.path)
+    # Checked before it is read: a damaged length must not become an allocation.
     length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
     if length > min(MAX_HEADER_BYTES, file.size - _LENGTH_BYTES):
         raise CorruptCheckpointError(
@@ -185,11 +187,11 @@ def _check_tiling(records: list[TensorRecord], data_bytes: int) -> None:
 
 
 class TensorEncoding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The tensor in a ``U8`` vector: dtype and shape, and the codec and stored length of each block in this file.
+    """The tensor in a ``U8`` vector: dtype and shape, and the codec and stored length of its blocks in this file.
 
-    ``numbers`` are the indices of these blocks in the tensor, if files of earlier saves have the others.
-    ``differences`` are the positions in ``blocks`` of differences from blocks in other files. ``raw`` are the raw bytes
-    of each block, unless they are ``block_bytes``.
+    ``numbers`` are the blocks' indices in the tensor, if files of earlier saves have the others.
+    ``differences`` are the positions in ``blocks`` of differences from blocks in other files. ``raw`` are the raw
+    bytes of every block, unless they are ``block_bytes``.
     """
 
     dtype: str
@@ -217,8 +219,8 @@ class FileEncoding(msgspec.Struct, frozen=True, omit_defaults=True):
     structure: Structure | None = None
 
 
+# The header's records, and the ``tensorkeep`` entry if the file needs one.
 Description = tuple[list[TensorRecord], FileEncoding | None]
-"""The header's records, and the ``tensorkeep`` entry if the file needs one."""
 
 
 def describe(
@@ -262,6 +264,7 @@ def describe_longest(plan: FilePlan, *, changes: bool = False, delta: bool = Fal
 
     With ``changes``, the file may lack blocks; with ``delta``, some blocks may be differences.
     """
+    # The longest codec name, and offsets with at least as many digits as in any coded file.
     codec = max(CODECS.names(), key=len)
     end = 2 * plan.raw_bytes + BLOCK_BYTES
     records = [TensorRecord(leaf.key, "U8", (end,), end, end) for leaf in plan.leaves]

@@ -23,11 +23,11 @@ from tensorkeep.units import parse_bytes
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+# The metadata key for the library that a safetensors file was written for.
 FRAMEWORK_KEY = "format"
-"""The metadata key by which safetensors files name the library of their tensors."""
 FRAMEWORK = "pt"
+# The suffix of files with compressed tensors: other tools would read the compressed bytes as weights.
 CODED_SUFFIX = ".tensorkeep"
-"""The suffix of files with compressed tensors: other tools would read the compressed bytes as weights."""
 DEFAULT_SHARD_BYTES = 4 * 1024**3
 MAX_BLOCK_BYTES = 64 * 1024**2
 
@@ -103,10 +103,10 @@ class Block:
         return self.leaf.key, self.index
 
 
+# A tensor to store, its key in its part, and the starts of its blocks: see `LeafInFile`.
 CutSource = tuple[Source, str, Sequence[int] | None]
-"""A tensor to store, its key in its part, and the starts of its blocks: see `LeafInFile`."""
+# Key of a leaf in its file, and index of the block in the leaf.
 BlockKey = tuple[str, int]
-"""Key of a leaf in its file, and index of the block in the leaf."""
 
 
 class BlockRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -150,7 +150,7 @@ def shard_limit(shard_bytes: int | str | None) -> int:
 
 
 def plan_part(part: str, stem: str, leaves: list[CutSource], limit: int, *, suffix: str = SUFFIX) -> Iterator[FilePlan]:
-    """Yield the data files of one part, whose names begin with ``stem``; see `plan_files`."""
+    """Yield the data files of one part, named ``stem``...; see `plan_files`."""
     # Wide elements first: every leaf then begins at a multiple of its item size, which readers that map a file need.
     ordered = sorted(leaves, key=lambda leaf: -leaf[0].dtype.itemsize)
     shards: list[list[CutSource]] = [[]]
@@ -176,7 +176,7 @@ def coded_name(name: str) -> str:
 def tasks_of(plan: FilePlan) -> list[list[Block]]:
     """Return the blocks of a file in order, in groups of at most one block's size."""
     groups: list[list[Block]] = []
-    size = BLOCK_BYTES
+    size = BLOCK_BYTES  # so that the first block begins a group
     for leaf in plan.leaves:
         for block in blocks_of(leaf):
             if size + block.nbytes > BLOCK_BYTES:
@@ -200,13 +200,13 @@ class Cuts(Protocol):
     def block_starts(
         self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
     ) -> Sequence[int]:
-        """Return the first byte of each block, counted from the start of the box."""
+        """Return the first byte of every block, counted from the start of the box."""
 
     def block_count(self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int) -> int:
         """Return the number of blocks without listing them: ``sizes`` may come from a damaged file."""
 
     def read_bytes(self, full: Sequence[int], itemsize: int) -> int:
-        """Return a number of bytes: reads at multiples of it decode no block twice."""
+        """Return a size: reads that begin at its multiples decode no block twice."""
 
 
 class ByteCuts(NamedTuple):
@@ -227,15 +227,15 @@ class ByteCuts(NamedTuple):
         return self.most_bytes
 
 
+# The least bytes between two cuts of a tensor that is cut into parts; a power of two.
 LEAST_BYTES = 128 * 1024
-"""The least bytes between two cuts of a tensor that is cut into parts; a power of two."""
 
 
 class Grid(NamedTuple):
     """Cuts at rows of the full tensor, so that any number of ranks cuts its boxes at the same rows.
 
     A cut comes about every ``most_bytes``, or ``parts`` times in a tensor if that is finer, but not within 128 KiB. A
-    rank that reads other rows than were written reads at most two blocks too many of each box.
+    rank that reads other rows than were written reads at most two blocks too many per box.
     """
 
     most_bytes: int
@@ -265,7 +265,7 @@ class Grid(NamedTuple):
     def block_starts(
         self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
     ) -> Sequence[int]:
-        """Return the first byte of each block of a box.
+        """Return the first byte of every block of a box.
 
         A box is cut where the row number in the full tensor is a multiple of `rows_per_block`. If one row of the box
         has more than `bytes_between_cuts`, each row is cut by itself.
@@ -311,10 +311,10 @@ class Grid(NamedTuple):
         return max(1, BLOCK_BYTES // cut) * cut if cut else BLOCK_BYTES
 
 
+# A rank that reads one of eight shards of a tensor reads little more than its own bytes.
 RAW_GRID = Grid(4 * 1024**2, parts=128)
-"""A rank that reads one of eight shards of a tensor reads little more than its own bytes."""
+# Smaller blocks take twice the time to code.
 CODED_GRID = Grid(4 * 1024**2)
-"""Smaller blocks take twice the time to code."""
 
 
 def plan_shards(
@@ -352,6 +352,7 @@ def _keys(shards: Sequence[Piece], parts: Mapping[str, PartKey]) -> list[str]:
     keys: list[str] = []
     for shard in shards:
         part, key = parts[shard.name]
+        # The key shows people and other tools which part of the tensor the entry holds.
         if counts[shard.name] > 1:
             sides = zip(shard.offsets, shard.shape, strict=True)
             key += f"[{','.join(f'{offset}:{offset + size}' for offset, size in sides)}]"

@@ -18,17 +18,17 @@ from tensorkeep.storage.base import SourceFile
 from tensorkeep.storage.buffers import ALIGNMENT, BufferPool, round_up
 from tensorkeep.storage.direct_io import Bytes
 
+# Bytes that are hashed right after they were read, while they are still in the core's cache.
 _HASH_BYTES = 1024**2
-"""Bytes that are hashed right after they were read, while they are still in the core's cache."""
 
+# Smaller reads go through the page cache: its read-ahead loads the neighbours as well.
 _SMALL_BYTES = 1024**2
-"""Smaller reads go through the page cache: its read-ahead loads the neighbours as well."""
 
+# The most blocks that one read covers.
 _MOST_IN_RUN = 128
-"""The most blocks that one read covers."""
 
+# Blocks of an object that are at most so far apart are read by one request, with the bytes between them.
 _GAP_BYTES = 64 * 1024
-"""Blocks of an object that are at most so far apart are read by one request, with the bytes between them."""
 
 _NO_BYTES = np.empty(0, np.uint8)
 
@@ -160,6 +160,7 @@ class BlockReader:
         At most ``most`` bytes. The blocks that many ranks write are much smaller than a disk's fastest reads.
         """
         ends = [*tensor.starts[first + 1 : first + 1 + _MOST_IN_RUN], tensor.nbytes]
+        # A run ends where blocks are not adjacent in the file, at a coded block, and at the size of a large read.
         begin = at = tensor.starts[first]
         run: list[tuple[StoredBlock, int]] = []
         for block, end in zip(tensor.blocks[first : first + _MOST_IN_RUN], ends, strict=False):
@@ -250,6 +251,7 @@ class BlockReader:
         done: Callable[[Bytes], object] | None,
     ) -> None:
         """Decode a block to ``out``; or, if ``layer`` is given, decode it there and XOR it into ``out``."""
+        # The checksum comes first, so that damage is reported as damage and not as an error of the codec.
         codec = _codec(block)
         stored = block.file.fetch(block.offset, block.length, scratch)
         if self._verify and block.stored and digest_as(block.stored, stored) != block.stored:

@@ -28,8 +28,8 @@ from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Cancellation, Meter, Order, Pace
 from tensorkeep.storage.store_commit import object_name
 
+# Bytes that are hashed right after they were copied, while they are still in the core's cache.
 _HASH_BYTES = 1024**2
-"""Bytes that are hashed right after they were copied, while they are still in the core's cache."""
 
 
 # The raw bytes of a task.
@@ -167,8 +167,8 @@ def encode_and_hash(
 
 # Data files.
 
+# Returns the staged copy of a task's bytes, as `stage` lays it out.
 StagedTask = Callable[[], Buffer]
-"""Returns the staged copy of a task's bytes, as `stage` lays it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +407,7 @@ class RawFile(DataFile):
 
 
 class _SharedPages:
-    """The pages in which one task ends and another begins; the task that completes a page writes it.
+    """Pages that two tasks share at their border; the task that completes a page writes it.
 
     A direct write covers whole pages, so two tasks that both write a page would overwrite each other's bytes.
     """
@@ -494,7 +494,7 @@ class CompressedFile(DataFile):
             )
 
     def _scratch_bytes(self, blocks: list[Block]) -> int:
-        """Return the memory that `_store` needs for any of these blocks, besides its output."""
+        """Return the memory that `_store` needs for a block, besides its output."""
         return 0
 
     def _code(

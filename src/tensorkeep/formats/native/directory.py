@@ -2,10 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, TensorkeepError, UnsupportedError
 from tensorkeep.formats import checksummed_json
@@ -17,12 +17,26 @@ from tensorkeep.storage.base import Directory, PendingCommit
 from tensorkeep.storage.direct_io import store_error, store_errors
 from tensorkeep.storage.store_commit import TOMBSTONE_NAME, save_of
 
+T = TypeVar("T")
+
 _SUFFIXES = "|".join(map(re.escape, (manifests.FILE_NAME, SUFFIX, CODED_SUFFIX, INDEX_SUFFIX)))
 _OUR_NAMES = re.compile(rf".*({_SUFFIXES})|rank-\d{{5,}}(-[0-9a-f]{{16}})?\.json", re.DOTALL)
 
 
+def _read(path: Path, read: Callable[[Directory], T]) -> T:
+    """Call a function with an open directory, as `read_directory`, and close the directory."""
+
+    def read_and_close(directory: Directory) -> T:
+        found = read(directory)
+        directory.close()
+        return found
+
+    return read_directory(path, read_and_close)
+
+
 def is_native(path: Path) -> bool:
     """Return whether a path is a native checkpoint, undamaged or not, by the first bytes of its manifest."""
+    # A damaged manifest is still one of ours: the user should hear of the damage, not of an unknown format.
     start = first_bytes(path / manifests.FILE_NAME, 4096) or b""
     return start.startswith(checksummed_json.OPENING) or b'"format":"tensorkeep"' in start
 
@@ -41,7 +55,7 @@ def foreign_names(path: Path) -> list[str]:
     names = names_in(path)
     contents: Contents | None = None
     with suppress(CorruptCheckpointError, UnsupportedError):
-        contents = read_directory(path, _contents)
+        contents = _read(path, read_contents)
     return foreign_among(names, contents, in_store=storage_of(path).remote)
 
 
@@ -58,14 +72,14 @@ def foreign_among(names: Iterable[str], contents: "Contents | None", *, in_store
 def listed_names(path: Path) -> list[str]:
     """Return the names of the files that the manifest of a checkpoint lists, without its own; none if it is damaged."""
     try:
-        contents = read_directory(path, _contents)
+        contents = _read(path, read_contents)
     except (CorruptCheckpointError, UnsupportedError):
         return []
     return [name for name in contents.sizes if name != manifests.FILE_NAME]
 
 
 class Contents(NamedTuple):
-    """The outline of a checkpoint, and the size of each file by name; the manifest has None."""
+    """The outline of a checkpoint, and file sizes by name; None for the manifest."""
 
     outline: manifests.Outline
     sizes: dict[str, int | None]
@@ -82,12 +96,6 @@ def read_contents(directory: Directory, manifest: str = manifests.FILE_NAME) -> 
     return Contents(outline, sizes)
 
 
-def _contents(directory: Directory) -> Contents:
-    contents = read_contents(directory)
-    directory.close()
-    return contents
-
-
 def is_replaceable(path: Path) -> bool:
     """Return whether a path is a native checkpoint and nothing else.
 
@@ -95,6 +103,7 @@ def is_replaceable(path: Path) -> bool:
     """
     if not is_native(path):
         return False
+    # A replacement removes the old directory, so a user's file in it would be lost.
     foreign = foreign_names(path)
     if foreign:
         raise DestinationExistsError(
@@ -138,13 +147,7 @@ def summarise(path: Path) -> Summary:
 
     Raises the errors of `OpenFiles`.
     """
-    return read_directory(path, _summarise)
-
-
-def _summarise(directory: Directory) -> Summary:
-    found = summarise_contents(directory, read_contents(directory))
-    directory.close()
-    return found
+    return _read(path, lambda directory: summarise_contents(directory, read_contents(directory)))
 
 
 def summarise_contents(directory: Directory, contents: Contents) -> Summary:
@@ -166,9 +169,9 @@ def summarise_contents(directory: Directory, contents: Contents) -> Summary:
 
 
 def freed_bytes(checkpoints: Iterable[os.PathLike[str]]) -> int:
-    """Return the bytes of disk that removing all of these checkpoints would free.
+    """Return the bytes of disk that removing all ``checkpoints`` would free.
 
-    A file that several of them share is freed if they hold all of its links.
+    A shared file is freed if the checkpoints hold all of its links.
 
     Raises StoreError if the operating system refuses access.
     """

@@ -54,31 +54,27 @@ from tensorkeep.storage.base import MANIFEST_NAME
 from tensorkeep.storage.buffers import round_up
 from tensorkeep.storage.direct_io import Bytes, close, store_errors
 
+# A file is shared again only if at least this fraction of its bytes is still in use. Otherwise its blocks are written
+# again: one block could keep a whole file alive for ever.
 LEAST_LIVE = 0.5
-"""A file is shared again only if at least this fraction of its bytes is still in use.
 
-Otherwise its blocks are written again: one block could keep a whole file alive for ever.
-"""
-
+# Files of earlier saves that one checkpoint may have, unless twice the number of its own files is more.
 MOST_FILES = 64
-"""Files of earlier saves that one checkpoint may have, unless twice the number of its own files is more."""
 
+# How many saves in a row store a block as a difference before one stores it in full again.
 MAX_DIFFERENCES_IN_A_ROW = 7
-"""How many saves in a row store a block as a difference before one stores it in full again."""
 
+# Differences to undo when a block is read: longer chains make files smaller and reads slower.
 MAX_CHAIN_LENGTH = 1
-"""Differences to undo when a block is read: longer chains make files smaller and reads slower."""
 
 NARROW_DIGESTS = "it was saved without incremental=True, so its checksums cannot identify changed blocks"
 
+# A block of the earlier checkpoint, and where it is, in the file numbers of `OpenFiles`.
 Located = tuple[BlockRecord, BlockLocation]
-"""A block of the earlier checkpoint, and where it is, in the file numbers of `OpenFiles`."""
 
+# The elements of a block: tensor, dtype, row, first byte in the row, bytes, offsets and sizes of the columns. Found by
+# its elements, a block is reused although another number of ranks saved it.
 Cell = tuple[str, str, int, int, int, tuple[int, ...], tuple[int, ...]]
-"""The elements of a block: tensor, dtype, row, first byte in the row, bytes, offsets and sizes of the columns.
-
-Found by its elements, a block is reused although another number of ranks saved it.
-"""
 
 
 class DifferenceBase(NamedTuple):
@@ -442,7 +438,7 @@ class Links(SharedFiles):
     def _name(self, record: FileRecord) -> str:
         """Return a name that is unique among the links, also where the file system ignores case."""
         name = record.name if record.name.startswith(_PREFIX) else f"{_PREFIX}{self._origin}-{record.name}"
-        # Other tools must not take the tensors of an earlier step for those of this one.
+        # Other tools must not take the tensors of an earlier step for new ones.
         name = coded_name(name)
         stem, _, suffix = name.rpartition(".")
         tried, count = name, 1
@@ -489,20 +485,20 @@ def _make_durable(link: Path, size: int) -> None:
 
 # Data files of incremental saves.
 
+# Prefix of files with only some blocks of a part; their suffix keeps other tools from loading them as complete.
 NAME_PREFIX = "changes-"
-"""Prefix of files with only some blocks of a part; their suffix keeps other tools from loading them as complete."""
 
+# A difference is stored if it takes less than this fraction of the full block, because it costs more to read.
 WORTH_A_DIFFERENCE = 0.95
-"""A difference is stored if it takes less than this fraction of the full block, because it costs more to read."""
 
+# Bytes in the manifest that record the base of a difference.
 _RECORD_BYTES = 100
-"""Bytes in the manifest that record the base of a difference."""
 
+# Block size above which samples decide whether a difference is worth coding; coding less is cheaper than sampling.
 _SAMPLED = 2 * 1024**2
-"""Block size above which samples decide whether a difference is worth coding; coding less is cheaper than sampling."""
 
+# The samples of a block: groups of pieces, and the bytes of a piece.
 _GROUPS, _PIECES, _PIECE = 4, 16, 4096
-"""The samples of a block: groups of pieces, and the bytes of a piece."""
 
 
 @dataclass(frozen=True, slots=True)

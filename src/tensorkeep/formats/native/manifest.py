@@ -1,4 +1,4 @@
-"""The JSON files of a native checkpoint: their records, and how they are read and checked, all untrusted.
+"""The JSON files of a native checkpoint: their records, and how they are read and checked: nothing in them is trusted.
 
 One process writes one `Manifest`. Many ranks write a `Root` together, which describes the state, and one `Fragment`
 each, which lists the boxes of tensors that the rank stored. Reader and rules see a `Manifest` as one fragment of full
@@ -8,7 +8,7 @@ checkpoint exists if and only if it has a valid manifest. ``docs/reference/nativ
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from math import prod
@@ -36,22 +36,22 @@ from tensorkeep.structs import json_decoder
 VERSION = 1
 FRAGMENT_FORMAT = "tensorkeep-fragment"
 FRAGMENT_VERSION = 1
+# Raw blocks have checksums of 128 bits, so that a later save can identify changed blocks.
 WIDE_DIGESTS = "wide-digests"
-"""Raw blocks have checksums of 128 bits, so that a later save can identify changed blocks."""
+# Blocks may be in files of earlier saves, or be differences from blocks there.
 PLACES = "places"
-"""Blocks may be in files of earlier saves, or be differences from blocks there."""
+# Files may be objects of other checkpoints of the same run, in an object store.
 REFERENCES = "references"
-"""Files may be objects of other checkpoints of the same run, in an object store."""
+# Many ranks wrote the checkpoint together: the manifest is a `Root`, and fragments list the blocks.
 PIECES = "pieces"
-"""Many ranks wrote the checkpoint together: the manifest is a `Root`, and fragments list the blocks."""
+# The features that the records of stored blocks may use.
 FEATURES = (WIDE_DIGESTS, PLACES, REFERENCES)
-"""The features that the records of stored blocks may use."""
 MAX_RANKS = 2**20
+# Maximum number of base blocks of a difference.
 MAX_BASES = 8
-"""Maximum number of base blocks of a difference."""
 _PLAIN_NAME = "[A-Za-z0-9_%-][A-Za-z0-9_%.-]{0,250}"
+# Names of data files: one plain name, not hidden, not the manifest's; or, with `REFERENCES`, ``../NAME/FILE``.
 FILE_NAME_PATTERN = rf"^(\.\./{_PLAIN_NAME}/)?(?!{MANIFEST_NAME}\Z){_PLAIN_NAME}\Z"
-"""Names of data files: one plain name, not hidden, not the manifest's; or, with `REFERENCES`, ``../NAME/FILE``."""
 Count = Annotated[int, Meta(ge=0)]
 Shape = Annotated[tuple[Count, ...], Meta(max_length=MOST_DIMENSIONS)]
 
@@ -250,7 +250,7 @@ class StateRecord:
     aliases: dict[str, AliasRecord]
 
     def parts(self) -> dict[str, PartKey]:
-        """Return the part and the key of each tensor and alias.
+        """Return the part and the key of every tensor and alias.
 
         The first manifests of version 1 stored no key for aliases: the key is then made from the name.
         """
@@ -396,12 +396,12 @@ _FRAGMENT_DECODER = json_decoder(Content[Fragment])
 _FILES_DECODER = json_decoder(Content[FragmentFiles])
 _VERSION_DECODER = json_decoder(Content[_Version])
 FragmentT = TypeVar("FragmentT", Fragment, FragmentFiles)
+# The rank that stored a box, and its record.
 RankBox = tuple[int, BoxRecord]
-"""The rank that stored a box, and its record."""
 
 
 class Fragments(NamedTuple):
-    """The fragments of a checkpoint in the order of the ranks, and the boxes of each tensor."""
+    """The fragments of a checkpoint in the order of the ranks, and the boxes by tensor."""
 
     fragments: list[Fragment]
     boxes: dict[str, list[RankBox]]
@@ -579,6 +579,7 @@ def _read_fragment(
     directory: Directory, root: Root, rank: int, decoder: msgspec.json.Decoder[Content[FragmentT]]
 ) -> FragmentT:
     record = root.fragments[rank]
+    # The manifest has size and checksum of every fragment, so that no fragment of another save can take its place.
     path = directory.path / record.name
     content = read_fragment_content(directory, record.name)
     if (len(content), checksummed_json.digest(content, wide=True)) != (record.bytes, record.digest):
@@ -653,9 +654,8 @@ def join(root: Root, fragments: Sequence[Fragment], folder: Path) -> Fragments:
         check_fragment(fragment, path, tensors)
         for box in fragment.boxes:
             boxes[fragment.leaves[box.leaf]].append((rank, box))
-    check_tiling(
-        tensors.values(), {n: [(b.offsets, b.sizes, r) for r, b in found] for n, found in boxes.items()}, folder
-    )
+    for name, found in boxes.items():
+        check_tiling(tensors[name], [(box.offsets, box.sizes, rank) for rank, box in found], folder)
     return Fragments(list(fragments), boxes)
 
 
@@ -689,6 +689,7 @@ def check_fragment(fragment: Fragment, path: Path, tensors: Mapping[str, TensorD
         if box.leaf >= len(known):
             raise rules.corrupt(f"has a box of tensor {box.leaf}, which is not listed")
         tensor, itemsize = known[box.leaf]
+        # A box of one process is the full tensor by construction, which may have no elements.
         if not fragment.may_be_empty:
             check_box(tensor, box.offsets, box.sizes, path)
         nbytes = prod(box.sizes) * itemsize
@@ -704,12 +705,10 @@ def check_fragment(fragment: Fragment, path: Path, tensors: Mapping[str, TensorD
 
 def check_box(tensor: TensorDescription, offsets: Sequence[int], sizes: Sequence[int], path: Path) -> None:
     """Check that a box has elements and lies within its tensor."""
-    if len(offsets) == len(sizes) == len(tensor.shape):
-        for offset, size, length in zip(offsets, sizes, tensor.shape, strict=True):
-            if size <= 0 or offset + size > length:
-                break
-        else:
-            return
+    if len(offsets) == len(sizes) == len(tensor.shape) and all(
+        size > 0 and offset + size <= length for offset, size, length in zip(offsets, sizes, tensor.shape, strict=True)
+    ):
+        return
     raise CorruptCheckpointError(
         f"cannot have a box of {list(sizes)} at {list(offsets)}: its shape is {list(tensor.shape)}",
         path=path,
@@ -717,33 +716,26 @@ def check_box(tensor: TensorDescription, offsets: Sequence[int], sizes: Sequence
     )
 
 
-def check_tiling(
-    tensors: Iterable[TensorDescription],
-    boxes: Mapping[str, Sequence[tuple[tuple[int, ...], tuple[int, ...], int]]],
-    path: Path,
-) -> None:
-    """Check that the boxes (offsets, sizes, rank) of each tensor tile it; `check_box` has accepted each of them."""
-    for tensor in tensors:
-        found = boxes[tensor.name]
-        try:
-            flaw = find_flaw(tensor.shape, ((offsets, sizes) for offsets, sizes, _ in found))
-        except OverflowError as error:
-            raise CorruptCheckpointError(str(error), path=path, name=tensor.name) from error
-        except ValueError as error:
-            raise UnsupportedError(str(error), path=path, name=tensor.name) from error
-        if flaw is None:
-            continue
-        if flaw.is_gap:
-            problem = f"no rank has its element {list(flaw.offsets)}"
-        else:
-            ranks = [
-                rank
-                for offsets, sizes, rank in found
-                if all(o <= at < o + size for o, size, at in zip(offsets, sizes, flaw.offsets, strict=True))
-            ]
-            listed = ", ".join(map(str, ranks[:5])) + (", ..." if len(ranks) > 5 else "")
-            problem = f"more than one box has its element {list(flaw.offsets)}: ranks {listed}"
-        raise CorruptCheckpointError(problem, path=path, name=tensor.name)
+def check_tiling(tensor: TensorDescription, boxes: Sequence[tuple[Shape, Shape, int]], path: Path) -> None:
+    """Check that boxes (offsets, sizes, rank) tile a tensor; `check_box` has accepted every box."""
+    try:
+        flaw = find_flaw(tensor.shape, ((offsets, sizes) for offsets, sizes, _ in boxes))
+    except OverflowError as error:
+        raise CorruptCheckpointError(str(error), path=path, name=tensor.name) from error
+    except ValueError as error:
+        raise UnsupportedError(str(error), path=path, name=tensor.name) from error
+    if flaw is None:
+        return
+    problem = f"no rank has its element {list(flaw.offsets)}"
+    if not flaw.is_gap:
+        ranks = [
+            rank
+            for offsets, sizes, rank in boxes
+            if all(o <= at < o + size for o, size, at in zip(offsets, sizes, flaw.offsets, strict=True))
+        ]
+        listed = ", ".join(map(str, ranks[:5])) + (", ..." if len(ranks) > 5 else "")
+        problem = f"more than one box has its element {list(flaw.offsets)}: ranks {listed}"
+    raise CorruptCheckpointError(problem, path=path, name=tensor.name)
 
 
 class _BlockRules:
@@ -759,6 +751,7 @@ class _BlockRules:
         return CorruptCheckpointError(message, path=self._path, name=name, block=block)
 
     def check_files(self) -> None:
+        # Names differ by more than case: on some file systems, both would be the same file.
         check_references(self._files, self._features, self._path)
         _check_unique("file", [file.name.casefold() for file in self._files], self._path)
         for file in self._files:

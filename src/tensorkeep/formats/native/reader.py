@@ -42,7 +42,7 @@ class OpenFiles:
     """The open files of a native checkpoint, in the order of the manifest; to be closed.
 
     The directory is held open, and all files are opened at once unless they are very many: a checkpoint that is
-    replaced meanwhile is then read to the end as it was. ``numbers`` maps the file numbers of each fragment to
+    replaced meanwhile is then read to the end as it was. ``numbers[rank]`` maps a fragment's file numbers to
     ``files``. ``statuses`` are the files' statuses when they were opened.
 
     Raises NotACheckpointError if the path has no manifest; CorruptCheckpointError if the manifest breaks a rule, or a
@@ -58,6 +58,7 @@ class OpenFiles:
         read_directory(path, lambda directory: self._open(directory, settings))
 
     def _open(self, directory: Directory, settings: OpenSettings) -> None:
+        # Files are opened relative to this directory's descriptor: its path may name another checkpoint by now.
         self.directory = directory
         try:
             self.manifest = manifests.read(directory)
@@ -85,13 +86,14 @@ class OpenFiles:
         except NotACheckpointError as error:
             raise missing_file(self.directory.path_of(record.name)) from error
         if file.size != record.bytes:
+            # The rules of the manifest hold for this size only: block offsets were checked against it.
             file.close()
             raise wrong_size(file.path, file.size, record.bytes)
         return file
 
     @property
     def has_wide_digests(self) -> bool:
-        """Whether all blocks have checksums of 128 bits, by which changed blocks are identified."""
+        """Whether all blocks have checksums of 128 bits, which identify changed blocks."""
         return all(WIDE_DIGESTS in fragment.features for fragment in self.fragments)
 
     @property
@@ -155,7 +157,7 @@ class NativeReader(Reader):
         manifest = opened.manifest
         self.metadata, self.step = manifest.metadata, manifest.step
         self._tensors: dict[str, TensorDescription] = {leaf.name: leaf for leaf in manifest.leaves}
-        # Filled as boxes are read: of many ranks' checkpoints, most readers need a part only.
+        # Filled when a box is first read: a rank needs few of the boxes that all ranks have written.
         self._boxes: dict[tuple[str, int], StoredTensor] = {}
         leaves = {leaf.name: self._leaf(leaf) for leaf in manifest.leaves}
         structure = Structure(manifest.skeleton, manifest.aliases, manifest.parts())
@@ -176,7 +178,7 @@ class NativeReader(Reader):
     def _buffers(self, is_delta: bool) -> int:
         if not isinstance(self._opened.manifest, Root):
             return 3 if is_delta else 2
-        # Besides the destination: a full block, its stored bytes, the part of it that is wanted, and an earlier block.
+        # Besides the destination: a full block, its stored bytes, the wanted part, and an earlier block.
         blocks, most_bytes = 4 if is_delta else 3, self._cuts.most_bytes
         # `block_bytes` is at least one block, and of fine blocks at least so many that fill 16 MiB, but one.
         if 2 * most_bytes < BLOCK_BYTES:
@@ -236,6 +238,7 @@ class NativeReader(Reader):
         return self._cuts.read_bytes(tensor.shape, BY_NAME[tensor.dtype].itemsize)
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
+        # One box is the full tensor: `check_tiling` has seen to that.
         if self._has_one_box(name):
             self._opened.blocks.read(self._box(name, 0), start, stop, out)
             return
@@ -243,7 +246,7 @@ class NativeReader(Reader):
         size = leaf.dtype.itemsize
         first, last = start // size, -(-stop // size)
         if (first * size, last * size) != (start, stop):
-            # Boxes are read by whole elements.
+            # Boxes are cut and copied by whole elements; a caller may ask for any range of bytes.
             with self._pool.acquire((last - first) * size) as buffer:
                 whole = buffer[: (last - first) * size]
                 self.read(name, first * size, last * size, whole)
@@ -274,6 +277,7 @@ class NativeReader(Reader):
             inner = relative(common, box)
             out = target.contiguous(relative(common, wanted))
             place = as_range(stored.shape, inner)
+            # Contiguous on both sides: read or decode straight into the destination.
             if out is not None and place is not None:
                 self._opened.blocks.read(stored, place[0] * size, place[1] * size, out)
             else:

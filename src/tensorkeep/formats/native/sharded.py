@@ -37,8 +37,8 @@ from tensorkeep.version import __version__
 
 logger = logging.getLogger(__name__)
 
+# The file, in the folder of an unfinished save, that is needed to finish it.
 PLAN_NAME = "plan.json"
-"""The file, in the folder of an unfinished save, that is needed to finish it."""
 
 
 class SavePlan(msgspec.Struct, frozen=True):
@@ -119,6 +119,7 @@ def write_root(directory: Path, plan: manifests.Root, reports: Sequence[manifest
     """
     path = directory / manifests.FILE_NAME
     content = root_content(path, plan, reports)
+    # Written before the others are removed: if rank 0 dies in between, the plan is still there to finish the save.
     write_small(path, content)
     # The plan goes, and links to an earlier save that no rank used.
     listed = {path.name, *(r.record.name for r in reports), *(name for r in reports for name in r.files)}
@@ -138,15 +139,15 @@ def root_content(path: Path, plan: manifests.Root, reports: Sequence[manifests.F
     if [report.rank for report in ordered] != list(range(plan.ranks)):
         found = [report.rank for report in ordered]
         raise CorruptCheckpointError(f"the fragments are those of ranks {found}, not of {plan.ranks} ranks", path=path)
-    _check_reports(plan, ordered, path)
+    _check_boxes(plan, ordered, path)
     content = checksummed_json.seal(msgspec.structs.replace(plan, fragments=[report.record for report in ordered]))
     manifests.parse(content, path)
     return content
 
 
-def _check_reports(plan: manifests.Root, reports: Sequence[manifests.FragmentReport], path: Path) -> None:
+def _check_boxes(plan: manifests.Root, reports: Sequence[manifests.FragmentReport], path: Path) -> None:
     tensors = {leaf.name: leaf for leaf in plan.leaves}
-    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {name: [] for name in tensors}
+    boxes: dict[str, list[tuple[manifests.Shape, manifests.Shape, int]]] = {name: [] for name in tensors}
     for report in reports:
         for number, offsets, sizes in report.boxes:
             name = report.leaves[number]
@@ -156,7 +157,8 @@ def _check_reports(plan: manifests.Root, reports: Sequence[manifests.FragmentRep
                 )
             manifests.check_box(tensors[name], offsets, sizes, path)
             boxes[name].append((offsets, sizes, report.rank))
-    manifests.check_tiling(tensors.values(), boxes, path)
+    for name, found in boxes.items():
+        manifests.check_tiling(tensors[name], found, path)
 
 
 def _remove_others(directory: Path, listed: Container[str]) -> None:
@@ -187,6 +189,7 @@ def finish_or_clear(temporary: Path) -> Path | None:
     wrote it. A folder with a live writer, or of another user, is left alone as well.
     """
     with store_errors(temporary, "look at the folder"):
+        # Never through a link or in a folder of another user: what is in it would decide what is removed.
         if temporary.is_symlink() or not temporary.is_dir() or temporary.lstat().st_uid != os.geteuid():
             return None
     with LocalDirectory(temporary) as directory:
@@ -204,7 +207,7 @@ def finish_or_clear(temporary: Path) -> Path | None:
             _complete(commit.path, plan.root)
             commit.publish()
     except BusyError:
-        return None
+        return None  # its rank 0 is alive and holds the lock
     except DestinationExistsError as error:
         logger.info("the save in %s cannot be finished: %s", temporary, error)
         return None

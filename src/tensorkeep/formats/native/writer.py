@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats import checksummed_json
@@ -104,20 +104,15 @@ class NativeOptions(BlockFileOptions, frozen=True):
         return self.base is not None if self.incremental is None else self.incremental
 
 
-class StoredBlocks(NamedTuple):
-    """The blocks of a leaf that was written: the fields of `StoredRecord`."""
-
-    file: int
-    offset: int
-    blocks: list[BlockRecord]
-    places: list[manifests.BlockLocation]
+# The blocks of a leaf that was written: the fields of `StoredRecord`.
+StoredBlocks = tuple[int, int, list[BlockRecord], list[manifests.BlockLocation]]
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
     """The finished data files of a save, and the files of an earlier checkpoint that it shares.
 
-    ``records`` are the records of all of them, the shared files last. ``numbers`` maps file numbers of the base to
+    ``records`` are all their records, the shared files last. ``numbers`` maps file numbers of the base to
     numbers among ``records``. ``base`` is the base if blocks were taken from it, and ``refused`` is why not all
     unchanged blocks were.
     """
@@ -134,12 +129,12 @@ class WrittenFiles:
                 keys = [block.key for block in blocks_of(leaf)]
                 offset = file.offsets.get(leaf.key, 0)
                 if isinstance(file, IncrementalFile):
-                    yield leaf, StoredBlocks(number, offset, *locations(keys, offset, number, file, self.numbers))
+                    yield leaf, (number, offset, *locations(keys, offset, number, file, self.numbers))
                 else:
-                    yield leaf, StoredBlocks(number, offset, [file.records[key] for key in keys], [])
+                    yield leaf, (number, offset, [file.records[key] for key in keys], [])
 
     def features(self, stored: Iterable[manifests.StoredRecord], *, wide: bool) -> list[str]:
-        """Return the features that a reader of these files and blocks needs."""
+        """Return the features that a reader needs."""
         needed = {
             manifests.WIDE_DIGESTS: wide,
             manifests.PLACES: any(each.places for each in stored),
@@ -190,6 +185,7 @@ class NativeWrite(StagedWrite):
         if self._staging is None:
             raise AssertionError("prepare comes before stage")
         self._staging.copy(threads)
+        # From here on, the caller computes beside the writing, which then leaves it some processors.
         self._pace.beside.set()
 
     def abandon(self) -> None:
@@ -214,6 +210,7 @@ class NativeWrite(StagedWrite):
         opening = OpenSettings(pool=self._settings.pool)
         optional = callable(options.base)
         base, refused = open_base(path, opening, sources, self._cuts, delta=options.delta, optional=optional)
+        # The base stays open to the end: its files must remain readable, and are shared only when all blocks are known.
         with base or nullcontext():
             used = base if base and base.share_with(directory, len(self._plans), ranks=ranks) else None
             files = self._write_files(directory, used, save_id)
@@ -273,6 +270,7 @@ class SingleProcessWrite(NativeWrite):
             with as_a_reader():
                 manifests.parse(content, self._destination / manifests.FILE_NAME)
             self._cancellation.check()
+            # Data files and indexes are durable now. After this line, the checkpoint exists.
             commit.publish(content)
         return written.result(settings, len(content))
 
@@ -367,6 +365,7 @@ class ShardedWrite(NativeWrite):
         rank, size = self._coordinator.rank, self._coordinator.size
         self._check_budget()
         directory, save = self._coordinator.begin()
+        # On a disk, all ranks write into one staging folder. In a store, the id keeps the objects of two saves apart.
         names_id = manifests.save_id(save) if storage_of(directory).remote else ""
         written = self._write_data(directory, save_id=names_id, ranks=size)
         fragment, tensors = self._fragment(written, save)
@@ -376,6 +375,8 @@ class ShardedWrite(NativeWrite):
         with as_a_reader():
             manifests.check_fragment(manifests.parse_fragment(content, path, save, size, rank), path, tensors)
         self._cancellation.check()
+        # The fragment comes after its data, and rank 0 publishes after all fragments: a crash at any point leaves
+        # nothing that looks like a checkpoint.
         write_file(path, content)
         result = written.result(self._settings, len(content))
         record = manifests.FragmentRecord(path.name, len(content), checksummed_json.digest(content, wide=True))
@@ -416,7 +417,7 @@ class ShardedWrite(NativeWrite):
 
 
 class Staging:
-    """Copies of a state's blocks, made before the caller continues, in the order in which they are written.
+    """Copies of a state's blocks, made before the caller continues, in the order of the writes.
 
     Buffers are acquired in the order of the tasks, so that a state larger than the pool's budget streams through it:
     the copying waits for buffers that the writing releases, and never for one that a later task holds. The writing
@@ -451,6 +452,7 @@ class Staging:
             buffer.release()
             raise
         with self._changed:
+            # The writing may have failed and closed this meanwhile: then nobody takes the copy.
             if self._closed:
                 buffer.release()
             else:
@@ -461,6 +463,7 @@ class Staging:
         """Wait for the copy of a task's blocks and return it; the caller releases it."""
         with self._changed:
             while number not in self._ready:
+                # A copy that fails notifies nobody, so the wait ends now and then to look for it.
                 self._cancellation.check()
                 self._changed.wait(timeout=POLL_SECONDS)
             return self._ready.pop(number)
