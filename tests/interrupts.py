@@ -1,4 +1,4 @@
-"""Handlers of signals that raise at each place of a call at which Python may call them."""
+"""Raises in a call as a signal handler would, at every instruction where Python may run handlers."""
 
 import dis
 import sys
@@ -11,11 +11,11 @@ _CHECKED = {
     for name, number in dis.opmap.items()
     if name in ("CALL", "CALL_FUNCTION_EX", "RESUME") or ("JUMP_BACKWARD" in name and "NO_INTERRUPT" not in name)
 }
-"""The instructions after which the interpreter calls handlers of signals: calls, and the ends of loops."""
+"""The instructions after which the interpreter runs signal handlers: calls, and the ends of loops."""
 
 
 class _Handler:
-    """A trace function that raises at one of these places, in the thread that has set it."""
+    """A trace function that raises at one such instruction, in the thread that has set it."""
 
     def __init__(self, place: int, error: BaseException) -> None:
         self.left = place

@@ -68,7 +68,7 @@ def test_bytes_are_those_of_safetensors() -> None:
     assert by_name(ours.load(ours.save(TENSORS)), TENSORS)
     assert same(ours.load(ours.save({"t": TENSORS["b"].t()}))["t"], TENSORS["b"].t().contiguous())
     assert ours.load(ours.save({"t": torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}))["t"].ndim == 0
-    with pytest.raises(ours.SafetensorError, match="not those of a safetensors file"):
+    with pytest.raises(ours.SafetensorError, match="the bytes are not a safetensors file"):
         ours.load(b"nothing")
 
 

@@ -1,9 +1,8 @@
 """``save`` and ``load`` with the signatures of ``torch.save`` and ``torch.load``.
 
-``torch.load`` opens what `save` writes, which is durable on return and replaces an existing file atomically. `load`
-unpickles no more than ``weights_only=True`` allows, opens every format that Tensorkeep knows, and checks what the
-format lets it check. Arguments without a meaning here are ignored, as documented; those that ask for another result
-are refused.
+`save` writes files for ``torch.load``, durably and atomically. `load` reads every format of Tensorkeep, checks the
+checksums, and unpickles no more than ``weights_only=True`` allows. Arguments that have no meaning here are ignored;
+arguments that would change the result are refused.
 """
 
 import io
@@ -54,12 +53,12 @@ def save(
     pickle_module, _use_new_zipfile_serialization : optional
         Pickles other than Python's are refused, and so is False: the old format cannot be read without running code.
     pickle_protocol, _disable_byteorder_record : optional
-        Ignored: the protocol is the one that ``weights_only=True`` reads, and the byte order is always recorded.
+        Ignored: ``weights_only=True`` reads only protocol 2, and the byte order is always recorded.
 
     Raises
     ------
     UnsupportedLeafError, UnsupportedError
-        If ``torch.load(weights_only=True)`` would refuse a value, or an argument asks for that.
+        If ``torch.load(weights_only=True)`` would refuse a value, or an argument asks for another pickle or format.
     DestinationExistsError, BusyError, StoreError
         If something other than a torch file is at the path, another process is writing to it, or the disk failed.
     UsageError
@@ -112,11 +111,11 @@ def load(
     pickle_module, weights_only : optional
         Pickles other than Python's are refused, and so is False: it would run code from the file.
     mmap : bool, optional
-        Return tensors over the mapped file, whose bytes are read when they are used, and not checked. Writes to them
-        stay in memory. Without effect for another device than the CPU.
+        Return tensors over the mapped file: bytes are read when they are used, and are not checked. Writes to the
+        tensors remain in memory. Has no effect for other devices than the CPU.
     **pickle_load_args : optional
-        ``allow`` is that of `tensorkeep.load`, not together with a dict or a function as ``map_location``. Others are
-        ignored, as torch ignores ``encoding`` and the like.
+        ``allow`` as in `tensorkeep.load`, but not with a dict or a function as ``map_location``. ``encoding`` and other
+        arguments of unpicklers are ignored, as in torch.
 
     Raises
     ------
@@ -143,7 +142,7 @@ def load(
     if weights_only is not None and not weights_only:
         raise UsageError(
             "weights_only=False would run code from the file",
-            remedy="leave it out; `allow` names the classes whose objects are read as dicts",
+            remedy="leave it out; `allow` names classes, and their objects are read as dicts",
         )
     with _on_disk(f) as path:
         if callable(map_location) or isinstance(map_location, Mapping):
@@ -155,7 +154,7 @@ def load(
 
 
 def _load_mapped(path: PathLike, map_location: Any) -> Any:
-    """Let torch place each storage, since our reader does not know its device; the file is verified first."""
+    """Verify the file, then let torch load it: our reader does not know the device of each storage."""
     import torch
 
     path = checkpoint_path(path)
@@ -194,7 +193,7 @@ def _refuse_other_pickles(module: Any) -> None:
 
 @contextmanager
 def _on_disk(f: PathLike | IO[bytes]) -> Iterator[PathLike]:
-    """Yield a path, of a temporary copy if a file object is given."""
+    """Yield a path; for a file object, the path of a temporary copy."""
     if isinstance(f, str | os.PathLike):
         yield f
         return

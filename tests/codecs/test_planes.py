@@ -13,7 +13,7 @@ from tensorkeep.codecs.base import Bytes, CodecError
 from tensorkeep.codecs.planes import CODEC, RUN
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.codec_suite import Block, as_bytes, encode
+from tensorkeep.testing.codec_suite import CodecBlock, as_bytes, encode
 
 pytestmark = pytest.mark.coder
 
@@ -39,7 +39,7 @@ def block_of(hexadecimal: bytes) -> Bytes:
 
 
 def coded(raw: Bytes, name: str) -> Bytes:
-    return encode(CODEC, Block("", BY_NAME[name], raw))
+    return encode(CODEC, CodecBlock("", BY_NAME[name], raw))
 
 
 def normal(name: str, count: int) -> Bytes:

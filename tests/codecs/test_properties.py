@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tensorkeep.codecs import gzip, planes, probe, raw, zstd
 from tensorkeep.codecs.base import Bytes, Codec, CodecError
 from tensorkeep.state.dtypes import BY_NAME, DType
-from tensorkeep.testing.codec_suite import Block, decode, encode
+from tensorkeep.testing.codec_suite import CodecBlock, decode, encode
 
 CODECS = {codec.name: codec for codec in (raw.CODEC, zstd.CODEC, gzip.CODEC, planes.CODEC)}
 pytestmark = pytest.mark.coder
@@ -28,7 +28,7 @@ def structured(draw: st.DrawFn) -> Bytes:
 @each_codec
 @given(block=structured(), dtype=dtypes, padding=st.integers(0, 100))
 def test_every_block_round_trips(codec: Codec, block: Bytes, dtype: DType, padding: int) -> None:
-    stored = np.concatenate([encode(codec, Block("", dtype, block)), np.zeros(padding, np.uint8)])
+    stored = np.concatenate([encode(codec, CodecBlock("", dtype, block)), np.zeros(padding, np.uint8)])
     assert np.array_equal(decode(codec, stored, dtype, block.size), block)
 
 
@@ -49,7 +49,7 @@ def test_arbitrary_bytes_raise_nothing_but_codec_errors(codec: Codec, stored: by
 @each_codec
 @given(block=structured(), dtype=dtypes, data=st.data())
 def test_damage_raises_nothing_but_codec_errors(codec: Codec, block: Bytes, dtype: DType, data: st.DataObject) -> None:
-    stored = encode(codec, Block("", dtype, block))
+    stored = encode(codec, CodecBlock("", dtype, block))
     for _ in range(data.draw(st.integers(1, 4)) if stored.size else 0):
         # Half of the damage is at the front, where the structure is.
         reach = min(stored.size, data.draw(st.sampled_from([48, stored.size])))

@@ -10,13 +10,13 @@ from tensorkeep.codecs import gzip, zstd
 from tensorkeep.codecs.base import Bytes, Codec, CodecError
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.codec_suite import Block, as_bytes, encode
+from tensorkeep.testing.codec_suite import CodecBlock, as_bytes, encode
 
 F32, U8 = BY_NAME["float32"], BY_NAME["uint8"]
 
 
 def coded(codec: Codec, raw: Bytes) -> Bytes:
-    return encode(codec, Block("", F32, raw))
+    return encode(codec, CodecBlock("", F32, raw))
 
 
 def rows(distinct: int, count: int) -> Bytes:

@@ -16,7 +16,7 @@ from tensorkeep.codecs.coder import CompiledCoder, PythonCoder
 from tensorkeep.codecs.planes import PlanesCodec
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.codec_suite import Block, as_bytes, decode, encode
+from tensorkeep.testing.codec_suite import CodecBlock, as_bytes, decode, encode
 
 LAYOUTS = [(layout, width) for layout, widths in bitplanes.LAYOUT_WIDTHS.items() for width in widths]
 
@@ -29,7 +29,7 @@ def codecs(compiled: ModuleType) -> list[Codec]:
 
 def check(codecs: Sequence[Codec], dtype: DType, raw: Bytes) -> None:
     for writer in codecs:
-        stored = encode(writer, Block("", dtype, raw))
+        stored = encode(writer, CodecBlock("", dtype, raw))
         for reader in codecs:
             assert np.array_equal(decode(reader, stored, dtype, raw.size), raw)
 
@@ -110,7 +110,7 @@ def test_damaged_blocks_are_decoded_or_refused_alike(codecs: list[Codec], name: 
     raw = as_bytes(weights.astype(dtype.numpy))
     random = np.random.default_rng(2)
     for writer in codecs:
-        stored = encode(writer, Block("", dtype, raw))
+        stored = encode(writer, CodecBlock("", dtype, raw))
         damaged = [stored[:length] for length in range(0, stored.size, 7)]
         for place in range(stored.size):
             flipped = stored.copy()

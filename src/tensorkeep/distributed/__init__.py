@@ -1,6 +1,6 @@
-"""Checkpoints of many ranks: values of one rank in a state, and storage for ``torch.distributed.checkpoint``.
+"""Checkpoints of many ranks: `PerRank` values, and reader and writer for ``torch.distributed.checkpoint``.
 
-Nothing is imported before it is used.
+Modules are imported on first use.
 """
 
 import importlib

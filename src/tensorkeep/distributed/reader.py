@@ -39,18 +39,16 @@ from tensorkeep.state.sharded import Piece
 from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
 
-# A checkpoint as ``torch.distributed.checkpoint`` describes one: flat names, and the keys that lead to each.
-
 
 class _StandIn:
-    """Stands for a numpy array, or a numpy scalar, of a checkpoint."""
+    """Stands for a numpy array or scalar that is not loaded."""
 
 
-class Contents:
-    """The entries of an open checkpoint, by the names that DCP gives them.
+class DcpEntries:
+    """The entries of an open checkpoint by the names that DCP gives them.
 
-    A tensor is an entry if DCP would save it as one: nested in dicts, and in lists that have tensors or dicts. All else
-    is a plain value, with the arrays and tensors in it.
+    As in DCP, a tensor is an entry if it is nested in dicts, or in lists with tensors or dicts. Everything else belongs
+    to a plain value, arrays and other tensors included.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -74,7 +72,7 @@ class Contents:
         return paths, flat
 
     def metadata(self) -> Metadata:
-        """Return the metadata: each tensor is one chunk, from which any box can be read."""
+        """Return the metadata. A tensor is one chunk, so DCP's planner asks for the exact boxes that a rank needs."""
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for key, value in self._values.items():
             if key in self.tensors:
@@ -85,7 +83,7 @@ class Contents:
         return Metadata(entries, self.paths, {}, StorageMeta(checkpoint_id=self._reader.path))
 
     def load_values(self, keys: set[str], threads: int, pool: BufferPool) -> dict[str, Any]:
-        """Return plain values, with the arrays and tensors in them loaded."""
+        """Return plain values with their arrays and tensors loaded."""
         wanted = [name for name, key in self._keys_of_values.items() if key in keys]
         plan = CopyPlan(self._reader, wanted, {})
         plan.read(threads, pool, None)
@@ -100,7 +98,7 @@ class Contents:
 
     @cached_property
     def _keys_of_values(self) -> dict[str, str]:
-        """The plain value in which each array, and each tensor that is not an entry itself, is."""
+        """The key of the plain value around an array, or around a tensor that is not an entry itself."""
         return {
             self._names[id(found)]: key
             for key, value in self._values.items()
@@ -110,18 +108,15 @@ class Contents:
 
 
 def _stand_in(reader: Reader, name: str) -> Any:
-    """Return a tensor without memory, or what stands for an array."""
+    """Return a tensor without memory, or a `_StandIn` for an array."""
     entry = reader.entries[name]
     if reader.leaf_specs[name].kind not in ("tensor", "parameter"):
         return _StandIn()
     return torch.empty(entry.shape, dtype=entry.dtype.torch, device="meta")
 
 
-# Reading boxes of stored tensors in parallel.
-
-
 def read_pieces(reader: Reader, pieces: Sequence[Piece], threads: int, pool: BufferPool) -> None:
-    """Fill pieces, each with the box of the stored tensor of its name.
+    """Fill pieces with their boxes of the stored tensors, in parallel.
 
     Raises CorruptCheckpointError if a byte is not what was written.
     """
@@ -145,7 +140,7 @@ def read_pieces(reader: Reader, pieces: Sequence[Piece], threads: int, pool: Buf
 
 
 def _fill_from_view(reader: Reader, piece: Piece, pool: BufferPool) -> None:
-    """Fill a piece of a view of a stored tensor, which is loaded in full."""
+    """Fill a piece of a view: the full view is loaded, and the piece copied from it."""
     full = Leaf(piece.name, "tensor", piece.dtype, allocate("tensor", piece.dtype, piece.whole))
     fill(reader, piece.name, full, pool, NewPages())
     own = full.array[box_of(piece.offsets, piece.shape)]
@@ -155,24 +150,24 @@ def _fill_from_view(reader: Reader, piece: Piece, pool: BufferPool) -> None:
 class DcpReader(StorageReader):
     """Reads a checkpoint of any format for ``torch.distributed.checkpoint.load``.
 
-    Each rank reads the blocks that cover its shards, whatever the number and the layout of the ranks that saved, and
-    checks them. A checkpoint that one process saved is loaded into a sharded model in the same way.
+    Each rank reads and checks the blocks that cover its shards. The number of ranks and the sharding may differ from
+    the save; a checkpoint of one process loads into a sharded model as well.
 
     Parameters
     ----------
     path : path-like, optional
-        The checkpoint, or a run as for `tensorkeep.load`: its folder, ``"RUN@1200"`` or ``"RUN@best"``. Otherwise the
-        ``checkpoint_id`` of the load is taken.
+        The checkpoint, or a run as in `tensorkeep.load`: its folder, ``"RUN@1200"`` or ``"RUN@best"``. By default the
+        ``checkpoint_id`` of the load.
     verify : bool
-        Check every block that is read against its checksum, where the format has any.
+        Compare every block that is read with its checksum, if the format has checksums.
     format : str, optional
-        The name of the format, instead of looking.
-    allow : str, class, or list of them, optional
-        Classes whose objects in ``torch.save`` files are read as dicts; see `tensorkeep.load`.
+        The name of the format; found from the files by default.
+    allow : str, class, or list, optional
+        Classes. Their objects in ``torch.save`` files are read as dicts; see `tensorkeep.load`.
     threads : int, optional
-        Reading threads of each rank; twice the cores, between 2 and 8, by default.
+        Reading threads per rank; twice the cores, between 2 and 8, by default.
     memory_budget : int or str
-        Limit in bytes for the buffers of each rank, besides the tensors themselves, also as ``"256MiB"``.
+        Limit in bytes for the buffers of one rank, without the tensors, also as ``"256MiB"``.
 
     Raises
     ------
@@ -181,10 +176,9 @@ class DcpReader(StorageReader):
 
     Notes
     -----
-    What a load raises on one rank, DCP raises on all of them, as a ``CheckpointException`` whose ``failures`` has the
-    errors: CorruptCheckpointError if a byte is not what was written, StateMismatchError if a tensor of the state has
-    another dtype, NotFoundError, NotACheckpointError. Nothing in the checkpoint is unpickled: plain values are read
-    from its description.
+    DCP raises an error of one rank on all ranks, as a ``CheckpointException`` with the errors in ``failures``:
+    CorruptCheckpointError if a byte is not what was written, StateMismatchError if a tensor of the state has another
+    dtype, NotFoundError, NotACheckpointError. Nothing in the checkpoint is unpickled.
 
     Examples
     --------
@@ -216,7 +210,7 @@ class DcpReader(StorageReader):
         self._threads = thread_count(threads)
         self._settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget), allow=allowed_names(allow))
         self._reader: Reader | None = None
-        self._contents: Contents | None = None
+        self._entries: DcpEntries | None = None
 
     @property
     def checkpoint_id(self) -> PathLike | None:
@@ -229,7 +223,7 @@ class DcpReader(StorageReader):
         if checkpoint_id:
             self._path = checkpoint_id
 
-    # Without further arguments: DCP would take `**kwargs` to mean that each rank may have metadata of its own.
+    # No further arguments: DCP takes `**kwargs` as a sign that ranks have metadata of their own.
     def read_metadata(self) -> Metadata:
         """Open the checkpoint and describe it for DCP's planner.
 
@@ -244,11 +238,11 @@ class DcpReader(StorageReader):
             raise UsageError("no checkpoint is given", remedy="give DcpReader a path, or dcp.load a checkpoint_id")
         self._close()
         self._reader = open_reader(checkpoint_path(self._path), self._settings, self._format)
-        self._contents = Contents(self._reader)
-        return self._contents.metadata()
+        self._entries = DcpEntries(self._reader)
+        return self._entries.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: all ranks read alike."""
+        """Do nothing: all ranks read in the same way."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan of this rank as it is."""
@@ -277,12 +271,12 @@ class DcpReader(StorageReader):
         return done
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        reader, contents = self._reader, self._contents
-        assert reader is not None and contents is not None, "read_metadata comes first"
+        reader, entries = self._reader, self._entries
+        assert reader is not None and entries is not None, "read_metadata comes first"
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item) for item in tensors]
         pieces = [
-            _piece(reader, contents.tensors[item.storage_index.fqn], item, target)
+            _piece(reader, entries.tensors[item.storage_index.fqn], item, target)
             for item, target in zip(tensors, targets, strict=True)
         ]
         read_pieces(reader, pieces, self._threads, self._settings.pool)
@@ -294,10 +288,10 @@ class DcpReader(StorageReader):
         wanted = {item.storage_index.fqn: item for item in items}
         if not wanted:
             return
-        assert self._contents is not None
-        values = self._contents.load_values(set(wanted), self._threads, self._settings.pool)
+        assert self._entries is not None
+        values = self._entries.load_values(set(wanted), self._threads, self._settings.pool)
         for key, item in wanted.items():
-            # The planner unpickles anything: what it gets are bytes that were made here.
+            # The planner unpickles its input, so it gets a pickle of ours and never bytes of the checkpoint.
             content = io.BytesIO()
             torch.save(values[key], content)
             content.seek(0)
@@ -307,7 +301,7 @@ class DcpReader(StorageReader):
         if self._reader is not None:
             self._reader.close()
         self._settings.pool.close()
-        self._reader = self._contents = None
+        self._reader = self._entries = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -316,7 +310,7 @@ class DcpReader(StorageReader):
 
 
 def _piece(reader: Reader, name: str, item: ReadItem, target: torch.Tensor) -> Piece:
-    """Return the memory that a box of a tensor is read into.
+    """Return the memory that DCP gives for a box of a tensor.
 
     Raises StateMismatchError if it is of another dtype or shape than the saved box.
     """

@@ -1,8 +1,10 @@
 """`DcpWriter`: ``torch.distributed.checkpoint.save`` and ``async_save`` to native checkpoints.
 
-DCP calls a writer on every rank: ``prepare_local_plan``, then on the coordinator ``prepare_global_plan``, on every rank
-``write_data``, and on the coordinator ``finish``. Between them it gathers and scatters, and raises the errors of one
-rank on all of them.
+DCP calls ``prepare_local_plan`` on every rank, ``prepare_global_plan`` on the coordinator, ``write_data`` on every
+rank, and ``finish`` on the coordinator. In between, it gathers and scatters, and raises an error of one rank on all.
+
+DCP flattens a state to names joined by dots; the planner's paths of keys build the nested state again. Plain values are
+stored as nodes of the skeleton, and never as pickles.
 """
 
 import os
@@ -30,6 +32,7 @@ from tensorkeep.formats.native.directory import is_replaceable
 from tensorkeep.formats.native.manifest import FragmentReport
 from tensorkeep.formats.native.sharded import finish_saves, plan_root, write_root
 from tensorkeep.formats.native.writer import ShardedWrite
+from tensorkeep.formats.path_items import nest
 from tensorkeep.paths import absolute, checked_path
 from tensorkeep.ranks.outline import FullTensor
 from tensorkeep.state import cuda, names
@@ -41,18 +44,13 @@ from tensorkeep.state.skeleton import SkeletonWriter
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage.commit import Commit
 
-# What a rank's save plan of DCP stores: boxes of tensors, and plain values without pickles.
-#
-# DCP flattens a state to names joined by dots. Its planners keep the keys that lead to each name, from which the nested
-# state is built again.
-
 
 @dataclass(slots=True)
 class RankState:
-    """What one rank stores.
+    """The part of a state that one rank stores.
 
-    ``nodes`` has the nodes of plain values in the skeleton, and ``inner`` the arrays and tensors in them. ``dtypes``
-    are those of the tensors, of which other ranks may have boxes as well.
+    ``nodes`` has the skeleton nodes of plain values, and ``inner`` describes the arrays and tensors inside them.
+    ``dtypes`` has the dtypes of all tensors, to compare them among ranks.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -61,9 +59,13 @@ class RankState:
     nodes: dict[str, Any] = field(default_factory=dict)
     inner: dict[str, tuple[str, tuple[int, ...], tuple[str, str]]] = field(default_factory=dict)
 
+    def description(self) -> "RankState":
+        """Return the same without tensors, for the coordinator."""
+        return RankState(dtypes=self.dtypes, nodes=self.nodes, inner=self.inner)
+
 
 def state_of_plan(plan: SavePlan, planner: SavePlanner) -> RankState:
-    """Return what a rank's plan stores.
+    """Return the part of the state that a rank's plan stores.
 
     Raises UnsupportedLeafError for a value that cannot be stored, or a tensor that is not what the plan says.
     """
@@ -80,7 +82,7 @@ def state_of_plan(plan: SavePlan, planner: SavePlanner) -> RankState:
 
 
 def _paths(planner_data: Any, keys: Iterable[str]) -> dict[str, KeyPath]:
-    """Return the keys that lead to each flat name; those of planners that do not flatten are the names themselves."""
+    """Return the path of keys of each flat name. A planner that does not flatten has no paths: the name is the path."""
     known = planner_data if isinstance(planner_data, dict) else {}
     return {**known, **{key: known.get(key, (key,)) for key in keys}}
 
@@ -134,22 +136,8 @@ def _add_value(found: RankState, key: str, value: Any, path: KeyPath) -> None:
             found.pieces.append(Piece.of_leaf(leaf))
 
 
-@dataclass(frozen=True, slots=True)
-class RankDescription:
-    """What the coordinator must know of one rank's state, as plain values."""
-
-    dtypes: Mapping[str, str]
-    nodes: Mapping[str, Any]
-    inner: Mapping[str, tuple[str, tuple[int, ...], tuple[str, str]]]
-
-    @classmethod
-    def of_state(cls, state: RankState) -> "RankDescription":
-        """Return what to send of a state."""
-        return cls(state.dtypes, state.nodes, state.inner)
-
-
-def merged_state(metadata: Metadata, ranks: Sequence[RankDescription]) -> Flat[FullTensor]:
-    """Return the state that all ranks have together.
+def merge_rank_states(metadata: Metadata, ranks: Sequence[RankState]) -> Flat[FullTensor]:
+    """Return the state of all ranks together.
 
     Raises RanksDisagreeError if a tensor has different dtypes on two ranks.
     """
@@ -168,56 +156,31 @@ def merged_state(metadata: Metadata, ranks: Sequence[RankDescription]) -> Flat[F
         for name, (dtype, shape, part) in rank.inner.items():
             leaves[name] = _full(name, BY_NAME[dtype], shape)
             parts[name] = part
-    return Flat(_nested(paths, nodes), leaves, {}, {name: parts[name] for name in leaves})
+    skeleton = nest(paths, nodes, lambda built: {"dict": built})
+    return Flat(skeleton, leaves, {}, {name: parts[name] for name in leaves})
 
 
 def _full(name: str, dtype: DType, shape: Sequence[int]) -> FullTensor:
     return FullTensor(name, dtype, tuple(shape), prod(shape) * dtype.itemsize)
 
 
-def _check_dtypes(leaves: Mapping[str, FullTensor], ranks: Sequence[RankDescription]) -> None:
+def _check_dtypes(leaves: Mapping[str, FullTensor], ranks: Sequence[RankState]) -> None:
     for number, rank in enumerate(ranks):
         for name, dtype in rank.dtypes.items():
             if dtype != leaves[name].dtype.name:
                 raise RanksDisagreeError(
                     f"is {dtype} on rank {number}, and {leaves[name].dtype} on an earlier one",
                     name=name,
-                    remedy="give all ranks the same state, apart from what they have of each DTensor",
+                    remedy="give all ranks the same state; only the shards of DTensors may differ",
                 )
 
 
-class _Container(dict[str | int, Any]):
-    """A dict or a list that is built."""
-
-    def node(self) -> Any:
-        """Return its node in the skeleton; a list item that no rank has is None, as in torch."""
-        built = {key: child.node() if isinstance(child, _Container) else child for key, child in self.items()}
-        indices = [key for key in built if type(key) is int]
-        if indices:
-            return [built.get(index) for index in range(max(indices) + 1)]
-        return {"dict": built}
-
-
-def _nested(paths: Mapping[str, KeyPath], nodes: Mapping[str, Any]) -> Any:
-    """Return the skeleton of a state with these nodes at the ends of their paths."""
-    root = _Container()
-    for key, path in paths.items():
-        container = root
-        for step in path[:-1]:
-            container = container.setdefault(step, _Container())  # type: ignore[arg-type]
-        container[path[-1]] = nodes[key]  # type: ignore[index]
-    return root.node()
-
-
-# The folder that the ranks of one save of DCP write into: created by the coordinator, known to all, published once.
-
-
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """What every rank must know of a save: where to write, the name of the save, and the number of ranks.
+class SharedFolder:
+    """The folder that all ranks of a save write into, the name of the save, and the number of ranks.
 
-    The coordinator puts it into the plans that DCP scatters. A planner that caches plans drops what it receives, and
-    gives the writer a plan of an earlier save. So a rank takes note of a stage when it is unpickled.
+    The coordinator puts it into the plans that DCP scatters. A planner that caches plans gives the writer a plan of an
+    earlier save instead of the received one. So a rank stores the folder in `_announced` when it unpickles it.
     """
 
     destination: str
@@ -228,39 +191,39 @@ class Stage:
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (self.destination, self.directory, self.save, self.ranks)
 
-    def announce(self) -> "Stage":
-        """Take note of it in this process, for `announced`."""
+    def announce(self) -> "SharedFolder":
+        """Make the folder known in this process, for `announced`."""
         with _lock:
             _announced[self.destination] = self
         return self
 
     @classmethod
-    def announced(cls, destination: str) -> "Stage":
-        """Return the stage of the save that has begun, once; RanksDisagreeError if no stage was received."""
+    def announced(cls, destination: str) -> "SharedFolder":
+        """Return the folder of the save that has begun, once; RanksDisagreeError if none was received."""
         with _lock:
-            stage = _announced.pop(destination, None)
-        if stage is None:
+            folder = _announced.pop(destination, None)
+        if folder is None:
             raise RanksDisagreeError(
                 "the coordinator's plan did not arrive, or names another path",
                 path=destination,
                 remedy="give all ranks the same path, and let the planner return the plans that it is given",
             )
-        return stage
+        return folder
 
 
 _lock = threading.Lock()
-_announced: dict[str, Stage] = {}
+_announced: dict[str, SharedFolder] = {}
 
 
-def _received(*fields: Any) -> Stage:
-    return Stage(*fields).announce()
+def _received(*fields: Any) -> SharedFolder:
+    return SharedFolder(*fields).announce()
 
 
 class BegunSave:
-    """The coordinator's part of a save: the folder of the ranks, until it is published or removed.
+    """The coordinator's side of a save: the temporary folder, until it is published or removed.
 
     DCP does not call the coordinator's writer when another rank fails. The folder is then removed when the writer is
-    collected, when this process begins to save to the same path again, or at exit.
+    garbage-collected, when this process saves to the same path again, or at exit.
 
     Raises DestinationExistsError, BusyError, StoreError as `Commit`.
     """
@@ -281,7 +244,7 @@ class BegunSave:
         _begun[destination] = self
 
     def publish(self) -> None:
-        """Make the folder, which is complete and durable, visible as the checkpoint."""
+        """Make the complete and durable folder visible as the checkpoint."""
         self.commit.publish()
         self._end()
 
@@ -296,13 +259,13 @@ _begun: "weakref.WeakValueDictionary[Path, BegunSave]" = weakref.WeakValueDictio
 class DcpWriter(StorageWriter):
     """Writes a native checkpoint for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
-    The checkpoint becomes visible completely or not at all, when all ranks have written their parts durably; an error
-    on one rank is raised on all. `tensorkeep.load` opens it in one process, as does everything else.
+    The checkpoint becomes visible as a whole once all ranks have written their parts durably. An error on one rank is
+    raised on all ranks. `tensorkeep.load` and all other functions open the checkpoint in one process.
 
     Parameters
     ----------
     path : path-like, optional
-        The path of the new checkpoint. Otherwise the ``checkpoint_id`` of the save is taken.
+        The path of the new checkpoint; by default the ``checkpoint_id`` of the save.
     compression : str, optional
         ``"none"``, the default; ``"lossless"``; or the name of a codec.
     overwrite : bool
@@ -310,9 +273,9 @@ class DcpWriter(StorageWriter):
     metadata : dict, optional
         JSON values of your own, stored beside the state.
     threads : int, optional
-        Writing threads of each rank; twice the cores, between 2 and 8, by default.
+        Writing threads per rank; twice the cores, between 2 and 8, by default.
     memory_budget : int or str, optional
-        Limit in bytes for the buffers of each rank, also as ``"512MiB"``; 256 MiB by default.
+        Limit in bytes for the buffers of one rank, also as ``"512MiB"``; 256 MiB by default.
     settings : path-like or mapping, optional
         A settings file with a table ``[save]``; see `tensorkeep.save`.
     **options
@@ -325,9 +288,9 @@ class DcpWriter(StorageWriter):
 
     Notes
     -----
-    What a save raises on one rank, DCP raises on all of them, as a ``CheckpointException`` whose ``failures`` has the
-    errors: UnsupportedLeafError for a value that cannot be stored without a pickle, DestinationExistsError, BusyError,
-    StoreError. A writer can be used for several saves, one after the other, with a ``checkpoint_id`` for each.
+    DCP raises an error of one rank on all ranks, as a ``CheckpointException`` with the errors in ``failures``:
+    UnsupportedLeafError for a value that cannot be stored without a pickle, DestinationExistsError, BusyError,
+    StoreError. One writer can serve several saves one after the other, with different values of ``checkpoint_id``.
 
     Examples
     --------
@@ -386,7 +349,7 @@ class DcpWriter(StorageWriter):
         self._begun: BegunSave | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # DCP sends the writer to the process in which an `async_save` with processes runs.
+        # `async_save` with processes sends the writer to another process.
         return _remade, ({**self._arguments, "path": self._path},)
 
     @property
@@ -400,12 +363,12 @@ class DcpWriter(StorageWriter):
             self._path = checked_path(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of the rank; DCP calls this.
+        """Store the rank; DCP calls this.
 
         Raises
         ------
         UsageError
-            If no path was given, or the ranks are not to act together.
+            If no path was given, or ``use_collectives`` is False.
         """
         if self._path is None:
             raise UsageError("no path is given", remedy="give DcpWriter a path, or dcp.save a checkpoint_id")
@@ -422,7 +385,7 @@ class DcpWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Create the folder that all ranks write into, and announce it to them.
+        """Create the folder that all ranks write into, and put it into their plans.
 
         Raises
         ------
@@ -431,12 +394,12 @@ class DcpWriter(StorageWriter):
         """
         assert self._path is not None
         self._begun = begun = BegunSave(Path(self._path), overwrite=self._request.write.overwrite)
-        stage = Stage(os.fspath(self._path), os.fspath(begun.commit.path), begun.name, len(plans))
-        stage.announce()
-        return [replace(plan, storage_data=stage) for plan in plans]
+        folder = SharedFolder(os.fspath(self._path), os.fspath(begun.commit.path), begun.name, len(plans))
+        folder.announce()
+        return [replace(plan, storage_data=folder) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what this rank's plan stores; return when it is durable.
+        """Write the tensors and values of this rank's plan; return when they are durable.
 
         Raises
         ------
@@ -450,7 +413,7 @@ class DcpWriter(StorageWriter):
         if begun is not None:
             begun.is_writing = True
         try:
-            together = _Together(self._rank, Stage.announced(os.fspath(self._path)))
+            together = _DcpRank(self._rank, SharedFolder.announced(os.fspath(self._path)))
             state = state_of_plan(plan, planner)
             written = self._write(state, together)
         except BaseException:
@@ -464,7 +427,7 @@ class DcpWriter(StorageWriter):
         result = WriteResult(
             MetadataIndex(together.report.record.name),
             written.new_bytes,
-            RankResult(together.report, RankDescription.of_state(state)),
+            RankResult(together.report, state.description()),
         )
         done: Future[list[WriteResult]] = Future()
         done.set_result([result])
@@ -484,7 +447,7 @@ class DcpWriter(StorageWriter):
         assert begun is not None
         ranks: list[RankResult] = [result.storage_data for each in results for result in each]
         try:
-            flat = merged_state(metadata, [rank.description for rank in ranks])
+            flat = merge_rank_states(metadata, [rank.description for rank in ranks])
             root = plan_root(flat, self._request.write, save=begun.name, ranks=len(ranks))
             write_root(begun.commit.path, root, [rank.report for rank in ranks])
             begun.publish()
@@ -492,7 +455,7 @@ class DcpWriter(StorageWriter):
             begun.abandon()
             raise
 
-    def _write(self, state: RankState, together: "_Together") -> FormatResult:
+    def _write(self, state: RankState, together: "_DcpRank") -> FormatResult:
         assert self._path is not None
         cuda.wait_for_caller(state.pieces)
         memory = SaveMemory(self._budget)
@@ -514,25 +477,25 @@ def _remade(arguments: dict[str, Any]) -> DcpWriter:
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What a rank reports to the coordinator when its part is durable."""
+    """The report of a rank to the coordinator, once its part is durable."""
 
     report: FragmentReport
-    description: RankDescription
+    description: RankState
 
 
-class _Together:
-    """How this rank's part of a save is connected with those of the others: DCP carries what they exchange."""
+class _DcpRank:
+    """This rank among the ranks of a save: DCP carries the messages between ranks."""
 
-    def __init__(self, rank: int, stage: Stage) -> None:
+    def __init__(self, rank: int, folder: SharedFolder) -> None:
         self.rank = rank
-        self.size = stage.ranks
+        self.size = folder.ranks
         self.report: FragmentReport | None = None
-        self._stage = stage
+        self._folder = folder
 
     def begin(self) -> tuple[Path, str]:
         """Return the folder to write into, and the name of the save."""
-        return Path(self._stage.directory), self._stage.save
+        return Path(self._folder.directory), self._folder.save
 
     def finish(self, report: FragmentReport) -> None:
-        """Keep the report of this rank, for DCP to gather."""
+        """Store the report of this rank, for DCP to gather."""
         self.report = report

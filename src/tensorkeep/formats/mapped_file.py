@@ -1,4 +1,8 @@
-"""Files of checkpoints as memory: mapped from a disk, or fetched from an object store part by part, when it is used."""
+"""Files of checkpoints as memory: mapped from a disk, or fetched from an object store in pieces when they are used.
+
+A fetched object is an unnamed file in memory (memfd), as long as the object, and sparse: pieces appear when they are
+needed, and are punched out again when the budget is exceeded. Parsers see one array in both cases.
+"""
 
 import ctypes
 import io
@@ -24,11 +28,9 @@ from tensorkeep.storage.base import SourceFile
 from tensorkeep.storage.direct_io import Bytes, close, store_errors
 from tensorkeep.storage.store_requests import SMALL_REQUESTS
 
+# The unit of fetching and freeing; a multiple of the page size, because freeing works on pages.
 _PIECE = 16 * 1024
-"""The unit of what is fetched and given back, a multiple of the page size."""
-
-_MOST_PIECES = 8 * 1024**2 // _PIECE
-"""Pieces of one request."""
+_MOST_PIECES = 8 * 1024**2 // _PIECE  # in one request
 
 _MISSING, _COMING, _HERE = range(3)
 
@@ -36,7 +38,7 @@ _MISSING, _COMING, _HERE = range(3)
 class MappedFile(Closing):
     """A file as memory, for code that parses it in place.
 
-    The bytes of ``content`` are used within ``with file.needed(start, stop)``, or ``needed_by`` a view of them. The
+    Read the bytes of ``content`` only inside ``with file.needed(start, stop)`` or ``with file.needed_by(view)``. The
     memory outlives `close`.
     """
 
@@ -51,14 +53,14 @@ class MappedFile(Closing):
         yield
 
     def needed_by(self, view: npt.NDArray[Any]) -> AbstractContextManager[None]:
-        """Use a view of ``content``, with strides of any lengths from 0 on, in a block; from any thread."""
+        """Use a view of ``content`` in a block; its strides must not be negative. From any thread."""
         steps = zip(view.shape, view.strides, strict=True)
         start = view.ctypes.data - self.content.ctypes.data
         end = start + sum((length - 1) * stride for length, stride in steps) + view.itemsize
         return self.needed(start, end) if view.size else self.needed(0, 0)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Get ranges that are needed soon, many at once where each one takes a request."""
+        """Fetch ranges that are needed soon, with many requests at once."""
 
     def stream(self, start: int = 0, stop: int | None = None) -> io.BufferedReader:
         """Return a range of the file as a file."""
@@ -69,17 +71,17 @@ class MappedFile(Closing):
 
 
 class FetchedParts:
-    """What has been fetched of the objects of a checkpoint: about ``budget`` bytes, and all that is in use.
+    """The fetched pieces of all files of a checkpoint: about ``budget`` bytes, and everything that is in use.
 
-    Of the rest, what was used last is kept, and what is used again is fetched again. The budget grows to the largest
-    range that was in use, which is then read in smaller ones.
+    Over the budget, the least recently used pieces are freed, and fetched again if they are needed again. The budget
+    grows to the largest range that was in use, because such a range is then read in smaller ranges.
     """
 
     def __init__(self, budget: int) -> None:
         self.changed = threading.Condition()
         self._budget = budget
         self._bytes = 0
-        self._pieces: Counter[int] = Counter()  # that are there, by file
+        self._pieces: Counter[int] = Counter()  # present pieces, by file
         self._collected: deque[int] = deque()
         self._time = 0
         self._numbers = itertools.count()
@@ -90,12 +92,12 @@ class FetchedParts:
         """Return the number of a new file."""
         number = next(self._numbers)
         self._files[number] = file
-        # The memory goes with the file. Collecting happens at any moment, so it is counted later.
+        # The memory is freed with the file. Garbage collection may run inside the lock, so it is counted later.
         weakref.finalize(file, self._collected.append, number).atexit = False
         return number
 
     def came(self, number: int, count: int) -> None:
-        """Count pieces of a file that were fetched; the lock is held."""
+        """Count fetched pieces of a file; the lock is held."""
         self._count(number, count)
         self.changed.notify_all()
 
@@ -104,7 +106,7 @@ class FetchedParts:
         self._bytes += pieces * _PIECE
 
     def used(self, number: int, first: int, last: int) -> int:
-        """Note that pieces of a file were used until now, and return the time; the lock is held."""
+        """Record that pieces of a file were in use until now, and return the time; the lock is held."""
         self._budget = max(self._budget, (last - first) * _PIECE)
         self._time += 1
         self._idle[number, first, last] = self._time
@@ -112,7 +114,7 @@ class FetchedParts:
         return self._time
 
     def give_back(self) -> None:
-        """Give back the pieces that were not used for the longest time, down to the budget; the lock is held."""
+        """Free the least recently used pieces, down to the budget; the lock is held."""
         while self._collected:
             self._bytes -= self._pieces.pop(self._collected.popleft(), 0) * _PIECE
         while self._bytes > self._budget and self._idle:
@@ -123,10 +125,9 @@ class FetchedParts:
 
 
 class FetchedFile(MappedFile):
-    """An object of a store as memory, whose parts are fetched when they are needed.
+    """An object of a store as memory; its pieces are fetched when they are needed.
 
-    The memory is that of an unnamed file, as long as the object and empty where nothing was fetched. Until `close`,
-    ``fd_path`` is its path, for libraries that map it themselves: they see what is fetched later, too.
+    Until `close`, libraries can map ``fd_path`` themselves: they see pieces that are fetched later, too.
     """
 
     def __init__(self, file: SourceFile, parts: FetchedParts) -> None:
@@ -160,7 +161,7 @@ class FetchedFile(MappedFile):
 
     @contextmanager
     def needed(self, start: int, stop: int) -> Iterator[None]:
-        """Use a range of the object in a block, having fetched what is missing; raises as `StoreFile.read_into`.
+        """Fetch the missing pieces of a range and use it in a block; raises the errors of `SourceFile.read_into`.
 
         Threads that need the same range share its requests.
         """
@@ -189,8 +190,10 @@ class FetchedFile(MappedFile):
             pass
 
     def _fetch(self, first: int, last: int, known: BaseException | None) -> None:
-        """Fetch the pieces that are missing, and wait for those that other threads fetch."""
-        taken: list[tuple[int, int]] = []  # what this thread fetches: also Ctrl-C must not leave it to be waited for
+        """Fetch the missing pieces, and wait for the pieces that other threads fetch."""
+        # The run of pieces that this thread fetches. After any exception, Ctrl-C included, other threads must not wait
+        # for them forever.
+        taken: list[tuple[int, int]] = []
         try:
             while self._take(first, last, known, taken):
                 begin, end = taken[0]
@@ -210,10 +213,10 @@ class FetchedFile(MappedFile):
             raise
 
     def _take(self, first: int, last: int, known: BaseException | None, taken: list[tuple[int, int]]) -> bool:
-        """Take a run of missing pieces, which the caller is to fetch; return False once all are there."""
+        """Reserve a run of missing pieces for the caller to fetch; return False once all pieces are present."""
         with self._parts.changed:
             while True:
-                # What has failed for long in another thread would fail here for as long again.
+                # Another thread has used up all retries: trying again here would take as long and fail as well.
                 if self._failure is not None and self._failure is not known:
                     raise self._failure
                 states = self._states[first:last]
@@ -230,12 +233,13 @@ class FetchedFile(MappedFile):
                 self._parts.changed.wait()
 
     def give_back(self, first: int, last: int, time: int) -> int:
-        """Free the pieces that were last used at a time and are not in use; return how many. The lock is held."""
+        """Free pieces that were last used at a time and are not in use; return their number. The lock is held."""
         part = slice(first, last)
         idle = (self._states[part] == _HERE) & (self._users[part] == 0) & (self._times[part] == time)
         edges = np.flatnonzero(np.diff(np.concatenate(([0], idle.view(np.int8), [0]))))
         count = 0
         for begin, end in (edges.reshape(-1, 2) + first).tolist():
+            # MADV_REMOVE punches a hole into the file, so that every mapping of it loses the pages.
             address = ctypes.c_void_p(self.content.ctypes.data + begin * _PIECE)
             if libc().madvise(address, ctypes.c_size_t((end - begin) * _PIECE), mmap.MADV_REMOVE) == 0:
                 self._states[begin:end] = _MISSING
@@ -243,7 +247,7 @@ class FetchedFile(MappedFile):
         return count
 
     def mapped_at(self) -> int | None:
-        """Return the address at which a library has mapped the file privately; None if it has not."""
+        """Return the address of a library's private mapping of the file; None if there is none."""
         with store_errors(self.path, "find it in memory"), open("/proc/self/maps", encoding="utf-8") as maps:
             status = os.fstat(self._fd)
             device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"

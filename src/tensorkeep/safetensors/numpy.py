@@ -1,16 +1,22 @@
-"""Stands in for ``safetensors.numpy``: numpy arrays in safetensors files and bytes."""
+"""Drop-in for ``safetensors.numpy``: numpy arrays in safetensors files and bytes."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-# Bound here, because users may replace these functions by ours.
+# Bound at import, because users may replace these functions by ours.
 from safetensors.numpy import save as serialize
 
 from tensorkeep.errors import PathLike
-from tensorkeep.safetensors.compatible import bytes_of_file, checked_tensors, safetensor_errors, write_file
-from tensorkeep.safetensors.opened import safe_open, tensors_in
+from tensorkeep.safetensors.file import (
+    bytes_of_file,
+    checked_tensors,
+    safe_open,
+    safetensor_errors,
+    tensors_in,
+    write_file,
+)
 from tensorkeep.state.aliases import find_aliases
 from tensorkeep.state.leaf import Leaf
 
@@ -47,12 +53,12 @@ def save(tensor_dict: Arrays, metadata: Mapping[str, str] | None = None) -> byte
 
 
 def load(data: bytes) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
-    """Return the arrays in the bytes of a safetensors file; SafetensorError if they are not one."""
+    """Return the arrays in the bytes of a safetensors file; SafetensorError for other bytes."""
     return tensors_in(data, "np")
 
 
 def _native(arrays: Arrays) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
-    """Return checked arrays in this machine's byte order and in C order; those that share memory are copied."""
+    """Return checked arrays in this machine's byte order and in C order; arrays that share memory are copied."""
     checked = checked_tensors(arrays, np.ndarray)
     found = {name: np.asarray(each, each.dtype.newbyteorder("="), order="C") for name, each in checked.items()}
     shared = find_aliases(leaf for name, each in found.items() if (leaf := Leaf.of(name, each)) is not None)

@@ -1,16 +1,22 @@
-"""Stands in for ``safetensors.torch``: torch tensors in safetensors files and bytes."""
+"""Drop-in for ``safetensors.torch``: torch tensors in safetensors files and bytes."""
 
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-# Bound here, because users may replace these functions by ours.
+# Bound at import, because users may replace these functions by ours.
 from safetensors.torch import save as serialize
 
 from tensorkeep.errors import PathLike, StateMismatchError, UnsupportedError, UsageError
-from tensorkeep.safetensors.compatible import bytes_of_file, checked_tensors, safetensor_errors, write_file
-from tensorkeep.safetensors.opened import safe_open, tensors_in
+from tensorkeep.safetensors.file import (
+    bytes_of_file,
+    checked_tensors,
+    safe_open,
+    safetensor_errors,
+    tensors_in,
+    write_file,
+)
 from tensorkeep.state.aliases import find_aliases
 from tensorkeep.state.leaf import Leaf
 
@@ -29,7 +35,7 @@ def save_file(
 ) -> None:
     """Save tensors as one safetensors file of any name; an existing safetensors file is replaced.
 
-    Unlike the original, it is atomic and durable, and accepts tensors that are not contiguous.
+    Unlike the original, the save is atomic and durable, and accepts tensors that are not contiguous.
 
     Raises
     ------
@@ -60,14 +66,16 @@ def load_file(filename: PathLike, device: "Device" = "cpu", *, backend: str = "m
     ----------
     filename : path-like
     device : torch.device, str or int
-        Where the tensors go; an int is the index of a CUDA device.
+        Device of the tensors; an int is the index of a CUDA device.
     backend : str
-        Accepted, and without effect.
+        Has no effect.
 
     Raises
     ------
-    NotFoundError, SafetensorError
-        If nothing is at the path; if it is not a safetensors file, is damaged, or an argument is wrong.
+    NotFoundError
+        If nothing is at the path.
+    SafetensorError
+        If the file is not a safetensors file, is damaged, or an argument is wrong.
     """
     with safe_open(filename, framework="pt", device=device, backend=backend) as file:
         return file.get_tensors()
@@ -88,7 +96,7 @@ def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
-    """Return the tensors in the bytes of a safetensors file; SafetensorError if they are not one. See `save`."""
+    """Return the tensors in the bytes of a safetensors file; SafetensorError for other bytes. See `save`."""
     return tensors_in(data, "pt")
 
 
@@ -98,7 +106,7 @@ def save_model(
     metadata: Mapping[str, str] | None = None,
     force_contiguous: bool = True,
 ) -> None:
-    """Save the state of a module; of names that share a tensor, one is stored, and the metadata maps the others to it.
+    """Save the state of a module. A tensor with several names is stored once; the metadata maps the other names to it.
 
     Parameters
     ----------
@@ -106,14 +114,14 @@ def save_model(
     filename : path-like
     metadata : mapping of str to str, optional
     force_contiguous : bool
-        With False, a tensor that is not contiguous is an error. It is always stored in C order.
+        Tensors are always stored in C order. With False, a tensor that is not contiguous is an error.
 
     Raises
     ------
     UsageError
         If ``force_contiguous`` is False and a tensor is not contiguous.
-    Exception
-        As `save_file`.
+    UnsupportedError, DestinationExistsError, BusyError, StoreError
+        If `save_file` raises them.
 
     Examples
     --------
@@ -150,24 +158,26 @@ def save_model(
 def load_model(
     model: torch.nn.Module, filename: PathLike, strict: bool = True, device: "Device" = "cpu", *, backend: str = "mmap"
 ) -> tuple[list[str], list[str]]:
-    """Load a file into a module; return the names that only the module has, and those that only the file has.
+    """Load a file into a module; return the names that only the module has, and the names that only the file has.
 
     Parameters
     ----------
     model : torch.nn.Module
     filename : path-like
     strict : bool
-        Raise if there are such names, before the module is changed. A name that shares its tensor with one that is in
-        the file is not missing.
+        Raise if there are such names, before the module changes. A name is not missing if the file has another name of
+        the same tensor.
     device, backend : optional
-        The same as those of `load_file`.
+        See `load_file`.
 
     Raises
     ------
     StateMismatchError
         If ``strict`` and names differ; it is also a RuntimeError, as in the original.
-    Exception
-        As `load_file`, and what ``load_state_dict`` raises about shapes.
+    NotFoundError, SafetensorError
+        If `load_file` raises them.
+    RuntimeError
+        If ``load_state_dict`` finds another shape.
     """
     loaded = load_file(filename, device=device, backend=backend)
     state = model.state_dict()
@@ -192,19 +202,19 @@ def load_model(
 
 
 def _shared_names(state: Mapping[str, torch.Tensor], preferred: Collection[str]) -> dict[str, str]:
-    """Return the names whose tensors lie within another one, and the name of that; preferred names are kept."""
+    """Map the names of tensors that lie inside another tensor to its name; preferred names are not mapped."""
     order = sorted(state, key=lambda name: (name not in preferred, name))
     leaves = [leaf for name in order if (leaf := Leaf.of(name, state[name])) is not None]
     return {name: alias.of for name, alias in find_aliases(leaves).items()}
 
 
 def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors that one file can store for every reader; UnsupportedError if some share memory."""
+    """Return detached tensors; UnsupportedError if some share memory, which a safetensors file cannot express."""
     found = {name: tensor.detach() for name, tensor in checked_tensors(tensors, torch.Tensor).items()}
     for name, other in _shared_names(found, preferred=()).items():
         raise UnsupportedError(
             f"shares memory with {other!r}, and a safetensors file stores a tensor under one name only",
             name=name,
-            remedy="use save_model, or leave out one of them, or clone it",
+            remedy="use save_model, or leave one out, or clone it",
         )
     return found

@@ -1,4 +1,4 @@
-"""Many cases in one test: whatever fails names its case."""
+"""Many cases in one test: a failure names its case."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def case(label: object) -> Iterator[None]:
-    """Add the label of a case to the error that is raised inside."""
+    """Add the label of a case to an error from the block."""
     try:
         yield
     except BaseException as error:

@@ -25,7 +25,7 @@ _PADDING = 4096
 _SAMPLED_PLACES = 60
 
 
-class Block(NamedTuple):
+class CodecBlock(NamedTuple):
     """A block to encode: a label, the dtype and the raw bytes."""
 
     label: str
@@ -33,35 +33,37 @@ class Block(NamedTuple):
     raw: Bytes
 
 
-def blocks() -> Iterator[Block]:
+def blocks() -> Iterator[CodecBlock]:
     """Yield small blocks of every dtype and of the kinds of data in checkpoints."""
     random = np.random.default_rng(20)
     for dtype in BY_NAME.values():
         noise = random.integers(0, 256, 24 * dtype.itemsize * 41, np.uint8)
-        yield Block(f"noise-{dtype}", dtype, noise)
-        yield Block(f"one-{dtype}", dtype, noise[: dtype.itemsize].copy())
+        yield CodecBlock(f"noise-{dtype}", dtype, noise)
+        yield CodecBlock(f"one-{dtype}", dtype, noise[: dtype.itemsize].copy())
         if dtype.kind == "float" and dtype.has_numpy:
-            yield Block(f"normal-{dtype}", dtype, as_bytes(random.standard_normal(9001).astype(dtype.numpy)))
+            yield CodecBlock(f"normal-{dtype}", dtype, as_bytes(random.standard_normal(9001).astype(dtype.numpy)))
     weights = (random.standard_normal((40, 600)) * 0.02).astype(np.float32)
     for name in ("bfloat16", "float32"):
         dtype = BY_NAME[name]
-        yield Block(f"empty-{name}", dtype, np.empty(0, np.uint8))
-        yield Block(f"zeros-{name}", dtype, np.zeros(30_000 * dtype.itemsize, np.uint8))
-        yield Block(f"constant-{name}", dtype, as_bytes(np.full(30_000, 1.25, dtype.numpy)))
+        yield CodecBlock(f"empty-{name}", dtype, np.empty(0, np.uint8))
+        yield CodecBlock(f"zeros-{name}", dtype, np.zeros(30_000 * dtype.itemsize, np.uint8))
+        yield CodecBlock(f"constant-{name}", dtype, as_bytes(np.full(30_000, 1.25, dtype.numpy)))
         mask = random.random(weights.shape) < 0.05
         mask[-1, -1] = True
-        yield Block(f"sparse-{name}", dtype, as_bytes((weights * mask).astype(dtype.numpy)))
-        yield Block(f"rows-{name}", dtype, as_bytes(weights[random.integers(0, 9, 90)].astype(dtype.numpy)))
+        yield CodecBlock(f"sparse-{name}", dtype, as_bytes((weights * mask).astype(dtype.numpy)))
+        yield CodecBlock(f"rows-{name}", dtype, as_bytes(weights[random.integers(0, 9, 90)].astype(dtype.numpy)))
     # All patterns of 16 bits: NaN payloads, infinities, both zeros, denormals.
     patterns = np.arange(1 << 16, dtype="<u2")
-    yield Block("patterns-bfloat16", BY_NAME["bfloat16"], as_bytes(patterns))
-    yield Block("patterns-float16", BY_NAME["float16"], as_bytes(patterns))
-    yield Block("patterns-float32", BY_NAME["float32"], as_bytes(patterns.astype("<u4") << 16 | patterns[::-1]))
-    yield Block("counter-int64", BY_NAME["int64"], as_bytes(np.arange(-30_000, -10_000)))
-    yield Block("tokens-int64", BY_NAME["int64"], as_bytes(random.integers(0, 50_000, 20_000)))
-    yield Block("mask-bool", BY_NAME["bool"], as_bytes(random.random(50_000) < 0.3))
-    yield Block("odd-length-float32", BY_NAME["float32"], as_bytes(weights)[:4099])
-    yield Block("several-frames-bfloat16", BY_NAME["bfloat16"], as_bytes(weights.astype("<f2"))[:20_000].repeat(35))
+    yield CodecBlock("patterns-bfloat16", BY_NAME["bfloat16"], as_bytes(patterns))
+    yield CodecBlock("patterns-float16", BY_NAME["float16"], as_bytes(patterns))
+    yield CodecBlock("patterns-float32", BY_NAME["float32"], as_bytes(patterns.astype("<u4") << 16 | patterns[::-1]))
+    yield CodecBlock("counter-int64", BY_NAME["int64"], as_bytes(np.arange(-30_000, -10_000)))
+    yield CodecBlock("tokens-int64", BY_NAME["int64"], as_bytes(random.integers(0, 50_000, 20_000)))
+    yield CodecBlock("mask-bool", BY_NAME["bool"], as_bytes(random.random(50_000) < 0.3))
+    yield CodecBlock("odd-length-float32", BY_NAME["float32"], as_bytes(weights)[:4099])
+    yield CodecBlock(
+        "several-frames-bfloat16", BY_NAME["bfloat16"], as_bytes(weights.astype("<f2"))[:20_000].repeat(35)
+    )
 
 
 def as_bytes(array: npt.NDArray[Any]) -> Bytes:
@@ -69,7 +71,7 @@ def as_bytes(array: npt.NDArray[Any]) -> Bytes:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def encode(codec: Codec, block: Block) -> Bytes:
+def encode(codec: Codec, block: CodecBlock) -> Bytes:
     """Encode a block, and assert that the codec kept to its bound and did not change its input."""
     bound = codec.bound(block.raw.size)
     out = np.full(bound + 64, _GUARD, np.uint8)
@@ -82,7 +84,7 @@ def encode(codec: Codec, block: Block) -> Bytes:
 
 
 def decode(codec: Codec, stored: Bytes, dtype: DType, nbytes: int) -> Bytes:
-    """Decode a block, and assert that nothing was written outside of it."""
+    """Decode a block, and assert that the codec wrote nothing outside ``out``."""
     memory = np.full(64 + nbytes + 64, _GUARD, np.uint8)
     out = memory[64 : 64 + nbytes]
     try:
@@ -93,7 +95,7 @@ def decode(codec: Codec, stored: Bytes, dtype: DType, nbytes: int) -> Bytes:
 
 
 _BLOCKS = list(blocks())
-# None of these ends in a zero, so that a codec that stores no length can distinguish a short block from a padded one.
+# These blocks do not end in zeros, so that a codec without a stored length can tell a short block from a padded one.
 _FEW = [block for block in _BLOCKS if block.label in ("normal-bfloat16", "sparse-float32", "counter-int64")]
 
 
@@ -177,6 +179,6 @@ class CodecSuite:
             for position in positions:
                 damaged = stored.copy()
                 damaged[position] ^= random.integers(1, 256, dtype=np.uint8)
-                # Wrong bits without an error are found by the checksum of the container.
+                # Wrong bits without an error are allowed here: the checksum of the container finds them.
                 with case(f"byte {position} of {block.label}"), suppress(CodecError):
                     decode(self.codec, damaged, block.dtype, block.raw.size)

@@ -1,4 +1,4 @@
-"""Listing files, and a system call that runs out of space."""
+"""Contents of files and folders, and a system call that runs out of space."""
 
 import errno
 import os
@@ -14,12 +14,12 @@ def content(path: Path) -> dict[str, bytes]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names of all entries of a folder, hidden ones included, such as temporaries."""
+    """Return the names of all entries of a folder, hidden and temporary ones included."""
     return sorted(entry.name for entry in folder.iterdir())
 
 
 class FailingDisk:
-    """A system call that raises ENOSPC from a chosen call on."""
+    """A system call that counts its calls and raises ENOSPC from a chosen call on."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.calls = 0

@@ -1,4 +1,4 @@
-"""Exact comparison of two states: types, structure, order, dtypes, shapes and every bit.
+"""Compares two states exactly: types, structure, order, dtypes, shapes and every bit.
 
 ``==`` cannot do that: NaN differs from itself, 0.0 equals -0.0, ``1 == True``, and tensors have no truth value.
 """
@@ -22,7 +22,7 @@ def same(a: Any, b: Any) -> bool:
 def difference(a: Any, b: Any, path: str = "state") -> str | None:
     """Describe the first difference between two states; None if they are equal.
 
-    Named tuples of the same name and fields count as one type, because `load` creates classes for unregistered ones.
+    Named tuples of the same name and fields are one type, because `load` creates classes for unregistered ones.
     """
     if _type(a) != _type(b):
         return f"{path}: {type(a).__name__} and {type(b).__name__}"
@@ -47,7 +47,7 @@ def difference(a: Any, b: Any, path: str = "state") -> str | None:
 
 
 def leaf_bytes(value: Any) -> bytes:
-    """Return the bytes of a tensor or array in C order: slow, and independent of `tensorkeep.state`, as its oracle."""
+    """Return the bytes of a tensor or array in C order: slow, and independent of `tensorkeep.state`, which it checks."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tobytes()
     import torch
@@ -101,7 +101,7 @@ def _type(value: Any) -> object:
 
 
 def _scalar(value: Any) -> object:
-    """Return the type and the bits of a scalar."""
+    """Return a scalar as its type and bits."""
     if isinstance(value, float):
         return float, struct.pack("<d", value)
     if isinstance(value, complex):

@@ -1,4 +1,4 @@
-"""The states of the conformance suite of formats, and loading them through `Reader`."""
+"""The states that the conformance suite of formats saves, and `load`, which uses the contract of `Reader` only."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tensorkeep.storage.direct_io import Bytes
 
 
 def noise(dtype_name: str, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Return a tensor of random bits, NaN payloads and denormals included."""
+    """Return a tensor of random bits, which include NaN payloads and denormals."""
     dtype = BY_NAME[dtype_name]
     tensor: torch.Tensor = allocate("tensor", dtype, shape)
     leaf = Leaf.of("x", tensor)

@@ -38,15 +38,15 @@ from tensorkeep.testing.disk import FailingDisk, content, names_in
 from tensorkeep.testing.equality import difference, same
 from tensorkeep.testing.format_states import STATES, load, noise, training_state
 
-# Of a checkpoint of one file or two, and of one of many files.
+# Flipped bits per file, in a checkpoint of few files and of many files.
 _FLIPS_IN_A_FILE, _FLIPS_IN_EACH_OF_MANY, _MANY_FILES, _MOST_FAILURES = 30, 3, 3, 4
 _LARGE = "several blocks"
-# A third of what the profile of hypothesis asks for, as each example is a checkpoint.
+# A third of the examples that the profile of Hypothesis asks for: each example writes a checkpoint.
 _property = settings(max_examples=settings().max_examples // 3, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class ReadResult(NamedTuple):
-    """The result of reading a full checkpoint: the state, or None if a TensorkeepError was raised."""
+    """The state of a checkpoint and the problems of its audit; None for the state if a TensorkeepError was raised."""
 
     state: Any
     problems: list[Problem]
@@ -99,7 +99,7 @@ class FormatSuite:
             return load(reader)
 
     def read_damaged(self, path: Path) -> ReadResult:
-        """Read and audit a checkpoint that may be damaged; any error but a TensorkeepError fails the test."""
+        """Read and audit a checkpoint that may be damaged; errors other than TensorkeepError fail the test."""
         try:
             with self.format.open(path, OpenSettings()) as reader:
                 return ReadResult(load(reader), list(reader.audit()), refused=False)
@@ -114,7 +114,7 @@ class FormatSuite:
         return path
 
     def check_round_trip(self, state: Any, path: Path) -> None:
-        """Save a state and load it; compare it, and the size that was reported."""
+        """Save and load a state; compare the state, and the reported size with the files."""
         written = self.save(state, path)
         assert written.stored_bytes == sum(map(len, content(path).values()))
         with self.format.open(path, OpenSettings()) as reader:
@@ -158,7 +158,7 @@ class FormatSuite:
         self._comes_back(state)
 
     def _comes_back(self, state: Any) -> bool:
-        """Save and load a state; return False if it was refused and left nothing. What saves must load."""
+        """Save and load a state; return False if it was refused and left nothing. A saved state must load."""
         with tempfile.TemporaryDirectory() as folder:
             path = self.destination(Path(folder))
             try:
@@ -259,7 +259,7 @@ class FormatSuite:
         whole, files = training_state(), _files(saved)
         for number, (file, data) in enumerate(files):
             lengths = sorted({0, 1, 7, 8, 9, 100, len(data) // 3, len(data) // 2, len(data) - 1})
-            # Of many files, each is cut to a third of these lengths.
+            # With many files, each is cut to every third of these lengths.
             for length in lengths[number % 3 :: 3] if len(files) > _MANY_FILES else lengths:
                 file.write_bytes(data[:length])
                 found = self.read_damaged(saved)
@@ -272,7 +272,7 @@ class FormatSuite:
         self.check_flipped_bits(saved, _FLIPS_IN_A_FILE if few else _FLIPS_IN_EACH_OF_MANY)
 
     def check_flipped_bits(self, path: Path, count: int) -> int:
-        """Flip one bit at a time, in up to so many bytes of each file; return the number of bytes.
+        """Flip one bit at a time, in up to ``count`` bytes per file; return the number of flips.
 
         The bytes are the same in every run. A thorough test of a format calls this with a large count.
         """
@@ -301,7 +301,7 @@ class FormatSuite:
         self.check_round_trip(state, path)
         expected = state["large"].numpy().view(np.uint8)
         random = np.random.default_rng(3)
-        # Around the border of two blocks, and anywhere.
+        # Around the border of two blocks, and at random places.
         starts = [BLOCK_BYTES - 40, *(random.integers(0, expected.size // 4, 8) * 4)]
         ranges = [[start, min(start + random.integers(1, 2**16) * 4, expected.size)] for start in starts]
         with self.format.open(path, OpenSettings()) as reader, ThreadPoolExecutor(8) as pool:
@@ -341,7 +341,7 @@ class FormatSuite:
         monkeypatch.setattr(os, call, disk)
         self.save(STATES["flat"](), undisturbed)  # counts the calls
         assert disk.calls > 0, f"the format never calls os.{call}, so it cannot be durable"
-        # The last fsync follows the rename: if it fails, the new checkpoint is visible already.
+        # The last fsync follows the rename: when it fails, the new checkpoint is already visible.
         last = disk.calls - 1 if call == "fsync" else disk.calls
         numbers = np.unique(np.linspace(1, last, _MOST_FAILURES).astype(int)).tolist()
         for number, path in product(numbers, (new, old)):

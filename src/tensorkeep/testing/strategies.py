@@ -1,4 +1,4 @@
-"""Hypothesis strategies: dtypes, shapes, unusual tensors and arrays, nested states."""
+"""Hypothesis strategies for dtypes, shapes, unusual tensors and arrays, and nested states."""
 
 import math
 import struct
@@ -24,7 +24,7 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 @st.composite
 def _filled(draw: st.DrawFn, kind: LeafKind, dtype: DType, shape: tuple[int, ...]) -> Any:
-    """Dense arrays of random bits, with NaN payloads and denormals."""
+    """Dense arrays of random bits, which include NaN payloads and denormals."""
     array = allocate(kind, dtype, shape)
     leaf = Leaf.of("x", array)
     assert leaf is not None
@@ -33,7 +33,7 @@ def _filled(draw: st.DrawFn, kind: LeafKind, dtype: DType, shape: tuple[int, ...
     if dtype.kind == "bool":
         bits &= 1
     elif dtype.itemsize == 1 and dtype.kind in ("int", "uint") and not dtype.has_torch:
-        # Numbers of two or four bits take a byte each; the other bits must repeat the sign.
+        # int2 and int4 take a byte each in ml_dtypes; the upper bits must repeat the sign.
         width = int(dtype.name[-1])
         bits &= (1 << width) - 1
         if dtype.kind == "int":
@@ -147,8 +147,8 @@ _odd_values = st.sampled_from([0, 1, 32, 33, 64, 65, 70]).map(lambda count: torc
     [np.ones((1,) * 64), np.ones((0, 2**50)), torch.ones(0, 2**40), np.float32(3), 10**400, _NAN, "\ud800", b"\0"]
 )
 odd_states = st.recursive(_odd_values, lambda inner: st.dictionaries(_odd_keys, inner, max_size=4), max_leaves=6)
-"""States that are saved as they are, or refused: keys that look alike, or are not equal to themselves, and shapes of
-more dimensions, and lengths, than libraries have."""
+"""States that a save must keep exactly or refuse: keys that look alike or differ from themselves, and shapes with more
+dimensions or longer ones than libraries support."""
 
 _ODDEST: list[dict[str, Any]] = [
     {"model": {_NAN: torch.ones(2), -_NAN: torch.ones(3)}},
@@ -161,7 +161,7 @@ _ODDEST: list[dict[str, Any]] = [
 
 
 def with_odd_examples(test: Any) -> Any:
-    """Try a property of `odd_states` on some of them in each run."""
+    """Add some of the oddest states as examples to a property test of `odd_states`."""
     for state in _ODDEST:
         test = example(state)(test)
     return test

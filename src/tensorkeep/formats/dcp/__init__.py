@@ -1,6 +1,6 @@
-"""The format ``dcp``: checkpoints of ``torch.distributed.checkpoint``.
+"""The format ``dcp``: checkpoints of ``torch.distributed.checkpoint``, written by one process and read from any number.
 
-Written in one process; read without DCP's own reader and without a process group, from any number of ranks.
+Reading needs neither DCP's own reader nor a process group.
 """
 
 import re
@@ -38,9 +38,9 @@ class DcpOptions(FormatOptions, frozen=True):
 class DcpFormat(Format):
     """Distributed checkpoints; see `tensorkeep.formats.base.Format`. Nothing is compressed.
 
-    Other programs find every tensor under its dotted name, and the plain values of dicts and lists under theirs. What
-    DCP has no place for (container types, tensors that share storage, metadata) is stored in ``tensorkeep.json``. A
-    conversion from another checkpoint holds one tensor for each thread in memory.
+    Other programs find tensors and the plain values of dicts and lists under their dotted names. ``tensorkeep.json``
+    stores what DCP cannot: container types, tensors that share storage, metadata. A conversion from another checkpoint
+    holds one tensor per thread in memory.
     """
 
     name = "dcp"

@@ -1,7 +1,7 @@
-"""Writer of distributed checkpoints in DCP's layout, in one process.
+"""Writes distributed checkpoints in DCP's layout, in one process.
 
-Each data file ``__0_{n}.distcp`` is a concatenation of ``torch.save`` files, one for each tensor or plain value, and is
-written by one thread. ``.metadata`` is a pickle of DCP's own dataclasses. One rename publishes all of it.
+One thread writes each data file ``__0_{n}.distcp``: ``torch.save`` files of tensors and plain values, in a row.
+``.metadata`` is a pickle of DCP's own dataclasses. One rename publishes the folder.
 """
 
 import functools
@@ -89,7 +89,7 @@ def write(
 
 
 def _assign(items: Sequence[Item], tensors: "_Tensors", count: int) -> list[list[Item]]:
-    """Distribute items over files as DCP does: values in turn; tensors to the smallest file, the largest first."""
+    """Distribute items over files as DCP does: values in turn; tensors to the smallest file, largest tensors first."""
     files: list[list[Item]] = [[] for _ in range(min(count, len(items)))]
     for number, item in enumerate(item for item in items if not item.leaf):
         files[number % len(files)].append(item)
@@ -115,13 +115,13 @@ def _metadata(items: Sequence[Item], tensors: "_Tensors", locations: dict[str, _
             entries[item.name] = BytesStorageMetadata()
             storage[MetadataIndex(item.name)] = locations[item.name]
     paths = {item.name: item.path for item in items}
-    # Without the checkpoint's path: the temporary directory will be renamed.
+    # The path of the checkpoint is left out: the temporary directory will be renamed.
     meta = StorageMeta(save_id=str(uuid.uuid4()), modules=[MARK])
     return Metadata(entries, paths, storage, meta, CURRENT_DCP_VERSION)
 
 
 def _write_sidecar(flat: Flat[Source], directory: Path, settings: WriteSettings) -> int:
-    """Write the sidecar, for values that DCP cannot store; return the bytes of all files."""
+    """Write the sidecar, with everything that DCP cannot store; return the bytes of all files."""
     files = {path.name: sidecar.note_file(path, hashed=path.name == FILE_NAME) for path in sorted(directory.iterdir())}
     notes = Sidecar(
         format="dcp",
@@ -134,10 +134,7 @@ def _write_sidecar(flat: Flat[Source], directory: Path, settings: WriteSettings)
 
 
 class _Tensors:
-    """The tensors to write, one at a time in each thread.
-
-    ``peak_bytes`` is the most bytes of copies at one moment; the state's own tensors do not count.
-    """
+    """The tensors to write. ``peak_bytes`` is the most bytes of copies at one moment, without the state itself."""
 
     def __init__(self, flat: Flat[Source]) -> None:
         self.peak_bytes = 0
@@ -146,7 +143,7 @@ class _Tensors:
         self._bytes = 0
 
     def stand_in(self, name: str) -> torch.Tensor:
-        """Return a tensor on device ``meta`` with the dtype and the shape of the stored tensor."""
+        """Return a tensor on the meta device with the dtype and shape of the stored tensor."""
         source, alias = self._find(name)
         dtype, shape = stored_form(source.dtype, source.shape if alias is None else alias.shape)
         return cast(torch.Tensor, allocate("tensor", dtype, shape, device="meta"))
@@ -157,7 +154,7 @@ class _Tensors:
 
     @contextmanager
     def get(self, name: str) -> Iterator[torch.Tensor]:
-        """Give a tensor: on the CPU, contiguous, alone in its storage."""
+        """Yield a contiguous CPU tensor that fills its storage: torch would save the full storage."""
         source, alias = self._find(name)
         if alias is None and isinstance(source, Leaf) and source.is_torch and fills_its_storage(source):
             own: torch.Tensor = source.array
@@ -192,7 +189,7 @@ def _copy(source: Source, alias: Alias | None) -> torch.Tensor:
         return tensor
     if dtype is source.dtype:
         return cast(torch.Tensor, make_view(tensor, alias)).clone(memory_format=torch.contiguous_format)
-    # Torch lacks the dtype, and the tensor is its bytes.
+    # Torch lacks the dtype, so the tensor holds bytes, and numpy makes the view of its elements.
     elements = out.view(f"V{source.dtype.itemsize}")
     strides = tuple(stride * source.dtype.itemsize for stride in alias.strides)
     view = np.ndarray(alias.shape, elements.dtype, elements, alias.offset_elements * source.dtype.itemsize, strides)

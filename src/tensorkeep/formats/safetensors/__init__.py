@@ -1,9 +1,8 @@
-"""Safetensors files: one file, or a directory of shards with Hugging Face's index.
+"""The format ``safetensors``: one file, or a directory of shards with Hugging Face's index.
 
-They are read in parallel by our own reader. Symbolic links are followed, because the Hugging Face cache consists of
-them. A flat dict of tensors is written as any safetensors file. The structure of every other state is stored in the
-entry ``tensorkeep`` of the file's ``__metadata__`` (see ``blockfile/notes.py``), so that other tools see all tensors by
-their dotted names and `tensorkeep.load` returns the nested state.
+A flat dict of tensors becomes a plain safetensors file. For any other state, the entry ``tensorkeep`` of the file's
+``__metadata__`` holds the structure (see ``blockfile/header.py``): other tools see all tensors by their dotted names,
+and `tensorkeep.load` returns the nested state. Links are followed: the cache of Hugging Face consists of links.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Detecting and reading safetensors files and sharded directories, without trusting anything in them."""
+"""Recognises and reads safetensors files and sharded directories, without trusting anything in them."""
 
 import re
 import stat
@@ -36,8 +36,8 @@ from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.store_commit import save_of
 
 _SHARDING = "DCP_SHARDING_INFO"
+# Keys of metadata that ``torch.distributed.checkpoint`` writes about a single file.
 _OF_WRITER = (_SHARDING, "DCP_VERSION")
-"""What the writer of ``torch.distributed.checkpoint`` notes about a file, not about the checkpoint."""
 _FULL_TENSORS = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
@@ -54,7 +54,7 @@ def locate(path: Path) -> Path | None:
 
 
 def begins_like_safetensors(path: Path) -> bool:
-    """Return whether a file begins with the length of a header, and the header."""
+    """Return whether a file begins with the length of a header and an opening brace."""
     start = first_bytes(path, 9)
     return start is not None and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES
 
@@ -64,14 +64,14 @@ def _locate_in(directory: Path) -> Path | None:
         return None
     names = names_in(directory)
     if storage_of(directory).remote:
-        # Without a manifest, the objects of a native save are those of one that did not end.
+        # Without a manifest, objects with names of a native save belong to an unfinished one.
         names = [name for name in names if save_of(name) is None]
     standard = standard_weights(directory, names)
     if standard is not None:
         return directory / standard if standard.endswith((SUFFIX, INDEX_SUFFIX)) else None
     indexes = [name for name in names if is_index(name, SUFFIX)]
     found = indexes or [name for name in names if name.endswith((SUFFIX, CODED_SUFFIX)) and not is_part(name)]
-    # A folder, as an array of Zarr is one of the tensor's name, or a link that leads nowhere may be called like a file.
+    # A folder may have the name of a file: a Zarr array has the name of its tensor. A link may lead nowhere.
     return directory / found[0] if len(found) == 1 and stat.S_ISREG(file_mode(directory / found[0])) else None
 
 
@@ -83,9 +83,9 @@ class _DataFile:
 
 
 class SafetensorsReader(Reader):
-    """An open safetensors file, or set of files with an index; the format has no checksums.
+    """An open safetensors file, or several with an index; the format has no checksums.
 
-    ``written_by`` is metadata of the files that describes them alone, and that a conversion does not copy.
+    ``written_by`` is metadata about single files, which a conversion does not copy.
     """
 
     format = "safetensors"
@@ -100,7 +100,7 @@ class SafetensorsReader(Reader):
         for found in reversed(data):
             self.metadata |= found.header.metadata
         self.metadata.pop(METADATA_KEY, None)
-        # The library that wrote the file, by convention; not the user's metadata.
+        # By convention the library that wrote the file, and not metadata of the user.
         framework = self.metadata.pop(FRAMEWORK_KEY, None)
         self.written_by = {key: self.metadata.pop(key) for key in _OF_WRITER if key in self.metadata}
         self.details = {"files": {file.path.name: file.size for file in self._files}, "framework": framework}
@@ -118,7 +118,7 @@ class SafetensorsReader(Reader):
                 path=self.path,
                 remedy="check the path; tensorkeep.load reads checkpoints of every format",
             )
-        # All files are opened at once, so that a checkpoint that is replaced meanwhile is read as it was.
+        # All files are opened now, so that a checkpoint that is replaced meanwhile is read as it was.
         with ExitStack() as opened:
             index = read_index(directory, place) if is_index(place.name, SUFFIX) else None
             if index is None:
@@ -137,17 +137,17 @@ class SafetensorsReader(Reader):
                 index.check((found.file.path, found.header.records) for found in data)
             self._tensors = self._state(data, place, index)
             self._unused = self._unused_files(place) if self._is_folder else []
-            # A coded tensor has other bytes in the file than in the state.
+            # The index counts bytes in files, and compressed tensors have fewer bytes there than in the state.
             if index is not None and not any(found.notes.tensors for found in data):
                 self.notes = [*index.notes(self.flat)]
             self._close_files = opened.pop_all().close
         return data
 
     def _unused_files(self, place: Path) -> list[str]:
-        """Return the names of the folder that are not read.
+        """Return the names in the folder that are not read.
 
-        Raises NotACheckpointError if tensors are beside an index of a name that other tools do not look for: which of
-        the two is the checkpoint is then unknown.
+        Raises NotACheckpointError if there are other tensors beside an index with a name that other tools do not know:
+        nothing says whether the index or the other file is the checkpoint.
         """
         unused = [
             name
@@ -157,7 +157,7 @@ class SafetensorsReader(Reader):
         rivals = [name for name in unused if name.endswith(SUFFIX)]
         if rivals and is_index(place.name, SUFFIX) and standard_weights(self.path, [place.name]) is None:
             raise NotACheckpointError(
-                f"holds two checkpoints: that of {place.name}, and {rivals[0]}, which it does not list",
+                f"holds two checkpoints: {place.name}, and {rivals[0]}, which the index does not list",
                 path=self.path,
                 remedy=f"give the path of one: {place}",
             )
@@ -202,7 +202,7 @@ class SafetensorsReader(Reader):
         self._blocks.read(self._tensors[name], start, stop, out)
 
     def offset_order(self) -> list[str]:
-        """Return the names of the stored tensors in the order of their bytes, file by file."""
+        """Return the names of the stored tensors in file order."""
         return sorted(self._places, key=self._places.__getitem__)
 
     def ahead(self, ranges: Sequence[tuple[str, int, int]]) -> AbstractContextManager[object]:
@@ -221,10 +221,10 @@ class SafetensorsReader(Reader):
 
 
 def _check_is_whole(data: _DataFile, *, listed: bool) -> None:
-    """Refuse the shards of ranks that torch.distributed.checkpoint writes as safetensors.
+    """Refuse the files of single ranks that torch.distributed.checkpoint writes as safetensors.
 
-    Their metadata has the offsets of each tensor's part, and the full shapes nowhere: a part at offset 0 looks like a
-    full tensor. So it must be a file of the writer's other mode, with full tensors, by its name or its index.
+    Their metadata has the offset of every shard, but the full shapes nowhere: a shard at offset 0 looks like a full
+    tensor. Files of the writer's other mode, with full tensors, are known by an index or by their name.
     """
     text = data.header.metadata.get(_SHARDING)
     if text is None:
@@ -237,7 +237,7 @@ def _check_is_whole(data: _DataFile, *, listed: bool) -> None:
     if not moved and (listed or _FULL_TENSORS.fullmatch(data.file.path.name)):
         return
     name, offsets = next(iter(moved.items()), (None, None))
-    part = "may hold parts of tensors" if offsets is None else f"holds the part of the tensor at {offsets}"
+    part = "may hold shards of tensors" if offsets is None else f"holds the shard of the tensor at {offsets}"
     raise UnsupportedError(
         f"{part}: it is one rank's file of a sharded save by torch.distributed.checkpoint",
         path=data.file.path,
@@ -248,7 +248,7 @@ def _check_is_whole(data: _DataFile, *, listed: bool) -> None:
 
 
 def _header(file: SourceFile) -> Header:
-    """Return the header of a file; raises as `header.read`, or NotACheckpointError if the file is of another kind."""
+    """Return the header of a file; raises NotACheckpointError, or the errors of `header.read`."""
     try:
         return header.read(file)
     except CorruptCheckpointError as error:
@@ -278,7 +278,7 @@ def _stored(name: str, key: str, home: _DataFile) -> StoredTensor:
 
 
 def _placeholder(name: str, record: TensorRecord) -> list[str]:
-    """Return the texts of the placeholder of a tensor whose dtype cannot be read."""
+    """Return the texts of the placeholder for a tensor of an unknown dtype."""
     what = (
         f"a tensor of {record.tag:.50} and shape {list(record.shape)}: neither torch nor numpy has this dtype and shape"
     )

@@ -1,4 +1,4 @@
-"""Writing safetensors: one file, or a directory of shards with an index."""
+"""Writes safetensors: one file, or a directory of shards with an index."""
 
 import stat
 from dataclasses import replace
@@ -45,9 +45,9 @@ class SafetensorsOptions(BlockFileOptions, frozen=True):
     Attributes
     ----------
     framework : str or None
-        The library of the tensors, which the files name in their metadata as ``format``; None leaves that out.
+        The metadata entry ``format`` of the files: the library of the tensors. None leaves it out.
     force : bool
-        Whether to write compressed tensors although other tools would read their bytes as tensors of uint8.
+        Whether to write compressed tensors, which other tools read as tensors of uint8.
     """
 
     framework: str | None = FRAMEWORK
@@ -55,7 +55,7 @@ class SafetensorsOptions(BlockFileOptions, frozen=True):
 
 
 def check_compression(destination: Path, settings: WriteSettings) -> None:
-    """Refuse compressed tensors in files that other tools take for weights, unless they are forced."""
+    """Refuse compressed tensors in files that look like weights to other tools, unless they are forced."""
     if settings.compression == "none" or settings.options_as(SafetensorsOptions).force:
         return
     if destination.suffix.lower() != CODED_SUFFIX:
@@ -68,7 +68,7 @@ def check_compression(destination: Path, settings: WriteSettings) -> None:
 
 
 def check_store(destination: Path, settings: WriteSettings) -> None:
-    """Refuse what is not written to an object store."""
+    """Refuse what cannot be written to an object store."""
     if not storage_of(destination).remote:
         return
     remedy = "save in the native format (leave out the suffix and `format`), or to a disk, and upload it"
@@ -118,7 +118,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         kind = RawFile if settings.compression == "none" else CompressedFile
         files: list[DataFile] = [kind(directory, plan, context) for plan in plans]
         write_files(files, context, settings.threads)
-        # Tensors in the order of the state.
+        # The index lists tensors in the order of the state.
         index = index_content(files, _flat_order(flat) or flat.leaves) if len(files) > 1 else b""
         if index:
             write_small(directory / f"{DEFAULT_PART}{INDEX_SUFFIX}", index)
@@ -148,7 +148,7 @@ def _is_replaceable_file(path: Path) -> bool:
 
 
 def _is_replaceable_directory(path: Path) -> bool:
-    # A model's directory often holds its tokenizer, its configuration or other weights, which must not be removed.
+    # The directory of a model often holds a tokenizer, a configuration or other weights, which must not be removed.
     place = locate(path)
     if place is None or not path.is_dir():
         return False
@@ -173,7 +173,7 @@ def _checked_metadata(metadata: dict[str, Any], destination: Path) -> dict[str, 
 
 
 def _plans(flat: Flat[Source], shard_bytes: int | str | None, metadata: dict[str, str]) -> list[FilePlan]:
-    """Return the files: all tensors by their full names, and in the first file the structure of the state."""
+    """Return the files to write: all tensors by full name, and the structure of the state in the first file."""
     if "__metadata__" in flat.leaves:
         raise UnsupportedError("safetensors reserves this name", name="__metadata__", remedy="rename the tensor")
     whole = Flat(flat.skeleton, flat.leaves, {}, {name: (DEFAULT_PART, name) for name in flat.leaves})
@@ -190,7 +190,7 @@ def _plans(flat: Flat[Source], shard_bytes: int | str | None, metadata: dict[str
 
 
 def _flat_order(flat: Flat[Source]) -> list[str] | None:
-    """Return the keys of a plain dict of plain tensors, which needs no structure; None for other states."""
+    """Return the keys of a flat dict of tensors, which needs no stored structure; None for other states."""
     skeleton: Any = flat.skeleton
     entries = skeleton.get("dict") if isinstance(skeleton, dict) else None
     if entries is None or flat.aliases or any(node != {"tensor": name} for name, node in entries.items()):

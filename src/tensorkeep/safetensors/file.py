@@ -1,31 +1,130 @@
-"""`safe_open`: a safetensors file whose tensors, or slices of them, are read when they are asked for."""
+"""One safetensors file: `safe_open` reads its tensors or slices of them, and `write_file` writes it."""
 
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import numpy as np
+from safetensors import SafetensorError
 
 from tensorkeep.checkpoint.arguments import check_device
 from tensorkeep.checkpoint.lazy import Checkpoint, LazyTensor
+from tensorkeep.checkpoint.saving import save
 from tensorkeep.checkpoint.targets import CopyPlan
-from tensorkeep.errors import PathLike, TensorkeepError, UnsupportedError, UsageError
+from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, UnsupportedError, UsageError
 from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.blockfile.plan import SUFFIX
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.formats.safetensors.reader import SafetensorsReader
+from tensorkeep.formats.safetensors.reader import SafetensorsReader, begins_like_safetensors
 from tensorkeep.machine import memory_file
 from tensorkeep.paths import checked_path
-from tensorkeep.safetensors.compatible import check_backend, framework_of, safetensor_errors
-from tensorkeep.state.dtypes import DType
+from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Array, Leaf
 from tensorkeep.state.tree import placeholders
 from tensorkeep.storage.buffers import BufferPool
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.storage.parallel import default_threads
 
 if TYPE_CHECKING:
     import torch
 
     Device = torch.device | str | int
+
+Framework = Literal["pt", "np"]
+_FRAMEWORKS: dict[str, Framework] = {
+    **dict.fromkeys(("pt", "torch", "pytorch"), "pt"),
+    **dict.fromkeys(("np", "numpy"), "np"),
+}
+BACKENDS = ("mmap", "pread")
+
+
+@contextmanager
+def safetensor_errors() -> Iterator[None]:
+    """Raise errors of Tensorkeep as errors that are also a `SafetensorError`, which callers of safetensors catch."""
+    try:
+        yield
+    # For a missing file, safetensors raises a plain FileNotFoundError as well.
+    except (SafetensorError, NotFoundError):
+        raise
+    except TensorkeepError as error:
+        kind = _both_errors(type(error))  # type: ignore[arg-type]  # mypy: a class with __hash__ is not hashable
+        both = kind.__new__(kind, *error.args)
+        vars(both).update(vars(error))
+        raise both from None
+
+
+@cache
+def _both_errors(kind: Any) -> type[TensorkeepError]:
+    """Return the subclass of an error class and `SafetensorError`."""
+    return type(kind.__name__, (kind, SafetensorError), {"__module__": kind.__module__})
+
+
+def bytes_of_file(serialize: Callable[..., bytes], tensors: Mapping[str, Any], metadata: Any) -> bytes:
+    """Return tensors as the bytes of a file; ``serialize`` of safetensors makes them if it knows all dtypes."""
+    content = None if metadata is None else dict(metadata)
+    if all(BY_NAME[str(each.dtype).removeprefix("torch.")].tag(tuple(each.shape)) for each in tensors.values()):
+        return serialize(tensors, metadata=content)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"tensors{SUFFIX}")
+        write_file(tensors, path, content)
+        return path.read_bytes()
+
+
+def framework_of(name: str) -> Framework:
+    """Return the framework of a name; UnsupportedError if it is not torch or numpy."""
+    found = _FRAMEWORKS.get(name)
+    if found is None:
+        raise UnsupportedError(
+            f"the framework {name!r} is not supported", remedy='give "pt" or "np", and convert the arrays'
+        )
+    return found
+
+
+def check_backend(backend: str) -> None:
+    """Raise UsageError unless safetensors has the backend. All backends read the same bytes."""
+    if backend not in BACKENDS:
+        raise UsageError(f"the backend {backend!r} does not exist", remedy=f"give one of {', '.join(BACKENDS)}")
+
+
+def checked_tensors(tensors: Any, kind: type) -> dict[str, Any]:
+    """Return a flat dict of tensors or arrays of one kind; UsageError for anything else."""
+    if not isinstance(tensors, Mapping):
+        raise UsageError(f"a {type(tensors).__name__} is not a dict of tensors", remedy="give names and tensors")
+    for name, value in tensors.items():
+        if not isinstance(name, str) or not isinstance(value, kind):
+            remedy = "flatten the dict" if isinstance(value, Mapping) else "convert it, or leave it out"
+            raise UsageError(
+                f"a {type(value).__name__} at {name!r} is not a {kind.__name__} with a name",
+                remedy=f"{remedy}; tensorkeep.save stores nested states of tensors, arrays and plain values",
+            )
+    return dict(tensors)
+
+
+def write_file(tensors: Mapping[str, Array], filename: PathLike, metadata: Mapping[str, str] | None) -> None:
+    """Write one safetensors file of any name, with only this metadata; replaces an existing safetensors file."""
+    place = Path(checked_path(filename))
+    write = partial(
+        save, dict(tensors), format="safetensors", overwrite=True, metadata=dict(metadata or {}), framework=None
+    )
+    if place.suffix == SUFFIX:
+        write(place)
+        return
+    # For another suffix, the format would write a directory: the file gets its name when it is complete.
+    with Commit(place, directory=False, overwrite=True, replaceable=begins_like_safetensors) as commit:
+        whole = commit.path.with_name(f"model{SUFFIX}")
+        try:
+            write(whole)
+        except TensorkeepError as error:
+            error.path = os.fspath(place)
+            raise
+        with store_errors(place, "save here"):
+            os.rename(whole, commit.path)
+        commit.publish()
 
 
 class safe_open:  # noqa: N801
@@ -37,14 +136,16 @@ class safe_open:  # noqa: N801
     framework : str
         ``"pt"`` for torch tensors, ``"np"`` for numpy arrays.
     device : torch.device, str or int
-        Where tensors go; an int is the index of a CUDA device.
+        Device of the tensors; an int is the index of a CUDA device.
     backend : str
-        Accepted, and without effect.
+        Has no effect.
 
     Raises
     ------
-    NotFoundError, SafetensorError
-        If nothing is at the path; if it is not a safetensors file, is damaged, or an argument is wrong.
+    NotFoundError
+        If nothing is at the path.
+    SafetensorError
+        If the file is not a safetensors file, is damaged, or an argument is wrong.
 
     Examples
     --------
@@ -72,7 +173,7 @@ class safe_open:  # noqa: N801
             self._closed = False
 
     def _checked_device(self, device: "Device") -> "torch.device | None":
-        """Return the device of new tensors, None for the CPU."""
+        """Return the device of new tensors; None for the CPU."""
         if self._framework == "np" or str(device) == "cpu":
             return None
         import torch
@@ -85,12 +186,12 @@ class safe_open:  # noqa: N801
         return sorted([*self._open(), *self._unread])
 
     def offset_keys(self) -> list[str]:
-        """Return the names of the stored tensors, in the order of their bytes in the file."""
+        """Return the names of the stored tensors in file order."""
         self._open()
         return self._reader.offset_order()
 
     def metadata(self) -> dict[str, str] | None:
-        """Return the metadata that the file was saved with; None if it has none."""
+        """Return the metadata of the file; None if it has none."""
         self._open()
         framework = self._reader.details["framework"]
         return {
@@ -104,7 +205,7 @@ class safe_open:  # noqa: N801
         return self.get_slice(name)[...]
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Array]:
-        """Return all tensors, or those of some names, read in parallel."""
+        """Return all tensors, or the named ones, read in parallel."""
         checkpoint = self._open()
         with safetensor_errors():
             for name in self._unread if names is None else self._unread.keys() & set(names):
@@ -116,8 +217,9 @@ class safe_open:  # noqa: N801
             return {name: self._as_framework(values[name], self._reader.entries[name].dtype) for name in chosen}
 
     def get_slice(self, name: str) -> "TensorSlice":
-        """Return a tensor of which any slice can be read; SafetensorError if it does not exist, or has another dtype
-        than torch and numpy know.
+        """Return a tensor that reads only the slices it is asked for.
+
+        Raises SafetensorError if it does not exist, or neither torch nor numpy has its dtype.
         """
         with safetensor_errors():
             if name in self._unread:
@@ -135,7 +237,7 @@ class safe_open:  # noqa: N801
         return self._checkpoint
 
     def _as_framework(self, value: Array, dtype: DType) -> Array:
-        """Return an array or a tensor in the memory of this one, or on the device."""
+        """Return a value as a tensor or array of the framework, over the same memory or on the device."""
         if self._framework == "np":
             if isinstance(value, np.ndarray):
                 return value
@@ -160,7 +262,7 @@ class safe_open:  # noqa: N801
 
 
 def tensors_in(data: bytes, framework: str) -> dict[str, Array]:
-    """Return the tensors in the bytes of a safetensors file; SafetensorError if they are not one."""
+    """Return the tensors in the bytes of a safetensors file; SafetensorError for other bytes."""
     try:
         with open(memory_file(), "wb", buffering=0) as file:
             view = memoryview(data)
@@ -169,9 +271,9 @@ def tensors_in(data: bytes, framework: str) -> dict[str, Array]:
             with safe_open(f"/proc/self/fd/{file.fileno()}", framework) as opened:
                 return opened.get_tensors()
     except TensorkeepError as error:
-        error.path = None  # of the copy
+        error.path = None  # the copy, which the caller does not know
         if not isinstance(error, UnsupportedError):
-            error.message = f"the bytes are not those of a safetensors file: {error.message}"
+            error.message = f"the bytes are not a safetensors file: {error.message}"
         raise
     except (OSError, TypeError) as error:
         with safetensor_errors():
@@ -186,11 +288,11 @@ class TensorSlice:
         self._tensor = tensor
 
     def get_shape(self) -> list[int]:
-        """Return the shape; that of ``"F4"`` counts numbers, of which a torch tensor has two in an element."""
+        """Return the shape. ``"F4"`` counts numbers; an element of a torch tensor packs two of them."""
         return list(self._dtype.numbers_shape(self._tensor.shape))
 
     def get_dtype(self) -> str:
-        """Return the dtype, as safetensors names it, such as ``"BF16"``; numpy's name if it has none there."""
+        """Return the name of the dtype in safetensors, such as ``"BF16"``, or else in numpy."""
         return self._dtype.safetensors or self._dtype.name
 
     @property
@@ -198,7 +300,7 @@ class TensorSlice:
         return self._file._reader.entries[self._tensor.name].dtype
 
     def __getitem__(self, index: Any) -> Array:
-        """Return the selected elements; SafetensorError if the file is closed, or damaged, or lacks such an index."""
+        """Return the selected elements; SafetensorError if the file is closed or damaged, or the index is wrong."""
         self._file._open()
         with safetensor_errors():
             try:
@@ -210,7 +312,7 @@ class TensorSlice:
             return self._file._as_framework(selected, self._dtype)
 
     def _element_index(self, index: Any) -> Any:
-        """Return an index of numbers as one of elements, which may pack several."""
+        """Convert an index that counts numbers to an index of elements, which may pack several numbers."""
         packs, places = self._dtype.packs, index if isinstance(index, tuple) else (index,)
         given = [place for place in places if place is not None and place is not ...]
         after_dots = places[-1] is not ... and any(place is ... for place in places)
@@ -225,5 +327,5 @@ class TensorSlice:
         raise UnsupportedError(
             f"packs {packs} numbers in an element, and {index!r:.100} does not select full elements",
             name=self._tensor.name,
-            remedy=f"give a slice whose ends are multiples of {packs} as the last index",
+            remedy=f"as the last index, give a slice that starts and ends at multiples of {packs}",
         )
