@@ -19,7 +19,7 @@ from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, Unsuppor
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.plan import SUFFIX
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.formats.safetensors.reader import SafetensorsReader, begins_like_safetensors
+from tensorkeep.formats.safetensors import SafetensorsReader, begins_like_safetensors
 from tensorkeep.machine import memory_file
 from tensorkeep.paths import checked_path
 from tensorkeep.state.dtypes import BY_NAME, DType

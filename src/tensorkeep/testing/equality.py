@@ -47,7 +47,7 @@ def difference(a: Any, b: Any, path: str = "state") -> str | None:
 
 
 def leaf_bytes(value: Any) -> bytes:
-    """Return the bytes of a tensor or array in C order: slow, and independent of `tensorkeep.state`, which it checks."""
+    """Return the bytes of a tensor or array in C order; slow, but independent of `tensorkeep.state`, to check it."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tobytes()
     import torch

@@ -13,8 +13,7 @@ import tensorkeep.safetensors
 from formats.safetensors.files import raw, read, save
 from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.safetensors import FORMAT
-from tensorkeep.formats.safetensors.writer import SafetensorsOptions
+from tensorkeep.formats.safetensors import FORMAT, SafetensorsOptions
 from tensorkeep.state.dtypes import BY_SAFETENSORS
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import names_in

@@ -10,7 +10,7 @@ import pytest
 
 from formats.safetensors.files import raw, read, save
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
-from tensorkeep.formats.safetensors.writer import SafetensorsOptions
+from tensorkeep.formats.safetensors import SafetensorsOptions
 from tensorkeep.storage.local import LocalFile
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import leaf_bytes

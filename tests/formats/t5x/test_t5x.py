@@ -17,9 +17,9 @@ import torch
 
 import tensorkeep
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError, UsageError
-from tensorkeep.formats import checksummed_json, sidecar
+from tensorkeep.formats import checksummed_json, sidecar, t5x
 from tensorkeep.formats.base import OpenSettings, WriteSettings
-from tensorkeep.formats.t5x import FORMAT, reader
+from tensorkeep.formats.t5x import FORMAT
 from tensorkeep.state.tree import flatten
 from tensorkeep.storage.base import SourceFile
 from tensorkeep.storage.buffers import BufferPool
@@ -149,18 +149,18 @@ def test_literal_bytes_of_flax() -> None:
     scalar = b"\x93\x90\xa7float16\xc4\x02\x00\x3c"
     turn = b"\x92\xcb\x00\x00\x00\x00\x00\x00\x00\x00\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00"
     content = b"\x83\xa1a" + extension(1, packed) + b"\xa1b" + extension(3, scalar) + b"\xa1c" + extension(2, turn)
-    found = reader.decode(content)
+    found = t5x.decode(content)
     assert found["a"].dtype == np.int8 and found["a"].tolist() == [1, 2]
     assert type(found["b"]) is np.float16 and found["b"] == 1 and found["c"] == 1j
-    assert reader.encode({"a": found["a"], "b": found["b"]}) == b"\x82" + content[1 : content.index(b"\xa1c\xc7")]
+    assert t5x.encode({"a": found["a"], "b": found["b"]}) == b"\x82" + content[1 : content.index(b"\xa1c\xc7")]
 
 
 def test_large_arrays_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "MAX_ARRAY_BYTES", 16)
+    monkeypatch.setattr(t5x, "MAX_ARRAY_BYTES", 16)
     array = np.arange(15, dtype=np.float32).reshape(3, 5)
-    found = reader.decode(reader.encode({"w": array}))["w"]
-    assert reader.is_split(found) and [len(chunk) for chunk in found["chunks"].values()] == [4, 4, 4, 3]
-    assert np.array_equal(reader.join(found), array)
+    found = t5x.decode(t5x.encode({"w": array}))["w"]
+    assert t5x.is_split(found) and [len(chunk) for chunk in found["chunks"].values()] == [4, 4, 4, 3]
+    assert np.array_equal(t5x.join(found), array)
 
 
 # ---- written by Tensorkeep, read as T5X reads
@@ -170,7 +170,7 @@ def test_t5x_finds_the_arrays_of_our_checkpoint(tmp_path: Path) -> None:
     weight = torch.linspace(-1, 1, 60, dtype=torch.float16).reshape(12, 5)
     state = {"model": {"layers": [{"w": weight}], "head": weight, "row": weight[3]}, "step": 7, "lr": 0.1}
     tensorkeep.save(state, tmp_path / "c", format="t5x", chunk="100B")
-    tree = reader.decode((tmp_path / "c" / "checkpoint").read_bytes())
+    tree = t5x.decode((tmp_path / "c" / "checkpoint").read_bytes())
     assert tree["version"] == 3
     optimizer = tree["optimizer"]
     assert optimizer["state"]["step"].dtype == np.int32 and optimizer["state"]["step"] == 7

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tensorkeep.formats.t5x.reader import read_contents
+from tensorkeep.formats.t5x import read_contents
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, context
 from tensorkeep.formats.tensorstore.reader import KnownArray, check_array, read_own, start_open
 from tensorkeep.formats.tensorstore.specs import StoredType
