@@ -154,7 +154,7 @@ def load(
 
 
 def _load_mapped(path: PathLike, map_location: Any) -> Any:
-    """Verify the file, then let torch load it: our reader does not know the device of each storage."""
+    """Verify the file, then let torch load it: our reader does not know the devices of storages."""
     import torch
 
     path = checkpoint_path(path)

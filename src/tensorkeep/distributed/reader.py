@@ -61,6 +61,7 @@ class DcpEntries:
         }
 
     def _flattened(self, tensors: Mapping[str, Any]) -> tuple[dict[str, tuple[str | int, ...]], dict[str, Any]]:
+        # DCP's own function flattens, so that names and paths are exactly the ones that it asks for.
         state = rebuild(self._reader, self._reader.flat.skeleton, tensors, as_given=tensors)
         if not isinstance(state, dict):
             raise UnsupportedError(
@@ -130,6 +131,7 @@ def read_pieces(reader: Reader, pieces: Sequence[Piece], threads: int, pool: Buf
         elif alias.is_full(reader.flat.leaves[alias.of].shape):
             stored.append((alias.of, piece))
         else:
+            # A view of part of a tensor is not one box of it.
             views.append(piece)
     tasks = (read for name, piece in stored for read, _ in reads_of(reader, name, piece, pool))
     block_bytes = max((reader.block_bytes(name) for name, _ in stored), default=BLOCK_BYTES)
@@ -274,6 +276,7 @@ class DcpReader(StorageReader):
         reader, entries = self._reader, self._entries
         assert reader is not None and entries is not None, "read_metadata comes first"
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
+        # The planner gives the memory of the state, which is filled in place.
         targets = [planner.resolve_tensor(item) for item in tensors]
         pieces = [
             _piece(reader, entries.tensors[item.storage_index.fqn], item, target)

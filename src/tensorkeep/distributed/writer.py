@@ -82,7 +82,7 @@ def state_of_plan(plan: SavePlan, planner: SavePlanner) -> RankState:
 
 
 def _paths(planner_data: Any, keys: Iterable[str]) -> dict[str, KeyPath]:
-    """Return the path of keys of each flat name. A planner that does not flatten has no paths: the name is the path."""
+    """Return the paths of flat names. A planner that does not flatten has no paths: the name is the path."""
     known = planner_data if isinstance(planner_data, dict) else {}
     return {**known, **{key: known.get(key, (key,)) for key in keys}}
 
@@ -104,6 +104,7 @@ def _add_tensor(found: RankState, item: WriteItem, planner: SavePlanner) -> None
         )
     found.dtypes[name] = leaf.dtype.name
     if leaf.nbytes:
+        # Ranks without elements of a tensor write no shard, but its dtype is compared.
         whole, offsets = tuple(data.size), tuple(data.chunk.offsets)
         found.pieces.append(Piece(name, "tensor", leaf.dtype, leaf.array, whole=whole, offsets=offsets))
 
@@ -211,6 +212,7 @@ class SharedFolder:
         return folder
 
 
+# Received folders by path. A rank uses each once, in `write_data`.
 _lock = threading.Lock()
 _announced: dict[str, SharedFolder] = {}
 
@@ -234,9 +236,11 @@ class BegunSave:
         earlier: BegunSave | None = _begun.get(destination)
         if earlier is not None and not earlier.is_writing:
             earlier.abandon()
+        # Saves that were killed may have left folders beside it.
         finish_saves(absolute(destination).parent)
         commit = Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable)
         commit.__enter__()
+        # The commit is a context manager, but begins and ends in different calls of DCP.
         self._end = weakref.finalize(self, commit.__exit__, None, None, None)
         self.commit = commit
         self.name = secrets.token_hex(16)
@@ -411,6 +415,7 @@ class DcpWriter(StorageWriter):
         assert self._path is not None
         begun = self._begun
         if begun is not None:
+            # Another save of this process to the same path must not remove the folder now.
             begun.is_writing = True
         try:
             together = _DcpRank(self._rank, SharedFolder.announced(os.fspath(self._path)))

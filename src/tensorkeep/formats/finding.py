@@ -70,7 +70,7 @@ def find_format(path: PathLike) -> Format:
     inside = [name for name in listed if is_checkpoint(place / name)]
     if _ORBAX_TREE in listed or not inside:
         _check_not_orbax(place, listed)
-    # The checkpoints inside may be shards of one whose manifest was not fetched.
+    # The checkpoints inside may be shards, and their manifest a file that was not fetched.
     for name in listed if all(map(is_part, inside)) else sorted(WELL_KNOWN.intersection(listed)):
         check_not_pointer(place / name)
     if inside:

@@ -45,6 +45,7 @@ class MappedFile(Closing):
     def __init__(self, file: SourceFile) -> None:
         self.path = file.path
         self.size = file.size
+        # Mapping an empty file is an error.
         self.content: Bytes = file.map_private() if file.size else np.empty(0, np.uint8)
 
     @contextmanager
@@ -171,6 +172,7 @@ class FetchedFile(MappedFile):
             yield
             return
         with self._parts.changed:
+            # Counted before fetching, so that no other thread frees a piece in between.
             self._users[first:last] += 1
             known = self._failure
         try:
@@ -198,6 +200,7 @@ class FetchedFile(MappedFile):
             while self._take(first, last, known, taken):
                 begin, end = taken[0]
                 start, stop = begin * _PIECE, min(end * _PIECE, self.size)
+                # Outside the lock: requests of several threads run at the same time.
                 self.source.read_into(start, self.content[start:stop])
                 with self._parts.changed:
                     self._states[begin:end] = _HERE
@@ -235,11 +238,12 @@ class FetchedFile(MappedFile):
     def give_back(self, first: int, last: int, time: int) -> int:
         """Free pieces that were last used at a time and are not in use; return their number. The lock is held."""
         part = slice(first, last)
+        # A piece that was used again since has a later time, and stays.
         idle = (self._states[part] == _HERE) & (self._users[part] == 0) & (self._times[part] == time)
         edges = np.flatnonzero(np.diff(np.concatenate(([0], idle.view(np.int8), [0]))))
         count = 0
         for begin, end in (edges.reshape(-1, 2) + first).tolist():
-            # MADV_REMOVE punches a hole into the file, so that every mapping of it loses the pages.
+            # MADV_REMOVE punches a hole into the file, so that all mappings lose the pages.
             address = ctypes.c_void_p(self.content.ctypes.data + begin * _PIECE)
             if libc().madvise(address, ctypes.c_size_t((end - begin) * _PIECE), mmap.MADV_REMOVE) == 0:
                 self._states[begin:end] = _MISSING
@@ -247,12 +251,13 @@ class FetchedFile(MappedFile):
         return count
 
     def mapped_at(self) -> int | None:
-        """Return the address of a library's private mapping of the file; None if there is none."""
+        """Return the address of a library's private mapping of the file; None without one."""
         with store_errors(self.path, "find it in memory"), open("/proc/self/maps", encoding="utf-8") as maps:
             status = os.fstat(self._fd)
             device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
             for line in maps:
                 addresses, flags, offset, *place = line.split(maxsplit=5)
+                # The device and inode identify the file; "p" is a private mapping, ours is shared.
                 if place[:2] == [device, str(status.st_ino)] and flags[3] == "p" and int(offset, 16) == 0:
                     return int(addresses.partition("-")[0], 16)
         return None

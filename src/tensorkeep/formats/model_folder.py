@@ -20,7 +20,7 @@ _IN_ORDER = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""``transformers`` reads the first of these that exists; ``save_pretrained`` leaves old files behind."""
+"""``transformers`` reads the first existing one; ``save_pretrained`` leaves old files behind."""
 
 _SHARD = r"-\d+-of-(?!0*1\.)\d+\."
 _OF_A_RANK = r"(?:mp|tp|pp|ep|fsdp|fsdp_\d+|world_size_\d+)_rank_?\d+|^(?:model-)?rank[-_]?\d+\b|^shard-\d+-"
@@ -68,7 +68,7 @@ def standard_weights(directory: Path, names: Collection[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The index of several files: the file name of each tensor, and the bytes of all tensors if given."""
+    """The index of several files: file names by tensor, and the bytes of all tensors if given."""
 
     files: dict[str, str]
     total_size: int | None

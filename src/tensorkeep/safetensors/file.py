@@ -1,4 +1,4 @@
-"""One safetensors file: `safe_open` reads its tensors or slices of them, and `write_file` writes it."""
+"""One safetensors file: `safe_open` reads its tensors or slices, and `write_file` writes it."""
 
 import os
 import tempfile
@@ -53,6 +53,7 @@ def safetensor_errors() -> Iterator[None]:
         raise
     except TensorkeepError as error:
         kind = _both_errors(type(error))  # type: ignore[arg-type]  # mypy: a class with __hash__ is not hashable
+        # Without calling `__init__`: its arguments differ among the errors.
         both = kind.__new__(kind, *error.args)
         vars(both).update(vars(error))
         raise both from None
@@ -265,6 +266,7 @@ def tensors_in(data: bytes, framework: str) -> dict[str, Array]:
     """Return the tensors in the bytes of a safetensors file; SafetensorError for other bytes."""
     try:
         with open(memory_file(), "wb", buffering=0) as file:
+            # A write to memory takes at most 2 GiB at once.
             view = memoryview(data)
             while view:
                 view = view[file.write(view) :]
@@ -313,6 +315,7 @@ class TensorSlice:
 
     def _element_index(self, index: Any) -> Any:
         """Convert an index that counts numbers to an index of elements, which may pack several numbers."""
+        # float4_e2m1fn_x2 packs two numbers into one element; safetensors counts numbers.
         packs, places = self._dtype.packs, index if isinstance(index, tuple) else (index,)
         given = [place for place in places if place is not None and place is not ...]
         after_dots = places[-1] is not ... and any(place is ... for place in places)

@@ -95,7 +95,7 @@ def decode(codec: Codec, stored: Bytes, dtype: DType, nbytes: int) -> Bytes:
 
 
 _BLOCKS = list(blocks())
-# These blocks do not end in zeros, so that a codec without a stored length can tell a short block from a padded one.
+# These blocks do not end in zeros, so that a codec without a stored length can recognise padding.
 _FEW = [block for block in _BLOCKS if block.label in ("normal-bfloat16", "sparse-float32", "counter-int64")]
 
 

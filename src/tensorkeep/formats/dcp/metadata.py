@@ -118,6 +118,7 @@ def parse(content: bytes, path: Path) -> DcpMetadata:
 
 def _metadata(root: Any, nbytes: int) -> DcpMetadata:
     fields = _fields(root, "Metadata")
+    # A key is the name and the offsets of a chunk; plain values have no offsets.
     locations = dict(_locations(_typed(fields.get("storage_data"), Pairs, "storage_data")))
     tensors: dict[str, TensorEntry] = {}
     values: dict[str, Location] = {}
@@ -133,6 +134,7 @@ def _metadata(root: Any, nbytes: int) -> DcpMetadata:
             chunk_count += len(chunks)
             _check_count(chunk_count, nbytes // _CHUNK_BYTES, "chunks")
             dtype = _dtype(tensor.get("properties"))
+            # A tensor of an unsupported dtype must not prevent the load of the others.
             if type(dtype) is DType:
                 tensors[name] = _tensor(name, dtype, tensor, chunks, locations)
             else:
@@ -165,6 +167,7 @@ def _fields(value: Any, name: str) -> Mapping[str, Any]:
     if not _is(value, name):
         raise ValueError(f"a {name} is expected")
     state = _typed(Pairs() if value.state is None else value.state, Pairs, name)
+    # One object can be referenced a million times, so its size matters.
     if len(state) > _MAX_FIELDS:
         raise ValueError(f"a {name} has {len(state):,} fields")
     return {key: item for key, item in state if type(key) is str}
@@ -182,6 +185,7 @@ def _size(value: Any) -> tuple[int, ...]:
         value = value.args[0]
     if type(value) not in (tuple, list) or len(value) > MOST_DIMENSIONS:
         raise ValueError("a shape is not a tuple of lengths")
+    # `type`, not `isinstance`: True is an int, and 2**5000 is refused here.
     if any(type(length) is not int or not 0 <= length < _MAX for length in value):
         raise ValueError("a shape has an impossible length")
     return tuple(value)
@@ -239,6 +243,7 @@ def _tensor(
         boxes.append(box_of(offsets, sizes))
     with decoding(name=name, what="its chunks do not make up the tensor"):
         check_tiling(shape, boxes)
+    # DCP writes empty chunks for ranks without elements. A tensor without elements keeps its chunks.
     stored = [box for box in boxes if 0 not in box_shape(box) or 0 in shape]
     chunks = [Chunk(box, _find(locations, name, tuple(side.start for side in box))) for box in stored]
     return TensorEntry(name, dtype, shape, tuple(chunks))
@@ -302,6 +307,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     starts = np.array([[side.start for side in box] for box in boxes], np.int64)
     stops = np.array([[side.stop for side in box] for box in boxes], np.int64)
     cut = [axis for axis in range(starts.shape[1]) if (starts[:, axis] != starts[0, axis]).any()]
+    # Sharded in one dimension, as FSDP does: neighbours in sorted order decide.
     if len(cut) == 1:
         order = np.argsort(starts[:, cut[0]])
         return bool((stops[order[:-1], cut[0]] > starts[order[1:], cut[0]]).any())

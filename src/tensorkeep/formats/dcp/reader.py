@@ -65,6 +65,7 @@ class TorchPiece:
         """Return a tensor over the mapped memory; ValueError if it is not a tensor that DCP saves."""
         import torch
 
+        # The storage is the mapped memory itself; nothing is copied.
         storage = torch.from_numpy(self._content).untyped_storage()
         with ExitStack() as stack:
             for start, stop in self.archive.local_headers():
@@ -74,8 +75,10 @@ class TorchPiece:
             raise found.refusal
         tensor = found.state
         if not isinstance(tensor, torch.Tensor) or tensor.is_conj() or tensor.is_neg():
+            # Torch negates and conjugates lazily, with a flag: the memory then has other values than the tensor.
             raise ValueError("it is not a plain tensor")
         if tensor.nbytes > tensor.untyped_storage().nbytes():
+            # An expanded tensor would claim more elements than the file has bytes.
             raise ValueError("its strides overlap, which DCP never saves")
         return tensor.detach()
 
@@ -118,7 +121,7 @@ class TensorChunk:
         path, name = self._file.path, self._tensor.name
         with self._lock:
             if self._check is None:
-                with decoding(path, name, what="a piece of it is not a tensor as torch saves it"):
+                with decoding(path, name, what="a chunk is not a tensor as torch saves it"):
                     self._check = self._open()
         if verify and self.checksummed:
             self._check.run(self._all_needed, path, name)
@@ -138,6 +141,7 @@ class TensorChunk:
             )
         storage = tensor.untyped_storage()
         content = storage_bytes(storage)
+        # Unsigned integers keep NaN payloads and work for dtypes that numpy lacks, such as bfloat16.
         bits = np.dtype(f"u{dtype.itemsize}" if dtype.itemsize <= 8 else "c16")
         if 0 in shape:
             self.array = np.empty(shape, bits)
@@ -145,6 +149,7 @@ class TensorChunk:
             strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
             self.array = np.ndarray(shape, bits, content, tensor.storage_offset() * dtype.itemsize, strides)
         self.checksummed = piece.archive.checksummed
+        # The CRC-32 covers the full storage, even if the chunk uses only a part.
         self._all_needed = partial(self._file.needed_by, content)
         return StorageCheck(storage, piece.archive)
 
@@ -153,8 +158,8 @@ class NestedState(NamedTuple):
     """The state of a checkpoint without a sidecar.
 
     Its tensors have no elements and stand for tensors of the metadata, except tensors that were pickled inside plain
-    values. ``keys`` maps the name of each stand-in to its key in the metadata. ``refusal`` is the one of a `Reader`.
-    ``attributes`` names attributes that the state leaves out.
+    values. ``keys`` maps the names of stand-ins to keys in the metadata. See `Reader` for ``refusal``; ``attributes``
+    names attributes that the state leaves out.
     """
 
     flat: Flat[Leaf]
@@ -200,6 +205,7 @@ def _nested_state(
         raise CorruptCheckpointError("is nested too deeply", path=path) from error
     with decoding(path):
         flat = flatten(state, placeholders=True)
+    # Flattening assigns new names; the identity of a stand-in connects them with the keys of the metadata.
     names = {id(tensor): name for name, tensor in stand_ins.items()}
     given = state_leaves(state, placeholders=True)
     keys = {name: names[id(leaf.value)] for name, leaf in given.items() if id(leaf.value) in names}
@@ -300,6 +306,7 @@ class DcpFormatReader(Reader):
         key = self._keys[name]
         tensor = self._metadata.tensors[key]
         size, at = tensor.dtype.itemsize, 0
+        # A range of C order is up to two boxes per dimension; each takes its parts from several chunks.
         for box in range_to_boxes(tensor.shape, start // size, stop // size):
             shape = box_shape(box)
             for chunk in self._chunks[key]:
@@ -417,7 +424,7 @@ def _map(directory: Directory, name: str, file: str, parts: FetchedParts) -> Map
             return map_file(opened, parts)
     except NotACheckpointError as error:
         raise CorruptCheckpointError(
-            "a chunk of it is in this file, which is missing",
+            "one of its chunks is in this file, which is missing",
             path=directory.path / file,
             name=name,
             remedy="restore the missing file: the files of all ranks are needed",

@@ -56,6 +56,7 @@ def write(
     items = items_of(flat)
     tensors = _Tensors(flat)
     meter = parallel.Meter(sum(tensors.nbytes(item.name) for item in items if item.leaf), settings.progress)
+    # DCP itself would leave a partial folder after a failure, and lose the errors of all threads but one.
     with Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit:
         locations: dict[str, _StorageInfo] = {}
         cancellation = parallel.Cancellation()
@@ -64,6 +65,7 @@ def write(
             with TorchStream(path, cancellation=cancellation) as stream:
                 for item in items:
                     cancellation.check()
+                    # Every item is a complete ``torch.save`` file, and ``.metadata`` has its range.
                     offset = stream.tell()
                     if item.leaf:
                         with tensors.get(item.name) as tensor:
@@ -107,6 +109,7 @@ def _metadata(items: Sequence[Item], tensors: "_Tensors", locations: dict[str, _
     for item in items:
         if item.leaf:
             like = tensors.stand_in(item.name)
+            # One chunk per tensor: this process has all of it.
             zeros = torch.Size([0] * like.dim())
             chunk = ChunkStorageMetadata(offsets=zeros, sizes=like.size())
             entries[item.name] = TensorStorageMetadata(TensorProperties(dtype=like.dtype), like.size(), [chunk])
@@ -161,6 +164,7 @@ class _Tensors:
             if own.device.type == "cpu":
                 yield own
                 return
+        # A view gets an item of its own, because DCP has no tensors that share storage.
         tensor = _copy(source, alias)
         self._count(tensor.nbytes)
         try:

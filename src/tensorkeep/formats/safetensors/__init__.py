@@ -167,6 +167,7 @@ class SafetensorsReader(Reader):
             # The index counts bytes in files, and compressed tensors have fewer bytes there than in the state.
             if index is not None and not any(found.notes.tensors for found in data):
                 self.notes = [*index.notes(self.flat)]
+            # From here on `close` closes the files; until here an error does.
             self._close_files = opened.pop_all().close
         return data
 
@@ -208,8 +209,10 @@ class SafetensorsReader(Reader):
                 }
             }
             names = {name: key for name, key in names.items() if name not in unread}
+            # Without a structure, the state is a flat dict in file order, or in the order of the index.
             structure = Structure(skeleton, {}, {name: (DEFAULT_PART, name) for name in names})
         else:
+            # The structure names tensors by their full names, which are the keys in the file.
             names = {key: key for key in homes}
             for key, record in records.items():
                 if record.dtype is None:
@@ -337,10 +340,12 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
             path=destination,
             remedy=f"leave {destination.suffix} out",
         )
+    # Refuses an unknown codec before anything is written.
     codec = find_codec(settings.compression)
     framework = {} if options.framework is None else {FRAMEWORK_KEY: options.framework}
     metadata = _checked_metadata(framework | settings.metadata, destination)
     if single:
+        # A limit above the size of the state gives one shard.
         size = sum(leaf.nbytes for leaf in flat.leaves.values()) + 1
         plans = [replace(plan, name=destination.name) for plan in _plans(flat, size, metadata)]
     else:

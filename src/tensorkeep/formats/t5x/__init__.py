@@ -55,7 +55,7 @@ from tensorkeep.storage.direct_io import Bytes, write_small
 from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.storage.parallel import Meter
 
-# The msgpack is the one of ``flax/serialization.py``. Three extension types hold values of numpy: an array (msgpack of
+# The encoding is defined in ``flax/serialization.py``. Three extension types hold values of numpy: an array (msgpack of
 # shape, name of the dtype, and bytes in C order), a complex number, and a scalar, which is an array without dimensions.
 # An array of more than 2**30 bytes is split: a dict with the key ``__msgpack_chunked_array__``, the shape, and flat
 # arrays under ``chunks``; lists in it are dicts with the keys "0", "1"...
@@ -90,6 +90,7 @@ def _pack(array: npt.NDArray[Any]) -> bytes:
 
 
 def _split(array: npt.NDArray[Any]) -> dict[str, Any]:
+    # Msgpack has 32-bit lengths, and Flax keeps away from the limit.
     flat = array.reshape(-1)
     step = max(1, MAX_ARRAY_BYTES // array.itemsize)
     pieces = [flat[start : start + step] for start in range(0, flat.size, step)]
@@ -124,6 +125,7 @@ def _decode(code: int, data: memoryview) -> Any:
     dtype = BY_NAME.get(name)
     if dtype is None or not dtype.has_numpy:
         raise UnsupportedError(f"holds an array of dtype {name!r}, which is not supported")
+    # The length must fit exactly: `frombuffer` would ignore a rest.
     if len(shape) > 32 or any(length < 0 for length in shape) or prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"{len(content):,} bytes for a {name} array of shape {list(shape)}")
     array = np.frombuffer(content, dtype.numpy).reshape(shape)
@@ -446,7 +448,7 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> Bytes:
 
 _TARGET = "target"
 _RESERVED = frozenset(("driver", CHUNKED))
-"""A dict with one of these keys would look like a spec or a split array."""
+"""A dict with such a key would look like a spec or a split array."""
 
 
 def write(
@@ -458,6 +460,7 @@ def write(
     tensorstore()
     # Single numbers and empty tensors are stored in the msgpack file.
     arrays = {name: leaf for name, leaf in flat.leaves.items() if leaf.shape and leaf.nbytes}
+    # T5X names the directories of parameters so.
     keys = dict(zip(arrays, array_keys([f"{_TARGET}.{name}" for name in arrays]).values(), strict=True))
     budget = ByteBudget(settings.pool.budget)
     meter = Meter(sum(leaf.nbytes for leaf in arrays.values()), settings.progress)
@@ -467,6 +470,7 @@ def write(
     ):
         directory = ArrayDirectory(destination, f"{open_directory.fd_path}/")
         written: dict[str, ArrayLayout] = {}
+        # Two calls share one budget, so both stay within the limit.
         for sources, chosen in _by_width({keys[name]: leaf for name, leaf in arrays.items()}, options):
             written |= write_arrays(directory, sources, chosen, budget=budget, threads=settings.threads, meter=meter)
         target, places = _build_target(flat, _tree_leaves(flat, keys, written, options))
@@ -492,6 +496,7 @@ def _by_width(
     sources: Mapping[str, Source], options: TensorStoreOptions
 ) -> list[tuple[dict[str, Source], TensorStoreOptions]]:
     """Separate floats wider than float32, which keep their dtype: a conversion to float32 would truncate them."""
+    # T5X stores parameters as float32 by default.
     wide = {key: leaf for key, leaf in sources.items() if leaf.dtype.kind == "float" and leaf.dtype.itemsize > 4}
     narrow = {key: leaf for key, leaf in sources.items() if key not in wide}
     return [(narrow, options), (wide, msgspec.structs.replace(options, dtype="keep"))]

@@ -84,6 +84,7 @@ def _credentials_of_s3() -> dict[str, str] | None:
 
 def retries() -> dict[str, Any]:
     """Return the resources of a context that limit retries."""
+    # The same number of retries as our own requests.
     first, longest = store_requests.pauses(store_requests.give_up_seconds())
     limits = {
         "max_retries": store_requests.MOST_RETRIES,
@@ -247,6 +248,7 @@ class ArrayDirectory:
 
     def _message(self, text: str) -> tuple[str, Path]:
         """Return a message of TensorStore as one short line, and the file that it names."""
+        # TensorStore appends source locations and repeats the path.
         message = _STATUS.sub("", _NOISE.sub("", text)).splitlines()[0] if text else "no reason given"
         message = message.replace(self.root, "") if self.root else message
         found = _FILE.search(message)

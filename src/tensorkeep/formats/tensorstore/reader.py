@@ -188,7 +188,7 @@ def _open_all(
 
 
 def _check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirectory) -> OpenArray:
-    """Return an opened array after a comparison with what is known of it.
+    """Compare an opened array with its expected properties.
 
     Raises CorruptCheckpointError if its dtype or shape differs; UnsupportedError if it holds no numbers, does not start
     at index 0, or its chunks are too large to decode.
@@ -298,7 +298,7 @@ def _own_arrays(notes: TensorStoreSidecar, arrays: ArrayDirectory) -> dict[str, 
 
 
 def _check_metadata(notes: TensorStoreSidecar, directory: ArrayDirectory, keys: Mapping[str, str]) -> None:
-    """Compare the metadata file of each array with its checksum, before TensorStore uses it."""
+    """Compare the metadata files of all arrays with their checksums, before TensorStore uses them."""
     file = METADATA_FILE[notes.zarr]
     with directory.reading():
         store = directory.open_store()

@@ -43,6 +43,7 @@ def chunk_shape(shape: Sequence[int], itemsize: int, chunk: int | str | None, al
     >>> chunk_shape((32000, 3), 4, "64", "halving")
     (64, 3)
     """
+    # A chunk has no length 0, not even in an empty array.
     full = tuple(max(1, length) for length in shape)
     if chunk is None:
         return full
@@ -152,6 +153,7 @@ def parse_compressor(compressor: str | None, zarr: int) -> Compressor | str | No
             f"compressor={AS_DOCUMENTED!r} exists for zarr v2 only",
             remedy=f"give zarr=2, or choose one of: {known}",
         )
+    # "zstd:1" is a name and a level.
     name, colon, level = compressor.partition(":")
     if name not in KNOWN[zarr]:
         raise UsageError(
@@ -363,6 +365,7 @@ def array_keys(names: Iterable[str]) -> dict[str, str]:
     {'layer.0.w': 'layer.0.w', 'a/b': 'a%2Fb'}
     """
     keys = {name: _encode(name) for name in names}
+    # Keys that differ only in case are one file on some file systems.
     counts = Counter(key.lower() for key in keys.values())
     return {
         name: key if counts[key.lower()] == 1 and len(key) <= _MAX_KEY else _add_digest(key, name)
@@ -472,6 +475,7 @@ def create_spec(
 
 def _zarr2(layout: ArrayLayout, compressor: Compressor | str | None) -> dict[str, Any]:
     numpy = layout.types.stored.numpy
+    # Zarr v2 has numpy's type codes; for bfloat16 and the like, TensorStore writes the name of the dtype.
     dtype = numpy.str if numpy.kind in "biufc" and numpy.isbuiltin == 1 else layout.types.stored.name
     metadata: dict[str, Any] = {"shape": list(layout.shape), "chunks": list(layout.chunk), "dtype": dtype}
     if compressor != AS_DOCUMENTED:
@@ -481,6 +485,7 @@ def _zarr2(layout: ArrayLayout, compressor: Compressor | str | None) -> dict[str
 
 def _zarr3(layout: ArrayLayout, compressor: Compressor | str | None, options: TensorStoreOptions) -> dict[str, Any]:
     little_endian = {"configuration": {"endian": "little"}}
+    # Single bytes have no byte order.
     codecs: list[dict[str, Any]] = [{"name": "bytes"} | (little_endian if layout.types.stored.itemsize > 1 else {})]
     if isinstance(compressor, Compressor):
         codecs.append(compressor.zarr3())

@@ -133,6 +133,7 @@ def write_arrays(
         concurrency=options.concurrency, copy_concurrency=options.copy_concurrency, sync=options.sync
     )
     writer = _ArrayWriter(directory, options, budget, meter, context)
+    # Host memory is looked up once: a tensor on a GPU has none and is gathered region by region.
     jobs = [_Job(key, source, options) for key, source in arrays.items()]
     try:
         if options.in_flight == "one":
@@ -243,6 +244,7 @@ class _ArrayWriter:
 
     def _regions(self, job: _Job) -> Iterator[Box]:
         """Yield the regions of an array. An array that is written alone and fits the budget is one region."""
+        # One element costs more than its bytes if it is copied or encoded.
         elements = self.budget.limit // job.cost(1)
         if self.options.in_flight == "all" or prod(job.layout.shape) > elements:
             elements //= _REGIONS
@@ -258,6 +260,7 @@ class _ArrayWriter:
             store = job.array.result()
             target = store[box] if box else store
             future = target.write(content, can_reference_source_data_indefinitely=not job.copied).commit
+            # Without this, TensorStore may delay the write until its result is asked for.
             future.force()
         except BaseException as error:
             self._fail(error, job)
@@ -315,6 +318,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
             )
         )
         _write_file(commit.path / sidecar.FILE_NAME, content, sync=options.sync)
+        # TensorStore syncs files, but not the names of new directories.
         if options.sync:
             sync_directories(commit.path)
         stored_bytes = sum(arrays.values()) + len(content)
@@ -345,6 +349,7 @@ def is_replaceable(path: Path) -> bool:
     except TensorkeepError:
         # Without an intact sidecar it is unknown which files belong to the checkpoint.
         return False
+    # A database mixes its files; a directory has one folder per array.
     own = {sidecar.FILE_NAME, *(name.split("/")[0] for name in notes.files)}
     if notes.kvstore == "file":
         own |= {key for note in notes.tensors.values() for key in note.place}

@@ -1,6 +1,6 @@
 """The two containers of ``torch.save``: zip archives, and the plain files of torch before version 1.6.
 
-Both give the recorded pickle, the offset of each storage in the file, and the checksums, if there are any.
+Both give the recorded pickle, the offsets of storages in the file, and the checksums, if there are any.
 """
 
 import errno
@@ -48,7 +48,7 @@ STORAGES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
-"""The dtype of each storage class in a pickle."""
+"""The dtypes of storage classes in pickles."""
 
 DAMAGED = "the stored bytes have changed since the save: take another checkpoint or copy"
 
@@ -59,7 +59,7 @@ _LOCAL_HEADER_BYTES = 30  # before the name and the extra field of a record
 _ENCRYPTED = 1
 # The last record of an archive. Torch writes no comment after it.
 _END, _END_BYTES = b"PK\5\6", 22
-# Torch pads the extra field of each record with this tag, so that the data starts at a multiple of 64.
+# Torch pads the extra field of every record with this tag, so that the data starts at a multiple of 64.
 _PADDING, _ALIGNMENT = b"FB", 64
 # An unpacked archive may take 256 MiB and 64 times the bytes of the file: a zip bomb takes more.
 _UNPACKED_BYTES, _MOST_TIMES, _COPY_BYTES = 256 * 1024**2, 64, 1024**2
@@ -73,8 +73,8 @@ class TorchZip:
     Opening checks the directory, and the CRC-32 of all records except storages. A TorchScript archive (``is_script``)
     also holds compressed code and ``constants``, which are neither read nor checked.
 
-    ``records`` are by name below the archive's root folder. ``storages`` has the length in bytes and the CRC-32 of each
-    storage. ``checksummed`` is False if ``torch.serialization.set_crc32_options(False)`` made torch write zeros.
+    ``records`` are by name below the archive's root folder. ``storages`` has the lengths in bytes and the CRC-32 of all
+    storages. ``checksummed`` is False if ``torch.serialization.set_crc32_options(False)`` made torch write zeros.
     ``is_compressed`` is True if another tool has compressed the archive: no record is checked, and the caller reads
     the copy from `unpacked`.
 
@@ -146,6 +146,7 @@ class TorchZip:
 
     def local_headers(self) -> list[tuple[int, int]]:
         """Return the byte ranges that `record_start` reads."""
+        # Only fixed parts of the headers are read: the lengths of name and extra field, not their contents.
         starts = [info.header_offset for info in self.records.values()]
         return [(start, start + _LOCAL_HEADER_BYTES) for start in starts]
 
@@ -161,15 +162,18 @@ class TorchZip:
         self._check_directory(infos, size)
         if self.is_script:
             infos = [info for info in infos if not info.filename.startswith(f"{root}{_CODE_FOLDER}")]
+        # Torch writes 0 for all records or for none. An empty record has the CRC-32 0 in any case.
         self.checksummed = any(info.CRC for info in infos)
         self.storages: set[tuple[int, int]] = set()
         self.records = {info.filename.removeprefix(root): info for info in infos}
         self.constants = sum(name.startswith(_CONSTANTS_FOLDER) for name in self.records) if self.is_script else 0
         self.is_compressed = any(info.compress_type == zipfile.ZIP_DEFLATED for info in infos)
+        # Offsets into a compressed archive are useless for mapping.
         if self.is_compressed:
             return
         for name, info in self.records.items():
             if name.startswith(_DATA_FOLDER):
+                # Storages are large, and are checked when they are read.
                 self.storages.add((info.file_size, info.CRC))
             elif not self.is_script or name in (_PICKLE, "byteorder"):
                 self._check_small(file, info, name)
@@ -204,6 +208,7 @@ class TorchZip:
     def _check_is_one_save(self, file: zipfile.ZipFile, infos: list[zipfile.ZipInfo]) -> None:
         """Refuse a file with several archives: its end describes the last one, which starts where another ends."""
         start = min(info.header_offset for info in infos)
+        # `zipfile` adds the bytes before the last archive to all offsets, so the first record of a single save is at 0.
         if start >= _END_BYTES and file.fp is not None:
             file.fp.seek(start - _END_BYTES)
             if file.fp.read(len(_END)) == _END:
@@ -244,6 +249,7 @@ class TorchZip:
         Raises UnsupportedError if the copy would be too large; OutOfMemoryError if there is no memory for it;
         CorruptCheckpointError if a record is damaged.
         """
+        # The directory is untrusted, so the sizes that it claims are compared with limits before anything is inflated.
         needed = sum(info.file_size for info in self.records.values())
         size = sum(info.compress_size for info in self.records.values())
         most = _UNPACKED_BYTES + _MOST_TIMES * size
@@ -253,6 +259,7 @@ class TorchZip:
                 path=self._path,
                 remedy="pack it again without compression: unzip FILE -d FOLDER; cd FOLDER; zip -0 -r FILE .",
             )
+        # Half of the memory is left for the tensors of the load.
         if needed > available_bytes() // 2:
             raise OutOfMemoryError(f"takes {needed:,} bytes of memory to unpack", path=self._path)
         with store_errors(self._path, "unpack it in memory"):
@@ -315,6 +322,7 @@ class OldFile:
                     path=path,
                     remedy="if you trust it, load it with pickle, and save tensors and plain values",
                 )
+            # The first pickle is the magic number, which was found above.
             file.seek(0)
             recorder.load()
             if recorder.load() != _VERSION:
@@ -323,6 +331,7 @@ class OldFile:
             system = recorder.load()
             if type(system) is Pairs and any(pair == ("little_endian", False) for pair in system):
                 raise _big_endian(path)
+            # The system pickle names nothing; what the state names must not mix with it.
             recorder.globals.clear()
             self._state, self._recorder = recorder.load(), recorder
             keys = recorder.load()
@@ -342,8 +351,9 @@ class OldFile:
             raise CorruptCheckpointError(f"its pickle is damaged ({error})", path=path) from error
 
     def _find_storages(self, keys: Any, start: int) -> dict[str, int]:
-        """Return the offset of each storage; the first count is at ``start``."""
+        """Return the offsets of all storages; the first count is at ``start``."""
         sizes: dict[str, int] = {}
+        # The pickle has the number of elements; the size of one element follows from the storage class.
         for found in self._recorder.references:
             if type(found) is tuple and len(found) == 6 and found[0] == "storage" and type(found[1]) is Global:
                 kind, key, _, count = found[1:5]
@@ -355,6 +365,7 @@ class OldFile:
         for key in keys if type(keys) is list else ():
             if type(key) is not str or key not in sizes:
                 raise ValueError("a storage belongs to no tensor")
+            # No padding: the data starts right behind the count, at any offset.
             starts[key] = start + _COUNT_BYTES
             start += _COUNT_BYTES + sizes[key]
         if start > self._size:
@@ -371,6 +382,7 @@ class OldFile:
         if key not in self._starts:
             raise ValueError(f"it has no storage {key!r:.50}")
         start = self._starts[key]
+        # Without checksums, the count is the only redundancy in the file.
         if int.from_bytes(content[start - _COUNT_BYTES : start].tobytes(), "little") != self._counts[key]:
             raise ValueError(f"the storage {key!r:.50} has another length than the pickle says")
         return start
@@ -433,6 +445,7 @@ def is_torch_file(path: Path) -> bool:
         return True
     if not start.startswith(_MAGIC):
         return False
+    # Torch writes the pickle first, so the first bytes usually decide.
     name_end = _LOCAL_HEADER_BYTES + int.from_bytes(start[26:28], "little")
     return start[_LOCAL_HEADER_BYTES:name_end].endswith(b"/data.pkl") or _lists_pickle(path)
 

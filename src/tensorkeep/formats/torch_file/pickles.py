@@ -72,6 +72,7 @@ def decode(content: bytes, allowed: Container[tuple[str, str]], what: str) -> An
     Raises ValueError if the pickle is malformed or larger than 1 GiB; UnsupportedError if it names another class or
     function.
     """
+    # Nearly every byte can make an object, so a pickle takes many times its length in memory.
     if len(content) > _MAX_BYTES:
         raise ValueError(f"a pickle of {len(content):,} bytes")
     recorder = Recorder(io.BytesIO(content))
@@ -129,6 +130,7 @@ class Recorder(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Global:
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         found = Global(_compat_pickle.IMPORT_MAPPING.get(module, module), name)
+        # Recorded before the stack uses it: a name counts even if the pickle never calls it.
         self.globals[str(found)] = found
         return found
 
@@ -146,6 +148,7 @@ class Recorder(pickle._Unpickler):
 
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
+        # Only objects have a state.
         if type(target) is not Call:
             raise TypeError("attributes of a value that cannot have any")
         target.state = state
@@ -197,6 +200,7 @@ class Recorder(pickle._Unpickler):
     # INST, OBJ and EXT are missing on purpose: they import and call classes.
     dispatch: ClassVar[dict[int, Any]] = {
         **{getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES.split()},
+        # NEWOBJ calls `cls.__new__`, and is recorded like REDUCE.
         pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _call,
         pickle.NEWOBJ_EX[0]: _call_with_keywords,
@@ -230,6 +234,7 @@ class Bounded:
     def read(self, count: int) -> bytes:
         if count > self._left:
             raise ValueError("a length that is larger than the file")
+        # The limit is for all pickles of the file together.
         self._left -= count
         content: bytes = self._stream.read(count)
         return content

@@ -78,6 +78,7 @@ class TorchReader(Reader):
                 file = stack.enter_context(open(place, "rb"))
             self._is_old = begins_like_pickle(file.read(2))
             size = source.size
+            # Old files begin with a pickle, and zip archives with "PK".
             archive: Archive
             if self._is_old:
                 archive = OldFile(file, size, path)
@@ -87,17 +88,21 @@ class TorchReader(Reader):
                     file = stack.enter_context(archive.unpacked(file))
                     self._fetched, place, size = None, f"/proc/self/fd/{file.fileno()}", file.seek(0, os.SEEK_END)
                     archive = TorchZip(file, size, path)
+            # Finding a storage reads its local header: fetch all headers with few requests.
             if self._fetched is not None:
                 self._fetched.prefetch(archive.local_headers())
+            # A private mapping (shared=False): writes to tensors do not reach the file.
             self._whole = whole = cast(Any, torch.UntypedStorage).from_file(place, False, size)
             with warnings.catch_warnings():
                 # Torch warns about tensors of complex32.
                 warnings.simplefilter("ignore", UserWarning)
                 found = load_untrusted(whole, archive, path, settings.allow)
+            # Torch maps the memory file itself. The address of its mapping connects tensors with pieces to fetch.
             address = None if self._fetched is None else self._fetched.mapped_at()
         self._archive = archive
         self.refusal = found.refusal
         with decoding(path):
+            # Flattening visits containers as often as they are reached.
             count_values(found.state, SHARED_VALUES + 4 * archive.pickle_bytes)
             flat = flatten(found.state, placeholders=True)
         self._leaves = dict(flat.leaves)
@@ -128,18 +133,20 @@ class TorchReader(Reader):
             self.details["attributes_left_out"] = found.attributes
 
     def _find_storages(self, size: int) -> "dict[str, _Storage]":
-        """Return the storage of each tensor by name. Numpy arrays have none: their elements are in the pickle."""
+        """Return the storages of tensors by name. Numpy arrays have none: their elements are in the pickle."""
         found: dict[tuple[int, int], _Storage] = {}
         storages = {}
         for name, leaf in self._leaves.items():
             if not leaf.is_torch:
                 continue
             storage = _Storage(leaf, self._archive)
+            # Views of one storage share its check, and its bytes count once.
             content = leaf.array.untyped_storage()
             # An empty leaf is never read, so it cannot stand for a storage that must be checked.
             same = found.setdefault((content.data_ptr(), content.nbytes()), storage) if leaf.nbytes else storage
             storages[name] = same
         total = sum(storage.nbytes for storage in found.values())
+        # Storages that overlap would let a small file take any amount of memory.
         if total > size:
             raise CorruptCheckpointError(f"its storages claim {total:,} bytes, the file has {size:,}", path=self.path)
         return storages
@@ -150,6 +157,7 @@ class TorchReader(Reader):
         if storage is None:
             leaf.read(start, stop, out)
             return
+        # Every byte of the storage counts: torch has one CRC-32 per storage, and none per block.
         if self._verify:
             storage.check.run(storage.all_needed, self.path, storage.name)
         with storage.needed(leaf, start, stop):
@@ -243,6 +251,7 @@ def locate(path: Path) -> Path | None:
         return path if is_index(path.name, _SUFFIX) and first_bytes(path, 1) is not None else None
     if not stat.S_ISDIR(mode):
         return None
+    # Names alone decide, because opening every file of a folder of shards takes long.
     names = names_in(path)
     standard = standard_weights(path, names)
     if standard is not None:

@@ -103,7 +103,7 @@ class Unpickled(NamedTuple):
 def load_untrusted(
     whole: "torch.UntypedStorage", archive: Archive, path: Path, allow: Collection[str] = ()
 ) -> Unpickled:
-    """Return the state of a file. Its tensors are views of ``whole``, the content of the file; no code of it runs.
+    """Return the state of a file. Its tensors are views of ``whole``, the content of the file; none of its code runs.
 
     Raises UnsupportedError if the pickle names what runs programs or code, or has an unknown opcode;
     CorruptCheckpointError if it is damaged; OutOfMemoryError if there is not enough memory.
@@ -123,11 +123,13 @@ def load_untrusted(
             # Its CRC-32 is right, so the pickle is not damaged.
             raise UnsupportedError(f"its pickle cannot be decoded ({error})", path=path, remedy=TRUST) from error
         raise CorruptCheckpointError(f"its pickle is damaged ({error})", path=path) from error
+    # Every name counts, even if no call uses it: the caller may load the file with torch next.
     names = [name for name in recorder.globals if not is_known(name) and name not in allow]
     names = sorted(name for name in names if not (archive.is_script and name.startswith(_SCRIPT)))
     refusal = _refusal(path, names) if names else None
     if refusal is not None and any(COMMANDS.fullmatch(name) for name in names):
         raise refusal
+    # A value that is referenced twice may be copied twice, so the limit is a multiple of the pickle.
     rebuilder = StateRebuilder(storage, allow, SHARED_VALUES + 16 * archive.pickle_bytes, script=archive.is_script)
     try:
         state = rebuilder.value(found)
@@ -260,10 +262,12 @@ class StateRebuilder:
         key = id(found)  # unique, because everything that was recorded is kept until the state is complete
         if key in self._built:
             return self._built[key]
+        # A list may contain itself, but the arguments of a call cannot contain its result.
         if key in self._open:
             return Placeholder("", "a value that is made from itself", TRUST)
         if depth > MAX_DEPTH:
             return _TOO_DEEP
+        # Containers register themselves in `_built` before their items are made; the final value replaces them.
         self._open.add(key)
         self._built[key] = made = self._make(found, depth)
         self._open.discard(key)
@@ -306,6 +310,7 @@ class StateRebuilder:
     def _fill(self, made: Any, pairs: Iterable[tuple[Any, Any]], depth: int) -> Any:
         pairs = list(pairs)
         taken = {key for key, _ in pairs if type(key) is str}
+        # Equal keys overwrite each other, as in the dict that was pickled.
         for key, item in pairs:
             made[key if _is_key(key) else self._key(key, taken)] = self.value(item, depth + 1)
         return made
@@ -352,6 +357,7 @@ class StateRebuilder:
         if type(call.function) is not Global:
             return Placeholder("", f"what {_text(call.function)} returns", TRUST)
         name = str(call.function)
+        # Arrays need a permission, as in ``torch.load(weights_only=True)``.
         if name in _NUMPY:
             return self._numpy(name, call, depth) if name in self._allow else self._refused(name)
         if name in _KNOWN:
@@ -369,6 +375,7 @@ class StateRebuilder:
             items.extend(self.value(item, depth + 1) for item in call.items)
             return items
         made: dict[str, Any] = self._register(call, {})
+        # Without arguments, the attributes are the whole object: argparse.Namespace, most dataclasses.
         attributes = _attributes(call.state)
         if not call.args and attributes is not None:
             return self._fill(made, attributes, depth)
@@ -484,6 +491,7 @@ class StateRebuilder:
         size = torch.Size(self.value(size, depth + 1))
         storage, grad = self._storage(first), rest[0] if rest else False
         rest = [self.value(each, depth + 1) for each in rest[2:]]  # skips the hooks, which are functions
+        # Torch checks that offset, size and strides stay inside the storage.
         utils: Any = torch._utils
         if call.function.name == "_rebuild_tensor":
             return utils._rebuild_tensor(storage, offset, size, strides)
@@ -520,6 +528,7 @@ class StateRebuilder:
         """Return a tensor that torch saved as a CPU tensor or as a numpy array."""
         import torch
 
+        # XLA and other devices save tensors so. Numpy has no bfloat16, so the array may have another dtype.
         data, dtype = self.value(call.args[0], depth + 1), self.value(call.args[1])
         if not isinstance(data, Placeholder) and not isinstance(data, torch.Tensor):
             data = torch.from_numpy(data)
@@ -549,6 +558,7 @@ def _dtype(call: Any) -> np.dtype[Any] | None:
         return BY_NAME[kind.name].numpy
     if type(kind) is not str or not re.fullmatch(r"[biufc]\d{1,2}|\?", kind):
         return None
+    # The text is one letter and digits, so numpy cannot parse anything else from it.
     dtype: np.dtype[Any] = np.dtype(kind)
     is_big_endian = type(call.state) is tuple and len(call.state) > 1 and call.state[1] == ">"
     return dtype.newbyteorder(">") if is_big_endian else dtype

@@ -58,6 +58,7 @@ class TorchStream(Closing):
         self._meter = meter
         self._uncounted = meter.total if meter is not None else 0
         self._small = bytearray()
+        # One piece is copied, hashed and written while it is in the cache of the core.
         self._piece = np.empty(_PIECE_BYTES, np.uint8)
         self._offset = 0
 
@@ -67,6 +68,7 @@ class TorchStream(Closing):
 
         container = _Container(self)
         try:
+            # Inside, torch seeks over a storage instead of writing it: `_Container.seek` writes it then.
             with torch.serialization.skip_data():
                 torch.save(value, cast(IO[bytes], container), pickle_module=container.pickle_module)
         except Exception:
@@ -74,6 +76,7 @@ class TorchStream(Closing):
             raise
         finally:
             container.forget_storages()
+        # Torch did not see the errors of writes.
         container.raise_failure()
         if not container.complete:
             raise _unexpected()
@@ -98,6 +101,7 @@ class TorchStream(Closing):
         """Append the bytes of a storage, and return their CRC-32."""
         import torch
 
+        # One storage at a time: the copies of a state on a GPU are never in memory together.
         if storage.device.type != "cpu":
             storage = cast(Any, storage).cpu()
         # By address: after a call of `Tensor.numpy`, torch would never again let the caller resize the tensor.
@@ -106,6 +110,7 @@ class TorchStream(Closing):
         crc = 0
         for start in range(0, len(content), _PIECE_BYTES):
             piece = self._piece[: len(content) - start]
+            # Hash and file must see the same bytes, even if another thread changes the tensor now.
             np.copyto(piece, content[start : start + len(piece)])
             crc = zlib.crc32(piece, crc) if hashed else 0
             self.append(piece.data)
@@ -189,12 +194,14 @@ class _Container:
 
     def _write_storage(self, nbytes: int) -> None:
         number, storage = next(self._unwritten, (0, None))
+        # The order of the storages is torch's own; a mismatch means that torch has changed.
         if storage is None or storage.nbytes() != nbytes:
             raise _unexpected()
         self._descriptor_crc = self._checksums[number] = self._stream.append_storage(storage)
 
     def _write_piece(self, data: Any) -> None:
         if self._descriptor_crc is not None:
+            # The write after a storage is its data descriptor, with 0 for the CRC-32.
             if bytes(data[:8]) != _DESCRIPTOR + bytes(4):
                 raise _unexpected()
             data = _DESCRIPTOR + struct.pack("<I", self._descriptor_crc) + bytes(data[8:])
@@ -205,6 +212,7 @@ class _Container:
         self._stream.append(data)
 
     def _directory_with_checksums(self, directory: bytearray) -> bytearray:
+        # Torch writes the whole zip directory with one call.
         at = storages = 0
         while at < len(directory):
             lengths = struct.unpack_from("<HHH", directory, at + _ENTRY_LENGTHS)
@@ -288,6 +296,7 @@ def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
                 remedy='save torch.from_numpy(x), or use format="native"',
             )
         source = flat.leaves[flat.aliases[name].of if name in flat.aliases else name]
+        # One empty tensor per dtype: the check costs no memory, and hardly any time.
         empty = allocate(spec.kind, source.dtype, (0,))
         values[name] = stand_ins.setdefault((spec.kind, source.dtype.name), empty)
     state = unflatten(flat.skeleton, values)
@@ -322,6 +331,7 @@ def _materialise(flat: Flat[Source], specs: Mapping[str, LeafSpec], threads: int
     copied = 0
     storages: set[int] = set()
     for name, source in flat.leaves.items():
+        # Two tensors over one storage of the same bytes would be saved as views of each other.
         if isinstance(source, Leaf) and fills_its_storage(source) and source.array.data_ptr() not in storages:
             values[name] = source.array
             storages.add(source.array.data_ptr())
