@@ -2,7 +2,7 @@
 
 torch's CPU wheels compute with libgomp, whose threads spin between two parallel regions, and sleep after
 ``GOMP_SPINCOUNT`` rounds. Spinning avoids the cost of waking up, but beside a busy process it uses up the time slice
-that the thread needs for its next region. `tensorkeep.train.spinning` changes that while a run trains; the other arms
+that the thread needs for its next region. `tensorkeep.train.step.cpu` changes that while a run trains; the other arms
 have one count.
 
 Each arm trains some steps of ``shakespeare-char-cpu`` in a process of its own, on an idle machine and beside processes

@@ -32,9 +32,9 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.units import format_bytes
 
 SEED = 20_261_126
@@ -83,7 +83,7 @@ def main() -> int:
     arms = {name: {f"techniques.{key}": value for key, value in given.items()} for name, given in ARMS.items()}
     default = {f"techniques.{name}": given or "on" for name, given in recipe.default_techniques.items()}
     arms |= {"of the recipe": default, "of the recipe, cuda-graphs": {**default, "techniques.cuda-graphs": "on"}}
-    fixed = {"loop.batch_size": options.batch, "loop.accumulate": 1, "eval.every": 0}
+    fixed = {"loop.batch_size": options.batch, "loop.gradient_accumulation_steps": 1, "eval.every": 0}
     configs = {name: measured_config(recipe, steps=100_000, changes={**fixed, **given}) for name, given in arms.items()}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

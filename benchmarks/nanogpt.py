@@ -44,9 +44,9 @@ import torch
 from recipes import STACK, seeds, train_run
 from tensorkeep import machine
 from tensorkeep.bench.analysis.statistics import Comparison, compare
+from tensorkeep.train.data.batches import EvaluationWindows
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.evaluate import EvaluationWindows
 
 CONTEXT, BATCH, EVAL_EVERY = 64, 12, 250
 SETTINGS = {

@@ -42,7 +42,7 @@ from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 12
 SAVE_EVERY = 50

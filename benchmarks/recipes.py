@@ -29,7 +29,7 @@ from typing import Any
 
 from tensorkeep import machine
 from tensorkeep.bench.analysis.statistics import compare, describe
-from tensorkeep.train.config.sections import LoopConfig
+from tensorkeep.train.config.config import LoopConfig
 from tensorkeep.train.data.prepare import prepare
 
 _BF16 = ("--techniques.mixed-precision.dtype", "bf16")

@@ -15,7 +15,7 @@ CODER = ROOT / "src" / "coder"
 
 # A layer imports those with a smaller number. `codecs` and `storage` must not import each other.
 ORDER = """
-errors units closing paths placeholder plugins structs supported version
+errors units closing paths placeholder plugins settings structs supported version
 machine
 state
 codecs storage
@@ -127,14 +127,6 @@ KNOWN_CIRCLES = {
     ("report", "report/charts"),
     ("report", "report/plots"),
     ("report/charts", "report/plots"),
-    ("train", "train/monitor"),
-    ("train", "train/run"),
-    ("train/config", "train/model"),
-    ("train/config", "train/optim"),
-    ("train/memory", "train/run"),
-    ("train/monitor", "train/run"),
-    ("train/optim", "train/run"),
-    ("train/run", "train/techniques"),
 }
 
 

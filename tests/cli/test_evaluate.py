@@ -14,7 +14,7 @@ import tensorkeep
 from cli.calls import Call
 from tensorkeep.testing.cases import case
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.run.trained import load_trained_at
+from tensorkeep.train.run.weights import load_trained_at
 from tensorkeep.train.scoring import Question, _encoded, _log_probabilities, score_choices
 from train.tiny_training import CONFIG, TEXT, conversations, follow, lines, prepared
 from train.tiny_training import run as train_run

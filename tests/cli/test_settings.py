@@ -6,7 +6,7 @@ import pytest
 
 from cli.calls import Call, RunJson
 from tensorkeep.cli.main import main
-from tensorkeep.train.config.arguments import given_settings
+from tensorkeep.train.config.config import given_settings
 
 
 @pytest.fixture

@@ -117,7 +117,9 @@ def test_legs_and_branches_are_announced_and_logged(tmp_path: Path, text: Path, 
     run, new = tmp_path / "run", tmp_path / "new"
     run_json("train", RECIPE, "--data", text, "--out", run, *TINY, "--loop.steps", "4")
     errors = call("train", "--out", run, "--resume", "--schedule.name", "linear", "--loop.steps", "6").err
-    start = "leg 2 begins after step 4: schedule.name cosine -> linear, schedule.start 0 -> 4, schedule.warmup_steps"
+    start = (
+        "segment 2 begins after step 4: schedule.name cosine -> linear, schedule.start 0 -> 4, schedule.warmup_steps"
+    )
     assert start in errors and "(linear over steps 5 to 6)" in errors
     command = ["train", "--branch", f"{run}@6", "--out", str(new), "--optim.lr", "1e-4", "--loop.steps", "8"]
     branch = f"branches from {run} after step 6: optim.lr 0.001 -> 0.0001, loop.steps 6 -> 8"
@@ -271,7 +273,16 @@ def test_a_closing_terminal_lets_the_run_save(tmp_path: Path, text: Path) -> Non
 @pytest.mark.xdist_group("processes")
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, text: Path) -> None:
     # One step takes minutes here, with its 20,000 small batches.
-    command = ["train", RECIPE, "--data", text, "--loop.accumulate", "20000", "--out", tmp_path / "run"]
+    command = [
+        "train",
+        RECIPE,
+        "--data",
+        text,
+        "--loop.gradient_accumulation_steps",
+        "20000",
+        "--out",
+        tmp_path / "run",
+    ]
     process = start_tensorkeep(*command, output=tmp_path / "output")
     while not handles(process.pid, signal.SIGHUP):  # the last of the handlers of a run
         assert process.is_alive(), process.exitcode

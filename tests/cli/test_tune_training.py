@@ -14,13 +14,12 @@ from tensorkeep.bench.training.cell import MEMORY
 from tensorkeep.bench.tune import memory_choices, training
 from tensorkeep.bench.tune.memory_choices import Choice, choices
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.arguments import given_settings
-from tensorkeep.train.config.config import Config
+from tensorkeep.train import memory as ledger
+from tensorkeep.train.config.config import Config, given_settings
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.memory import evaluation
-from tensorkeep.train.memory.filling import with_batch_size
-from tensorkeep.train.memory.ledger import predict
+from tensorkeep.train.memory import predict
+from tensorkeep.train.run.auto_batch_size import with_batch_size
 
 MB = 1000**2
 
@@ -43,7 +42,7 @@ def predicted_once() -> Iterator[None]:
     known: dict[object, list[Choice]] = {}
 
     def remembered(given: Config) -> list[Choice]:
-        key = msgspec.json.encode(given), evaluation.LARGEST_TOKENS
+        key = msgspec.json.encode(given), ledger.LARGEST_TOKENS
         if key not in known:
             known[key] = choices(given)
         return known[key]
@@ -56,7 +55,7 @@ def predicted_once() -> Iterator[None]:
 @pytest.fixture
 def small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluate few tokens at once, so that the steps of the small model need more memory than an evaluation."""
-    monkeypatch.setattr(evaluation, "LARGEST_TOKENS", 64)
+    monkeypatch.setattr(ledger, "LARGEST_TOKENS", 64)
 
 
 def chosen_for(memory: int) -> training.Tuned:
@@ -89,7 +88,7 @@ def test_cheapest_choice_that_fits_is_chosen() -> None:
 def test_choices_keep_the_number_of_sequences_and_propose_only_what_can_be_turned_on() -> None:
     for each in training.choices(config()):
         loop = each.config.loop
-        assert loop.batch_size * loop.accumulate == 12
+        assert loop.batch_size * loop.gradient_accumulation_steps == 12
     with pytest.raises(UsageError, match="12 sequences do not divide into batches of 5"):
         with_batch_size(config(), 5)
     # Active techniques, and those that cannot run, are not proposed.
@@ -102,7 +101,7 @@ def test_choices_keep_the_number_of_sequences_and_propose_only_what_can_be_turne
 @pytest.mark.parametrize(("limit", "largest"), [(0, None), (1, 1), (3, 3), (5, 4), (11, 6), (12, 12), (99, 12)])
 def test_largest_batch_is_found_among_the_divisors(limit: int, largest: int | None) -> None:
     def attempt(tried: Config) -> Outcome:
-        assert tried.loop.batch_size * tried.loop.accumulate == 12
+        assert tried.loop.batch_size * tried.loop.gradient_accumulation_steps == 12
         if tried.loop.batch_size > 10:
             # A process that uses far too much memory is ended.
             return Outcome("memory" if limit < 12 else "ok", None, 1.0, {MEMORY: 12.0})
@@ -148,7 +147,10 @@ def test_ledger_is_only_shown(data: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert found["before"] == found["chosen"]["predicted"]
     for text in ("parameters", "activations kept", "peak", "It is predicted to fit without a change."):
         assert text in output
-    assert f"tensorkeep train shakespeare-char-cpu --data {data} --loop.batch_size 12 --loop.accumulate 1" in output
+    assert (
+        f"tensorkeep train shakespeare-char-cpu --data {data} --loop.batch_size 12 --loop.gradient_accumulation_steps 1"
+        in output
+    )
     assert "No choice is predicted to fit." in call(*words, "--memory", "1MB", code=1).out
     assert list(tmp_path.iterdir()) == []
 

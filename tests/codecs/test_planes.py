@@ -10,7 +10,8 @@ import zstandard
 
 from tensorkeep.codecs import bitplanes
 from tensorkeep.codecs.base import Bytes, CodecError
-from tensorkeep.codecs.planes import CODEC, RUN
+from tensorkeep.codecs.coder import RUN
+from tensorkeep.codecs.planes import CODEC
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.codec_suite import CodecBlock, as_bytes, encode

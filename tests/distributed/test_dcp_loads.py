@@ -16,7 +16,8 @@ import tensorkeep
 from checkpoint.ranks import cases
 from distributed.calls import full_tensor, load, save
 from ranks import run_ranks
-from tensorkeep.distributed import DcpReader, DcpWriter
+from tensorkeep.distributed.reader import DcpReader
+from tensorkeep.distributed.writer import DcpWriter
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 

@@ -14,7 +14,10 @@ from tensorkeep.cli.main import main
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _SHELL = re.compile(r"[|<>&;*$~`(]|^\w+=|^(?!tensorkeep\b)")
 _MODEL = "--model.n_layers 1 --model.n_heads 2 --model.d_model 16 --model.context_length 128"
-_STEPS = "--loop.steps 20 --loop.batch_size 2 --loop.accumulate 1 --schedule.warmup_steps 2 --default_techniques none"
+_STEPS = (
+    "--loop.steps 20 --loop.batch_size 2 --loop.gradient_accumulation_steps 1 --schedule.warmup_steps 2 "
+    "--default_techniques none"
+)
 _SMALL = f"{_STEPS} --eval.batches 1 --checkpoint.every 4 --checkpoint.keep_last 99"
 _QUICK = "--runs 1 --budget 1"
 _TINY = "openllama-3b:scale=0.0005:float16"

@@ -14,11 +14,11 @@ from tensorkeep.errors import DestinationExistsError
 from tensorkeep.storage.commit import SUFFIX
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.initial import read_initial
 from tensorkeep.train.loop import train
-from tensorkeep.train.run.branch import branch_point
 from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.resume import branch_point
 from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.weights import read_initial
 from tiers import exhaustive
 from train.tiny_training import CONFIG, Witness, last_state, prepared, run
 

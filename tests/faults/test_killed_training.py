@@ -24,10 +24,10 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import Sampling
 from tensorkeep.train.loop import train
-from tensorkeep.train.run.branch import branch_point
 from tensorkeep.train.run.folder import LOG, RunFolder
+from tensorkeep.train.run.resume import branch_point
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques import mixed_precision
 from tiers import exhaustive
 from train import tiny_training
@@ -52,7 +52,11 @@ def in_a_step(run: Run) -> None:
     computed = itertools.count(1)
 
     def count(*_: object) -> None:
-        if run.progress.step == 8 and torch.is_grad_enabled() and next(computed) == run.config.loop.accumulate:
+        if (
+            run.progress.step == 8
+            and torch.is_grad_enabled()
+            and next(computed) == run.config.loop.gradient_accumulation_steps
+        ):
             die(run)
 
     run.model.tokens.register_forward_pre_hook(count)

@@ -10,7 +10,7 @@ import pytest
 
 import tensorkeep
 from faults.conftest import fill
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from train.tiny_training import CONFIG, Witness, check_same, prepared, run
 
 pytestmark = pytest.mark.integration

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
-from tensorkeep.train.data.mixture import prepare_mixture
-from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.data.prepare import prepare, prepare_mixture
 from tensorkeep.train.model.config import ModelConfig
 
 SMALL: dict[str, object] = {"loop.steps": 12, "loop.batch_size": 5, "loop.threads": 1, "schedule.warmup_steps": 2}
@@ -40,15 +39,23 @@ class Variant(NamedTuple):
 STAGES = {"pieces": [4, 1], "shares": [0.65, 0.35]}
 
 VARIANTS = {
-    "AdamW, averaged, random order": Variant({"ema.decay": 0.9, "data.order": "random", "loop.accumulate": 3}),
+    "AdamW, averaged, random order": Variant(
+        {"ema.decay": 0.9, "data.order": "random", "loop.gradient_accumulation_steps": 3}
+    ),
     "Muon, shuffled order": Variant(
-        {"optim.name": "muon", "optim.muon_beta2": 0.9, "data.order": "shuffled", "loop.accumulate": 3}
+        {"optim.name": "muon", "optim.muon_beta2": 0.9, "data.order": "shuffled", "loop.gradient_accumulation_steps": 3}
     ),
     "one batch a step, differences": Variant({"data.order": "shuffled", "checkpoint.incremental": "delta"}),
-    "a leg on answers, shuffled": Variant({"data.order": "shuffled", "loop.accumulate": 3}, "talk", "leg"),
-    "a branch on answers, at random": Variant({"data.order": "random", "loop.accumulate": 3}, "talk", "branch"),
+    "a leg on answers, shuffled": Variant(
+        {"data.order": "shuffled", "loop.gradient_accumulation_steps": 3}, "talk", "leg"
+    ),
+    "a branch on answers, at random": Variant(
+        {"data.order": "random", "loop.gradient_accumulation_steps": 3}, "talk", "branch"
+    ),
     "the best recipe for CPUs, on a mixture, averaged": Variant(
-        {"ema.decay": 0.9, "loop.accumulate": 2, "techniques.progressive-length": STAGES}, "mixture", base=BEST
+        {"ema.decay": 0.9, "loop.gradient_accumulation_steps": 2, "techniques.progressive-length": STAGES},
+        "mixture",
+        base=BEST,
     ),
     "documents masked, progressive length, plateau": Variant(
         {"data.mask_documents": True, "techniques.progressive-length": STAGES}

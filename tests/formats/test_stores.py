@@ -24,7 +24,7 @@ from formats.dcp.checkpoints import real_save as dcp_save
 from formats.tensorstore.array_files import foreign_group, write_array
 from store_servers import ACTIONS, SECRET, Fault, FaultAt, Proxy, always, serving, upload
 from tensorkeep.cli.main import main
-from tensorkeep.distributed import DcpReader
+from tensorkeep.distributed.reader import DcpReader
 from tensorkeep.formats.tensorstore.library import kvstore_spec, retries
 from tensorkeep.paths import StorePath
 from tensorkeep.safetensors.torch import load_file

@@ -14,7 +14,7 @@ import pytest
 from tensorkeep import machine
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.loop import Summary
+from tensorkeep.train.loop import TrainingSummary
 from train.tiny_training import Trained, prepared, run
 
 
@@ -38,9 +38,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Trained:
     """Return a function that copies a run of a configuration, which is trained once for all tests."""
-    done: dict[tuple[bytes, int | None], tuple[Path, Summary]] = {}
+    done: dict[tuple[bytes, int | None], tuple[Path, TrainingSummary]] = {}
 
-    def copied(config: Config, folder: Path, *, stop_at: int | None = None) -> Summary:
+    def copied(config: Config, folder: Path, *, stop_at: int | None = None) -> TrainingSummary:
         key = (msgspec.json.encode(config.as_dict(), order="sorted"), stop_at)
         if key not in done:
             original = tmp_path_factory.mktemp("trained") / "run"

@@ -9,18 +9,19 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.train.answers import AnswerBatches, AnswerRows, AnswerWindows, training_batches
 from tensorkeep.train.data.batches import Batches
+from tensorkeep.train.data.corpus import SplitRule
 from tensorkeep.train.data.dataset import TRAIN, VALIDATION, Dataset
-from tensorkeep.train.data.documents import SplitRule
+from tensorkeep.train.data.sft_batches import AnswerBatches, AnswerRows, AnswerWindows, training_batches
 from tensorkeep.train.data.tokenizers.base import Tokens
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.train.loop import make_step, train
+from tensorkeep.train.loop import train
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.world import World
+from tensorkeep.train.step.train_step import train_step
+from tensorkeep.train.step.world import World
 from train.tiny_training import CONFIG, Witness, check_resumes_exactly, conversations, prepared, run
 
 CHAT = ChatTokenizer(ByteTokenizer(documents=True))
@@ -125,7 +126,13 @@ def test_a_validation_split_without_an_answer_in_the_context_is_refused_at_once(
 
 
 ON_TALK = CONFIG.changed(
-    {"model.context_length": 32, "eval.every": 4, "checkpoint.every": 3, "loop.accumulate": 2, "loop.steps": 8}
+    {
+        "model.context_length": 32,
+        "eval.every": 4,
+        "checkpoint.every": 3,
+        "loop.gradient_accumulation_steps": 2,
+        "loop.steps": 8,
+    }
 )
 
 
@@ -141,13 +148,16 @@ def test_a_step_and_ranks_weight_each_answer_token_equally(tmp_path: Path, data:
         def mean(self, value: torch.Tensor) -> torch.Tensor:
             return value * 2 if value.dtype == torch.float64 else value / 2
 
-    accumulated, at_once = ON_TALK.changed({"model.dropout": 0.0}), {"loop.accumulate": 1, "loop.batch_size": 6}
+    accumulated, at_once = (
+        ON_TALK.changed({"model.dropout": 0.0}),
+        {"loop.gradient_accumulation_steps": 1, "loop.batch_size": 6},
+    )
     figures = []
     for number, config in enumerate((accumulated, accumulated.changed(at_once), accumulated)):
         with open_run(config, RunFolder(tmp_path / str(number)), Dataset.open(data)) as opened:
             if number == 2:
                 opened.world, opened.replicas = OfTwo(0, 2), 2
-            figures.append((make_step(opened).loss.item(), opened.progress.tokens))
+            figures.append((train_step(opened).loss.item(), opened.progress.tokens))
     (loss, counted), large, of_two = figures
     assert large == (pytest.approx(loss, rel=1e-5), counted)
     # A quarter of all targets is here.
@@ -175,6 +185,9 @@ def test_mfu_counts_all_positions_and_speed_those_that_count(tmp_path: Path, dat
 
 
 def test_fewer_tokens_than_the_context_are_trained(tmp_path: Path) -> None:
-    data, one = conversations(tmp_path, talks(20)), {"loop.batch_size": 1, "loop.accumulate": 1, "loop.steps": 1}
+    data, one = (
+        conversations(tmp_path, talks(20)),
+        {"loop.batch_size": 1, "loop.gradient_accumulation_steps": 1, "loop.steps": 1},
+    )
     assert len(Dataset.open(data).train) < 1024
     assert run(ON_TALK.changed({"model.context_length": 1024, **one}), tmp_path / "run", data).step == 1

@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorkeep.errors import DivergedError
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.guard import can_check_later
-from tensorkeep.train.loop import make_step, take_step, train
+from tensorkeep.train.loop import train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.step.state import can_check_later
+from tensorkeep.train.step.train_step import take_step, train_step
 from train.tiny_training import CONFIG, Witness, check_same, last_state, poison, run
 
-FUSED = CONFIG.changed({"optim.implementation": "fused", "loop.accumulate": 2})
+FUSED = CONFIG.changed({"optim.implementation": "fused", "loop.gradient_accumulation_steps": 2})
 SKIPPING = FUSED.changed({"loop.on_divergence": "skip", "loop.steps": 9, "log.every": 4, "eval.every": 6})
 
 
@@ -65,12 +66,12 @@ def test_no_value_is_read_in_a_step(
     tmp_path: Path, data: Path, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_run(FUSED.changed(changes), RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
-        make_step(opened)
+        train_step(opened)
         reads = _Reads()
         for name in ("tolist", "cpu"):
             monkeypatch.setattr(torch.Tensor, name, reads.counted(name, getattr(torch.Tensor, name)))
         with reads:
-            make_step(opened)
+            train_step(opened)
         assert not reads.found
         with reads:
             take_step(opened)

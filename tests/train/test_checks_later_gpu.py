@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tensorkeep.testing.technique_suite import TINY, losses, opened, prepared_text, train_run
-from tensorkeep.train.loop import make_step
-from tensorkeep.train.run.device import Mover
+from tensorkeep.train.step.device import BatchTransfer
+from tensorkeep.train.step.train_step import train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 
@@ -32,10 +32,10 @@ FUSED = TINY.changed({"loop.device": "cuda", "optim.implementation": "fused"})
 def test_no_step_waits_for_the_gpu(tmp_path: Path, data: Path, changes: dict[str, object]) -> None:
     with opened(FUSED.changed(changes), tmp_path / "run", data) as run:
         for _ in range(3):
-            make_step(run)
+            train_step(run)
         try:
             torch.cuda.set_sync_debug_mode("error")
-            make_step(run)
+            train_step(run)
             # What waits is an error in this mode.
             with pytest.raises(RuntimeError, match="synchronizing"):
                 torch.ones((), device="cuda").item()
@@ -54,7 +54,7 @@ def test_skipped_updates_are_the_same_as_with_checks_in_each_step(
 
 
 def test_batches_arrive_complete() -> None:
-    move, tokens = Mover(torch.device("cuda")), torch.arange(1 << 20)
+    move, tokens = BatchTransfer(torch.device("cuda")), torch.arange(1 << 20)
     for number in range(20):
         (moved,) = move(tokens + number)
         assert torch.equal(moved.cpu(), tokens + number)

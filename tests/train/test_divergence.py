@@ -7,12 +7,12 @@ import pytest
 
 from tensorkeep.errors import DivergedError
 from tensorkeep.testing.cases import case
-from tensorkeep.train import guard
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step import state
+from tensorkeep.train.step.state import Run
 from train.tiny_training import CONFIG, Witness, check_resumes_exactly, last_state, lines, poison, run
 
 SKIPPING = CONFIG.changed({"loop.on_divergence": "skip", "loop.steps": 60})
@@ -21,7 +21,7 @@ LIMIT = 8
 
 @pytest.fixture(autouse=True)
 def few_may_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "MOST_SKIPPED", LIMIT)
+    monkeypatch.setattr(state, "MOST_SKIPPED", LIMIT)
 
 
 def test_nonfinite_loss_stops_the_run_before_the_update_and_can_be_skipped(tmp_path: Path, data: Path) -> None:
@@ -93,7 +93,7 @@ def test_run_that_skips_updates_is_resumed_exactly_and_gives_up_at_the_same_step
 
 def test_error_names_the_batches_of_the_step(tmp_path: Path, data: Path) -> None:
     for name, value, batches in (
-        ("loop.accumulate", 3, "12 to 14"),
+        ("loop.gradient_accumulation_steps", 3, "12 to 14"),
         ("techniques.gradient-accumulation.batches", 3, "4 to 4"),
         ("techniques.loss-curriculum.candidates", 2, "8 to 9"),
     ):

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.testing.technique_suite import opened
-from tensorkeep.train.evaluate import EvaluationWindows, evaluate
+from tensorkeep.train.data.batches import EvaluationWindows
+from tensorkeep.train.loop import validation_loss
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT, IGNORED, token_loss
-from tensorkeep.train.run.validation import validation_loss, validation_windows
+from tensorkeep.train.run.data import validation_windows
+from tensorkeep.train.step.train_step import evaluate
 from train.tiny_training import CONFIG
 
 

@@ -10,9 +10,9 @@ import torch
 
 from tensorkeep.testing.technique_suite import opened, with_techniques
 from tensorkeep.train.data.batches import Batch
-from tensorkeep.train.evaluate import evaluate
-from tensorkeep.train.loop import take_step, train
-from tensorkeep.train.run.validation import validation_loss, validation_windows
+from tensorkeep.train.loop import train, validation_loss
+from tensorkeep.train.run.data import validation_windows
+from tensorkeep.train.step.train_step import evaluate, take_step
 from train.tiny_training import CONFIG, Witness
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]

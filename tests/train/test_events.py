@@ -26,14 +26,12 @@ from tensorkeep.errors import StoreError
 from tensorkeep.machine import resident_bytes
 from tensorkeep.testing.cases import case
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.loop import Summary, train
-from tensorkeep.train.monitor.trackers import TensorBoard
+from tensorkeep.train.loop import TrainingSummary, train
 from tensorkeep.train.optim.schedules import RangeTest
-from tensorkeep.train.run.device import peak_memory
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.log import RunLog
+from tensorkeep.train.run.folder import METRIC, RunFolder
+from tensorkeep.train.run.log import TensorBoard, TrainingLog
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import METRIC
+from tensorkeep.train.step.device import peak_memory
 from train.tiny_training import CONFIG, Trained, Witness, lines, poison, run
 
 TRAINED = {"loss": 1.5, "tokens_per_second": 2000.0, "mfu": 0.25, "peak_memory_bytes": 3_000_000}
@@ -84,7 +82,9 @@ def test_new_best_loss_is_saved_at_its_own_step(tmp_path: Path, data: Path, monk
         assert [(step.number, step.metrics[METRIC]) for step in steps] == kept, keep_best
 
 
-def ended(config: Any, folder: Path, data: Path, *, resume: bool = False) -> tuple[dict[str, Any], Summary, str]:
+def ended(
+    config: Any, folder: Path, data: Path, *, resume: bool = False
+) -> tuple[dict[str, Any], TrainingSummary, str]:
     """Return the end of a run: as JSON, as an object, and as printed."""
     with open_run(config, RunFolder(folder), Dataset.open(data), resume=resume) as opened:
         summary = train(opened, Witness())
@@ -258,11 +258,11 @@ def test_tensorboard_failure_is_reported_but_hides_no_other(tmp_path: Path, monk
 
     pytest.importorskip("torch.utils.tensorboard")
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Refuses)
-    with RunLog(tmp_path / "log.jsonl"):
+    with TrainingLog(tmp_path / "log.jsonl"):
         pass
     assert list(tmp_path.iterdir()) == []  # It was not begun.
     for name, message in (("loss", "No space left"), ("rate", "Input/output error")):
-        board = RunLog(tmp_path / "log.jsonl", [TensorBoard(RunFolder(tmp_path))])
+        board = TrainingLog(tmp_path / "log.jsonl", [TensorBoard(RunFolder(tmp_path))])
         with pytest.raises(StoreError, match=f"cannot write the log: {message}") as raised, board as log:
             log.begin(0)
             log.write(1, "train", **{name: 2.0})

@@ -16,15 +16,14 @@ from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.data.tokenizers.known import tokenizer_at
+from tensorkeep.train.data.tokenizers.registry import tokenizer_at
 from tensorkeep.train.export import export
-from tensorkeep.train.initial import InitialWeights, read_initial
 from tensorkeep.train.loop import train
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.trained import load_trained
+from tensorkeep.train.run.weights import InitialWeights, load_trained, read_initial
 from tiers import exhaustive
 from train.techniques.several_processes import group_of_one
 from train.tiny_training import CONFIG, TEXT, Trained, Witness, check_same, conversations, follow, run
@@ -167,13 +166,13 @@ def test_data_of_another_tokenizer_is_refused_and_can_be_prepared_with_that_of_a
     initial, text = read_initial(source), tmp_path / "text.txt"
     text.write_text(TEXT.replace("t", "T"))
     for tokenizer, message in (
-        ("char", "is another one than that of the initial weights"),
+        ("char", r"of the data is another one than token \d of the initial weights"),
         ("byte", "a vocabulary of 256 tokens, and the initial weights one of 28"),
     ):
         prepare(text, tmp_path / tokenizer, tokenizer=tokenizer)
         with case(tokenizer), pytest.raises(UsageError, match=message):
             initial.check_data(Dataset.open(tmp_path / tokenizer))
-    with pytest.raises(UsageError, match="is another one than that of the initial weights") as caught:
+    with pytest.raises(UsageError, match=r"of the data is another one than token \d of the initial weights") as caught:
         initial.check_data(Dataset.open(conversations(tmp_path, TALK, "char")))
     with pytest.raises(UsageError, match="'T'"):
         prepare(text, tmp_path / "upper", tokenizer=f"from:{source}")

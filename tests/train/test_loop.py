@@ -20,9 +20,8 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import train
-from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.folder import METRIC, RunFolder
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import METRIC
 from train.tiny_training import CONFIG as TINY
 from train.tiny_training import TEXT, Trained, Witness, check_same, last_state, lines, run
 
@@ -33,7 +32,7 @@ CONFIG = TINY.changed(
 
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
-    "accumulating": {"loop.accumulate": 3},
+    "accumulating": {"loop.gradient_accumulation_steps": 3},
     "muon": {"optim.name": "muon"},
     "muon, split": {"optim.name": "muon", "optim.muon_split": True, "optim.muon_polynomials": "polar-express"},
     "shifts and convolutions": {"model.token_shift": "blocks", "model.convolution": 3},
@@ -124,7 +123,7 @@ def test_the_loss_falls(tmp_path: Path, data: Path) -> None:
 def test_accumulated_batches_are_one_large_batch(tmp_path: Path, data: Path) -> None:
     config = TINY.changed({"model.dropout": 0.0, "loop.steps": 4, "data.order": "random"})
     run(config.changed({"loop.batch_size": 6}), tmp_path / "large", data)
-    run(config.changed({"loop.batch_size": 2, "loop.accumulate": 3}), tmp_path / "small", data)
+    run(config.changed({"loop.batch_size": 2, "loop.gradient_accumulation_steps": 3}), tmp_path / "small", data)
     large, small = (last_state(tmp_path / name)["model"] for name in ("large", "small"))
     for name, tensor in large.items():
         assert torch.allclose(tensor, small[name], atol=1e-5), name
@@ -183,7 +182,9 @@ def live(config: dict[str, Any], folder: Path, data: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.xdist_group("processes")
 def test_repeatedly_killed_run_is_resumed_exactly(tmp_path: Path, data: Path) -> None:
-    config = CONFIG.changed({"loop.steps": 400, "loop.accumulate": 2, "eval.every": 7, "checkpoint.every": 5})
+    config = CONFIG.changed(
+        {"loop.steps": 400, "loop.gradient_accumulation_steps": 2, "eval.every": 7, "checkpoint.every": 5}
+    )
     run(config, tmp_path / "whole", data)
     draw, kills, log = random.Random(5), 0, tmp_path / "killed" / "log.jsonl"
     while kills < 15:

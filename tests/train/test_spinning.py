@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from tensorkeep import machine
-from tensorkeep.train import spinning
-from tensorkeep.train.spinning import SpinControl
+from tensorkeep.train.step import cpu
+from tensorkeep.train.step.cpu import SpinControl
 
 THREADS = 2
 
 
 @pytest.fixture(autouse=True)
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(spinning, "_CHOSEN_BY_USER", ())
+    monkeypatch.setattr(cpu, "_SPIN_SETTINGS", ())
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     yield
@@ -56,7 +56,7 @@ def test_limiting_starts_teams_that_end_with_it() -> None:
 
 
 def test_the_wait_per_second_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spinning, "INTERVAL", 0.01)
+    monkeypatch.setattr(cpu, "INTERVAL", 0.01)
     with SpinControl(itertools.count().__next__) as control:
         wait_until(lambda: control.limited)
 
@@ -66,7 +66,7 @@ def test_the_user_decides_and_one_thread_has_no_control(monkeypatch: pytest.Monk
     if variable is None:
         torch.set_num_threads(1)
     else:
-        monkeypatch.setattr(spinning, "_CHOSEN_BY_USER", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
+        monkeypatch.setattr(cpu, "_SPIN_SETTINGS", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
         monkeypatch.setenv(variable, "PASSIVE")
     with SpinControl() as control:
         assert not control._thread.is_alive()

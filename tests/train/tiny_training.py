@@ -18,11 +18,11 @@ from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.loop import Listener, Summary, train
+from tensorkeep.train.loop import EventListener, TrainingSummary, train
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 CONFIG = Config(
@@ -69,9 +69,9 @@ def run(
     *,
     resume: bool = False,
     stop_at: int | None = None,
-    listener: Listener | None = None,
+    listener: EventListener | None = None,
     arrange: Callable[[Run], object] = lambda run: None,
-) -> Summary:
+) -> TrainingSummary:
     """Train; ``arrange`` is given the run before it begins."""
     # As each process has it.
     random.seed()
@@ -91,7 +91,7 @@ def follow(remedy: str | None, **names: object) -> None:
 class Trained(Protocol):
     """Puts a run on the data of the tests, which is trained once for all of them, into a folder that does not exist."""
 
-    def __call__(self, config: Config, folder: Path, *, stop_at: int | None = None) -> Summary: ...
+    def __call__(self, config: Config, folder: Path, *, stop_at: int | None = None) -> TrainingSummary: ...
 
 
 def poison(opened: Run, steps: Collection[int]) -> None:

@@ -77,7 +77,7 @@ def _segments(root: Path) -> tuple[dict[str, Any], list[str]]:
         return {}, []
     # Only here, because the trainer imports torch.
     from tensorkeep.train.run.folder import RunFolder
-    from tensorkeep.train.run.resume import describe
+    from tensorkeep.train.run.notes import describe
 
     try:
         record = RunFolder(folder).record()
@@ -87,7 +87,7 @@ def _segments(root: Path) -> tuple[dict[str, Any], list[str]]:
     origin, segments, lines = record.origin, [], []
     if origin is not None:
         lines.append(f"branched from {origin.run} after step {origin.step}: {describe(origin.settings)}")
-    for number, segment in enumerate(record.legs, 2):
+    for number, segment in enumerate(record.segments, 2):
         about = {"step": segment.step, "time": segment.time, "settings": segment.settings}
         segments.append({"segment": number, "leg": number, **about})
         lines.append(f"segment {number} began after step {segment.step}, {segment.time}: {describe(segment.settings)}")

@@ -32,12 +32,14 @@ from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.loop import take_step, train
+from tensorkeep.train.loop import train
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import OpenRun, open_run
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import OpenRun
+from tensorkeep.train.step.device import chosen_device
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Kind, Machine, Proof, Technique
 
 STEPS = 6
@@ -51,7 +53,7 @@ TINY = Config(
     {
         "loop.steps": STEPS,
         "loop.batch_size": 4,
-        "loop.accumulate": 2,
+        "loop.gradient_accumulation_steps": 2,
         "loop.device": "cpu",
         "eval.every": 3,
         "checkpoint.every": 3,

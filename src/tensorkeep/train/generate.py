@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.data.tokenizers.base import Tokenizer
-from tensorkeep.train.evaluate import evaluating
 from tensorkeep.train.model.attention import Cache
 from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.step.train_step import evaluating
 
 Prompt = Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer] | Tensor
 """Token ids of one prompt, or of several prompts of equal length."""

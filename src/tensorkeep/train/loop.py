@@ -1,12 +1,12 @@
-"""The training loop. Read this file first: `make_step` is one step of training, `train` is the loop around it.
+"""The training loop: steps, and what is due after a step. Read this file first.
 
-Everything that a step needs lies in a `tensorkeep.train.run.state.Run`, which `tensorkeep.train.run.setup.open_run`
-builds from a configuration, a folder and data::
+`tensorkeep.train.run.setup.open_run` builds an `OpenRun` from a configuration, a folder and data::
 
     with open_run(config, RunFolder("runs/mine"), Dataset.open("data")) as run:
         summary = train(run, listener)
 
-What a step does can be changed by techniques, which replace the functions of `tensorkeep.train.operations.Operations`.
+`tensorkeep.train.step.train_step.train_step` is one step. Techniques change a step: they replace the functions of
+`tensorkeep.train.step.state.Operations`.
 """
 
 import math
@@ -18,33 +18,26 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from tensorkeep.checkpoint.background import PendingSave
-from tensorkeep.train.generate import generate, prompt_ids
-from tensorkeep.train.guard import check_steps
-from tensorkeep.train.model.gpt import IGNORED
-from tensorkeep.train.monitor.profile import profiled
-from tensorkeep.train.monitor.timing import settle, timed_step
-from tensorkeep.train.optim.optimizers import set_learning_rate
-from tensorkeep.train.optim.schedules import learning_rate_factor
-from tensorkeep.train.run.device import peak_memory
-from tensorkeep.train.run.setup import OpenRun
-from tensorkeep.train.run.state import METRIC, Run
-from tensorkeep.train.run.validation import validation_loss
+from tensorkeep.train.data.tokenizers.base import prompt_ids
+from tensorkeep.train.generate import generate
+from tensorkeep.train.memory import Activations, evaluation_rows
+from tensorkeep.train.run.folder import METRIC
+from tensorkeep.train.run.monitor import profiled, settle, timed_step
+from tensorkeep.train.run.state import OpenRun
+from tensorkeep.train.step.device import peak_memory
+from tensorkeep.train.step.train_step import StepResult, evaluate, train_step
 
 
-class Listener(Protocol):
+class EventListener(Protocol):
     """Receives the events of a run as they happen, on rank 0."""
 
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Receive one event of a step; the values are its figures, as in ``log.jsonl``.
 
         The kind is ``"train"``, ``"evaluate"``, ``"sample"``, ``"technique"`` (a technique was verified to be active),
-        ``"save"`` (a checkpoint is durable, which may be some steps after its own), ``"suggestion"`` (the result of a
-        range test), or ``"profile"`` (a profile was written).
+        ``"save"`` (a checkpoint is durable, perhaps some steps after the step that it holds), ``"suggestion"`` (the
+        result of a range test), or ``"profile"`` (a profile was written).
         """
 
 
@@ -55,7 +48,7 @@ class Silent:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class TrainingSummary:
     """How a run ended.
 
     Attributes
@@ -71,7 +64,7 @@ class Summary:
     tokens_per_second, mfu : float
         Of training alone; NaN if no step was timed.
     peak_memory_bytes : int
-        See `tensorkeep.train.run.device.peak_memory`.
+        See `tensorkeep.train.step.device.peak_memory`.
     suggested_learning_rate : float or None
         The result of a range test.
     seconds : dict of str to float
@@ -93,27 +86,15 @@ class Summary:
     mfu_of_data_sheet: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MadeStep:
-    """The figures of a step. Those that a GPU computes stay there until they are read, which waits for the GPU."""
-
-    loss: Tensor
-    gradient_norm: Tensor
-    learning_rate: float
-
-    def read(self) -> dict[str, float]:
-        """Return the figures by name."""
-        figures = {"loss": self.loss.item(), "gradient_norm": self.gradient_norm.item()}
-        return figures | {"learning_rate": self.learning_rate}
-
-
-def train(run: OpenRun, listener: Listener, *, stop: Callable[[], bool] = lambda: False, profile: int = 0) -> Summary:
+def train(
+    run: OpenRun, listener: EventListener, *, stop: Callable[[], bool] = lambda: False, profile: int = 0
+) -> TrainingSummary:
     """Train until the last step or an early end, save, and wait until the last checkpoint is durable.
 
     Parameters
     ----------
     run : OpenRun
-    listener : Listener
+    listener : EventListener
     stop : callable
         Called after each step; when it returns true, the run is saved and ends.
     profile : int
@@ -121,7 +102,7 @@ def train(run: OpenRun, listener: Listener, *, stop: Callable[[], bool] = lambda
 
     Returns
     -------
-    Summary
+    TrainingSummary
 
     Raises
     ------
@@ -132,214 +113,185 @@ def train(run: OpenRun, listener: Listener, *, stop: Callable[[], bool] = lambda
     TechniqueNotActiveError
         If a technique is on and has no effect.
     """
-    first, saves = run.progress.step, deque[tuple[int, PendingSave]]()
-    reason = _end_reason(run)
-
-    def written(path: Path, steps: int) -> None:
-        _report(run, listener, "profile", {"path": str(path), "steps": steps})
-
-    with profiled(run, profile, written) as profile_next_step:
-        while reason is None:
-            with timed_step(run), _verified_techniques(run, listener):
-                made = make_step(run)
-            reason = _follow_up(run, listener, made, saves, stop)
-            profile_next_step()
-    with run.clock.spent_on("checkpoint"):
-        run.manager.wait()
-    _report_saves(run, listener, saves)
-    return _summary(run, reason, steps=run.progress.step - first)
+    return _Loop(run, listener, stop).train(profile)
 
 
-def _follow_up(
-    run: OpenRun,
-    listener: Listener,
-    made: MadeStep,
-    saves: deque[tuple[int, PendingSave]],
-    stop: Callable[[], bool],
-) -> str | None:
-    """Do what is due after a step: report, evaluate, sample, save; return the reason to end, if there is one."""
-    config = run.config
-    if config.schedule.name == "range":
-        _update_range_test(run, listener, made.read())
-    step = run.progress.step
-    last = _end_reason(run) is not None
-    if last or _due(config.log.every, step):
+def validation_loss(run: OpenRun) -> float:
+    """Return the loss on the validation tokens, of the averaged weights if the run averages them; a collective.
+
+    It is computed like training losses: in the precision of the run, and by compiled code if the loss is compiled.
+    Ranks with data of their own evaluate one part of the windows each; the result is equal on all ranks.
+    """
+    activations = Activations(
+        run.config.model,
+        rows=max(1, run.config.loop.batch_size // run.micro_batches),
+        on_cuda=run.device.type == "cuda",
+        effects=run.techniques.memory_effects(),
+    )
+    batches = run.validation.batches(evaluation_rows(activations), part=run.replica, parts=run.replicas)
+    with run.average.in_place():
+        loss = evaluate(run.model, batches, loss=run.operations.evaluate, world=run.world)
+    # Sums on different ranks may differ in the last bits, and early stopping depends on this loss.
+    return run.world.broadcast(loss)
+
+
+class _Loop:
+    """One call of `train`."""
+
+    def __init__(self, run: OpenRun, listener: EventListener, stop: Callable[[], bool]) -> None:
+        self.run, self.progress, self.config = run, run.progress, run.config
+        self.listener = listener
+        self.stop = stop
+        self.saves: deque[tuple[int, PendingSave]] = deque()
+
+    def train(self, profile: int) -> TrainingSummary:
+        """Make steps until there is a reason to end."""
+        run, first, reason = self.run, self.progress.step, self.end_reason()
+
+        def written(path: Path, steps: int) -> None:
+            self.report("profile", {"path": str(path), "steps": steps})
+
+        with profiled(run, profile, written) as profile_next_step:
+            while reason is None:
+                with timed_step(run), self.verified_techniques():
+                    result = train_step(run)
+                reason = self.follow_up(result)
+                profile_next_step()
+        with run.clock.spent_on("checkpoint"):
+            run.manager.wait()
+        self.report_saves()
+        return self.summary(reason, steps=self.progress.step - first)
+
+    def follow_up(self, result: StepResult) -> str | None:
+        """Do what is due after a step: report, evaluate, sample, save; return the reason to end, if there is one."""
+        config, step = self.config, self.progress.step
+        if config.schedule.name == "range":
+            self.update_range_test(result.read())
+        last = self.end_reason() is not None
+        if last or _due(config.log.every, step):
+            self.report_step(result)
+        metrics = self.evaluate() if last or _due(config.eval.every, step) else {}
+        if _due(config.sample.every, step):
+            self.sample()
+        reason = self.end_reason() or ("stopped" if self.run.world.any(self.stop()) else None)
+        is_best = bool(metrics) and self.progress.waited == 0 and config.checkpoint.keep_best > 0
+        if reason or is_best or _due(config.checkpoint.every, step):
+            self.save(metrics)
+        self.report_saves()
+        return reason
+
+    def end_reason(self) -> str | None:
+        """Return the reason why training has ended, or None if it continues."""
+        progress, patience = self.progress, self.config.eval.patience
+        if progress.range_test.over or (patience is not None and progress.waited >= patience):
+            return "early stop"
+        return "done" if progress.step >= self.config.loop.steps else None
+
+    def report(self, kind: str, values: dict[str, Any], *, step: int | None = None) -> None:
+        """Write an event to the log and pass it to the listener, on rank 0."""
+        if self.run.world.is_main:
+            step = self.progress.step if step is None else step
+            self.run.log.write(step, kind, **values)
+            self.listener.on_event(step, kind, values)
+
+    def report_step(self, result: StepResult) -> None:
+        run = self.run
         settle(run)
         others: dict[str, Any] = {"peak_memory_bytes": peak_memory(run.device)}
         if run.gradient_norms:
             others["gradient_norms"] = run.gradient_norms
-        _report(run, listener, "train", made.read() | run.speed.lap() | others)
-    metrics = _evaluate(run, listener) if last or _due(config.eval.every, step) else {}
-    if _due(config.sample.every, step):
-        _sample(run, listener)
-    reason = _end_reason(run) or ("stopped" if run.world.any(stop()) else None)
-    is_best = bool(metrics) and run.progress.waited == 0 and config.checkpoint.keep_best > 0
-    if reason or is_best or _due(config.checkpoint.every, step):
-        _save(run, saves, metrics)
-    _report_saves(run, listener, saves)
-    return reason
+        self.report("train", result.read() | run.speed.lap() | others)
 
+    @contextmanager
+    def verified_techniques(self) -> Iterator[None]:
+        """Verify in the first steps of a process that each technique has its effect, and report the proofs."""
+        proofs = self.run.techniques.proofs
+        known = len(proofs)
+        with self.run.techniques.verified(self.run):
+            yield
+        for name, proof in islice(proofs.items(), known, None):
+            self.report("technique", {"name": name, "seen": proof.summary, **proof.figures})
 
-def take_step(run: Run) -> dict[str, float]:
-    """Make one update of the weights, and wait for it; see `make_step`.
+    def update_range_test(self, figures: dict[str, float]) -> None:
+        """Add a step to the range test; report the suggestion after the last one."""
+        test = self.progress.range_test
+        steps = self.config.loop.steps - self.config.schedule.start
+        test.add(figures["learning_rate"], figures["loss"], steps=steps)
+        if self.end_reason():
+            self.report("suggestion", {"learning_rate": test.suggestion(), "lowest_loss": test.lowest})
 
-    Returns ``loss``, the mean loss of the batches, ``gradient_norm`` before clipping, and ``learning_rate`` of AdamW.
-    """
-    made = make_step(run)
-    check_steps(run)
-    return made.read()
+    def evaluate(self) -> dict[str, float]:
+        """Compute the validation loss, and return the metrics of a checkpoint."""
+        run, progress = self.run, self.progress
+        settle(run)
+        with run.clock.spent_on("evaluate"):
+            loss = validation_loss(run)
+        if progress.evaluated != run.validation.targets:
+            # A resume has changed the windows. The best loss on other windows would end the run, or lower its rate.
+            progress.best, progress.waited = math.inf, 0
+            run.plateau.forget_losses()
+        run.plateau.add(loss)
+        progress.loss, progress.evaluated = loss, run.validation.targets
+        better = loss < progress.best
+        progress.best, progress.waited = (loss, 0) if better else (progress.best, progress.waited + 1)
+        self.report("evaluate", {METRIC: loss, "best": progress.best, "tokens": run.validation.targets})
+        return {METRIC: loss}
 
+    def sample(self) -> None:
+        """Generate a text with the averaged weights, and report it."""
+        run, config, tokenizer = self.run, self.config.sample, self.run.dataset.tokenizer
+        settle(run)
+        with run.clock.spent_on("sample"), run.average.in_place():
+            ids = generate(
+                run.model,
+                prompt_ids(tokenizer, config.prompt),
+                max_new_tokens=config.tokens,
+                temperature=config.temperature,
+                top_k=config.top_k,
+                seed=self.config.loop.seed + self.progress.step,
+                stop=tokenizer.end_of_document,
+                vocab_size=tokenizer.vocab_size,
+            )
+        text = [id for id in ids.tolist() if id != tokenizer.begin_of_document]
+        self.report("sample", {"text": tokenizer.decode(text)})
 
-def make_step(run: Run) -> MadeStep:
-    """Make one update of the weights: add up the gradients of its batches, clip them, step the optimizers."""
-    settings, operations = run.config.loop, run.operations
-    run.progress.step += 1
-    factor = learning_rate_factor(run.config.schedule, run.progress.step, settings.steps) * run.plateau.factor
-    set_learning_rate(run.optimizers, factor)
-    total = torch.zeros((), device=run.device)
-    before = run.batches.state_dict()["position"]
-    batches = [next(run.batches) for _ in range(settings.accumulate)]
-    run.drawn = range(before, run.batches.state_dict()["position"])
-    counts = [int(np.count_nonzero(targets.numpy() != IGNORED)) for _, targets in batches]
-    counted = _mean_count(run, sum(counts))
-    for (inputs, targets), count in zip(batches, counts, strict=True):
-        if count:
-            # The mean over all targets of the step: each target has the same weight, whichever batch it is in.
-            loss = operations.loss(*run.move(inputs, targets)) / (counted / count)
-            operations.backward(loss)
-            total += loss.detach()
-    run.progress.tokens += round(counted * run.replicas)
-    run.positions = run.replicas * sum(
-        inputs.numel() for (inputs, _), count in zip(batches, counts, strict=True) if count
-    )
-    total = run.world.mean(total)
-    norm = operations.clip()
-    if operations.accepts(total, norm):
-        operations.update()
-        run.average.update(run.progress.step)
-    for optimizer in run.optimizers.values():
-        optimizer.zero_grad()
-    return MadeStep(total, norm, factor * run.config.optim.lr)
+    def save(self, metrics: dict[str, float]) -> None:
+        """Begin to save a checkpoint of the step. It does not wait; `report_saves` reports the finished saves."""
+        run, step = self.run, self.progress.step
+        settle(run)
+        with run.clock.spent_on("checkpoint"):
+            # A resumed run repeats the steps after its last undamaged checkpoint, and replaces damaged ones.
+            self.saves.append((step, run.manager.save(step, run.state(), metrics, overwrite=True)))
 
+    def report_saves(self) -> None:
+        """Report the checkpoints that have become durable, in the order of their steps."""
+        while self.saves and self.saves[0][1].done():
+            step, pending = self.saves.popleft()
+            report = pending.wait()
+            values = {
+                "path": report.path,
+                "stall_seconds": report.stall_seconds,
+                "durable_seconds": report.durable_seconds,
+                "new_bytes": report.new_bytes,
+            }
+            self.report("save", values, step=step)
 
-def _mean_count(run: Run, count: int) -> float:
-    """Return the mean number of targets of a rank, by which each target has the same weight, whichever rank has it."""
-    if run.world.size == 1 or run.dataset.chat_tokenizer is None:
-        return count
-    return run.world.mean(torch.tensor(count, dtype=torch.float64)).item()
-
-
-@contextmanager
-def _verified_techniques(run: OpenRun, listener: Listener) -> Iterator[None]:
-    """Verify in the first steps of a process that each technique has its effect, and report the proofs."""
-    proofs = run.techniques.proofs
-    known = len(proofs)
-    with run.techniques.verified(run):
-        yield
-    for name, proof in islice(proofs.items(), known, None):
-        _report(run, listener, "technique", {"name": name, "seen": proof.summary, **proof.figures})
-
-
-def _update_range_test(run: Run, listener: Listener, record: dict[str, float]) -> None:
-    """Add a step to the range test; report the suggestion after the last one."""
-    test = run.progress.range_test
-    test.add(record["learning_rate"], record["loss"], steps=run.config.loop.steps - run.config.schedule.start)
-    if _end_reason(run):
-        _report(run, listener, "suggestion", {"learning_rate": test.suggestion(), "lowest_loss": test.lowest})
-
-
-def _end_reason(run: Run) -> str | None:
-    """Return the reason why training has ended, or None if it continues."""
-    progress, patience = run.progress, run.config.eval.patience
-    if progress.range_test.over or (patience is not None and progress.waited >= patience):
-        return "early stop"
-    return "done" if progress.step >= run.config.loop.steps else None
+    def summary(self, reason: str, *, steps: int) -> TrainingSummary:
+        run, progress, rates = self.run, self.progress, self.run.speed.total()
+        return TrainingSummary(
+            step=progress.step,
+            steps=steps,
+            reason=reason,
+            loss=progress.loss,
+            best=progress.best,
+            tokens_per_second=rates.get("tokens_per_second", math.nan),
+            mfu=rates.get("mfu", math.nan),
+            peak_memory_bytes=peak_memory(run.device),
+            suggested_learning_rate=progress.range_test.suggestion(),
+            seconds=dict(run.clock.seconds),
+            mfu_of_data_sheet=rates.get("mfu_of_data_sheet"),
+        )
 
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _report(run: Run, listener: Listener, kind: str, values: dict[str, Any], *, step: int | None = None) -> None:
-    """Write an event to the log and pass it to the listener, on rank 0."""
-    if run.world.is_main:
-        step = run.progress.step if step is None else step
-        run.log.write(step, kind, **values)
-        listener.on_event(step, kind, values)
-
-
-def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
-    """Compute the validation loss, of the averaged weights if the run averages them; return the metrics."""
-    settle(run)
-    progress = run.progress
-    with run.clock.spent_on("evaluate"):
-        loss = validation_loss(run)
-    if progress.evaluated != run.validation.targets:
-        # A resume has changed the windows. What was best on the others would end the run, or lower its rate.
-        progress.best, progress.waited = math.inf, 0
-        run.plateau.forget_losses()
-    run.plateau.add(loss)
-    progress.loss, progress.evaluated = loss, run.validation.targets
-    better = loss < progress.best
-    progress.best, progress.waited = (loss, 0) if better else (progress.best, progress.waited + 1)
-    _report(run, listener, "evaluate", {METRIC: loss, "best": progress.best, "tokens": run.validation.targets})
-    return {METRIC: loss}
-
-
-def _sample(run: Run, listener: Listener) -> None:
-    settle(run)
-    config = run.config.sample
-    tokenizer = run.dataset.tokenizer
-    with run.clock.spent_on("sample"), run.average.in_place():
-        ids = generate(
-            run.model,
-            prompt_ids(tokenizer, config.prompt),
-            max_new_tokens=config.tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            seed=run.config.loop.seed + run.progress.step,
-            stop=tokenizer.end_of_document,
-            vocab_size=tokenizer.vocab_size,
-        )
-    text = [id for id in ids.tolist() if id != tokenizer.begin_of_document]
-    _report(run, listener, "sample", {"text": tokenizer.decode(text)})
-
-
-def _save(run: OpenRun, saves: deque[tuple[int, PendingSave]], metrics: dict[str, float]) -> None:
-    """Begin to save a checkpoint of the step; it does not wait: `_report_saves` reports the finished saves."""
-    settle(run)
-    with run.clock.spent_on("checkpoint"):
-        # A resumed run repeats the steps after its last undamaged checkpoint, and replaces damaged ones.
-        step = run.progress.step
-        saves.append((step, run.manager.save(step, run.state(), metrics, overwrite=True)))
-
-
-def _report_saves(run: Run, listener: Listener, saves: deque[tuple[int, PendingSave]]) -> None:
-    """Report the checkpoints that have become durable, in the order of their steps."""
-    while saves and saves[0][1].done():
-        step, pending = saves.popleft()
-        report = pending.wait()
-        values = {
-            "path": report.path,
-            "stall_seconds": report.stall_seconds,
-            "durable_seconds": report.durable_seconds,
-            "new_bytes": report.new_bytes,
-        }
-        _report(run, listener, "save", values, step=step)
-
-
-def _summary(run: Run, reason: str, *, steps: int) -> Summary:
-    total = run.speed.total()
-    return Summary(
-        step=run.progress.step,
-        steps=steps,
-        reason=reason,
-        loss=run.progress.loss,
-        best=run.progress.best,
-        tokens_per_second=total.get("tokens_per_second", math.nan),
-        mfu=total.get("mfu", math.nan),
-        peak_memory_bytes=peak_memory(run.device),
-        suggested_learning_rate=run.progress.range_test.suggestion(),
-        seconds=dict(run.clock.seconds),
-        mfu_of_data_sheet=total.get("mfu_of_data_sheet"),
-    )

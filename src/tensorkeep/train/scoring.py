@@ -23,18 +23,17 @@ from tensorkeep.storage.parallel import Meter
 from tensorkeep.storage.parallel import Progress as ReadingProgress
 from tensorkeep.structs import prepared
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.data.batches import Batch
+from tensorkeep.train.data.batches import LARGEST_TOKENS, Batch, EvaluationWindows
 from tensorkeep.train.data.conversations import has_conversations
-from tensorkeep.train.data.corpus import DEFAULT_FIELD, open_source
-from tensorkeep.train.data.documents import UTF8_MARK, Reading
+from tensorkeep.train.data.corpus import DEFAULT_FIELD, UTF8_MARK, CorpusReader, open_source
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.train.evaluate import EvaluationWindows, evaluate, evaluating
 from tensorkeep.train.generate import prompt_ids
-from tensorkeep.train.memory.evaluation import LARGEST_TOKENS, LEAST_BYTES, evaluation_bytes
+from tensorkeep.train.memory import LEAST_BYTES, evaluation_bytes
 from tensorkeep.train.model.attention import in_float32
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT, IGNORED
+from tensorkeep.train.step.train_step import evaluate, evaluating
 
 Precision = Literal["run", "float32", "bf16", "fp16"]
 Progress = Callable[[int, int], None]
@@ -191,7 +190,7 @@ def read_tokens(
                 if isinstance(tokenizer, ChatTokenizer)
                 else "give a text: the model was not trained on conversations",
             )
-        reading = Reading(corpus, Meter(corpus.nbytes, progress))
+        reading = CorpusReader(corpus, Meter(corpus.nbytes, progress))
         for document in reading.documents():
             found += begins
             try:

@@ -10,10 +10,10 @@ from tensorkeep.bench.training.arms import arm_config
 from tensorkeep.bench.training.memory import live_bytes, step_peak
 from tensorkeep.train.config.recipes import RECIPES
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.loop import take_step
-from tensorkeep.train.memory.ledger import predict
+from tensorkeep.train.memory import predict
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.step.train_step import take_step
 from train.tiny_training import CONFIG, prepared
 
 MIB = 1 << 20

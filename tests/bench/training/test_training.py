@@ -21,8 +21,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.testing.cases import case
 from tensorkeep.train import loop
 from tensorkeep.train.config.recipes import RECIPES
-from tensorkeep.train.run import validation
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Technique, Verification
 from tensorkeep.train.techniques.stack import COMBINATIONS
 from train.tiny_training import CONFIG, prepared
@@ -81,14 +80,14 @@ def trained(data: Path, folder: Path, protocol: cell.Protocol, arm: dict[str, An
 def test_loss_in_equal_time_has_the_same_windows(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the final loss, also where a technique changes the size of batches."""
     seen = []
-    evaluate = validation.evaluate
+    evaluate = loop.evaluate
 
     def noted(model: Any, rows: Any, **options: Any) -> float:
         rows = list(rows)
         seen.append([inputs.tolist() for inputs, _ in rows])
         return evaluate(model, rows, **options)
 
-    monkeypatch.setattr(validation, "evaluate", noted)
+    monkeypatch.setattr(loop, "evaluate", noted)
     arm = {"loop.batch_size": 4, "techniques.gradient-accumulation.batches": 4}
     figures = trained(data, tmp_path / "run", cell.Protocol(2, seconds=1e-9), arm)
     in_time, at_the_end = seen

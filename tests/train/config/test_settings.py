@@ -12,16 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.arguments import given_settings, read_words
-from tensorkeep.train.config.config import Config, differences, flat, setting_names
-from tensorkeep.train.config.ineffective import ineffective_settings
+from tensorkeep.train.config.config import RENAMED, Config, differences, flat, given_settings, read_words, setting_names
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
-from tensorkeep.train.config.sections import OptimConfig, ScheduleConfig
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.optim.average import WeightAverage
-from tensorkeep.train.optim.optimizers import build_optimizers, check_optimizers, set_learning_rate
-from tensorkeep.train.optim.schedules import Plateau, learning_rate_factor
-from tensorkeep.train.run.speed import Clock, Speedometer, measured_peak
+from tensorkeep.train.optim.optimizers import (
+    OptimConfig,
+    WeightAverage,
+    build_optimizers,
+    check_optimizers,
+    set_learning_rate,
+)
+from tensorkeep.train.optim.schedules import Plateau, ScheduleConfig, learning_rate_factor
+from tensorkeep.train.run.notes import ineffective_settings
+from tensorkeep.train.run.state import ActivityTimer, Speedometer
+from tensorkeep.train.step.device import measured_peak
 
 BASE = get_recipe("shakespeare-char-cpu")
 EVERY = ("checkpoint", "eval", "log", "sample")
@@ -107,12 +111,33 @@ def test_new_tokenizer_resets_the_vocabulary_size_and_a_given_batch_size_is_not_
     assert pairs.changed({"data.tokenizer": "bpe"}).data.vocab_size == 8192
     assert BASE.changed({"data.vocab_size": 300, "data.tokenizer": "bpe"}).data.vocab_size == 300
     recipe = get_recipe("gpt2-124m")
-    assert recipe.loop.fill_memory
+    assert recipe.loop.auto_batch_size
     given = recipe.changed({"loop.batch_size": 4}).loop
-    assert (given.batch_size, given.fill_memory) == (4, False)
-    assert recipe.changed({"loop.batch_size": 4, "loop.fill_memory": True}).loop.fill_memory
-    assert not recipe.changed({"loop.accumulate": 4}).loop.fill_memory
-    assert recipe.changed({"loop.steps": 4}).loop.fill_memory
+    assert (given.batch_size, given.auto_batch_size) == (4, False)
+    assert recipe.changed({"loop.batch_size": 4, "loop.auto_batch_size": True}).loop.auto_batch_size
+    assert not recipe.changed({"loop.gradient_accumulation_steps": 4}).loop.auto_batch_size
+    assert recipe.changed({"loop.steps": 4}).loop.auto_batch_size
+
+
+def test_earlier_names_of_settings_are_read_from_every_source(tmp_path: Path) -> None:
+    new = {"loop.gradient_accumulation_steps": 3, "loop.auto_batch_size": True, "optim.grad_clip": 2.0}
+    expected = BASE.changed(new)
+    old = dict(zip(RENAMED, new.values(), strict=True))
+    assert BASE.changed(old) == expected
+    assert [BASE.setting(name) for name in old] == [BASE.setting(name) for name in new]
+    # Stored runs and results.
+    values = expected.as_dict()
+    for name, (section, field) in zip(new, (each.split(".") for each in old), strict=True):
+        values[section][field] = values[section].pop(name.split(".")[1])
+    assert Config.from_dict(values) == expected
+    # Flags, the environment and files; the current name wins.
+    assert read_words(["--optim.grad_clip", "2"]) == (None, {"optim.grad_clip": "2"})
+    assert given_settings(environment={"TENSORKEEP_OPTIM_CLIP": "2"}) == {"optim.grad_clip": "2"}
+    both = {"TENSORKEEP_OPTIM_CLIP": "2", "TENSORKEEP_OPTIM_GRAD_CLIP": "3"}
+    assert given_settings(environment=both) == {"optim.grad_clip": "3"}
+    (tmp_path / "x.toml").write_text("[train.loop]\naccumulate = 3\n")
+    found = given_settings(file=tmp_path / "x.toml", environment={})
+    assert found == {"loop.gradient_accumulation_steps": 3}
 
 
 def test_optimizer_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +155,7 @@ def test_flags_come_in_any_order_and_win_over_the_environment_and_that_over_the_
     environment = {"TENSORKEEP_OPTIM_CLIP": "4", "TENSORKEEP_OPTIM_WEIGHT_DECAY": "5"}
     _, words = read_words(["--optim.weight_decay", "6", "--loop.steps=9"])
     found = BASE.changed(given_settings(words, file=file, environment=environment))
-    assert (found.optim.lr, found.optim.clip, found.optim.weight_decay, found.loop.steps) == (1.0, 4.0, 6.0, 9)
+    assert (found.optim.lr, found.optim.grad_clip, found.optim.weight_decay, found.loop.steps) == (1.0, 4.0, 6.0, 9)
     # Words come in any order.
     expected = ("tiny", {"optim.lr": "3e-4", "loop.steps": "-5"})
     assert read_words(["tiny", "--optim.lr", "3e-4", "--loop.steps=-5"]) == expected
@@ -275,7 +300,7 @@ def test_average_follows_the_weights_and_is_put_into_the_model() -> None:
 
 def test_clock_sums_the_seconds_of_each_activity_and_mfu_is_never_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 5.0, 7.0, 7.0, 8.0])
-    clock = Clock(lambda: next(times))
+    clock = ActivityTimer(lambda: next(times))
     for what in ("train", "evaluate", "train"):
         with clock.spent_on(what):
             pass
@@ -288,8 +313,8 @@ def test_clock_sums_the_seconds_of_each_activity_and_mfu_is_never_above_one(monk
     assert speed.peak == 400.0
     assert speed.total() == {"tokens_per_second": 22.5, "mfu": 0.5625}
     # The measured peak draws no random numbers of others.
-    monkeypatch.setattr("tensorkeep.train.run.speed._SIZES", (64,))
-    monkeypatch.setattr("tensorkeep.train.run.speed._SECONDS", 0.01)
+    monkeypatch.setattr("tensorkeep.train.step.device._SIZES", (64,))
+    monkeypatch.setattr("tensorkeep.train.step.device._SECONDS", 0.01)
     before = torch.get_rng_state()
     assert measured_peak(torch.device("cpu")) > 1e6
     assert torch.equal(before, torch.get_rng_state())

@@ -14,12 +14,13 @@ from tensorkeep.testing.technique_suite import TINY, train_run
 from tensorkeep.train.chat import ChatSession
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.data.tokenizers.base import prompt_ids
 from tensorkeep.train.data.tokenizers.bpe import BpeTokenizer
 from tensorkeep.train.data.tokenizers.char import CharTokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.train.data.tokenizers.from_huggingface import HuggingFaceTokenizer, read_tokenizer
-from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
-from tensorkeep.train.generate import Sampling, prompt_ids
+from tensorkeep.train.data.tokenizers.huggingface import HuggingFaceTokenizer, read_tokenizer
+from tensorkeep.train.data.tokenizers.registry import tokenizer_from_dict
+from tensorkeep.train.generate import Sampling
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.scoring import read_tokens

@@ -16,13 +16,12 @@ import forked
 from tensorkeep.errors import OutOfMemoryError, StoreError, UsageError
 from tensorkeep.testing.cases import case
 from tensorkeep.train.data import encoding
-from tensorkeep.train.data.batches import Batches
-from tensorkeep.train.data.documents import Reading
-from tensorkeep.train.data.encoding import Piece, default_processes, encoded
+from tensorkeep.train.data.batches import Batches, EvaluationWindows
+from tensorkeep.train.data.corpus import CorpusReader
+from tensorkeep.train.data.encoding import TextPiece, default_processes, encoded
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.bpe import BpeTokenizer
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer
-from tensorkeep.train.evaluate import EvaluationWindows
 from tiers import exhaustive
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
@@ -67,11 +66,11 @@ def test_tokens_do_not_depend_on_the_number_of_processes(
 
 def test_pieces_come_back_in_order_with_few_jobs_at_once(pairs: BpeTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_JOB", 1)
-    drawn: list[Piece] = []
+    drawn: list[TextPiece] = []
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[TextPiece]:
         for number, text in enumerate(LINES):
-            drawn.append(Piece("train", text, bool(number % 2)))
+            drawn.append(TextPiece("train", text, bool(number % 2)))
             yield drawn[-1]
 
     found = encoded(pairs, pieces(), 2)
@@ -123,8 +122,8 @@ def test_no_process_is_left(pairs: BpeTokenizer, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(subprocess, "Popen", start)
 
-    def pieces() -> Iterator[Piece]:
-        yield Piece("train", "a" * encoding._JOB, True)
+    def pieces() -> Iterator[TextPiece]:
+        yield TextPiece("train", "a" * encoding._JOB, True)
         raise UsageError("the source ends with an error")
 
     with pytest.raises(UsageError, match="ends with an error"):
@@ -133,10 +132,10 @@ def test_no_process_is_left(pairs: BpeTokenizer, monkeypatch: pytest.MonkeyPatch
 
 
 def test_documents_are_read_once_unless_the_tokenizer_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, real = documents(tmp_path), Reading.documents
+    path, real = documents(tmp_path), CorpusReader.documents
     for tokenizer, readings in (("byte", 1), ("char", 2)):
         found, calls = [], []
-        monkeypatch.setattr(Reading, "documents", lambda reading, found=found: (found.append(1), real(reading))[1])
+        monkeypatch.setattr(CorpusReader, "documents", lambda reading, found=found: (found.append(1), real(reading))[1])
         prepare(path, tmp_path / tokenizer, tokenizer=tokenizer, progress=lambda *each, calls=calls: calls.append(each))
         assert len(found) == readings
         assert calls[-1] == (readings * path.stat().st_size,) * 2

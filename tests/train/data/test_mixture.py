@@ -16,8 +16,7 @@ from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run
 from tensorkeep.train.data.batches import Batches, MixedOffsets
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.data.mixture import absolute_source, parse_mixture, prepare_mixture
-from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.data.prepare import absolute_source, parse_mixture, prepare, prepare_mixture
 from tensorkeep.train.run.data import open_data
 from tensorkeep.train.run.folder import RunFolder
 
@@ -140,7 +139,9 @@ def test_a_mixture_of_mixtures_is_refused_with_the_weights_of_the_sources(
 def test_a_run_on_a_mixture_is_resumed_exactly(tmp_path: Path, order: str) -> None:
     texts(tmp_path)
     source = f"{tmp_path}/a.txt:0.6,{tmp_path}/b.jsonl:0.4"
-    config = TINY.changed({"data.source": source, "data.order": order, "eval.every": 0, "loop.accumulate": 1})
+    config = TINY.changed(
+        {"data.source": source, "data.order": order, "eval.every": 0, "loop.gradient_accumulation_steps": 1}
+    )
     data = open_data(config, RunFolder(tmp_path / "whole")).path
     train_run(config, tmp_path / "whole", data)
     again = open_data(config, RunFolder(tmp_path / "parts")).path

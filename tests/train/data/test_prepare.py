@@ -19,9 +19,8 @@ from faults import injection as faults
 from tensorkeep.errors import DestinationExistsError, NotACheckpointError, StoreError, UsageError
 from tensorkeep.testing.cases import case
 from tensorkeep.train.data import corpus as corpus_module
-from tensorkeep.train.data import documents
+from tensorkeep.train.data.corpus import CorpusReader, SplitRule
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.data.documents import Reading, SplitRule
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT
 from tiers import exhaustive
@@ -84,7 +83,7 @@ def test_characters_are_stored_as_nanogpt_stores_them_and_described(tmp_path: Pa
 )
 def test_split_of_a_stream_does_not_depend_on_its_pieces(text: str, piece: int, validation: float) -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "PIECE", piece)
+        patch.setattr(corpus_module, "PIECE", piece)
         prepare(write(Path(name, "a.txt"), text), Path(name, "data"), validation=validation, tokenizer="byte")
         count = int(len(text) * (1 - validation))
         assert texts(Path(name, "data")) == (text[:count], text[count:])
@@ -200,10 +199,10 @@ def test_only_prepared_data_is_replaced(tmp_path: Path) -> None:
 
 
 def test_corpus_that_changes_between_the_passes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, real = tmp_path / "a.txt", Reading.documents
+    path, real = tmp_path / "a.txt", CorpusReader.documents
     for change in ("X" * 50, "", TEXT[::-1]):
         later = iter((TEXT, change))
-        monkeypatch.setattr(Reading, "documents", lambda it, later=later: (write(path, next(later)), real(it))[1])
+        monkeypatch.setattr(CorpusReader, "documents", lambda it, later=later: (write(path, next(later)), real(it))[1])
         with case(change[:5]), pytest.raises(StoreError, match="changed while it was read"):
             prepare(write(path, TEXT), tmp_path / "data")
         assert names(tmp_path) == ["a.txt"]

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from tensorkeep.errors import NotACheckpointError, StoreError, UsageError
 from tensorkeep.storage.parallel import Meter
 from tensorkeep.testing.cases import case
-from tensorkeep.train.data import documents
-from tensorkeep.train.data.corpus import open_source
-from tensorkeep.train.data.documents import PIECE, Reading
+from tensorkeep.train.data import corpus
+from tensorkeep.train.data.corpus import PIECE, CorpusReader, open_source
 
 
 def read(spec: str | os.PathLike[str], *, encoding: str = "utf-8") -> dict[str, str]:
     with open_source(spec, encoding=encoding) as source:
-        reading = Reading(source, Meter(source.nbytes, None))
+        reading = CorpusReader(source, Meter(source.nbytes, None))
         return {document.name: "".join(document.texts) for document in reading.documents()}
 
 
@@ -130,7 +129,7 @@ def test_invalid_jsonl_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (b'{"text": "' + b"x" * 40 + b'"}', "line 2 is longer than 40 bytes"),
     ):
         if "longer" in message:
-            monkeypatch.setattr(documents, "LONGEST_RECORD", 40)
+            monkeypatch.setattr(corpus, "LONGEST_RECORD", 40)
         path.write_bytes(b'{"text": "all"}\n' + line + b"\n")
         with case(line[:20]):
             with pytest.raises(UsageError, match=message) as caught:
@@ -145,14 +144,14 @@ def test_standard_input_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_source("-") as source:
         assert (source.kind, source.has_documents, source.nbytes) == ("stdin", False, 7)
         for _ in range(2):
-            reading = Reading(source, Meter(source.nbytes, None))
+            reading = CorpusReader(source, Meter(source.nbytes, None))
             assert ["".join(document.texts) for document in reading.documents()] == ["grüße"]
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40), st.integers(1, 9))
 def test_pieces_of_bytes_never_split_a_character(text: str, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "PIECE", piece)
+        patch.setattr(corpus, "PIECE", piece)
         for encoding in ("utf-8", "utf-16", "utf-32-be"):
             patch.setattr(sys, "stdin", standard_input(text.encode(encoding)))
             expected = text.removeprefix("\ufeff") if encoding == "utf-8" else text

@@ -10,8 +10,7 @@ import pytest
 from tensorkeep.errors import MissingExtraError, StoreError, UsageError
 from tensorkeep.storage.parallel import Meter
 from tensorkeep.testing.cases import case
-from tensorkeep.train.data.corpus import open_source
-from tensorkeep.train.data.documents import PIECE, Reading
+from tensorkeep.train.data.corpus import PIECE, CorpusReader, open_source
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT
 
@@ -23,7 +22,7 @@ TEXTS = [f"document {number} ünï\n" * (number % 7) for number in range(700)]
 
 def read(spec: Path | str, field: str = "text") -> dict[str, str]:
     with open_source(spec, field=field) as source:
-        reading = Reading(source, Meter(source.nbytes, None))
+        reading = CorpusReader(source, Meter(source.nbytes, None))
         found = {document.name: "".join(document.texts) for document in reading.documents()}
         assert reading.nbytes == source.nbytes
         return found

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from tensorkeep.errors import CorruptCheckpointError, MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.testing.cases import case
-from tensorkeep.train.data.tokenizers import bpe, from_tiktoken
+from tensorkeep.train.data.tokenizers import bpe
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, LONGEST_UNCUT, Tokenizer, at_line_ends, token_dtype
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer
-from tensorkeep.train.data.tokenizers.known import learner, tokenizer_from_dict
+from tensorkeep.train.data.tokenizers.registry import make_tokenizer, tokenizer_from_dict
 
 PIECES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=12)
 LINES = st.lists(
@@ -31,7 +31,7 @@ CORPUS = "the cat sat on the mat\nthe dog didn't; the cat did.\n\n  def f(x):\n 
 
 def learned(name: str, *documents: list[str], vocab_size: int | None = None, ends: bool = False) -> Tokenizer:
     corpus: Iterator[Iterator[str]] = map(iter, documents)
-    return learner(name, vocab_size)(corpus, documents=ends)
+    return make_tokenizer(name, vocab_size)(corpus, documents=ends)
 
 
 @pytest.fixture(scope="module")
@@ -195,18 +195,18 @@ def test_invalid_tokenizer_choices_are_refused() -> None:
         *(("bpe", size, "is not possible") for size in (0, 256, -1, 1 << 31, True)),
     ):
         with case((name, size)), pytest.raises(UsageError, match=message):
-            learner(name, size)
+            make_tokenizer(name, size)
 
 
 def test_packages_are_imported_where_they_are_used_and_a_missing_one_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert not hasattr(bpe, "tokenizers")
-    assert not hasattr(from_tiktoken, "tiktoken")
+    assert not hasattr(sys.modules["tensorkeep.train.data.tokenizers.tiktoken"], "tiktoken")
     for module, name in (("tokenizers", "bpe"), ("tiktoken", "tiktoken:gpt2")):
         monkeypatch.setitem(sys.modules, module, None)
         with case(module), pytest.raises(MissingExtraError, match=r"pip install '\.\[train\]'"):
-            learner(name)
+            make_tokenizer(name)
 
 
 ADDRESS = "https://example.invalid/tiny.tiktoken"
@@ -243,7 +243,7 @@ def test_uncached_vocabulary_is_never_downloaded(cache: Path, monkeypatch: pytes
     for folder in (cache, ""):  # the latter switches the cache off
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
         with case(folder), pytest.raises(UnsupportedError, match="it is not downloaded") as caught:
-            learner("tiktoken:tiny")
+            make_tokenizer("tiktoken:tiny")
         assert ADDRESS in caught.value.message
         assert "TIKTOKEN_CACHE_DIR" in str(caught.value.remedy)
         assert load.read_file is real
@@ -265,7 +265,7 @@ def test_cached_vocabulary_is_used_and_stored(cache: Path, monkeypatch: pytest.M
 
 def test_unknown_encodings_and_malformed_vocabularies_are_refused(cache: Path) -> None:
     with pytest.raises(UsageError, match="did you mean 'gpt2'"):
-        learner("tiktoken:gpt-2")
+        make_tokenizer("tiktoken:gpt-2")
     fill(cache)
     stored = learned("tiktoken:tiny").as_dict()
     for change in (

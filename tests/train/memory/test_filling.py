@@ -14,19 +14,21 @@ from tensorkeep.errors import OutOfMemoryError, UsageError
 from tensorkeep.testing.cases import case
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.memory import filling
-from tensorkeep.train.memory.filling import GpuMemory, Peaks, TriedRun, filled, gpu_memory, largest_batch
-from tensorkeep.train.run.branch import branch_point
+from tensorkeep.train.run import auto_batch_size
+from tensorkeep.train.run.auto_batch_size import GpuMemory, Peaks, filled, gpu_memory, largest_batch
 from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.resume import branch_point
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.world import World
-from tensorkeep.train.techniques.stack import Stack
+from tensorkeep.train.run.state import OpenRun
+from tensorkeep.train.step.world import World
 from train.conftest import Trained
 from train.techniques.several_processes import group_of_one
 from train.tiny_training import CONFIG, check_same, lines, run
 
 MEMORY = 1000
-FILLING = CONFIG.changed({"loop.batch_size": 3, "loop.accumulate": 8, "loop.steps": 4, "loop.fill_memory": True})
+FILLING = CONFIG.changed(
+    {"loop.batch_size": 3, "loop.gradient_accumulation_steps": 8, "loop.steps": 4, "loop.auto_batch_size": True}
+)
 
 
 class Meter(GpuMemory):
@@ -51,13 +53,13 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
 
     def measured(trial: Any, memory: GpuMemory) -> Peaks:
-        with trial as (built, _):
+        with trial as built:
             sizes.append(built.config.loop.batch_size)
-            assert built.config.loop.accumulate == min(2, 24 // sizes[-1])
+            assert built.config.loop.gradient_accumulation_steps == min(2, 24 // sizes[-1])
             assert not built.folder.exists()
             return Peaks(100 + 70 * built.config.loop.batch_size, 120)
 
-    monkeypatch.setattr(filling, "_measured", measured)
+    monkeypatch.setattr(auto_batch_size, "_measured", measured)
     monkeypatch.setattr("tensorkeep.train.run.setup.gpu_memory", lambda device: Meter())
     return sizes
 
@@ -104,13 +106,16 @@ def test_the_run_is_that_of_the_chosen_size(tmp_path: Path, data: Path, tried: l
     """Of 24 sequences in a step, 8 at once fit into nine tenths of the memory."""
     with open_run(FILLING, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
         assert opened.notes == (
-            "batches that fill the memory: loop.batch_size is 8, and loop.accumulate 3, for 24 sequences a step",
+            "batches that fill the memory: loop.batch_size is 8, and loop.gradient_accumulation_steps 3, "
+            "for 24 sequences a step",
         )
     assert tried == [1, 2, 8]
     trained(FILLING, tmp_path / "filled")
     config = RunFolder(tmp_path / "filled").record().config
-    assert (config.loop.batch_size, config.loop.accumulate) == (8, 3)
-    chosen = FILLING.changed({"loop.fill_memory": False, "loop.batch_size": 8, "loop.accumulate": 3})
+    assert (config.loop.batch_size, config.loop.gradient_accumulation_steps) == (8, 3)
+    chosen = FILLING.changed(
+        {"loop.auto_batch_size": False, "loop.batch_size": 8, "loop.gradient_accumulation_steps": 3}
+    )
     run(chosen, tmp_path / "given", data)
     check_same(tmp_path / "filled", tmp_path / "given")
 
@@ -118,7 +123,7 @@ def test_the_run_is_that_of_the_chosen_size(tmp_path: Path, data: Path, tried: l
 def test_without_dropout_the_losses_are_those_of_any_batch_size(tmp_path: Path, data: Path, tried: list[int]) -> None:
     config = FILLING.changed({"model.dropout": 0.0, "loop.steps": 2})
     run(config, tmp_path / "filled", data)
-    run(config.changed({"loop.fill_memory": False}), tmp_path / "given", data)
+    run(config.changed({"loop.auto_batch_size": False}), tmp_path / "given", data)
     for found, given in zip(lines(tmp_path / "filled", "train"), lines(tmp_path / "given", "train"), strict=True):
         assert found["loss"] == pytest.approx(given["loss"], rel=1e-5)
 
@@ -151,18 +156,18 @@ def test_ranks_choose_together_without_a_trial(monkeypatch: pytest.MonkeyPatch) 
     sizes: list[int] = []
 
     def measured(trial: Any, memory: GpuMemory) -> Peaks:
-        with trial as (built, _):
+        with trial as built:
             sizes.append(built.config.loop.batch_size)
             return Peaks(100 + 25 * built.config.loop.batch_size, 0)
 
     def build(config: Config) -> Any:
-        return nullcontext((SimpleNamespace(replicas=2, config=config), Stack()))
+        return nullcontext(SimpleNamespace(replicas=2, config=config))
 
-    monkeypatch.setattr(filling, "_measured", measured)
+    monkeypatch.setattr(auto_batch_size, "_measured", measured)
     config, _ = filled(FILLING, Meter(), OfTwo(0, 2), build)
     assert sizes == [2, 4]
     # 200 bytes with a row on each rank, and 50 more with each other one, in 0.8 of 900 bytes.
-    assert (config.loop.batch_size, config.loop.accumulate) == (12, 2)
+    assert (config.loop.batch_size, config.loop.gradient_accumulation_steps) == (12, 2)
 
 
 def test_too_little_memory_is_an_error_and_on_a_cpu_the_given_batch_size_is_used(
@@ -175,37 +180,37 @@ def test_too_little_memory_is_an_error_and_on_a_cpu_the_given_batch_size_is_used
     assert not (tmp_path / "run").exists()
     monkeypatch.undo()
     assert gpu_memory(torch.device("cpu")) is None
-    with built(FILLING, tmp_path / "run", data) as (opened, _):
+    with built(FILLING, tmp_path / "run", data) as opened:
         assert opened.config.loop.batch_size == 3
 
 
 def test_techniques_that_depend_on_the_batch_size_are_refused() -> None:
     for technique in ("gradient-accumulation", "loss-curriculum", "pipeline-parallel"):
         on = {f"techniques.{technique}": "on"}
-        message = rf"loop\.fill_memory is true, and {technique} needs the batch size"
+        message = rf"loop\.auto_batch_size is true, and {technique} needs the batch size"
         with case(technique), pytest.raises(UsageError, match=message):
-            FILLING.changed({**on, "loop.fill_memory": True})
+            FILLING.changed({**on, "loop.auto_batch_size": True})
         # That of a recipe gives way.
-        assert not FILLING.changed(on).loop.fill_memory, technique
+        assert not FILLING.changed(on).loop.auto_batch_size, technique
     # A mode of compile that cannot accumulate is refused before the trials.
     config = FILLING.changed({"techniques.compile.mode": "reduce-overhead"})
     with pytest.raises(UsageError, match='compile in the mode "reduce-overhead" cannot accumulate') as raised:
         filled(config, Meter(), World(), lambda config: pytest.fail("a step was tried"))
-    assert raised.value.remedy == "give loop.batch_size, loop.fill_memory false, or another mode"
+    assert raised.value.remedy == "give loop.batch_size, loop.auto_batch_size false, or another mode"
 
 
 @contextmanager
-def built(config: Config, folder: Path, data: Path) -> Iterator[TriedRun]:
+def built(config: Config, folder: Path, data: Path) -> Iterator[OpenRun]:
     with open_run(config, RunFolder(folder), Dataset.open(data)) as opened:
-        yield opened, opened.techniques
+        yield opened
 
 
 def test_a_whole_step_is_measured(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first gradient is computed before the optimizers have states, which are added to its peak."""
     memory = Meter(peaks=[500, 300, 520], allocated=[200, 260])
-    config = FILLING.changed({"loop.fill_memory": False})
-    with built(config, tmp_path / "run", data) as (opened, techniques):
-        found = filling._measured(nullcontext((opened, techniques)), memory)
+    config = FILLING.changed({"loop.auto_batch_size": False})
+    with built(config, tmp_path / "run", data) as opened:
+        found = auto_batch_size._measured(nullcontext(opened), memory)
         assert all(state for optimizer in opened.optimizers.values() for state in optimizer.state.values())
         # Two gradients, of eight batches each.
         assert opened.batches.position == 16
@@ -216,23 +221,23 @@ def test_a_whole_step_is_measured(tmp_path: Path, data: Path, monkeypatch: pytes
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     # A batch that runs out of memory does not fit; other errors are raised.
-    monkeypatch.setattr(filling, "_add_gradients", fail)
-    assert filling._measured(built(FILLING, tmp_path / "full", data), Meter()) is None
-    monkeypatch.setattr(filling, "_add_gradients", lambda opened: 1 / 0)
+    monkeypatch.setattr(auto_batch_size, "_add_gradients", fail)
+    assert auto_batch_size._measured(built(FILLING, tmp_path / "full", data), Meter()) is None
+    monkeypatch.setattr(auto_batch_size, "_add_gradients", lambda opened: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        filling._measured(built(FILLING, tmp_path / "other", data), Meter())
+        auto_batch_size._measured(built(FILLING, tmp_path / "other", data), Meter())
 
 
 def test_without_effect_is_noted_for_those_who_asked(tmp_path: Path, data: Path) -> None:
     def notes(config: Config, folder: str, **how: Any) -> tuple[str, ...]:
         with open_run(config, RunFolder(tmp_path / folder), Dataset.open(data), **how) as opened:
-            return tuple(note for note in opened.notes if note.startswith("loop.fill_memory"))
+            return tuple(note for note in opened.notes if note.startswith("loop.auto_batch_size"))
 
-    plain = FILLING.changed({"loop.fill_memory": False})
-    assert notes(FILLING, "filled") == ("loop.fill_memory has no effect: cpu memory is not only training's",)
+    plain = FILLING.changed({"loop.auto_batch_size": False})
+    assert notes(FILLING, "filled") == ("loop.auto_batch_size has no effect: cpu memory is not only training's",)
     run(FILLING, tmp_path / "filled", data, resume=True)
     run(plain, tmp_path / "plain", data)
-    kept = "loop.fill_memory has no effect: a resumed run keeps its batches, and so does a branch"
+    kept = "loop.auto_batch_size has no effect: a resumed run keeps its batches, and so does a branch"
     assert notes(FILLING, "plain", resume=True) == (kept,)
     # From now on it is a setting of the run.
     assert notes(FILLING, "plain", resume=True) == notes(FILLING, "filled", resume=True) == ()

@@ -8,8 +8,8 @@ import torch
 
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.memory.filling import GpuMemory
 from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.run.auto_batch_size import GpuMemory
 from tensorkeep.train.run.folder import RunFolder
 from train.tiny_training import run
 
@@ -18,7 +18,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CONFIG = Config(
     recipe="filling", model=ModelConfig(vocab_size=8192, context_length=512, n_layers=8, n_heads=8, d_model=512)
 ).changed(
-    {"loop.batch_size": 4, "loop.accumulate": 32, "loop.steps": 2, "loop.device": "cuda", "loop.fill_memory": True}
+    {
+        "loop.batch_size": 4,
+        "loop.gradient_accumulation_steps": 32,
+        "loop.steps": 2,
+        "loop.device": "cuda",
+        "loop.auto_batch_size": True,
+    }
     | {"eval.every": 0, "checkpoint.every": 0, "techniques.mixed-precision.dtype": "bf16"}
 )
 
@@ -46,7 +52,7 @@ def test_training_stays_within_the_memory(
 def test_memory_is_given_back(tmp_path: Path, data: Path) -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()
-    run(CONFIG.changed({"loop.accumulate": 1}), tmp_path / "run", data)
+    run(CONFIG.changed({"loop.gradient_accumulation_steps": 1}), tmp_path / "run", data)
     assert RunFolder(tmp_path / "run").record().config.loop.batch_size == 4
     # A run is garbage in cycles.
     gc.collect()

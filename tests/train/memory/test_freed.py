@@ -17,7 +17,7 @@ pytestmark = [
 PROGRAM = """
 import resource, sys
 from importlib import import_module
-from tensorkeep.train.memory.freed import keep_freed_memory
+from tensorkeep.train.step.cpu import keep_freed_memory
 
 library = import_module(sys.argv[1])
 sizes = iter(range(400_000, 800_000, 1024))

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.evaluate import evaluate
-from tensorkeep.train.memory.activations import Activations
-from tensorkeep.train.memory.evaluation import evaluation_bytes, evaluation_rows
-from tensorkeep.train.memory.ledger import Ledger, predict
+from tensorkeep.train.memory import Activations, Ledger, evaluation_bytes, evaluation_rows, predict
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.optim.optimizers import build_optimizers
+from tensorkeep.train.step.train_step import evaluate
 from tensorkeep.train.techniques.attention_kernel import matmul_attention
+from tensorkeep.train.techniques.base import MemoryEffects
+from tensorkeep.train.techniques.stack import Stack
 
 CONFIG = Config(
     recipe="ledger", model=ModelConfig(vocab_size=65, context_length=64, n_layers=2, n_heads=4, d_model=64)
@@ -112,7 +112,7 @@ CASES = [case for case in itertools.product(MODELS, TECHNIQUES) if case != ("dro
 def test_activations_are_predicted_within_a_tenth(model: str, techniques: str) -> None:
     on = TECHNIQUES[techniques]
     config = with_model(**MODELS[model])
-    found = Activations(config.model, rows=config.loop.batch_size, on_cuda=False, techniques=on)
+    found = Activations(config.model, rows=config.loop.batch_size, on_cuda=False, effects=Stack.of(on).memory_effects())
     config = config.changed({f"techniques.{name}": settings for name, settings in on.items()})
     # The loss keeps the logits and the targets.
     loss = 4 * found.tokens * found.model.vocab_size + 8 * found.tokens
@@ -193,9 +193,9 @@ class Held(TorchDispatchMode):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_memory_of_an_evaluation_is_predicted_within_a_tenth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.memory.evaluation.LARGEST_TOKENS", 512)
+    monkeypatch.setattr("tensorkeep.train.memory.LARGEST_TOKENS", 512)
     config = with_model(**MODELS[model])
-    rows = evaluation_rows(Activations(config.model, rows=8, on_cuda=False, techniques={}))
+    rows = evaluation_rows(Activations(config.model, rows=8, on_cuda=False, effects=MemoryEffects()))
     tokens = torch.randint(config.model.vocab_size, (2, rows, config.model.context_length))
     network = GPT(config.model)
     with Held(network) as held:
@@ -214,11 +214,11 @@ def test_memory_of_an_evaluation_is_predicted_within_a_tenth(model: str, monkeyp
 )
 def test_evaluation_takes_no_more_memory_than_training(vocab_size: int, rows: int, expected: int) -> None:
     model = with_model(vocab_size=vocab_size).model
-    training = Activations(model, rows=rows, on_cuda=False, techniques={})
+    training = Activations(model, rows=rows, on_cuda=False, effects=MemoryEffects())
     assert evaluation_rows(training) == expected
     assert evaluation_bytes(model, expected) <= max(2**28, training.kept() + training.logits())
-    fused = {"fused-cross-entropy": {"parts": 64}}
-    huge = Activations(with_model(vocab_size=2_000_000).model, rows=1, on_cuda=False, techniques=fused)
+    fused = MemoryEffects(loss_chunks=64)
+    huge = Activations(with_model(vocab_size=2_000_000).model, rows=1, on_cuda=False, effects=fused)
     assert evaluation_rows(huge) == 1
 
 

@@ -10,7 +10,7 @@ import torch
 from tensorkeep.bench.training.reference_losses import train_steps
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.memory.ledger import predict
+from tensorkeep.train.memory import predict
 from tensorkeep.train.model.config import ModelConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]

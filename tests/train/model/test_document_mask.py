@@ -14,14 +14,13 @@ from tensorkeep.testing.cases import case
 from tensorkeep.testing.technique_suite import TINY, losses, opened, train_run, trained
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.evaluate import evaluate
-from tensorkeep.train.loop import take_step
 from tensorkeep.train.model import attention
 from tensorkeep.train.model.attention import dense_mask, document_numbers, tiled_mask
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.trained import load_trained
+from tensorkeep.train.run.weights import load_trained
+from tensorkeep.train.step.train_step import evaluate, take_step
 from tiers import exhaustive
 from train.tiny_training import check_same
 

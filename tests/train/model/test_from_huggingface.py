@@ -10,10 +10,10 @@ import torch
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StateMismatchError, UnsupportedError
 from tensorkeep.testing.cases import case
 from tensorkeep.train.export import export
-from tensorkeep.train.initial import read_initial
 from tensorkeep.train.model.config import ModelConfig, RopeScaling
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.huggingface import convert_weights, read_model_config
+from tensorkeep.train.run.weights import read_initial
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 40}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

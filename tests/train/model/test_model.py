@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.cases import case
-from tensorkeep.train.evaluate import evaluating
 from tensorkeep.train.model.config import ModelConfig, RopeScaling
 from tensorkeep.train.model.gpt import GPT, token_loss
+from tensorkeep.train.step.train_step import evaluating
 from train import plain_gpt
 
 CHOICES = {

@@ -8,7 +8,7 @@ import torch
 
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import opened
-from tensorkeep.train.loop import take_step
+from tensorkeep.train.step.train_step import take_step
 from train.conftest import Trained
 from train.tiny_training import CONFIG, last_state, lines, run
 
@@ -30,7 +30,7 @@ def test_norms_of_layers_are_logged_and_change_nothing(tmp_path: Path, data: Pat
 
 
 @pytest.mark.parametrize(
-    "changes", [{"optim.clip": 1e-4}, {"optim.clip": 0}, {"techniques.mixed-precision.dtype": "fp16"}]
+    "changes", [{"optim.grad_clip": 1e-4}, {"optim.grad_clip": 0}, {"techniques.mixed-precision.dtype": "fp16"}]
 )
 def test_norms_are_those_before_clipping_and_scaling(tmp_path: Path, data: Path, changes: dict[str, object]) -> None:
     config = CONFIG.changed({"log.every": 1, "model.dropout": 0.0})

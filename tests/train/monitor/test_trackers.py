@@ -13,8 +13,8 @@ import pytest
 
 import tensorkeep
 from tensorkeep.testing.cases import case
-from tensorkeep.train.monitor.trackers import Mlflow, _accepted_names, figures_of
 from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.log import Mlflow, _accepted_names, figures_of
 from train.conftest import Trained
 from train.tiny_training import CONFIG, check_same, lines, run
 

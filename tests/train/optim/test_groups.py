@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.arguments import given_settings, read_words
-from tensorkeep.train.config.config import Config, setting_names
+from tensorkeep.train.config.config import Config, given_settings, read_words, setting_names
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.optim.optimizers import KINDS, build_optimizers, set_learning_rate

@@ -17,10 +17,11 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import train
-from tensorkeep.train.run.branch import branch_point, open_branch_data
-from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.data import open_branch_data
+from tensorkeep.train.run.folder import METRIC, RunFolder
+from tensorkeep.train.run.resume import branch_point
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import METRIC, Run
+from tensorkeep.train.step.state import Run
 from train.tiny_training import CONFIG, TEXT, Trained, Witness, check_same, last_state, prepared, run
 
 START = CONFIG.changed({"checkpoint.every": 4, "checkpoint.keep_last": 9, "eval.every": 4})
@@ -62,7 +63,7 @@ def test_branch_is_what_a_leg_from_that_step_would_be_and_resumes_exactly_withou
     record = RunFolder(tmp_path / "whole").record()
     assert (record.origin.run, record.origin.step) == (str(origin), 8)
     assert record.origin.settings["loop.batch_size"] == (3, 2)
-    assert (record.config.schedule.start, record.legs) == (8, [])
+    assert (record.config.schedule.start, record.segments) == (8, [])
     # Killed before the first step, then within the branch.
     with open_run(config, RunFolder(tmp_path / "parts"), Dataset.open(data), branch=branch_point(f"{origin}@8")):
         pass
@@ -107,7 +108,7 @@ def test_other_data_with_the_same_tokenizer_begins_at_its_first_batch(tmp_path: 
     config, point = START.changed({"loop.steps": 14, "eval.tokens": 32}), branch_point(f"{origin}@8")
     with open_run(config, RunFolder(tmp_path / "same"), Dataset.open(data), branch=point) as opened:
         assert opened.notes[-1].startswith("validation losses are measured on other windows from now on")
-    with pytest.raises(tensorkeep.UsageError, match=r"data\.tokenizer: the tokenizer of this data is not that of"):
+    with pytest.raises(tensorkeep.UsageError, match="this data is not the tokenizer of"):
         (tmp_path / "text.txt").write_text(TEXT.upper())
         prepare(tmp_path / "text.txt", tmp_path / "upper")
         branch(f"{origin}@8", tmp_path / "upper-run", tmp_path / "upper", config)

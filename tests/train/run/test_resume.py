@@ -18,7 +18,7 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import current_config, with_schedule_start
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from train.tiny_training import CONFIG, Trained, check_same, last_state, lines, run
 
 COSINE = {"schedule.name": "cosine"}
@@ -50,7 +50,7 @@ def test_longer_run_with_a_constant_rate_is_that_of_its_length(tmp_path: Path, d
     trained(longer, tmp_path / "whole")
     trained(CONFIG, tmp_path / "run")
     assert notes(longer, tmp_path / "run", data) == (
-        "leg 2 begins after step 12: loop.steps 12 -> 20; its result is that of a run of 20 steps from the start",
+        "segment 2 begins after step 12: loop.steps 12 -> 20; its result is that of a run of 20 steps from the start",
     )
     assert run(longer, tmp_path / "run", data, resume=True).step == 20
     check_ends_as(tmp_path / "run", tmp_path / "whole")
@@ -63,7 +63,7 @@ def test_longer_run_has_the_schedule_of_its_length_and_resumes(tmp_path: Path, d
     trained(short, tmp_path / "parts")
     (note,) = notes(longer, tmp_path / "run", data)
     assert note == (
-        "leg 2 begins after step 12: loop.steps 12 -> 24; the learning rate goes from 0.0001 to 0.000519 "
+        "segment 2 begins after step 12: loop.steps 12 -> 24; the learning rate goes from 0.0001 to 0.000519 "
         "(cosine over steps 1 to 24), and the result differs from that of a run of 24 steps from the start"
     )
     run(longer, tmp_path / "run", data, resume=True)
@@ -176,8 +176,8 @@ LEGS: dict[str, dict[str, object]] = {
     "longer": {"loop.steps": 14},
     "anneal": {"schedule.name": "linear", "schedule.final": 0.0, "schedule.start": 6, "loop.steps": 12},
     "shorter": {"loop.steps": 9},
-    "rates and decay": {"optim.lr": 1e-4, "optim.weight_decay": 0.3, "optim.beta2": 0.99, "optim.clip": 0.1},
-    "batches": {"loop.batch_size": 4, "loop.accumulate": 2},
+    "rates and decay": {"optim.lr": 1e-4, "optim.weight_decay": 0.3, "optim.beta2": 0.99, "optim.grad_clip": 0.1},
+    "batches": {"loop.batch_size": 4, "loop.gradient_accumulation_steps": 2},
     "dropout": {"model.dropout": 0.3},
     "technique": {"techniques.activation-checkpointing": "on"},
     "lengths": {"techniques.progressive-length": {"pieces": [4, 1], "shares": [0.75, 0.25]}},
@@ -209,7 +209,7 @@ def test_leg_resumes_exactly_from_its_start_and_from_within(
     run(current, tmp_path / "parts", data, resume=True)
     # Not "technique": each process verifies them again.
     check_same(tmp_path / "parts", tmp_path / "whole", "train", "evaluate", "leg")
-    (entry,) = RunFolder(tmp_path / "parts").record().legs
+    (entry,) = RunFolder(tmp_path / "parts").record().segments
     assert entry.step == 6 and entry.config == current
 
 
@@ -245,11 +245,11 @@ def test_leg_without_a_step_is_replaced_and_a_lost_start_an_error(tmp_path: Path
     trained(start, folder.path, stop_at=4)
     assert len(notes(start.changed({"optim.lr": 0.1}), folder.path, data)) == 1
     (note,) = notes(start.changed({"optim.lr": 0.2}), folder.path, data)
-    assert note.startswith("leg 2 begins after step 4: optim.lr 0.001 -> 0.2")
-    assert [leg.settings for leg in RunFolder(folder.path).record().legs] == [{"optim.lr": (1e-3, 0.2)}]
+    assert note.startswith("segment 2 begins after step 4: optim.lr 0.001 -> 0.2")
+    assert [leg.settings for leg in RunFolder(folder.path).record().segments] == [{"optim.lr": (1e-3, 0.2)}]
     # Back to the settings of the first leg.
     assert notes(start, folder.path, data) == ()
-    assert RunFolder(folder.path).record().legs == []
+    assert RunFolder(folder.path).record().segments == []
     leg = start.changed({"optim.lr": 0.1})
     run(leg, folder.path, data, resume=True, stop_at=6)
     for step in (4, 6):
@@ -293,7 +293,7 @@ def test_run_of_a_gpu_resumes_on_a_cpu_without_its_techniques(tmp_path: Path, da
     assert "--techniques.cuda-graphs off" in str(raised.value.remedy)
     cpu = current.changed(off)
     assert notes(cpu, tmp_path / "run", data)[-1].startswith(
-        "leg 2 begins after step 4: techniques.tf32 on -> none, techniques.cuda-graphs on -> none"
+        "segment 2 begins after step 4: techniques.tf32 on -> none, techniques.cuda-graphs on -> none"
     )
     assert run(cpu, tmp_path / "run", data, resume=True).step == 12
 

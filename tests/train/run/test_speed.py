@@ -6,10 +6,10 @@ from unittest import TestCase
 import pytest
 import torch
 
-from tensorkeep.train import spinning
-from tensorkeep.train.guard import check_steps
-from tensorkeep.train.run.speed import Clock, SlowdownDetector, Speedometer, data_sheet_peak
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.state import ActivityTimer, SlowdownDetector, Speedometer
+from tensorkeep.train.step import cpu
+from tensorkeep.train.step.device import data_sheet_peak
+from tensorkeep.train.step.state import Run, check_steps
 from train.tiny_training import CONFIG, lines, run
 
 
@@ -56,7 +56,7 @@ def test_a_run_that_slows_down_warns_once(tmp_path: Path, data: Path) -> None:
             return found
 
         opened.model.loss = loss  # type: ignore[method-assign]
-        opened.clock = Clock(lambda: elapsed)
+        opened.clock = ActivityTimer(lambda: elapsed)
 
     config = CONFIG.changed({"loop.steps": 51})
     with TestCase().assertLogs("tensorkeep", "WARNING") as logged:
@@ -77,10 +77,10 @@ def test_a_run_on_a_gpu_that_slows_down_warns(tmp_path: Path, data: Path, monkey
         return check_steps(opened)
 
     def with_fake_clock(opened: Run) -> None:
-        opened.clock = Clock(lambda: elapsed)
+        opened.clock = ActivityTimer(lambda: elapsed)
 
     monkeypatch.setattr("tensorkeep.train.run.setup.can_check_later", lambda run: True)
-    monkeypatch.setattr("tensorkeep.train.monitor.timing.check_steps", check)
+    monkeypatch.setattr("tensorkeep.train.run.monitor.check_steps", check)
     config = CONFIG.changed({"loop.steps": 55, "log.every": 11})
     run(config, tmp_path / "run", data, arrange=with_fake_clock)
     assert [(line["step"], round(line["ratio"])) for line in lines(tmp_path / "run", "slowdown")] == [(44, 7)]
@@ -99,10 +99,10 @@ def test_data_sheets_of_cards_by_the_name_that_torch_gives_and_their_mfu() -> No
 
 
 def test_teams_that_limit_spinning_are_counted_by_the_usable_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spinning, "usable_processors", lambda: {0, 1, 2})
+    monkeypatch.setattr(cpu, "usable_processors", lambda: {0, 1, 2})
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     # With one thread, which torch may be set to meanwhile, there is nothing to limit.
     for threads, teams in ((2, 2), (3, 1), (1, 0)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        with spinning._IdleTeams() as idle:
+        with cpu._IdleTeams() as idle:
             assert len(idle._threads) == teams

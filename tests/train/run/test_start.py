@@ -24,11 +24,12 @@ from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import train
 from tensorkeep.train.run import folder as folder_module
 from tensorkeep.train.run.data import open_data
-from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import Run, RunRandomState
-from tensorkeep.train.run.world import World
+from tensorkeep.train.run.state import RunRandomState
+from tensorkeep.train.step.device import chosen_device
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.world import World
 from train.tiny_training import CONFIG as TINY
 from train.tiny_training import TEXT, Witness
 

@@ -43,7 +43,7 @@ def test_a_schedule_of_a_leg_begins_after_the_last_step_of_the_store(tmp_path: P
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     words = ["--schedule.name", "linear", "--schedule.final", "0", "--loop.steps", "13"]
     assert main(["train", "--out", str(tmp_path / "run"), "--resume", *words]) == 0
-    (leg,) = RunFolder(tmp_path / "run").record().legs
+    (leg,) = RunFolder(tmp_path / "run").record().segments
     assert (leg.step, leg.config.schedule.start) == (8, 8)
     rates = [line["learning_rate"] for line in lines(tmp_path / "run", "train")][8:]
     assert rates == pytest.approx([1e-3, 0.8e-3, 0.6e-3, 0.4e-3, 0.2e-3])

@@ -10,7 +10,7 @@ import torch
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, killed_copy, last_state, losses, train_run, trained
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.run.setup import OpenRun
+from tensorkeep.train.run.state import OpenRun
 from train.techniques.several_processes import (
     BREAKS,
     EXACT,
@@ -147,7 +147,7 @@ class ParallelSuite(TechniqueSuite):
         assert len(steps) == self.processes
         for each in steps:
             assert each["record"] == steps[0]["record"]
-            assert each["tokens"] == EXACT.loop.batch_size * EXACT.loop.accumulate * 16
+            assert each["tokens"] == EXACT.loop.batch_size * EXACT.loop.gradient_accumulation_steps * 16
             assert each["proofs"][self.technique.name]["processes"] == self.processes
 
     def test_processes_divide_an_evaluation(self, together: Together, tmp_path: Path, data: Path) -> None:

@@ -27,12 +27,13 @@ from tensorkeep.testing.technique_suite import TINY, SilentListener, losses, ope
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import generate
-from tensorkeep.train.loop import take_step, train
+from tensorkeep.train.loop import train, validation_loss
 from tensorkeep.train.model.gpt import GPT, IGNORED, token_loss
-from tensorkeep.train.run.branch import branch_point
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import OpenRun, open_run
-from tensorkeep.train.run.validation import validation_loss
+from tensorkeep.train.run.resume import branch_point
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import OpenRun
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques import mixed_precision
 
 Task = dict[str, Any]

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TechniqueSuite, opened, with_techniques
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.activation_checkpointing import ActivationCheckpointing
 from train.memory.test_ledger import counted_activations
 

@@ -9,9 +9,9 @@ from torch.nn import functional
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, trained, verified_step, whole_run
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.activation_function import ActivationFunction, ActivationSettings
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TechniqueSuite, opened
-from tensorkeep.train.loop import take_step
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.activation_swapping import ActivationSwapping, Swapper
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.cases import case
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.allocator import Allocator, AllocatorSettings
 from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.stack import Stack

@@ -15,7 +15,7 @@ from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, trained, verified_step
 from tensorkeep.train.generate import generate
 from tensorkeep.train.model.gpt import TransformerBlock
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques import attention_kernel
 from tensorkeep.train.techniques.attention_kernel import AttentionKernel, AttentionKernelSettings, matmul_attention
 from tensorkeep.train.techniques.base import Machine

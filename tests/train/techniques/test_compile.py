@@ -24,11 +24,11 @@ from tensorkeep.testing.technique_suite import (
     with_techniques,
 )
 from tensorkeep.train.generate import generate
-from tensorkeep.train.loop import take_step
+from tensorkeep.train.loop import validation_loss
 from tensorkeep.train.optim.muon import Muon, orthogonal
-from tensorkeep.train.run.setup import OpenRun
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.run.validation import validation_loss
+from tensorkeep.train.run.state import OpenRun
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.compile import Compile, CompileSettings
 from tensorkeep.train.techniques.observe import next_batch
@@ -93,7 +93,7 @@ def test_gradients_of_embeddings_are_added_up_in_one_order(tmp_path: Path, data:
     large = {
         "model.context_length": 128,
         "loop.batch_size": 32,
-        "loop.accumulate": 1,
+        "loop.gradient_accumulation_steps": 1,
         "loop.threads": 4,
         "model.dropout": 0.0,
     }

@@ -12,7 +12,7 @@ from tensorkeep.errors import TechniqueNotActiveError, UnsupportedError, UsageEr
 from tensorkeep.machine import physical_cores
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, train_run, verified_step, with_techniques
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.experimental import cpu_threads
 from tensorkeep.train.techniques.experimental.cpu_threads import (
     CpuThreads,

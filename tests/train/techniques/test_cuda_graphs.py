@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, trained, verified_step
-from tensorkeep.train.loop import take_step
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques import cuda_graphs
 from tensorkeep.train.techniques.cuda_graphs import CudaGraphs, LossGraphs
 

@@ -6,7 +6,7 @@ import pytest
 
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import opened
-from tensorkeep.train.run.setup import OpenRun
+from tensorkeep.train.run.state import OpenRun
 from tensorkeep.train.techniques.ddp import Ddp
 from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS, EXACT
@@ -18,7 +18,7 @@ class TestDdp(ParallelSuite):
     technique = Ddp
     broken = {"no_sync": "0 were averaged", "gradient": "different gradients"}  # noqa: RUF012
     stepped = {  # noqa: RUF012
-        "three batches": {"loop.accumulate": 3, "loop.batch_size": 2},
+        "three batches": {"loop.gradient_accumulation_steps": 3, "loop.batch_size": 2},
         "micro-batches": {"techniques.gradient-accumulation": "on"},
         "odd batches": {"loop.batch_size": 3},
     }

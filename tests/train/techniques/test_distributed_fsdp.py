@@ -16,7 +16,7 @@ class TestFsdp(ShardedSuite):
     technique = Fsdp
     broken = ShardedSuite.broken | {"each batch": "[28, 28] of 28 gradients had been exchanged"}
     stepped = {  # noqa: RUF012
-        "three batches": {"loop.accumulate": 3},
+        "three batches": {"loop.gradient_accumulation_steps": 3},
         "early": {"techniques.fsdp.sync_each_batch": True},
         "less memory": {"techniques.activation-checkpointing": "on", "techniques.mixed-precision.dtype": "bf16"},
     }

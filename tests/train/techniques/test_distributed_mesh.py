@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from tensorkeep.testing.technique_suite import TINY, opened, train_run, trained
-from tensorkeep.train.loop import take_step
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.fsdp import Fsdp, Hsdp
 from train.techniques.parallel_suite import ShardedSuite, Together
 from train.techniques.several_processes import EXACT, ProcessPool, check_trained_as, task

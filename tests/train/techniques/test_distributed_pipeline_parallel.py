@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorkeep.train.run.setup import OpenRun
+from tensorkeep.train.run.state import OpenRun
 from tensorkeep.train.techniques.pipeline_parallel import PipelineParallel
 from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS

@@ -11,7 +11,7 @@ import pytest
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.testing.technique_suite import TINY, losses, train_run, trained
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.resume import leg_settings
+from tensorkeep.train.run.resume import segment_settings
 from tensorkeep.train.run.setup import check_settings, joined
 from train.techniques.several_processes import EXACT, FOUR_STEPS, ProcessPool, Results, check_trained_as, task
 from train.tiny_training import TEXT, check_same
@@ -88,9 +88,9 @@ def test_all_processes_stop_after_the_step_in_which_one_is_asked_to(two: Results
 def test_only_techniques_for_several_processes_change_without_a_new_leg(folder: Path) -> None:
     run = RunFolder(folder / "stopped")
     config = run.record().config
-    assert leg_settings(config, config.changed({"techniques.ddp": "off"}), run) == {}
+    assert segment_settings(config, config.changed({"techniques.ddp": "off"}), run) == {}
     changed = config.changed({"techniques.activation-checkpointing": "on"})
-    assert list(leg_settings(config, changed, run)) == ["techniques.activation-checkpointing"]
+    assert list(segment_settings(config, changed, run)) == ["techniques.activation-checkpointing"]
 
 
 def test_missing_torchrun_is_an_error_with_the_command(tmp_path: Path) -> None:
@@ -127,4 +127,4 @@ def test_command_line_prepares_writes_and_reports_once(tmp_path: Path) -> None:
     summary = json.loads(ended.stdout)
     assert summary["techniques"]["ddp"]["processes"] == 2
     assert [step for step, kind, _ in losses(tmp_path / "run") if kind == "train"] == [1, 2, 3, 4]
-    assert RunFolder(tmp_path / "run").record().surroundings["processes"] == 2
+    assert RunFolder(tmp_path / "run").record().numerics_environment["processes"] == 2

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, trained
 from tensorkeep.train.model.gpt import IGNORED, token_loss
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques import fused_cross_entropy
 from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.fused_cross_entropy import (

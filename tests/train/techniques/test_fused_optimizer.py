@@ -6,7 +6,7 @@ import pytest
 
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step, with_techniques
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.fused_optimizer import FusedOptimizer
 
 

@@ -28,10 +28,10 @@ from tensorkeep.testing.technique_suite import (
 )
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.loop import take_step
 from tensorkeep.train.model.gpt import token_loss
 from tensorkeep.train.optim.optimizers import build_optimizers
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.activation_swapping import ActivationSwapping, Swapper
 from tensorkeep.train.techniques.attention_kernel import AttentionKernel
 from tensorkeep.train.techniques.compile import Compile
@@ -89,7 +89,7 @@ class TestLowBitOptimizer(OfOptimizer):
 class TestCompile(OfPlainLoss):
     technique = Compile
     variants = ({}, {"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"fullgraph": True})
-    config = ON_CUDA.changed({"loop.accumulate": 1})
+    config = ON_CUDA.changed({"loop.gradient_accumulation_steps": 1})
 
 
 @pytest.mark.exhaustive
@@ -108,7 +108,7 @@ class TestCudaGraphs(OfPlainLoss):
             with torch.profiler.profile() as profile:
                 take_step(run)
             started = {each.key: each.count for each in profile.key_averages()}
-        assert started["cudaGraphLaunch"] == 2 * run.config.loop.accumulate
+        assert started["cudaGraphLaunch"] == 2 * run.config.loop.gradient_accumulation_steps
         assert not {"aten::mm", "aten::addmm"} & set(started)
 
 
@@ -238,7 +238,12 @@ def test_auto_chooses_a_kernel_that_computes(
 @pytest.mark.exhaustive
 def test_compilation_proof_takes_no_more_memory_than_later_steps(tmp_path: Path, data: Path) -> None:
     """A whole batch in plain Python would need what a run without compilation needs."""
-    wide = {"model.vocab_size": 8192, "model.context_length": 256, "loop.batch_size": 64, "loop.accumulate": 1}
+    wide = {
+        "model.vocab_size": 8192,
+        "model.context_length": 256,
+        "loop.batch_size": 64,
+        "loop.gradient_accumulation_steps": 1,
+    }
     config = with_techniques(TestCompile.config.changed(wide), {"compile": {}, "fused-optimizer": {}})
     with opened(config, tmp_path / "run", data) as run:
         peaks = []
@@ -396,7 +401,7 @@ os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 from pathlib import Path
 from tensorkeep.testing.technique_suite import TINY, verified_step, with_techniques
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.loop import take_step
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.folder import RunFolder
 config = with_techniques(TINY.changed({"loop.device": "cuda"}), {"allocator": {}})

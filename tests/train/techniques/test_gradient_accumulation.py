@@ -12,9 +12,9 @@ from tensorkeep.errors import TechniqueNotActiveError, UsageError
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, last_state, losses, opened, trained, verified_step
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.loop import take_step
 from tensorkeep.train.model.gpt import IGNORED
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.gradient_accumulation import GradientAccumulation, MicroBatches
 
 WITHOUT_DROPOUT = TINY.changed({"model.dropout": 0.0})
@@ -83,12 +83,12 @@ class TestGradientAccumulation(TechniqueSuite):
 
             source.at = hide
 
-        self.check_gradients(WITHOUT_DROPOUT.changed({"loop.accumulate": 1}), tmp_path, data, mask)
+        self.check_gradients(WITHOUT_DROPOUT.changed({"loop.gradient_accumulation_steps": 1}), tmp_path, data, mask)
 
     def test_it_is_bit_identical_to_the_accumulation_of_the_loop(self, data: Path) -> None:
         """Dropout draws the same numbers for the same micro-batches."""
         divided = trained(with_micro_batches(TINY, 2), data)
-        smaller = trained(TINY.changed({"loop.batch_size": 2, "loop.accumulate": 4}), data)
+        smaller = trained(TINY.changed({"loop.batch_size": 2, "loop.gradient_accumulation_steps": 4}), data)
         assert losses(divided) == losses(smaller)
         for part in ("model", "optimizers"):
             assert difference(last_state(divided)[part], last_state(smaller)[part]) is None, part
@@ -96,9 +96,9 @@ class TestGradientAccumulation(TechniqueSuite):
     def test_position_is_saved_in_whole_batches(self, tmp_path: Path, data: Path) -> None:
         with opened(with_micro_batches(TINY, 4), tmp_path / "run", data) as run:
             take_step(run)
-            assert run.batches.state_dict() == {"position": TINY.loop.accumulate}
+            assert run.batches.state_dict() == {"position": TINY.loop.gradient_accumulation_steps}
             expected = next(run.batches)
-            run.batches.load_state_dict({"position": TINY.loop.accumulate})
+            run.batches.load_state_dict({"position": TINY.loop.gradient_accumulation_steps})
             assert torch.equal(next(run.batches)[0], expected[0])
 
     def test_batch_size_that_cannot_be_split_equally_is_refused(self, tmp_path: Path, data: Path) -> None:

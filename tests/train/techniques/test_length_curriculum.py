@@ -10,9 +10,9 @@ import torch
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import TechniqueSuite, opened, whole_run
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.loop import take_step
-from tensorkeep.train.run.setup import OpenRun
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.state import OpenRun
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.length_curriculum import LengthCurriculum
 
 

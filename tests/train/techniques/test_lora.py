@@ -10,14 +10,13 @@ from tensorkeep.errors import TechniqueNotActiveError, UsageError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, last_state, opened, trained, verified_step
 from tensorkeep.train.export import export
 from tensorkeep.train.generate import generate
-from tensorkeep.train.initial import read_initial
-from tensorkeep.train.memory.ledger import predict
+from tensorkeep.train.memory import predict
 from tensorkeep.train.model.config import LoraConfig, ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.layers import is_adapter, merge_adapters
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.run.trained import load_trained
+from tensorkeep.train.run.weights import load_trained, read_initial
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.lora import Lora
 from tiers import exhaustive
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tensorkeep.testing.technique_suite import TechniqueSuite, opened, verified_step
-from tensorkeep.train.loop import take_step
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.experimental.loss_curriculum import LossCurriculum, at_quantile, window_losses
 
 LOSSES = torch.tensor([3.0, 1.0, 2.0, 5.0, 4.0, 0.0])

@@ -7,9 +7,9 @@ import torch
 
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, last_state, opened, train_run, verified_step
-from tensorkeep.train.loop import take_step
 from tensorkeep.train.optim.optimizers import build_optimizers
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.low_bit_optimizer import LowBitOptimizer
 
 LARGE = "an MLP's matrices have 4,096 elements in the suite's model, all others fewer"

@@ -8,7 +8,7 @@ import torch
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step
 from tensorkeep.train.optim.schedules import Plateau
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.learning_rate import LrPlateau, PlateauSettings
 
 

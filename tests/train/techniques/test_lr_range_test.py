@@ -10,7 +10,7 @@ import torch
 
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite, opened, trained, verified_step
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.learning_rate import LrRangeTest, RangeTestSettings
 
 

@@ -8,9 +8,9 @@ import torch
 
 from tensorkeep.errors import DivergedError, TechniqueNotActiveError, UnsupportedError
 from tensorkeep.testing.technique_suite import STEPS, TechniqueSuite, last_state, opened, trained, verified_step
-from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.mixed_precision import MixedPrecision
 from tiers import exhaustive
 

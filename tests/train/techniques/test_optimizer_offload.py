@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, trained, verified_step
-from tensorkeep.train.loop import take_step
 from tensorkeep.train.optim.optimizers import build_optimizers
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.optimizer_offload import HostOptimizer, OptimizerOffload
 
 FUSED = TINY.changed({"optim.implementation": "fused"})

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tensorkeep.testing.technique_suite import STEPS, SilentListener, TechniqueSuite, opened, whole_run
-from tensorkeep.train.loop import take_step, train
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.loop import train
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.progressive_length import ProgressiveLength, ProgressiveLengthSettings
 
 

@@ -14,8 +14,8 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.speed import Clock
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.state import ActivityTimer
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques import stack
 from tensorkeep.train.techniques.optimizer_offload import OptimizerOffload
 from tiers import exhaustive
@@ -155,7 +155,7 @@ def test_proved_techniques_are_not_verified_again(tmp_path: Path, data: Path) ->
 def test_warm_up_is_timed_as_the_first_step(tmp_path: Path, data: Path) -> None:
     with opened(with_techniques(TINY, {"fused-optimizer": {}}), tmp_path / "run", data) as run:
         now = [0.0]
-        run.clock = Clock(lambda: now[0])
+        run.clock = ActivityTimer(lambda: now[0])
         run.techniques.techniques[0].warm_up = lambda run: now.append(now.pop() + 100)  # type: ignore[method-assign]
         train(run, ProofListener(), stop=lambda: True)
         assert run.clock.seconds["first step"] == 100

@@ -11,7 +11,7 @@ from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step, whole_run, with_techniques
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.experimental.quantised_forward import (
     QuantisedForward,
     QuantisedForwardSettings,

@@ -14,7 +14,7 @@ from tensorkeep.testing.technique_suite import TechniqueSuite, opened, verified_
 from tensorkeep.train.model import attention
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.experimental.sparse_attention import (
     SparseAttention,
     TopBlocks,

@@ -8,7 +8,7 @@ import torch
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Machine, Technique, Verification
 from tensorkeep.train.techniques.stack import COMBINATIONS, Stack, expanded
 

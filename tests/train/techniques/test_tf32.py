@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TechniqueSuite, opened, verified_step
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques import tf32
 from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.tf32 import Tf32, Tf32Settings

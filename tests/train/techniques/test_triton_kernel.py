@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step, with_techniques
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.base import NoSettings
 from tensorkeep.train.techniques.stack import Stack
 from tensorkeep.train.techniques.triton_kernel import TritonKernel

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.technique_suite import TINY, OpenRun, opened, verified_step, with_techniques
-from tensorkeep.train.loop import take_step
+from tensorkeep.testing.technique_suite import TINY, opened, verified_step, with_techniques
 from tensorkeep.train.model.gpt import IGNORED
+from tensorkeep.train.run.state import OpenRun
+from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques import cuda_graphs, observe
 from tensorkeep.train.techniques.cuda_graphs import CudaGraphs
 from train.techniques.several_processes import compile_by, group_of_one
@@ -81,7 +82,7 @@ def test_one_row_proves_the_techniques_beside(tmp_path: Path, data: Path, techni
             tokens, row = TINY.loop.batch_size * TINY.model.context_length, 4 * run.config.model.vocab_size
             assert figures["fused-cross-entropy"]["full_bytes"] == tokens * row
             assert figures["fused-cross-entropy"]["held_bytes"] == tokens // 8 * row
-            assert figures["progressive-length"]["tokens"] == TINY.loop.accumulate * tokens
+            assert figures["progressive-length"]["tokens"] == TINY.loop.gradient_accumulation_steps * tokens
 
 
 # torch reads it while it traces.

@@ -15,7 +15,7 @@ from typing import Any
 from tensorkeep.errors import PathLike, StoreError, TensorkeepError
 from tensorkeep.manager.manager import CheckpointManager
 from tensorkeep.runs.steps import Step
-from tensorkeep.train.data.prepare import Prepared, prepare
+from tensorkeep.train.data.prepare import PreparedData, prepare
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import lines_of
 from tensorkeep.units import counted
@@ -69,7 +69,7 @@ class TrainingDemo:
         self._source = source
         self._settings = settings
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> PreparedData:
         """Turn the source into tokens."""
         self.folder.check_new()
         return prepare(self._source, self.folder.data, tokenizer="char", overwrite=True)

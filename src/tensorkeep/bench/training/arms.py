@@ -7,9 +7,9 @@ import msgspec
 
 from tensorkeep.bench.results import Settings
 from tensorkeep.errors import UnsupportedError, UsageError
-from tensorkeep.train.config.config import TECHNIQUES, Config, nearest, setting_names
+from tensorkeep.train.config.config import RENAMED, TECHNIQUES, Config, nearest, setting_names
 from tensorkeep.train.config.recipes import get_recipe
-from tensorkeep.train.run.device import chosen_device
+from tensorkeep.train.step.device import chosen_device
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Machine
 from tensorkeep.train.techniques.stack import Stack
 
@@ -23,7 +23,7 @@ _FIXED: Settings = {
     "log.every": 1,
     "eval.patience": None,
     # Arms are compared at equal batches.
-    "loop.fill_memory": False,
+    "loop.auto_batch_size": False,
     # An arm states what is on: the same experiment compares the same techniques on each machine.
     "default_techniques": None,
 }
@@ -71,7 +71,7 @@ def check_arm(arm: Mapping[str, Any]) -> None:
 
     Raises UsageError if a setting is unknown or belongs to the experiment, or techniques cannot be combined.
     """
-    known = setting_names()
+    known = [*setting_names(), *RENAMED]
     ranks = arm.get(RANKS, 1)
     if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
         raise UsageError(f"{RANKS} is {ranks!r}", remedy=f"give a number of processes, 1 to {_MOST_RANKS}")

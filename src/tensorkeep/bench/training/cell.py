@@ -23,11 +23,11 @@ from tensorkeep.errors import DivergedError, TechniqueNotActiveError, Unsupporte
 from tensorkeep.machine import reset_peak_resident, resident_bytes
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.loop import Summary, take_step, train
+from tensorkeep.train.loop import TrainingSummary, train, validation_loss
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.run.validation import validation_loss
+from tensorkeep.train.run.state import OpenRun
+from tensorkeep.train.step.train_step import take_step
 
 SPEED = "tokens_per_second"
 MEMORY = "peak_memory"
@@ -97,7 +97,7 @@ def run_training(config: Config, data: Path, folder: Path, protocol: Protocol, g
     return outcome
 
 
-def _memory(run: Run, recorder: "_Recorder") -> dict[str, float]:
+def _memory(run: OpenRun, recorder: "_Recorder") -> dict[str, float]:
     """Return the peak of memory; on a CPU, that of its tensors in one more step, and that of the process."""
     peak = float(max(0, recorder.peak - recorder.others))
     if run.device.type == "cuda" or recorder.protocol.with_evaluation:
@@ -109,7 +109,7 @@ def _memory(run: Run, recorder: "_Recorder") -> dict[str, float]:
     return figures
 
 
-def _reset_peak(run: Run) -> int:
+def _reset_peak(run: OpenRun) -> int:
     """Restart the peak of memory, between two steps; return the bytes of it that do not belong to training.
 
     On the CPU it is the resident memory of the process, which has loaded libraries and compiled code.
@@ -138,7 +138,7 @@ class _Recorder:
     Events come to rank 0 only; `stop` is called in all ranks.
     """
 
-    run: Run
+    run: OpenRun
     protocol: Protocol
     gate: LossGate
     others: int  # bytes of the process that do not belong to training
@@ -187,7 +187,7 @@ class _Recorder:
         return False
 
 
-def _outcome(run: Run, recorder: _Recorder, summary: Summary, protocol: Protocol) -> Outcome:
+def _outcome(run: OpenRun, recorder: _Recorder, summary: TrainingSummary, protocol: Protocol) -> Outcome:
     figures: dict[str, float] = {FIRST: recorder.first, TOKENS: float(run.progress.tokens)}
     if steps := recorder.timer.steps:
         seconds, tokens, flops = (sum(column) for column in zip(*steps, strict=True))

@@ -19,9 +19,9 @@ from tensorkeep.errors import TensorkeepError
 from tensorkeep.structs import prepared
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.step.train_step import take_step
 
 
 class _Task(msgspec.Struct):

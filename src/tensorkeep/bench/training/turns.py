@@ -25,8 +25,8 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import Silent, train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.run.world import LAUNCHER_VARIABLES
+from tensorkeep.train.run.state import OpenRun
+from tensorkeep.train.step.world import LAUNCHER_VARIABLES
 
 THREADS = "OMP_NUM_THREADS"
 _MARK = "tensorkeep-turn "
@@ -51,7 +51,7 @@ class PartnerTask(msgspec.Struct, frozen=True):
 class StepTimer:
     """Times the steps of a run. The first step of a turn only warms caches and threads up and is not timed."""
 
-    run: Run
+    run: OpenRun
     warmup: int
     turn: float  # the least seconds of a turn
     steps: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, tokens and FLOPs of each timed step

@@ -31,11 +31,10 @@ from tensorkeep.structs import prepared
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.dataset import FILE, Dataset
-from tensorkeep.train.data.mixture import absolute_source
-from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.memory.ledger import predict
+from tensorkeep.train.data.prepare import absolute_source, prepare
+from tensorkeep.train.memory import predict
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.run.device import chosen_device
+from tensorkeep.train.step.device import chosen_device
 from tensorkeep.units import counted, format_bytes
 
 _INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -216,9 +215,10 @@ def _describe(config: Config, given: TrainingInput, data: Dataset) -> Subject:
     nbytes = _BYTES_PER_WEIGHT * sum(shapes)
     loop, device = config.loop, chosen_device(config.loop.device)
     cpu = f"the CPU with {counted(loop.threads or torch.get_num_threads(), 'thread')}"
+    accumulated = loop.gradient_accumulation_steps
     sentence = (
         f"{config.recipe}: {sum(shapes):,} parameters ({format_bytes(nbytes)}), {loop.steps:,} steps of "
-        f"{f'{loop.accumulate} x ' if loop.accumulate > 1 else ''}{loop.batch_size} x "
+        f"{f'{accumulated} x ' if accumulated > 1 else ''}{loop.batch_size} x "
         f"{config.model.context_length:,} tokens of {given.source}, on {device if device.type != 'cpu' else cpu}"
     )
     return Subject(sentence, len(shapes), nbytes, {"float32": nbytes})

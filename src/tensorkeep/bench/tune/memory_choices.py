@@ -10,9 +10,9 @@ import msgspec
 from tensorkeep.bench.results import Settings
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.memory.filling import with_batch_size
-from tensorkeep.train.memory.ledger import Ledger, predict
-from tensorkeep.train.run.device import chosen_device
+from tensorkeep.train.memory import Ledger, predict
+from tensorkeep.train.run.auto_batch_size import with_batch_size
+from tensorkeep.train.step.device import chosen_device
 from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.stack import Stack
 
@@ -54,7 +54,11 @@ class Choice:
         """Return the changes to the given configuration, by dotted name."""
         loop = self.config.loop
         techniques = {f"techniques.{name}": settings or "on" for name, settings in self.added.items()}
-        return {**techniques, "loop.batch_size": loop.batch_size, "loop.accumulate": loop.accumulate}
+        return {
+            **techniques,
+            "loop.batch_size": loop.batch_size,
+            "loop.gradient_accumulation_steps": loop.gradient_accumulation_steps,
+        }
 
 
 def choices(config: Config) -> list[Choice]:

@@ -17,9 +17,9 @@ from tensorkeep.bench.tune.memory_choices import Choice, choices
 from tensorkeep.errors import UsageError
 from tensorkeep.machine import resident_bytes
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.memory.filling import with_batch_size
-from tensorkeep.train.memory.ledger import predict
-from tensorkeep.train.run.device import chosen_device
+from tensorkeep.train.memory import predict
+from tensorkeep.train.run.auto_batch_size import with_batch_size
+from tensorkeep.train.step.device import chosen_device
 from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.stack import Stack, turn_on_defaults
 
@@ -136,7 +136,7 @@ def largest_batch(config: Config, memory: int, run_trial: RunTrial) -> tuple[tup
 
     Raises UsageError if a trial fails for another reason than memory.
     """
-    sequences = config.loop.batch_size * config.loop.accumulate
+    sequences = config.loop.batch_size * config.loop.gradient_accumulation_steps
     sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
     trials: list[Trial] = []
     best: tuple[Config, int] | None = None

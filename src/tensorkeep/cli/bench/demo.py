@@ -288,7 +288,7 @@ def training_demo(
     # Only here, because the other demo runs the trainer in processes of their own.
     from tensorkeep.checkpoint.info import info
     from tensorkeep.train.generate import generate, prompt_ids
-    from tensorkeep.train.run.trained import load_trained
+    from tensorkeep.train.run.weights import load_trained
 
     demo = TrainingDemo(folder, steps=steps, every=every, source=source)
     with output.status("preparing the sources of Python's standard library"):

@@ -290,7 +290,11 @@ def _measured(tuned: tune_memory.Tuned) -> str:
 def _write(path: Path, tuned: tune_memory.Tuned) -> None:
     """Write the settings as a file for ``tensorkeep train -C``."""
     loop = tuned.chosen.config.loop
-    lines = ["[train.loop]", f"batch_size = {loop.batch_size}", f"accumulate = {loop.accumulate}"]
+    lines = [
+        "[train.loop]",
+        f"batch_size = {loop.batch_size}",
+        f"gradient_accumulation_steps = {loop.gradient_accumulation_steps}",
+    ]
     added = tuned.chosen.added
     lines += ["", "[train.techniques]", *(f'{name} = "on"' for name, settings in added.items() if not settings)]
     for name, settings in added.items():

@@ -10,8 +10,8 @@ from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.trainer.generate import DEFAULT_OPTIONS, GenerateOptions, show_stream
 from tensorkeep.errors import UsageError
 from tensorkeep.train.chat import ChatSession
-from tensorkeep.train.run.trained import load_trained_at
-from tensorkeep.train.spinning import SpinControl
+from tensorkeep.train.run.weights import load_trained_at
+from tensorkeep.train.step.cpu import SpinControl
 from tensorkeep.units import counted
 
 _PROMPT = "> "

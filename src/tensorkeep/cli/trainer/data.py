@@ -12,7 +12,7 @@ from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.train.data.corpus import DEFAULT_FIELD
 from tensorkeep.train.data.dataset import SPLITS, Dataset
-from tensorkeep.train.data.mixture import prepare_mixture
+from tensorkeep.train.data.prepare import prepare_mixture
 from tensorkeep.units import counted, format_bytes
 
 # Characters of the text that ``data info`` shows.

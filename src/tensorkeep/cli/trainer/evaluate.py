@@ -14,15 +14,15 @@ from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table
 from tensorkeep.cli.trainer.data import TEXT, TextOptions
 from tensorkeep.errors import NotFoundError, UsageError
-from tensorkeep.train.answers import windows_of
+from tensorkeep.train.data.batches import EvaluationWindows
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import is_prepared
+from tensorkeep.train.data.sft_batches import windows_of
 from tensorkeep.train.data.tokenizers.base import Tokens
-from tensorkeep.train.evaluate import EvaluationWindows
+from tensorkeep.train.run.data import validation_windows
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import current_config
-from tensorkeep.train.run.trained import TrainedModel, load_trained_at
-from tensorkeep.train.run.validation import validation_windows
+from tensorkeep.train.run.weights import TrainedModel, load_trained_at
 from tensorkeep.train.scoring import (
     Precision,
     affordable_rows,
@@ -33,7 +33,7 @@ from tensorkeep.train.scoring import (
     score_choices,
     score_text,
 )
-from tensorkeep.train.spinning import SpinControl
+from tensorkeep.train.step.cpu import SpinControl
 from tensorkeep.units import counted, format_bytes
 
 _ACCURACIES = ("acc", "acc_norm")

@@ -9,7 +9,7 @@ from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 from tensorkeep.train.export import export as write_export
-from tensorkeep.train.run.trained import load_trained_at
+from tensorkeep.train.run.weights import load_trained_at
 from tensorkeep.units import format_bytes
 
 

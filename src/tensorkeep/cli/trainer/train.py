@@ -30,23 +30,21 @@ from tensorkeep.errors import (
 )
 from tensorkeep.manager.triggers import OnSignal
 from tensorkeep.runs.address import split_address
-from tensorkeep.train.config.arguments import given_settings, read_words
-from tensorkeep.train.config.config import TECHNIQUES, Config, flat
+from tensorkeep.train.config.config import TECHNIQUES, Config, flat, given_settings, read_words
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
 from tensorkeep.train.data.corpus import STDLIB
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.data.mixture import absolute_source
-from tensorkeep.train.initial import InitialWeights, read_initial
-from tensorkeep.train.loop import Listener, Silent, Summary
+from tensorkeep.train.data.prepare import absolute_source
+from tensorkeep.train.loop import EventListener, Silent, TrainingSummary
 from tensorkeep.train.loop import train as run_loop
-from tensorkeep.train.run.branch import BranchPoint, branch_point, open_branch_data
-from tensorkeep.train.run.data import open_data
-from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.resume import current_config, with_schedule_start
-from tensorkeep.train.run.setup import OpenRun, manager_of, open_run
-from tensorkeep.train.run.state import METRIC, Run
-from tensorkeep.train.run.world import World
+from tensorkeep.train.run.data import open_branch_data, open_data
+from tensorkeep.train.run.folder import METRIC, RunFolder
+from tensorkeep.train.run.resume import BranchPoint, branch_point, current_config, with_schedule_start
+from tensorkeep.train.run.setup import manager_of, open_run
+from tensorkeep.train.run.state import OpenRun
+from tensorkeep.train.run.weights import InitialWeights, read_initial
+from tensorkeep.train.step.device import chosen_device
+from tensorkeep.train.step.world import World
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Machine
 from tensorkeep.train.techniques.stack import COMBINATIONS, expanded
 from tensorkeep.units import counted, format_bytes, format_seconds
@@ -292,7 +290,7 @@ def _out_of_memory_remedy(folder: RunFolder) -> Iterator[None]:
         raise OutOfMemoryError(
             f"out of memory during training: {(str(error).splitlines() or ['out of memory'])[0]}",
             path=folder.path,
-            remedy="start again with a smaller --loop.batch_size and a larger --loop.accumulate; "
+            remedy="start again with a smaller --loop.batch_size and a larger --loop.gradient_accumulation_steps; "
             f"{tune} finds settings that fit",
         ) from error
 
@@ -389,7 +387,7 @@ def _base(recipe: str | None, folder: RunFolder, point: BranchPoint | None, *, r
     return get_recipe(recipe)
 
 
-def _print_start(run: Run, output: Output) -> None:
+def _print_start(run: OpenRun, output: Output) -> None:
     """Print what is trained, on which device and data, and the folder of the run."""
     model, config = run.config.model, run.config
     output.note(
@@ -433,7 +431,7 @@ class ProgressBar:
 
 
 @contextmanager
-def _listener(run: Run, output: Output) -> Iterator[Listener]:
+def _listener(run: OpenRun, output: Output) -> Iterator[EventListener]:
     steps = run.config.loop.steps
     if output.quiet or not output.progress:
         yield Silent()
@@ -487,7 +485,7 @@ def _suggestion(rate: float | None) -> str:
     return f"train with a learning rate of about {rate:.1g} (--optim.lr {rate:.1g})"
 
 
-def document(run: OpenRun, summary: Summary) -> dict[str, Any]:
+def document(run: OpenRun, summary: TrainingSummary) -> dict[str, Any]:
     """Return the summary of a run as plain values."""
     return {
         "run": str(run.folder.path),
@@ -498,7 +496,7 @@ def document(run: OpenRun, summary: Summary) -> dict[str, Any]:
     }
 
 
-def print_summary(run: Run, summary: Summary) -> None:
+def print_summary(run: OpenRun, summary: TrainingSummary) -> None:
     """Print the summary of a run and the next command."""
     ended = f"{summary.reason}, after step {summary.step}"
     rows = [
@@ -523,12 +521,12 @@ def print_summary(run: Run, summary: Summary) -> None:
     )
 
 
-def _evaluates_long(summary: Summary) -> bool:
+def _evaluates_long(summary: TrainingSummary) -> bool:
     evaluating = summary.seconds.get("evaluate", 0.0)
     return evaluating > max(_LONG_SECONDS, sum(summary.seconds.values()) / 2)
 
 
-def _cost(summary: Summary) -> list[tuple[str, str]]:
+def _cost(summary: TrainingSummary) -> list[tuple[str, str]]:
     total = sum(summary.seconds.values())
     spent = sorted(summary.seconds.items(), key=lambda item: -item[1])
     rows = [("time", ", ".join(f"{name} {format_seconds(each)} ({each / total:.0%})" for name, each in spent))]

@@ -1,18 +1,24 @@
-"""Recipes: functions that return a complete configuration.
-
-A variant calls another recipe and changes settings.
-"""
+"""Recipes: functions that return a complete configuration. A variant calls another recipe and changes settings."""
 
 from collections.abc import Callable
 from typing import Any
 
 from tensorkeep.errors import UsageError, did_you_mean
-from tensorkeep.train.config import sections
-from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    LoopConfig,
+    SampleConfig,
+)
 from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.optim.optimizers import OptimConfig
+from tensorkeep.train.optim.schedules import ScheduleConfig
 
 _FROM_DATA = 1
-"""A vocabulary size that is raised to that of the data when a run is opened."""
+"""Opening a run raises this vocabulary size to the size of the data's vocabulary."""
 
 _PADDED = 128
 """Vocabularies are padded to a multiple of it for GPUs."""
@@ -38,12 +44,12 @@ def shakespeare_char_cpu() -> Config:
         model=ModelConfig(
             vocab_size=_FROM_DATA, context_length=64, n_layers=4, n_heads=4, d_model=128, dropout=0.0, bias=False
         ),
-        data=sections.DataConfig(tokenizer="char"),
-        optim=sections.OptimConfig(lr=1e-3, weight_decay=0.1, beta2=0.99, clip=1.0),
-        schedule=sections.ScheduleConfig(name="cosine", warmup_steps=100, final=0.1),
-        loop=sections.LoopConfig(steps=2000, batch_size=12),
-        eval=sections.EvalConfig(every=250),
-        checkpoint=sections.CheckpointConfig(every=250),
+        data=DataConfig(tokenizer="char"),
+        optim=OptimConfig(lr=1e-3, weight_decay=0.1, beta2=0.99, grad_clip=1.0),
+        schedule=ScheduleConfig(name="cosine", warmup_steps=100, final=0.1),
+        loop=LoopConfig(steps=2000, batch_size=12),
+        eval=EvalConfig(every=250),
+        checkpoint=CheckpointConfig(every=250),
     )
 
 
@@ -113,10 +119,10 @@ def chatgot_small_char() -> Config:
         model=ModelConfig(
             vocab_size=_FROM_DATA, context_length=128, n_layers=4, n_heads=4, d_model=256, d_ff=1024, dropout=0.1
         ),
-        data=sections.DataConfig(tokenizer="char"),
-        optim=sections.OptimConfig(lr=1e-3),
-        schedule=sections.ScheduleConfig(name="cosine", warmup_steps=100),
-        loop=sections.LoopConfig(steps=2000, batch_size=16),
+        data=DataConfig(tokenizer="char"),
+        optim=OptimConfig(lr=1e-3),
+        schedule=ScheduleConfig(name="cosine", warmup_steps=100),
+        loop=LoopConfig(steps=2000, batch_size=16),
     )
 
 
@@ -136,13 +142,13 @@ def chatgot_85m() -> Config:
             tied=True,
             vocab_multiple=_PADDED,
         ),
-        data=sections.DataConfig(tokenizer="bpe", vocab_size=8192),
-        optim=sections.OptimConfig(lr=6e-4),
-        schedule=sections.ScheduleConfig(name="wsd", warmup_steps=500, final=0.0),
-        loop=sections.LoopConfig(steps=20_000, batch_size=8, accumulate=8, fill_memory=True),
-        eval=sections.EvalConfig(every=500),
-        sample=sections.SampleConfig(every=500),
-        checkpoint=sections.CheckpointConfig(every=500),
+        data=DataConfig(tokenizer="bpe", vocab_size=8192),
+        optim=OptimConfig(lr=6e-4),
+        schedule=ScheduleConfig(name="wsd", warmup_steps=500, final=0.0),
+        loop=LoopConfig(steps=20_000, batch_size=8, gradient_accumulation_steps=8, auto_batch_size=True),
+        eval=EvalConfig(every=500),
+        sample=SampleConfig(every=500),
+        checkpoint=CheckpointConfig(every=500),
         default_techniques={**_FAST, "fused-cross-entropy": {}},
     )
 
@@ -161,13 +167,13 @@ def gpt2_124m() -> Config:
             bias=True,
             vocab_multiple=_PADDED,
         ),
-        data=sections.DataConfig(tokenizer="tiktoken:gpt2"),
-        optim=sections.OptimConfig(lr=6e-4, weight_decay=0.1),
-        schedule=sections.ScheduleConfig(name="cosine", warmup_steps=700),
-        loop=sections.LoopConfig(steps=19_000, batch_size=16, accumulate=32, fill_memory=True),
-        eval=sections.EvalConfig(every=500),
-        checkpoint=sections.CheckpointConfig(every=1000),
-        log=sections.LogConfig(every=10),
+        data=DataConfig(tokenizer="tiktoken:gpt2"),
+        optim=OptimConfig(lr=6e-4, weight_decay=0.1),
+        schedule=ScheduleConfig(name="cosine", warmup_steps=700),
+        loop=LoopConfig(steps=19_000, batch_size=16, gradient_accumulation_steps=32, auto_batch_size=True),
+        eval=EvalConfig(every=500),
+        checkpoint=CheckpointConfig(every=1000),
+        log=LogConfig(every=10),
         default_techniques={**_FAST, "fused-cross-entropy": {}},
     )
 

@@ -5,7 +5,7 @@ state is a counter: any batch can be computed from the seed and its number, with
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
@@ -14,9 +14,11 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.data.tokenizers.base import Tokens
+from tensorkeep.train.model.gpt import IGNORED
 
 Order = Literal["random", "shuffled"]
 
@@ -25,6 +27,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 Offsets = npt.NDArray[np.int64]
 """Places in a text at which windows begin."""
+
+LARGEST_TOKENS = 16384
+"""Tokens of an evaluation batch, unless a micro-batch of training has more; larger batches are not faster."""
 
 _WORDS_PER_COUNT = 4
 
@@ -348,3 +353,77 @@ def check_window(tokens: Tokens, context_length: int, *, what: str = "text", pat
             path=path,
             remedy="use a shorter context (--model.context_length), or prepare more text",
         )
+
+
+class EvaluationWindows:
+    """Consecutive windows of a text, without overlap: in all of them together, each token is a target once.
+
+    The last window may be shorter. The first token, which nothing precedes, is not a target.
+
+    Parameters
+    ----------
+    tokens : array of uint16 or uint32
+        The text, 1-D, of at least two tokens.
+    context_length : int
+        Tokens in a window.
+    most : int, optional
+        Use only as many windows as have this many tokens, spread evenly over the text.
+
+    Examples
+    --------
+    >>> windows = EvaluationWindows(np.arange(8, dtype=np.uint16), 3)
+    >>> windows.targets
+    7
+    >>> [targets.tolist() for _, targets in windows.batches(2)]
+    [[[1, 2, 3], [4, 5, 6]], [[7, -1, -1], [-1, -1, -1]]]
+    """
+
+    note: str | None = None
+    """What of the text is not used, for the user, if anything is left out."""
+
+    def __init__(self, tokens: Tokens, context_length: int, *, most: int | None = None) -> None:
+        self._tokens = tokens
+        self._length = context_length
+        self._all = -(-(len(tokens) - 1) // context_length)
+        self._chosen = self._all if most is None else min(self._all, -(-most // context_length))
+
+    @property
+    def targets(self) -> int:
+        """The number of tokens that are predicted."""
+        last_missing = self._all * self._length - (len(self._tokens) - 1)
+        has_last = self._begin(self._chosen - 1) == (self._all - 1) * self._length
+        return self._chosen * self._length - (last_missing if has_last else 0)
+
+    def batches(self, rows: int, *, part: int = 0, parts: int = 1) -> Iterator[Batch]:
+        """Yield the windows in batches of one shape, of up to ``rows`` windows.
+
+        Rows are filled up with targets that do not count. Each of several processes takes one of ``parts`` equal parts;
+        all of them get the same number of batches of the same shape.
+        """
+        own = -(-self._chosen // parts)
+        count = -(-own // rows)
+        rows = -(-own // count)
+        numbers = range(part, self._chosen, parts)
+        for first in range(0, count * rows, rows):
+            inputs = torch.zeros(rows, self._length, dtype=torch.int64)
+            targets = torch.full_like(inputs, IGNORED)
+            for row, number in enumerate(numbers[first : first + rows]):
+                known, following = self.pair(number)
+                inputs[row, : len(known)], targets[row, : len(known)] = known, following
+            yield inputs, targets
+
+    def pair(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs and the targets of a window; the last one may be shorter."""
+        window = self.window(number)
+        return window[:-1], window[1:]
+
+    def window(self, number: int) -> Tensor:
+        """Return the tokens of a window and the one after it, int64."""
+        begin = self._begin(number)
+        return torch.from_numpy(self._tokens[begin : begin + self._length + 1].astype(np.int64))
+
+    def __len__(self) -> int:
+        return self._chosen
+
+    def _begin(self, number: int) -> int:
+        return number * self._all // self._chosen * self._length

@@ -23,24 +23,32 @@ import numpy as np
 from tensorkeep.errors import StoreError, UsageError
 from tensorkeep.storage.parallel import Meter, Progress
 from tensorkeep.structs import prepared
-from tensorkeep.train.data.corpus import Source, TextFile
-from tensorkeep.train.data.dataset import CONVERSATIONS, SPLITS, Layout
-from tensorkeep.train.data.documents import (
+from tensorkeep.train.data.corpus import (
     CONVERSATION,
     LONGEST_RECORD,
     MASKS,
     UTF8_MARK,
     WEIGHTS,
-    Reading,
+    Corpus,
+    CorpusReader,
     SplitRule,
+    TextFile,
     contradicts_training,
     shortened,
 )
-from tensorkeep.train.data.encoding import Piece, default_processes, encoded
-from tensorkeep.train.data.token_files import layout_of, origin_of, splits_of, token_files
+from tensorkeep.train.data.dataset import CONVERSATIONS, SPLITS, DataManifest
+from tensorkeep.train.data.encoding import (
+    TextPiece,
+    default_processes,
+    encoded,
+    layout_of,
+    origin_of,
+    splits_of,
+    token_files,
+)
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.train.data.tokenizers.known import Learn
+from tensorkeep.train.data.tokenizers.registry import TokenizerFactory
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +94,13 @@ def _unused_fields(fields: dict[str, Any], trained: bool) -> Iterator[str]:
             yield name
 
 
-def has_conversations(source: Source) -> bool:
+def has_conversations(source: Corpus) -> bool:
     """Return whether the first line of a source of lines of JSON has messages."""
     first = first_fields(source)
     return "messages" in first and source.field not in first
 
 
-def first_fields(source: Source) -> dict[str, Any]:
+def first_fields(source: Corpus) -> dict[str, Any]:
     """Return the object on the first line of a source of lines of JSON; no fields if that is something else."""
     file = source.files[0]
     if file.records != "jsonl":
@@ -106,13 +114,13 @@ def first_fields(source: Source) -> dict[str, Any]:
     return first if isinstance(first, dict) else {}
 
 
-class ConversationReading(Reading):
-    """One pass over the conversations of a source; see `Reading`.
+class ConversationReader(CorpusReader):
+    """One pass over the conversations of a source; see `CorpusReader`.
 
     ``unused`` counts the fields that are not used, by name.
     """
 
-    def __init__(self, source: Source, meter: Meter) -> None:
+    def __init__(self, source: Corpus, meter: Meter) -> None:
         super().__init__(source, meter)
         self.unused: Counter[str] = Counter()
 
@@ -163,19 +171,24 @@ class ConversationReading(Reading):
 
 
 def write_conversations(
-    source: Source, folder: Path, learn: Learn, rule: SplitRule, processes: int | None, progress: Progress | None
-) -> tuple[Layout, Tokenizer]:
-    """Learn a tokenizer from the messages of a source, write their tokens, and return the layout and the tokenizer.
+    source: Corpus,
+    folder: Path,
+    learn: TokenizerFactory,
+    rule: SplitRule,
+    processes: int | None,
+    progress: Progress | None,
+) -> tuple[DataManifest, Tokenizer]:
+    """Make a tokenizer for the messages of a corpus, write their tokens, and return the manifest and the tokenizer.
 
     Raises UsageError if a line is not a conversation, or a split stays empty; StoreError if the source changes.
     """
     if any(file.records != "jsonl" for file in source.files):
         raise UsageError("has no conversations", path=source.spec, remedy="give a .jsonl file with one on each line")
     meter = Meter((1 + learn.reads) * source.nbytes, progress)
-    first = ConversationReading(source, meter)
+    first = ConversationReader(source, meter)
     texts = (iter([message.content for message in found.messages]) for _, found in first.conversations())
     tokenizer = ChatTokenizer.of(learn(texts if learn.reads else iter(()), False))
-    second = ConversationReading(source, meter)
+    second = ConversationReader(source, meter)
     counts = dict.fromkeys(SPLITS, 0)
     processes = processes or default_processes(tokenizer, source.nbytes)
     marks = {role: np.array([token], tokenizer.dtype) for role, token in tokenizer.begin.items()}
@@ -202,23 +215,23 @@ def write_conversations(
     return layout_of(origin_of(second, splits, CONVERSATIONS), tokenizer, splits, rule), tokenizer
 
 
-def _pieces(reading: ConversationReading, rule: SplitRule, roles: deque[str]) -> Iterator[Piece]:
+def _pieces(reading: ConversationReader, rule: SplitRule, roles: deque[str]) -> Iterator[TextPiece]:
     """Yield the texts of all messages; append the role of each."""
     for name, found in reading.conversations():
         split = rule.of_document(name)
         for number, message in enumerate(found.messages, 1):
             roles.append(message.role)
-            yield Piece(split, message.content, number == len(found.messages))
+            yield TextPiece(split, message.content, number == len(found.messages))
 
 
-def _report_unused(source: Source, unused: Counter[str]) -> None:
+def _report_unused(source: Corpus, unused: Counter[str]) -> None:
     if unused:
         named = [f"{name!r} ({count:,})" for name, count in unused.most_common(_MOST_NAMED)]
         named += [f"{len(unused) - _MOST_NAMED} more"] if len(unused) > _MOST_NAMED else []
         logger.warning("%s: fields of conversations that are not used: %s", source.spec, ", ".join(named))
 
 
-def _check_counts(source: Source, counts: dict[str, int]) -> None:
+def _check_counts(source: Corpus, counts: dict[str, int]) -> None:
     empty = next((split for split, count in counts.items() if not count), None)
     if empty is not None:
         raise UsageError(

@@ -2,7 +2,7 @@
 
 A folder of prepared data holds ``train.bin`` and ``validation.bin``, which are nothing but tokens (uint16 or uint32,
 little-endian), and ``data.json``, which describes them and carries a checksum of itself (see
-`tensorkeep.formats.checksummed_json`); its body is a `Layout`.
+`tensorkeep.formats.checksummed_json`); its body is a `DataManifest`.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ from tensorkeep.storage.parallel import Meter, Progress
 from tensorkeep.structs import prepared
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens, token_dtype
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
+from tensorkeep.train.data.tokenizers.registry import tokenizer_from_dict
 
 FILE = "data.json"
 FORMAT: Final = "tensorkeep-data"
@@ -56,8 +56,8 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     xxh3_64: _Digest
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The corpus that the data was made from, a `tensorkeep.train.data.corpus.Source`.
+class CorpusRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The corpus that the data was made from, a `tensorkeep.train.data.corpus.Corpus`.
 
     The checksum is that of the names and the bytes of its files.
     """
@@ -81,7 +81,7 @@ class MixturePart(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: _Digest
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DataManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The body of ``data.json``.
 
     ``tensorkeep`` is the version that wrote it, ``tokenizer`` the result of `Tokenizer.as_dict`, ``validation`` the
@@ -91,7 +91,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     format: Literal["tensorkeep-data"]
     version: Literal[1, 2]
     tensorkeep: str
-    source: Origin
+    source: CorpusRecord
     tokenizer: dict[str, Any]
     vocab_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     dtype: str
@@ -259,7 +259,7 @@ def _read(
     return dataset
 
 
-def _open_tokens(directory: Directory, layout: Layout, split: str) -> SourceFile:
+def _open_tokens(directory: Directory, layout: DataManifest, split: str) -> SourceFile:
     path = directory.path / file_name(split)
     try:
         file = directory.open(path.name, follow_links=False)
@@ -272,7 +272,7 @@ def _open_tokens(directory: Directory, layout: Layout, split: str) -> SourceFile
     return file
 
 
-def _map_tokens(file: SourceFile, layout: Layout, split: str) -> Tokens:
+def _map_tokens(file: SourceFile, layout: DataManifest, split: str) -> Tokens:
     dtype = np.dtype(layout.dtype).newbyteorder("<")
     with store_errors(file.path, "map the file into memory"):
         mapped = np.memmap(file.fd_path, dtype, mode="r", shape=(layout.splits[split].tokens,))
@@ -287,7 +287,7 @@ def _status(file: SourceFile) -> FileStatus:
     )
 
 
-def _verify(file: SourceFile, layout: Layout, split: str, meter: Meter) -> None:
+def _verify(file: SourceFile, layout: DataManifest, split: str, meter: Meter) -> None:
     hasher = new_hasher(wide=False)
     largest = 0
     buffer = np.empty(min(_VERIFIED_AT_ONCE, file.size), np.uint8)
@@ -307,7 +307,7 @@ def _damaged(path: Path, message: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(message, path=path, remedy="prepare the data again")
 
 
-def _read_layout(directory: Directory) -> tuple[Layout, Tokenizer]:
+def _read_layout(directory: Directory) -> tuple[DataManifest, Tokenizer]:
     """Return the layout and the tokenizer of a folder; the sizes of the other files are not checked yet."""
     path = directory.path / FILE
     try:
@@ -326,7 +326,7 @@ def _read_layout(directory: Directory) -> tuple[Layout, Tokenizer]:
             remedy="update tensorkeep",
         )
     try:
-        layout = msgspec.convert(body, prepared(Layout))
+        layout = msgspec.convert(body, prepared(DataManifest))
         tokenizer = tokenizer_from_dict(layout.tokenizer)
     except msgspec.ValidationError as error:
         raise CorruptCheckpointError(f"is malformed ({error})", path=path) from error
@@ -337,7 +337,7 @@ def _read_layout(directory: Directory) -> tuple[Layout, Tokenizer]:
     return layout, tokenizer
 
 
-def _contradiction(layout: Layout, tokenizer: Tokenizer) -> str | None:
+def _contradiction(layout: DataManifest, tokenizer: Tokenizer) -> str | None:
     if set(layout.splits) != set(SPLITS):
         return f"its splits are {', '.join(sorted(layout.splits))}"
     if layout.mixture and sum(part.tokens for part in layout.mixture) != layout.splits[TRAIN].tokens:

@@ -1,6 +1,6 @@
 """Encoding of a corpus: pieces of text become tokens, in order, in this process or in several.
 
-This process reads the corpus, passes pieces to processes that run `tensorkeep.train.data.encoding_worker`, and receives
+This process reads the corpus, passes pieces to processes that run `tensorkeep.train.data.encoding`, and receives
 their tokens. The pieces, and so the tokens, do not depend on the number of processes.
 """
 
@@ -11,36 +11,49 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from tensorkeep.closing import Closing
 from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError
+from tensorkeep.formats.checksummed_json import new_hasher
 from tensorkeep.machine import usable_processors
-from tensorkeep.storage.direct_io import store_errors
+from tensorkeep.storage.direct_io import DirectFile, store_errors
+from tensorkeep.train.data.corpus import CorpusReader, SplitRule
+from tensorkeep.train.data.dataset import (
+    FORMAT,
+    MIXTURE_VERSION,
+    SPLITS,
+    VERSION,
+    CorpusRecord,
+    DataManifest,
+    MixturePart,
+    Split,
+    file_name,
+)
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens
+from tensorkeep.train.data.tokenizers.registry import tokenizer_from_dict
+from tensorkeep.version import __version__
 
-_WORKER = "tensorkeep.train.data.encoding_worker"
-
+_WORKER = "tensorkeep.train.data.encoding"
 _SMALL_CORPUS = 16 << 20
 """Bytes of a corpus that is tokenized before other processes have started and shared the work."""
-
 _JOB = 1 << 18
 """Characters that are passed to a process at once."""
-
 _JOBS_PER_PROCESS = 3
 """Jobs that are computed or wait for each process; more would only take memory."""
-
 _PATIENCE = 10.0
 """Seconds that a process has to end after its connection was closed."""
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Text of a split that can be encoded by itself, and whether a document ends with it."""
 
     split: str
@@ -56,7 +69,7 @@ def default_processes(tokenizer: Tokenizer, nbytes: int) -> int:
     return len(usable_processors()) if tokenizer.merges and nbytes >= _SMALL_CORPUS else 1
 
 
-def encoded(tokenizer: Tokenizer, pieces: Iterator[Piece], processes: int) -> Generator[tuple[Piece, Tokens]]:
+def encoded(tokenizer: Tokenizer, pieces: Iterator[TextPiece], processes: int) -> Generator[tuple[TextPiece, Tokens]]:
     """Yield each piece with its tokens, in order.
 
     Raises UsageError if the tokenizer cannot encode a piece; OutOfMemoryError or StoreError if a process ends early, or
@@ -66,7 +79,7 @@ def encoded(tokenizer: Tokenizer, pieces: Iterator[Piece], processes: int) -> Ge
         for piece in pieces:
             yield piece, tokenizer.encode(piece.text)
         return
-    waiting: deque[tuple[list[Piece], Future[list[Tokens]]]] = deque()
+    waiting: deque[tuple[list[TextPiece], Future[list[Tokens]]]] = deque()
     with _pool(tokenizer, processes) as submit:
         for job in _jobs(pieces):
             waiting.append((job, submit([piece.text for piece in job])))
@@ -77,8 +90,8 @@ def encoded(tokenizer: Tokenizer, pieces: Iterator[Piece], processes: int) -> Ge
             yield from zip(job, tokens.result(), strict=True)
 
 
-def _jobs(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    job: list[Piece] = []
+def _jobs(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
+    job: list[TextPiece] = []
     characters = 0
     for piece in pieces:
         job.append(piece)
@@ -183,3 +196,176 @@ class _Worker:
 
 def _import_path() -> str:
     return os.pathsep.join(map(os.path.abspath, sys.path))
+
+
+# A process that tokenizes: ``python -m tensorkeep.train.data.encoding DESCRIPTOR``.
+#
+# `tensorkeep.train.data.encoding` starts it with the descriptor of a socket, over which it sends the tokenizer and then
+# lists of texts. The answer to a list is the number of tokens of each text, and all their tokens; or nothing, and the
+# message and the remedy of the error that a text cannot be encoded.
+
+
+def main(descriptor: int) -> None:
+    """Answer until the connection is closed."""
+    with suppress(EOFError, ConnectionError), Connection(descriptor) as connection:
+        tokenizer = tokenizer_from_dict(msgspec.json.decode(connection.recv_bytes()))
+        read_texts = msgspec.msgpack.Decoder(list[str])
+        while True:
+            try:
+                tokens = [tokenizer.encode(text) for text in read_texts.decode(connection.recv_bytes())]
+            except UsageError as error:
+                connection.send_bytes(b"")
+                connection.send_bytes(msgspec.json.encode([error.message, error.remedy]))
+                continue
+            connection.send_bytes(np.array([len(each) for each in tokens], np.int64))
+            connection.send_bytes(np.concatenate(tokens))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+
+
+# Writing of the token files of prepared data, and of what ``data.json`` says of them.
+
+_WRITTEN_AT_ONCE = 1 << 20
+
+
+def write_tokens(
+    reading: CorpusReader,
+    folder: Path,
+    tokenizer: Tokenizer,
+    rule: SplitRule,
+    *,
+    characters: int,
+    processes: int | None,
+) -> dict[str, Split]:
+    """Read a corpus, write the tokens of its splits, and return what was written.
+
+    A corpus that is one stream has ``characters``. By default it is encoded on all processors if it is large.
+    """
+    if processes is None:
+        processes = default_processes(tokenizer, reading.source.nbytes)
+    has_documents = reading.source.has_documents
+    documents = dict.fromkeys(SPLITS, 0)
+    end = np.array([tokenizer.end_of_document if has_documents else 0], tokenizer.dtype)
+    begin, begins = np.array(tokenizer.opening, tokenizer.dtype), True
+    pieces = encoded(tokenizer, _pieces(reading, tokenizer, rule, characters), processes)
+    with token_files(folder, tokenizer) as files, closing(pieces):
+        for piece, tokens in pieces:
+            if begins:
+                files[piece.split].add(begin)
+            files[piece.split].add(tokens)
+            begins = piece.ends_document
+            if piece.ends_document:
+                files[piece.split].add(end)
+                documents[piece.split] += 1
+        return splits_of(files, documents if has_documents else dict.fromkeys(SPLITS))
+
+
+def _pieces(reading: CorpusReader, tokenizer: Tokenizer, rule: SplitRule, characters: int) -> Iterator[TextPiece]:
+    """Yield all text of a corpus but empty documents, in pieces that the tokenizer may encode by themselves."""
+    for split, texts in rule.split(reading, characters):
+        before = None
+        for text in filter(None, tokenizer.pieces(texts)):
+            if before is not None:
+                yield TextPiece(split, before, False)
+            before = text
+        if before is not None:
+            yield TextPiece(split, before, reading.source.has_documents)
+
+
+class TokenFile(Closing):
+    """Appends tokens to a new file and computes their checksum; a context manager that closes the file."""
+
+    def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger]) -> None:
+        self.tokens = 0
+        self._dtype = dtype
+        self._file = DirectFile(path, direct=False)
+        self._hasher = new_hasher(wide=False)
+        self._waiting: list[Tokens] = []
+        self._waiting_bytes = 0
+        self._written = 0
+
+    def add(self, tokens: Tokens) -> None:
+        """Append tokens."""
+        self._waiting.append(tokens)
+        self._waiting_bytes += tokens.nbytes
+        self.tokens += len(tokens)
+        if self._waiting_bytes >= _WRITTEN_AT_ONCE:
+            self._write()
+
+    def _write(self) -> None:
+        if self._waiting:
+            content = np.concatenate(self._waiting, dtype=self._dtype).view(np.uint8)
+            self._hasher.update(content)
+            self._file.write(self._written, content)
+            self._written += content.nbytes
+            self._waiting, self._waiting_bytes = [], 0
+
+    def finish(self) -> str:
+        """Make the file durable, close it, and return the xxh3-64 of its bytes as 16 hexadecimal digits."""
+        self._write()
+        self._file.finish(self._written)
+        return str(self._hasher.hexdigest())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@contextmanager
+def token_files(folder: Path, tokenizer: Tokenizer) -> Iterator[dict[str, TokenFile]]:
+    """Open new token files for the splits."""
+    with ExitStack() as stack:
+        yield {split: stack.enter_context(TokenFile(folder / file_name(split), tokenizer.dtype)) for split in SPLITS}
+
+
+def origin_of(reading: CorpusReader, splits: dict[str, Split], kind: str | None = None) -> CorpusRecord:
+    """Return what is recorded of a corpus that was read; the kind is that of its source by default."""
+    source = reading.source
+    return CorpusRecord(
+        spec=recorded_path(source.spec),
+        kind=kind or source.kind,
+        encoding=source.encoding,
+        files=len(source.files),
+        bytes=reading.nbytes,
+        characters=reading.characters,
+        documents=sum(each.documents or 0 for each in splits.values()) if source.has_documents else None,
+        xxh3_64=reading.digest(),
+    )
+
+
+def splits_of(files: dict[str, TokenFile], documents: Mapping[str, int | None]) -> dict[str, Split]:
+    """Make the token files of the splits durable, and return what is recorded of them and their documents."""
+    return {
+        split: Split(tokens=file.tokens, documents=documents[split], xxh3_64=file.finish())
+        for split, file in files.items()
+    }
+
+
+def recorded_path(path: str) -> str:
+    """Return a path as JSON requires it: as valid text."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def layout_of(
+    origin: CorpusRecord,
+    tokenizer: Tokenizer,
+    splits: dict[str, Split],
+    rule: SplitRule,
+    mixture: Sequence[MixturePart] | None = None,
+) -> DataManifest:
+    """Return the description of token files."""
+    return DataManifest(
+        format=FORMAT,
+        version=VERSION if mixture is None else MIXTURE_VERSION,
+        tensorkeep=__version__,
+        source=origin,
+        tokenizer=tokenizer.as_dict(),
+        vocab_size=tokenizer.vocab_size,
+        dtype=tokenizer.dtype.name,
+        validation=rule.validation,
+        seed=rule.seed,
+        splits=splits,
+        mixture=None if mixture is None else [*mixture],
+    )

@@ -6,7 +6,7 @@ from typing import Literal, Self
 import msgspec
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Count, Decay, Positive, Section, Steps
+from tensorkeep.settings import Count, Decay, Positive, Section, Steps
 
 Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tensorkeep.errors import CorruptCheckpointError, StateMismatchError, UnsupportedError, UsageError
+from tensorkeep.settings import Positive, read_settings
 from tensorkeep.structs import prepared
-from tensorkeep.train.config.sections import Positive, read_settings
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 

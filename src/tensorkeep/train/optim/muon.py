@@ -10,7 +10,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from tensorkeep.machine import multiplies_bfloat16_fast
-from tensorkeep.train.run.world import World
 
 Polynomial = tuple[float, float, float]
 """The coefficients a, b, c of a step X -> (a + b X X^T + c (X X^T)^2) X."""
@@ -55,14 +54,14 @@ class Muon(torch.optim.Muon):
     ----------
     orthogonal : callable
         `orthogonal`, which a technique may compile.
-    ranks : World or None
-        The ranks that update the same parameters, whole or sharded (``DTensor``). Each orthogonalises a part of the
-        matrices of a batch, and they exchange the results.
+    ranks : ProcessGroup or None
+        The ranks that update the same parameters, whole or sharded (``DTensor``). Each rank orthogonalises some
+        matrices of a batch, and the ranks exchange the results.
     found_inf : Tensor or None
         1.0 to leave parameters and states as they are, else 0.0, as of `torch.optim.AdamW`: decided on the device.
     """
 
-    ranks: World | None = None
+    ranks: dist.ProcessGroup | None = None
     found_inf: Tensor | None = None
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -173,16 +172,17 @@ class Muon(torch.optim.Muon):
         """Return the orthogonal matrices of a batch; with several ranks each computes some of them."""
         polynomials, express = tuple(_polynomials(group)), bool(group.get("polar_express"))
         ranks, dtype = self.ranks, dtype_of_steps(matrices[0].device.type)
-        if ranks is None or ranks.size == 1:
+        size = 1 if ranks is None else dist.get_world_size(ranks)
+        if size == 1:
             return self.orthogonal(torch.stack(matrices), polynomials, group["eps"], express, dtype)
-        count = -(-len(matrices) // ranks.size)
+        count, rank = -(-len(matrices) // size), dist.get_rank(ranks)
         chosen = matrices[0].new_zeros(count, *matrices[0].shape)
-        for place, each in enumerate(matrices[ranks.rank * count : (ranks.rank + 1) * count]):
+        for place, each in enumerate(matrices[rank * count : (rank + 1) * count]):
             chosen[place] = each
         own = self.orthogonal(chosen, polynomials, group["eps"], express, dtype).contiguous()
-        found = own.new_empty(ranks.size * count, *own.shape[1:])
+        found = own.new_empty(size * count, *own.shape[1:])
         # As bytes: not every backend exchanges bfloat16.
-        dist.all_gather_into_tensor(found.view(torch.uint8), own.view(torch.uint8), group=ranks.group)
+        dist.all_gather_into_tensor(found.view(torch.uint8), own.view(torch.uint8), group=ranks)
         return found[: len(matrices)]
 
 

@@ -1,19 +1,21 @@
 """Optimizers: which parameters each updates, with which learning rate and weight decay."""
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
-from torch import nn
+from msgspec import Meta
+from torch import Tensor, nn
 
 from tensorkeep.errors import UsageError, first_line
-from tensorkeep.train.config.sections import OptimConfig
+from tensorkeep.settings import Decay, NonNegative, Positive, Section
 from tensorkeep.train.optim.muon import Muon
 
 Optimizers = dict[str, torch.optim.Optimizer]
-"""By name; each training step steps all of them."""
+"""The optimizers of a run by name; each training step steps all of them."""
 
 _PEAK = "peak_lr"
 KINDS = {
@@ -25,7 +27,64 @@ KINDS = {
 }
 """Patterns of the names of the parameters of each kind."""
 FUSED_PROJECTIONS = {".attention.qkv.weight": 3, ".attention.kv.weight": 2}
-"""How many matrices of equal shape are one above the other in a weight whose name ends so."""
+"""How many matrices of equal shape are stacked in one weight, by the end of its name."""
+
+
+class ParameterGroup(Section, frozen=True):
+    """A factor of the learning rate, and a weight decay, for some parameters."""
+
+    lr_factor: Positive | None = None
+    weight_decay: NonNegative | None = None
+
+
+class OptimConfig(Section, frozen=True):
+    """How weights are updated.
+
+    Attributes
+    ----------
+    name : str
+        ``"adamw"``, or ``"muon"`` for the matrices of the blocks and AdamW for the rest.
+    lr : float
+        The peak learning rate of AdamW.
+    muon_lr, muon_momentum : float
+        The peak learning rate and the momentum of Muon.
+    muon_steps : int
+        Newton-Schulz steps of each update: fewer are faster and less exact.
+    muon_polynomials : str
+        ``"quintic"``, the same in each step, or ``"polar-express"``, the best one for each (see `POLAR_EXPRESS`): four
+        of its steps are about as good as five ``"quintic"`` ones.
+    muon_beta2 : float
+        Decay of the mean squares that normalise the rows of an update (NorMuon, arXiv 2510.05491); 0 turns it off.
+    muon_split : bool
+        Whether Muon orthogonalises queries, keys and values each by itself, not their fused projection.
+    weight_decay : float
+        Weight decay of matrices. Vectors (biases, norms) do not decay.
+    beta1, beta2, eps : float
+        See `torch.optim.AdamW`.
+    grad_clip : float
+        The largest norm of the gradient; a larger gradient is scaled down to it. 0 for no limit.
+    implementation : str
+        Which of torch's AdamW: ``"default"``, ``"foreach"`` or ``"fused"``.
+    groups : dict of str to ParameterGroup
+        Settings of ``"embeddings"``, ``"head"``, ``"norms"``, ``"biases"`` or ``"matrices"``, or of names that match a
+        pattern such as ``"blocks.0.*"``. Where several match, the last one that states a setting decides.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: Positive = 1e-3
+    muon_lr: Positive = 0.02
+    muon_momentum: Decay = 0.95
+    muon_steps: Annotated[int, Meta(ge=1, le=99)] = 5  # torch allows no more
+    muon_polynomials: Literal["quintic", "polar-express"] = "quintic"
+    muon_beta2: Decay = 0.0
+    muon_split: bool = False
+    weight_decay: NonNegative = 0.1
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Positive = 1e-8
+    grad_clip: NonNegative = 1.0
+    implementation: Literal["default", "foreach", "fused"] = "default"
+    groups: dict[str, ParameterGroup] = {}  # noqa: RUF012  # msgspec copies it for each instance
 
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
@@ -87,7 +146,7 @@ def _matches(name: str, group: str) -> bool:
 
 
 def _parts(group: dict[str, Any], named: Mapping[str, nn.Parameter], config: OptimConfig) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a group whose parameters have equal settings; the group itself if no setting is changed."""
+    """Split a group into groups with equal settings; yield the group itself if no setting is changed."""
     if not config.groups:
         yield group
         return
@@ -147,3 +206,47 @@ def set_learning_rate(optimizers: Optimizers, factor: float) -> None:
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = factor * group[_PEAK]
+
+
+class WeightAverage:
+    """An exponential moving average of named parameters (Polyak and Juditsky, 1992), often with a lower loss than they.
+
+    The decay is the fraction of the average that is kept in a step. In the first steps it is lower,
+    ``(1 + step) / (10 + step)``, to forget the initial weights early. With a decay of 0 nothing is averaged.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self._decay = decay
+        self._parameters = parameters if decay else {}
+        self._averages = [tensor.clone() for tensor in self._live]
+
+    @property
+    def _live(self) -> list[Tensor]:
+        # Looked up each time: techniques that shard the parameters may give them other memory.
+        return [parameter.data for parameter in self._parameters.values()]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Add the weights of a step to the average."""
+        if self._averages:
+            decay = min(self._decay, (1 + step) / (10 + step))
+            torch._foreach_lerp_(self._averages, self._live, 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the averaged weights into the model within the block; no effect if nothing is averaged."""
+        own = [tensor.clone() for tensor in self._live]
+        self._set(self._averages)
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    @torch.no_grad()
+    def _set(self, values: list[Tensor]) -> None:
+        for live, value in zip(self._live, values, strict=True):
+            live.copy_(value)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the averages by parameter name; empty if nothing is averaged."""
+        return dict(zip(self._parameters, self._averages, strict=True))

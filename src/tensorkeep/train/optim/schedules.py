@@ -1,9 +1,17 @@
-"""Learning-rate schedules: the rate of each step as a factor of its peak, and the range test that suggests a peak."""
+"""Learning-rate schedules: the rate of each step as a factor of its peak, and the range test that suggests a peak.
+
+A new schedule is an entry of `SCHEDULES`.
+"""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from tensorkeep.train.config.sections import ScheduleConfig
+from msgspec import Meta
+
+from tensorkeep.errors import UsageError
+from tensorkeep.settings import Count, Fraction, Section, Steps
 
 _SMOOTHED_OVER = 0.05
 """The fraction of the test over which the loss is smoothed: less is noisy, more notices a rise too late."""
@@ -17,15 +25,88 @@ _MINIMUM_RATIO = 1.1
 _SAFETY = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The rate after the warm-up as a factor of the peak.
+
+    ``factor`` takes the settings, and the fraction of the steps after the warm-up that is done: 0 in the first step, 1
+    in the last one. ``uses`` names the settings that it reads; ``decays`` states that it ends below the peak.
+    """
+
+    factor: Callable[["ScheduleConfig", float], float]
+    uses: tuple[str, ...] = ()
+    decays: bool = False
+
+
+def _wsd(config: "ScheduleConfig", done: float) -> float:
+    decayed = max(0.0, (done - (1 - config.decay)) / config.decay)
+    return 1 - (1 - config.final) * decayed
+
+
+SCHEDULES: dict[str, Schedule] = {
+    # Loshchilov and Hutter (arXiv 1608.03983), without restarts.
+    "cosine": Schedule(
+        lambda config, done: config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * done)),
+        uses=("final",),
+        decays=True,
+    ),
+    "linear": Schedule(lambda config, done: 1 - (1 - config.final) * done, uses=("final",), decays=True),
+    # Warm-up, stable, decay: Hu et al. (arXiv 2404.06395), with a linear decay.
+    "wsd": Schedule(_wsd, uses=("final", "decay"), decays=True),
+    "constant": Schedule(lambda config, done: 1.0),
+    # `Plateau` lowers the rate.
+    "plateau": Schedule(lambda config, done: 1.0, uses=("patience", "factor")),
+    # Rises exponentially; the range test of Smith (arXiv 1506.01186) rises linearly.
+    "range": Schedule(lambda config, done: float(config.final ** (1 - done)), uses=("final",)),
+}
+
+
+class ScheduleConfig(Section, frozen=True):
+    """How the learning rate changes.
+
+    Attributes
+    ----------
+    name : str
+        ``"cosine"``, ``"linear"``, ``"wsd"`` (warm-up, stable, decay), ``"constant"``, ``"plateau"``, or ``"range"``: a
+        range test, which rises from ``final`` to the peak, ends early when the loss diverges, and suggests a tenth of
+        the rate at which the smoothed loss was lowest.
+    start : int
+        The step after which the schedule begins: it covers the steps from there to ``loop.steps``, warm-up included.
+    warmup_steps : int
+        Steps in which the rate rises from 0.
+    final : float
+        The rate of the last step as a fraction of the peak; for ``"range"``, the rate of the first step. 0 is reached
+        one step after the last one, so that the last step still changes the weights.
+    decay : float
+        For ``"wsd"``: the fraction of the steps in which the rate decays.
+    patience, factor : int, float
+        For ``"plateau"``: after this many evaluations without a better loss, the rate is multiplied by the factor.
+    """
+
+    name: Literal[tuple(SCHEDULES)] = "cosine"  # type: ignore[valid-type]
+    start: Steps = 0
+    warmup_steps: Steps = 0
+    final: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    decay: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    patience: Count = 3
+    factor: Fraction = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name == "range" and not self.final:
+            raise UsageError("schedule.final is 0", remedy="a range test begins above 0: give 0.001, for example")
+        if self.name == "range" and self.warmup_steps:
+            raise UsageError(
+                f"schedule.warmup_steps is {self.warmup_steps}, and a range test has no warm-up",
+                remedy="give schedule.warmup_steps 0",
+            )
+
+
 def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:
-    """Return the learning rate of a step as a factor of the peak.
+    """Return the learning rate of a step as a factor of the peak; warm-up is linear.
 
-    Warm-up is linear. ``"cosine"`` is that of Loshchilov and Hutter (arXiv 1608.03983), without restarts. ``"wsd"``
-    (warm-up, stable, decay) is that of Hu et al. (arXiv 2404.06395), with a linear decay. ``"range"`` rises
-    exponentially, while the range test of Smith (arXiv 1506.01186) rises linearly; see `RangeTest`. Steps count from 1.
-    The schedule covers those after ``config.start``.
-
-    A decay reaches ``final`` in the last step, but 0 one step later: a step at rate 0 would change nothing.
+    Steps count from 1. The schedule covers the steps after ``config.start``. A decay reaches ``final`` in the last
+    step, but 0 one step later: a step at rate 0 would change nothing.
 
     Examples
     --------
@@ -39,17 +120,7 @@ def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float
     # From 0 in the first step after the warm-up to 1 in the last step, or in the one after it.
     end = steps if config.final else steps + 1
     done = (step - config.warmup_steps - 1) / max(1, end - config.warmup_steps - 1)
-    done = min(done, 1.0)
-    if config.name == "cosine":
-        return config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * done))
-    if config.name == "linear":
-        return 1 - (1 - config.final) * done
-    if config.name == "wsd":
-        decayed = max(0.0, (done - (1 - config.decay)) / config.decay)
-        return 1 - (1 - config.final) * decayed
-    if config.name == "range":
-        return float(config.final ** (1 - done))
-    return 1.0
+    return SCHEDULES[config.name].factor(config, min(done, 1.0))
 
 
 class Plateau:
@@ -84,6 +155,7 @@ class Plateau:
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state."""
+        # "share" is the key in checkpoints; it is the factor.
         return {"share": self.factor, "best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:

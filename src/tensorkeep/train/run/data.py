@@ -1,7 +1,8 @@
-"""The data of a run: opened if prepared, else prepared; a resumed run finds it again."""
+"""The data of a run: opened if prepared, else prepared; a resumed run finds it again, and a branch takes it over."""
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -10,16 +11,19 @@ from typing import Any
 import msgspec
 
 from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, UsageError
+from tensorkeep.storage.commit import Commit
+from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.storage.parallel import Progress
-from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.config import TECHNIQUES, Config
+from tensorkeep.train.data.batches import LARGEST_TOKENS, EvaluationWindows, check_window
 from tensorkeep.train.data.dataset import TRAIN, Dataset, FileStatus
-from tensorkeep.train.data.mixture import absolute_source, prepare_mixture
-from tensorkeep.train.data.prepare import is_prepared
-from tensorkeep.train.data.tokenizers.base import Tokenizer
-from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.data.prepare import absolute_source, is_prepared, prepare_mixture
+from tensorkeep.train.data.sft_batches import windows_of
 from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.resume import BranchPoint
+from tensorkeep.train.techniques.stack import Stack
 
-Meter = Callable[[str], AbstractContextManager[Progress | None]]
+ShowProgress = Callable[[str], AbstractContextManager[Progress | None]]
 """Shows the progress of an activity to the user; see `tensorkeep.cli.output.Output.meter`."""
 
 logger = logging.getLogger(__name__)
@@ -28,20 +32,13 @@ _PREPARATION = ("data.tokenizer", "data.vocab_size", "data.validation")
 """The settings by which data is prepared."""
 
 
-_NOT_MASKED = {
-    "sparse-attention": "its activity check expects every position to attend to as many blocks as the settings give",
-    "pipeline-parallel": "only the first stage of a pipeline has the tokens that the mask comes from",
-}
-"""Techniques that documents cannot be masked with, and why."""
-
-
 def open_data(
     config: Config,
     folder: RunFolder,
     *,
     resume: bool = False,
     given: Collection[str] = (),
-    meter: Meter = lambda activity: nullcontext(),
+    meter: ShowProgress = lambda activity: nullcontext(),
 ) -> Dataset:
     """Return the data of a run, with every token verified; a resumed run reads only files that have changed.
 
@@ -49,11 +46,11 @@ def open_data(
     run takes the data that it started with: from ``data.source`` if that is in ``given``, else from the run's folder,
     from where the data was, or it prepares the source again.
 
-    ``given`` holds the dotted names of the settings that the user gave. Those that describe the preparation must then
-    fit the data. ``resume`` resumes the run in the folder, if there is one.
+    ``given`` holds the dotted names of the settings that the user gave. If one of them describes the preparation, it
+    must fit the data. ``resume`` resumes the run in the folder, if there is one.
 
-    Raises UsageError if the data is not what the user asked for, or not that of the run; NotACheckpointError if there
-    is no data; and the errors of `prepare` and `Dataset.open`.
+    Raises UsageError if the data is not what the user asked for, or not the data of the run; NotACheckpointError if
+    there is no data; and the errors of `prepare` and `Dataset.open`.
     """
     if resume and folder.exists():
         return _open_again(config, folder, given, meter)
@@ -71,10 +68,10 @@ def open_data(
 def with_data(
     config: Config, folder: RunFolder, dataset: Dataset, *, resume: bool, origin: Config | None = None
 ) -> Config:
-    """Return a configuration that describes its data, with a model whose vocabulary is large enough.
+    """Return a configuration that describes its data, and its model has a vocabulary that is large enough.
 
-    The data of a run that is resumed is described as it was at its start. ``origin`` is the configuration of the run
-    that a new one branches from.
+    A resumed run describes its data as at its start. ``origin`` is the configuration of the run that a new run
+    branches from.
     """
     model = config.model.with_tokens(dataset.vocab_size)
     place = Path(os.path.abspath(dataset.path))
@@ -95,7 +92,7 @@ def with_data(
 
 def _verified(
     place: PathLike,
-    meter: Meter,
+    meter: ShowProgress,
     check: Callable[[Dataset], None] | None = None,
     known: Mapping[str, FileStatus] | None = None,
 ) -> Dataset:
@@ -103,7 +100,7 @@ def _verified(
         return Dataset.open(place, verify=True, known=known, progress=progress, check=check)
 
 
-def _verified_again(place: PathLike, folder: RunFolder, meter: Meter) -> Dataset:
+def _verified_again(place: PathLike, folder: RunFolder, meter: ShowProgress) -> Dataset:
     """Open the data of a run that is resumed; files that have not changed since the run read them are not read."""
     return _verified(place, meter, folder.check_data, folder.record().data.verified)
 
@@ -134,7 +131,7 @@ def check_preparation(config: Config, given: Collection[str], before: Config, pa
     _check_given(config, given, {name: before.setting(name) for name in _PREPARATION}, path)
 
 
-def _prepared(config: Config, folder: RunFolder, meter: Meter, *, overwrite: bool) -> Path:
+def _prepared(config: Config, folder: RunFolder, meter: ShowProgress, *, overwrite: bool) -> Path:
     with meter(f"preparing {config.data.source}") as progress:
         return prepare_mixture(
             config.data.source,
@@ -148,7 +145,7 @@ def _prepared(config: Config, folder: RunFolder, meter: Meter, *, overwrite: boo
         ).path
 
 
-def _open_again(config: Config, folder: RunFolder, given: Collection[str], meter: Meter) -> Dataset:
+def _open_again(config: Config, folder: RunFolder, given: Collection[str], meter: ShowProgress) -> Dataset:
     """Open the data of a run that is resumed."""
     started = folder.record().config
     check_preparation(config, given, started, folder.path)
@@ -173,7 +170,7 @@ def _open_again(config: Config, folder: RunFolder, given: Collection[str], meter
     return _verified(_prepared(config, folder, meter, overwrite=False), meter, folder.check_data)
 
 
-def _open_first(places: list[Path], folder: RunFolder, meter: Meter) -> Dataset | None:
+def _open_first(places: list[Path], folder: RunFolder, meter: ShowProgress) -> Dataset | None:
     """Open the first place that holds the data of the run, undamaged; None if no place holds data."""
     refusal: TensorkeepError | None = None
     for place in filter(is_prepared, places):
@@ -186,19 +183,37 @@ def _open_first(places: list[Path], folder: RunFolder, meter: Meter) -> Dataset 
     return None
 
 
-def check_masking(config: Config, dataset: Dataset) -> None:
-    """Raise UsageError if a run masks documents, and its data, model or techniques do not allow that."""
-    if not config.data.mask_documents:
-        return
+def check_data(config: Config, dataset: Dataset, techniques: Stack) -> None:
+    """Raise UsageError if a run cannot train on its data: it is too short, or a technique or masks do not allow it."""
+    if dataset.chat_tokenizer is None:
+        splits = {"training split": dataset.train, "validation split": dataset.validation}
+        for split, tokens in splits.items():
+            check_window(tokens, config.model.context_length, what=split, path=dataset.path)
+    for each in techniques.techniques if dataset.chat_tokenizer is not None else ():
+        if each.refuses_conversations is not None:
+            raise UsageError(
+                f"{each.name} {each.refuses_conversations}",
+                path=dataset.path,
+                remedy=f"turn it off: --{TECHNIQUES}{each.name} off",
+            )
+    if config.data.mask_documents:
+        _check_masking(config, dataset, techniques)
+
+
+def _check_masking(config: Config, dataset: Dataset, techniques: Stack) -> None:
+    """Raise UsageError if the data, the model or a technique does not allow to mask documents."""
     if dataset.description["splits"][TRAIN]["documents"] is None:
         raise UsageError(
             "data.mask_documents is true, and the text is one stream without documents",
             path=dataset.path,
             remedy="prepare a folder of files, .jsonl or a table, or leave data.mask_documents out",
         )
-    for name, reason in _NOT_MASKED.items():
-        if name in config.techniques:
-            raise UsageError(f"data.mask_documents is true, and {name} is on: {reason}", remedy="leave one of them out")
+    for each in techniques.techniques:
+        if each.refuses_document_masks is not None:
+            raise UsageError(
+                f"data.mask_documents is true, and {each.name} is on: {each.refuses_document_masks}",
+                remedy="leave one of them out",
+            )
     mixing = [name for name, off in (("token_shift", "none"), ("convolution", 1)) if _is_on(config, name, off)]
     if mixing:
         raise UsageError(
@@ -211,6 +226,47 @@ def _is_on(config: Config, name: str, off: object) -> bool:
     return config.setting(f"model.{name}") not in (off, False)
 
 
-def mask_documents(model: GPT, config: Config, tokenizer: Tokenizer) -> None:
-    """Keep the attention of a model within documents, if the run of this configuration does."""
-    model.document_end = tokenizer.end_of_document if config.data.mask_documents else None
+_LARGEST_LOGITS = 2**26
+"""Elements of the logits of a batch of ``eval.batches``."""
+
+
+def validation_windows(config: Config, dataset: Dataset) -> EvaluationWindows:
+    """Return the windows of the validation split on which a run is evaluated; they do not depend on its ranks."""
+    model, most = config.model, config.eval.tokens
+    if config.eval.batches is not None:
+        rows = max(1, min(LARGEST_TOKENS, _LARGEST_LOGITS // model.vocab_size) // model.context_length)
+        most = config.eval.batches * rows * model.context_length
+    return windows_of(dataset, model.context_length, most=most)
+
+
+def open_branch_data(
+    config: Config, folder: RunFolder, point: BranchPoint, given: Collection[str], meter: ShowProgress
+) -> Dataset:
+    """Return the data of a branch: ``data.source`` if that was given, else the data of the run that it branches from.
+
+    Data within the folder of that run is copied, so that the branch does not need it later.
+
+    Raises UsageError if the data has another tokenizer, or was prepared by other settings than the given ones; and the
+    errors of `open_data`.
+    """
+    if "data.source" in given:
+        dataset = open_data(config, folder, given=given, meter=meter)
+        point.check_data(dataset)
+        return dataset
+    check_preparation(config, given, point.config, point.folder.path)
+    dataset = open_data(point.config, point.folder, resume=True, meter=meter)
+    inside = Path(os.path.abspath(dataset.path)).is_relative_to(point.folder.path)
+    return Dataset.open(_copied(dataset.path, folder.data)) if inside else dataset
+
+
+def _copied(source: Path, destination: Path) -> Path:
+    """Copy a folder of prepared data; it appears when it is complete."""
+    with Commit(destination, directory=True, overwrite=True, replaceable=is_prepared) as commit:
+        with store_errors(destination, "copy the data"):
+            for file in source.iterdir():
+                with file.open("rb") as reading, (commit.path / file.name).open("xb") as writing:
+                    shutil.copyfileobj(reading, writing, 1 << 20)
+                    writing.flush()
+                    os.fsync(writing.fileno())
+        commit.publish()
+    return destination

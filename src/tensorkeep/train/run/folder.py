@@ -1,4 +1,4 @@
-"""The folder of a run: its record, tokenizer, log and checkpoints; refuses data other than the run began with."""
+"""The folder of a run, and its record ``run.json``."""
 
 import os
 import secrets
@@ -26,10 +26,10 @@ from tensorkeep.storage.commit import replace_file
 from tensorkeep.storage.direct_io import store_error
 from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.structs import prepared
-from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.config import RENAMED, Config, with_current_names
 from tensorkeep.train.data.dataset import Dataset, FileStatus
 from tensorkeep.train.data.tokenizers.base import Tokenizer
-from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
+from tensorkeep.train.data.tokenizers.registry import tokenizer_from_dict
 
 Changes = dict[str, tuple[Any, Any]]
 """Values that differ, by name: the value then, and the value now."""
@@ -38,12 +38,14 @@ RECORD = "run.json"
 TOKENIZER = "tokenizer.json"
 LOG = "log.jsonl"
 DATA = "data"
+METRIC = "validation_loss"
+"""The metric that is saved with each checkpoint, and by which the best one is chosen."""
 _STARTING = "starting"
 """The number of the first checkpoint of a run that has no record yet."""
 
 
 class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The data that a run started with; see `Dataset`.
+    """The data that a run started with; see `tensorkeep.train.data.dataset.Dataset`.
 
     The path is absolute, or ``"data"`` if it was prepared within the run's folder, so that both can move together.
     Files that still have their ``verified`` status need not be verified when the run resumes.
@@ -62,10 +64,10 @@ class GitState(msgspec.Struct, frozen=True, kw_only=True):
     changed: bool
 
 
-class Leg(msgspec.Struct, frozen=True, kw_only=True):
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a run after a step, from which it computes with changed settings.
 
-    ``settings`` has the settings that differ from those before, ``config`` all of them.
+    ``settings`` has the changed settings, ``config`` all settings.
     """
 
     step: int
@@ -74,7 +76,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     config: Config
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
+class BranchOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """The run and the step that a run was branched from, when that run was started, and the changed settings.
 
     The path need not exist any more: a branch has its own copy of the checkpoint and the data.
@@ -100,22 +102,22 @@ class InitialRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
-    """One resume of a run: after which step, when, and the differences from the start of its leg.
+    """One resume of a run: after which step, when, and the differences from the start of its segment.
 
-    The first leg starts with the run. Surroundings are compared with those of the start of the run.
+    The first segment starts with the run. The numerics environment is compared with the start of the run.
     """
 
     step: int
     time: str
     settings: Changes
-    surroundings: Changes
+    numerics_environment: Changes = msgspec.field(name="surroundings")
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of ``run.json``: the start of a run, with the time in ISO 8601, its later legs, and each resume.
+    """The contents of ``run.json``: the start of a run, with the time in ISO 8601, its later segments, and each resume.
 
-    The environment is that of `tensorkeep.machine.describe`, the surroundings are those of
-    `tensorkeep.train.run.device.surroundings`.
+    `tensorkeep.machine.describe` returns ``environment``, and `tensorkeep.train.step.device.numerics_environment`
+    returns ``numerics_environment``. The file has the earlier names ``legs`` and ``surroundings``.
     """
 
     config: Config
@@ -126,19 +128,19 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """16 hexadecimal digits that the run keeps when it resumes, also in another place: its name for trackers."""
     git: GitState | None = None
     environment: dict[str, Any] = {}  # msgspec copies it for each instance
-    surroundings: dict[str, Any] = {}
-    origin: Origin | None = None
-    legs: list[Leg] = []
+    numerics_environment: dict[str, Any] = msgspec.field(name="surroundings", default_factory=dict)
+    origin: BranchOrigin | None = None
+    segments: list[Segment] = msgspec.field(name="legs", default_factory=list)
     resumed: list[Resumption] = []
 
     @property
     def last_config(self) -> Config:
-        """The configuration with which its last leg began."""
-        return self.legs[-1].config if self.legs else self.config
+        """The configuration with which its last segment began."""
+        return self.segments[-1].config if self.segments else self.config
 
     def config_after(self, step: int) -> Config:
         """Return the configuration with which a step of the run was computed."""
-        return next((leg.config for leg in reversed(self.legs) if leg.step < step), self.config)
+        return next((each.config for each in reversed(self.segments) if each.step < step), self.config)
 
 
 class RunFolder:
@@ -158,7 +160,7 @@ class RunFolder:
 
     @classmethod
     def at(cls, address: PathLike) -> "tuple[RunFolder, str | None]":
-        """Return the run at the address of its folder, its ``checkpoints/`` or one step, and what it says of the step.
+        """Return the run at the address of its folder, its ``checkpoints/`` or one step, and the step, if it is given.
 
         Raises UsageError if the address is malformed.
         """
@@ -189,12 +191,12 @@ class RunFolder:
             )
 
     def begin_start(self, step: int) -> None:
-        """Note that a new run begins with a checkpoint, which is saved before its record; StoreError as `start`."""
+        """Note that a new run begins with a checkpoint, which is saved before its record; StoreError if refused."""
         self.path.mkdir(parents=True, exist_ok=True)
         replace_file(self.path / _STARTING, b"%d\n" % step)
 
     def unfinished_start(self) -> int | None:
-        """Return the step of the only checkpoint here, if a run was killed between that and its record; else None."""
+        """Return the step of the first checkpoint, if a run was killed before it had its record; else None."""
         if self.exists():
             return None
         try:
@@ -228,7 +230,7 @@ class RunFolder:
             values = msgspec.json.decode(content)
             # Runs that were started before the setting existed evaluate all tokens.
             values["config"]["eval"].setdefault("tokens", None)
-            record = msgspec.convert(values, prepared(RunRecord), strict=False)
+            record = msgspec.convert(_with_current_names(values), prepared(RunRecord), strict=False)
         except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"is damaged ({error})", path=path) from error
         return record if record.identity else msgspec.structs.replace(record, identity=_earlier_identity(record))
@@ -237,8 +239,8 @@ class RunFolder:
         self,
         config: Config,
         dataset: Dataset,
-        surroundings: dict[str, Any],
-        origin: Origin | None = None,
+        numerics_environment: dict[str, Any],
+        origin: BranchOrigin | None = None,
         initial: InitialRecord | None = None,
     ) -> None:
         """Write the record and the tokenizer of a new run; StoreError if the operating system refuses."""
@@ -257,7 +259,7 @@ class RunFolder:
             identity=secrets.token_hex(8),
             git=_git(),
             environment=dict(machine.describe(self.path)),
-            surroundings=surroundings,
+            numerics_environment=numerics_environment,
             origin=origin,
         )
         replace_file(self.path / TOKENIZER, checksummed_json.seal(dataset.tokenizer.as_dict()))
@@ -266,17 +268,24 @@ class RunFolder:
         (self.path / _STARTING).unlink(missing_ok=True)
 
     def add_resumption(
-        self, step: int, settings: Changes, surroundings: Changes, verified: dict[str, FileStatus], legs: list[Leg]
+        self,
+        step: int,
+        settings: Changes,
+        environment: Changes,
+        verified: dict[str, FileStatus],
+        segments: list[Segment],
     ) -> None:
-        """Add to the record that the run resumes after a step, with its legs and the files of data that were verified.
+        """Add to the record that the run resumes after a step, its segments, and the files of data that were verified.
 
         Raises StoreError if the operating system refuses.
         """
         # Read again: another process may have resumed and ended the run since this one read the record.
         record = self._read_record()
-        entry = Resumption(step=step, time=now(), settings=settings, surroundings=surroundings)
+        entry = Resumption(step=step, time=now(), settings=settings, numerics_environment=environment)
         data = msgspec.structs.replace(record.data, verified=verified or record.data.verified)
-        self._write_record(msgspec.structs.replace(record, resumed=[*record.resumed, entry], legs=legs, data=data))
+        self._write_record(
+            msgspec.structs.replace(record, resumed=[*record.resumed, entry], segments=segments, data=data)
+        )
 
     def _write_record(self, record: RunRecord) -> None:
         replace_file(self.path / RECORD, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
@@ -299,6 +308,16 @@ class RunFolder:
                 remedy="give the folder of the same data (--data), prepare it again, or start a new run in another "
                 "--out",
             )
+
+
+def _with_current_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a record with each setting under its current name."""
+    for table in (values, *values.get("legs", ())):
+        table["config"] = with_current_names(table["config"])
+    origin = [values["origin"]] if values.get("origin") else []
+    for table in (*origin, *values.get("legs", ()), *values.get("resumed", ())):
+        table["settings"] = {RENAMED.get(name, name): change for name, change in table["settings"].items()}
+    return values
 
 
 def now() -> str:

@@ -1,23 +1,247 @@
-"""The log of a run: one JSON object per line, without repeated steps after a resume."""
+"""The log of a run, one JSON object per line, and the experiment trackers that receive its figures.
+
+A resume does not repeat steps in the log. The package of a tracker is imported only if its setting asks for it.
+"""
 
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Protocol, Self
 
-from tensorkeep.errors import StoreError, first_line
+from tensorkeep.errors import StoreError, first_line, import_extra
 from tensorkeep.storage.commit import replace_file
 from tensorkeep.storage.direct_io import store_errors
-from tensorkeep.train.monitor.trackers import Tracker, figures_of
+from tensorkeep.train.config.config import LogConfig, flat
+from tensorkeep.train.run.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
+_SECONDS_BETWEEN = 5.0
+"""Seconds between two requests to an MLflow server, which each take a while."""
+_LARGEST_BATCH = 100
+"""MLflow's limit on the parameters of a request; that on metrics is larger."""
+_NOT_IN_NAMES = re.compile(r"[^\w/ .:-]")
+"""Characters that MLflow refuses in names. Patterns of parameter groups contain them."""
 
-class RunLog:
+
+class Tracker(Protocol):
+    """Receives the figures of a run, on rank 0.
+
+    ``is_remote`` trackers may fail while the run continues.
+    """
+
+    name: ClassVar[str]
+    is_remote: ClassVar[bool]
+
+    def begin(self, last_step: int) -> None:
+        """Begin or resume, after the last step that the run has done."""
+
+    def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        """Receive the figures of an event, whose names begin with its kind: ``"train/loss"``."""
+
+    def close(self, *, failed: bool) -> None:
+        """End, with what was written."""
+
+
+def trackers_of(config: LogConfig, folder: RunFolder) -> list[Tracker]:
+    """Return the trackers that the settings ask for; MissingExtraError if the package of one is not installed."""
+    found: list[Tracker] = []
+    if config.tensorboard:
+        found.append(TensorBoard(folder))
+    if config.wandb is not None:
+        found.append(Wandb(folder, config.wandb))
+    if config.mlflow is not None:
+        found.append(Mlflow(folder, config.mlflow))
+    return found
+
+
+def figures_of(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers among the values of an event, with names such as ``"train/loss"``."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from figures_of(f"{kind}/{name}", value)
+        elif isinstance(value, int | float):
+            yield f"{kind}/{name}", value
+
+
+class TensorBoard:
+    """TensorBoard's files, in the folder of the run."""
+
+    name: ClassVar[str] = "log.tensorboard"
+    is_remote: ClassVar[bool] = False
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._writer_class: Callable[..., Any] = import_extra(
+            "torch.utils.tensorboard", "train", f"{self.name} needs TensorBoard"
+        ).SummaryWriter
+        self._writer: Any = None
+
+    def begin(self, last_step: int) -> None:
+        """Open a file."""
+        # TensorBoard ignores the events of these steps in its earlier files.
+        self._writer = self._writer_class(str(self._folder.path / "tensorboard"), purge_step=last_step + 1)
+
+    def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        """Write the figures."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, *, failed: bool) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases: a run of a project. It resumes when the run does.
+
+    The steps that a resumed run repeats are sent again, with the same values.
+    """
+
+    name: ClassVar[str] = "log.wandb"
+    is_remote: ClassVar[bool] = True
+
+    def __init__(self, folder: RunFolder, project: str) -> None:
+        self._folder = folder
+        self._project = project
+        self._wandb = import_extra("wandb", "wandb", f"{self.name} needs wandb")
+        self._run: Any = None
+
+    def begin(self, last_step: int) -> None:
+        """Make the run, or find it."""
+        try:
+            self._run = self._wandb.init(
+                project=self._project,
+                id=self._folder.record().identity,
+                name=self._folder.path.name,
+                dir=str(self._folder.path),
+                config=flat(self._folder.record().config.as_dict()),
+                resume="allow",
+                # Not that of other code in this process.
+                reinit="create_new",
+                # Standard output may be one JSON document.
+                settings=self._wandb.Settings(console="off"),
+            )
+            # Its own counter of steps must not go back, and a save is reported at the step that was saved.
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
+        except Exception as error:
+            raise _refused(self.name, error, "wandb login; or set WANDB_MODE=offline, and wandb sync later") from error
+
+    def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        """Send the figures, in the background."""
+        self._run.log({**figures, "step": step})
+
+    def close(self, *, failed: bool) -> None:
+        """Send what is left."""
+        if self._run is not None:
+            self._run.finish(exit_code=int(failed))
+
+
+class Mlflow:
+    """MLflow: a run of an experiment, found again by a tag. It resumes when the run does.
+
+    The server is that of ``MLFLOW_TRACKING_URI``. In names of settings, characters that it refuses become ``_``;
+    the tag ``tensorkeep.names`` maps such names to the settings, as JSON.
+    """
+
+    name: ClassVar[str] = "log.mlflow"
+    is_remote: ClassVar[bool] = True
+
+    def __init__(self, folder: RunFolder, experiment: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._experiment = experiment
+        self._mlflow = import_extra("mlflow", "mlflow", f"{self.name} needs mlflow")
+        self._now = now
+        self._client: Any = None
+        self._run_id = ""
+        self._waiting: list[Any] = []
+        self._sent = now()
+
+    def begin(self, last_step: int) -> None:
+        """Make the run, or find it."""
+        try:
+            self._client = self._mlflow.MlflowClient()
+            self._run_id = self._found() or self._made()
+        except Exception as error:
+            raise _refused(
+                self.name, error, "set MLFLOW_TRACKING_URI to a server that runs, or leave it out"
+            ) from error
+
+    def _found(self) -> str | None:
+        """Return the id of the run that this one resumes; None if it is new."""
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        if experiment is None:
+            return None
+        wanted = f"tags.`tensorkeep.run` = '{self._folder.record().identity}'"
+        runs = self._client.search_runs([experiment.experiment_id], filter_string=wanted, max_results=1)
+        if not runs:
+            return None
+        run_id: str = runs[0].info.run_id
+        self._client.update_run(run_id, status="RUNNING")
+        return run_id
+
+    def _made(self) -> str:
+        client, param = self._client, self._mlflow.entities.Param
+        experiment = client.get_experiment_by_name(self._experiment)
+        place = client.create_experiment(self._experiment) if experiment is None else experiment.experiment_id
+        values = flat(self._folder.record().config.as_dict())
+        names = _accepted_names(values)
+        changed = {sent: name for name, sent in names.items() if sent != name}
+        tags = {"tensorkeep.run": self._folder.record().identity}
+        tags |= {"tensorkeep.names": json.dumps(changed)} if changed else {}
+        run_id: str = client.create_run(place, run_name=self._folder.path.name, tags=tags).info.run_id
+        settings = [param(names[name], str(value)) for name, value in values.items()]
+        for begin in range(0, len(settings), _LARGEST_BATCH):
+            client.log_batch(run_id, params=settings[begin : begin + _LARGEST_BATCH])
+        return run_id
+
+    def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        """Send the figures, those of several events at once."""
+        metric, milliseconds = self._mlflow.entities.Metric, int(time.time() * 1000)
+        self._waiting += [metric(name, float(value), milliseconds, step) for name, value in figures.items()]
+        # A run that is killed repeats the steps after its last checkpoint, and no others.
+        if kind == "save" or self._now() - self._sent >= _SECONDS_BETWEEN:
+            self._send()
+
+    def _send(self) -> None:
+        for begin in range(0, len(self._waiting), _LARGEST_BATCH):
+            self._client.log_batch(self._run_id, metrics=self._waiting[begin : begin + _LARGEST_BATCH])
+        self._waiting.clear()
+        self._sent = self._now()
+
+    def close(self, *, failed: bool) -> None:
+        """Send what is left, and the end."""
+        if self._run_id:
+            self._send()
+            self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+
+def _accepted_names(names: Iterable[str]) -> dict[str, str]:
+    """Return different names that MLflow accepts, by the names that they are sent for."""
+    found: dict[str, str] = {}
+    for name in names:
+        sent = _NOT_IN_NAMES.sub("_", name)
+        while sent in found.values():
+            sent += "_"
+        found[name] = sent
+    return found
+
+
+def _refused(setting: str, error: Exception, remedy: str) -> StoreError:
+    # Its record was written before.
+    remedy = f"{remedy}; then repeat the command with --resume"
+    return StoreError(f"{setting}: the run cannot be logged there: {first_line(error)}", remedy=remedy)
+
+
+class TrainingLog:
     """Writes ``log.jsonl``, and passes its figures to trackers; a context manager.
 
     Nothing is opened or written before `begin`. A remote tracker that fails is left out from then on, with a warning.

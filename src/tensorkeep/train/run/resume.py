@@ -1,22 +1,51 @@
-"""What may change when a run resumes: settings that only observe it, and settings that begin a new leg of it.
+"""How a run begins: new, with initial weights, as a branch of another run, or resumed; and what may change then.
 
-A *leg* is the part of a run after a step, from which it computes with other settings. ``run.json`` lists the legs, so
-that each of them resumes exactly. The rules of what a leg may change hold for a branch of a run as well.
+A *segment* is the part of a run after a step, from which it computes with other settings. ``run.json`` lists the
+segments, so that a run resumes exactly in any segment. A branch may change the same settings as a segment.
+
+Where a segment begins, the restored state was made with other settings, and `_adapt` changes what depends on them. A
+resume repeats that until a checkpoint of the segment exists, so that a kill at any moment changes nothing.
 """
 
+import logging
+import math
 import shlex
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from tensorkeep.errors import CorruptCheckpointError, UsageError
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    DestinationExistsError,
+    NotACheckpointError,
+    PathLike,
+    RanksDisagreeError,
+    StateMismatchError,
+    UsageError,
+)
+from tensorkeep.manager.manager import CheckpointManager
+from tensorkeep.runs.address import find_checkpoint
+from tensorkeep.runs.backends import place_of
 from tensorkeep.train.config.config import TECHNIQUES, Config, differences
-from tensorkeep.train.optim.schedules import learning_rate_factor
-from tensorkeep.train.run.folder import Changes, Leg, RunFolder, RunRecord, now
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.optim.schedules import Plateau, RangeTest
+from tensorkeep.train.run import notes
+from tensorkeep.train.run.folder import BranchOrigin, Changes, InitialRecord, RunFolder, RunRecord, Segment, now
+from tensorkeep.train.run.state import OpenRun
+from tensorkeep.train.run.weights import InitialWeights
+from tensorkeep.train.step.device import numerics_environment
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
 from tensorkeep.train.techniques.distributed import PARALLEL_TECHNIQUES
-from tensorkeep.train.techniques.stack import Stack
 
-_KEPT = ("log.", "eval.", "sample.", "checkpoint.", "loop.on_divergence", "loop.fill_memory")
+logger = logging.getLogger(__name__)
+
+_KEPT = ("log.", "eval.", "sample.", "checkpoint.", "loop.on_divergence", "loop.auto_batch_size")
 """Prefixes of the settings that a resumed run may change, and that later resumes keep. They do not affect the weights
-of a step, with the exception in `_begins_leg`."""
+of a step, with the exception in `_begins_segment`."""
 
 _OF_ONE_RESUME = (
     "loop.device",
@@ -27,41 +56,40 @@ _OF_ONE_RESUME = (
 """Prefixes of the settings that depend on where a run is resumed; they affect rounding only."""
 
 # fmt: off
-_OF_A_LEG = (
-    "schedule.", "loop.steps", "loop.batch_size", "loop.accumulate", "data.order", "model.dropout", "ema.decay",
-    "optim.lr", "optim.muon_lr", "optim.muon_momentum", "optim.muon_steps", "optim.weight_decay", "optim.beta1",
-    "optim.beta2", "optim.eps", "optim.clip", TECHNIQUES,
+_OF_A_SEGMENT = (
+    "schedule.", "loop.steps", "loop.batch_size", "loop.gradient_accumulation_steps", "data.order", "model.dropout",
+    "ema.decay", "optim.lr", "optim.muon_lr", "optim.muon_momentum", "optim.muon_steps", "optim.weight_decay",
+    "optim.beta1", "optim.beta2", "optim.eps", "optim.grad_clip", TECHNIQUES,
 )
 # fmt: on
-"""Prefixes of the settings that begin a new leg, because the state of a run fits them; restoring checks techniques."""
-
-_SET_BY = {"lr-plateau": "schedule.name", "lr-range-test": "schedule.name", "fused-optimizer": "optim.implementation"}
-"""Settings that a technique has set when the run began, and which stay when it is turned off."""
+"""Prefixes of the settings that begin a segment, because the state of a run fits them; restoring checks techniques."""
 
 _OF_A_BRANCH = ("data.", "loop.seed")
 """Prefixes of the settings that a branch may change, too. Its data must have the tokenizer of the run."""
 
 
 def current_config(record: RunRecord) -> Config:
-    """Return the configuration of a run's last leg with the changes of its last resume that are kept."""
+    """Return the configuration of a run's last segment with the changes of its last resume that are kept."""
     changes = record.resumed[-1].settings if record.resumed else {}
-    # Before there were legs, a run could only become longer, and that was recorded here.
+    # Before there were segments, a run could only become longer, and that was recorded here.
     kept = (*_KEPT, "loop.steps")
     return record.last_config.changed({name: now for name, (_, now) in changes.items() if name.startswith(kept)})
 
 
-def leg_settings(before: Config, config: Config, folder: RunFolder, *, branch: bool = False) -> Changes:
-    """Return the changed settings that begin a leg or a branch; UsageError if one of the others must not change."""
+def segment_settings(before: Config, config: Config, folder: RunFolder, *, branch: bool = False) -> Changes:
+    """Return the changed settings that begin a segment or a branch; UsageError if another one must not change."""
     changes = differences(before, config)
-    for technique, name in _SET_BY.items():
-        if technique in before.techniques and technique not in config.techniques and name not in changes:
+    for technique in (name for name in before.techniques if name not in config.techniques):
+        # A technique of a third party need not be installed any more.
+        name = TECHNIQUE_CLASSES.get(technique).sets if technique in TECHNIQUE_CLASSES.names() else None
+        if name is not None and name not in changes:
             raise UsageError(
                 f"techniques.{technique} is turned off, and {name} would stay as it has set it: "
                 f"{before.setting(name)!r}",
                 path=folder.path,
-                remedy=f"state another {name}, too" if name.startswith(_OF_A_LEG) else "leave the technique on",
+                remedy=f"state another {name}, too" if name.startswith(_OF_A_SEGMENT) else "leave the technique on",
             )
-    found = {name: values for name, values in changes.items() if _begins_leg(name, before)}
+    found = {name: values for name, values in changes.items() if _begins_segment(name, before)}
     free = (*_KEPT, *_OF_ONE_RESUME, *(_OF_A_BRANCH if branch else ()))
     refused = [
         f"{name}: {values[0]!r} then, {values[1]!r} now{_reason(name)}"
@@ -78,12 +106,12 @@ def leg_settings(before: Config, config: Config, folder: RunFolder, *, branch: b
     return found
 
 
-def _begins_leg(name: str, before: Config) -> bool:
+def _begins_segment(name: str, before: Config) -> bool:
     if name.startswith(_OF_ONE_RESUME):
         return False
     # This schedule depends on the evaluations.
     evaluations = ("eval.every", "eval.tokens", "eval.batches")
-    return name.startswith(_OF_A_LEG) or (name in evaluations and before.schedule.name == "plateau")
+    return name.startswith(_OF_A_SEGMENT) or (name in evaluations and before.schedule.name == "plateau")
 
 
 def _reason(name: str) -> str:
@@ -97,28 +125,30 @@ def _reason(name: str) -> str:
     return ""
 
 
-def legs_after(record: RunRecord, config: Config, step: int, folder: RunFolder) -> list[Leg]:
-    """Return the legs of a run that resumes after a step with a configuration.
+def segments_after(record: RunRecord, config: Config, step: int, folder: RunFolder) -> list[Segment]:
+    """Return the segments of a run that resumes after a step with a configuration.
 
-    If settings have changed, the last one is new. A leg in which no step was done is replaced.
+    If settings have changed, the last segment is new. It replaces a segment without a step.
 
-    Raises UsageError if the leg has no steps; CorruptCheckpointError if the checkpoint before the last leg is damaged.
+    Raises UsageError if the segment has no steps; CorruptCheckpointError if the checkpoint before the last segment is
+    damaged.
     """
-    if record.legs and step < (began := record.legs[-1].step):
+    if record.segments and step < (began := record.segments[-1].step):
         raise CorruptCheckpointError(
-            f"the last leg of the run began after step {began}, and the last undamaged checkpoint is of step {step}",
+            f"the last segment of the run began after step {began}, and the last undamaged checkpoint is of step "
+            f"{step}",
             path=folder.checkpoints,
             remedy=f"copy step {began} back, or begin another run there: tensorkeep train --branch "
             f"{shlex.quote(f'{folder.path}@{step}')} --out NEW",
         )
-    if not leg_settings(current_config(record), config, folder):
-        return record.legs
-    kept = [leg for leg in record.legs if leg.step < step]
+    if not segment_settings(current_config(record), config, folder):
+        return record.segments
+    kept = [segment for segment in record.segments if segment.step < step]
     before = kept[-1].config if kept else record.config
     after = config.changed(_of_one_resume(before))
-    settings = leg_settings(before, after, folder)
+    settings = segment_settings(before, after, folder)
     check_steps(config, step, folder)
-    return [*kept, Leg(step=step, time=now(), settings=settings, config=after)] if settings else kept
+    return [*kept, Segment(step=step, time=now(), settings=settings, config=after)] if settings else kept
 
 
 def _of_one_resume(config: Config) -> dict[str, object]:
@@ -128,7 +158,7 @@ def _of_one_resume(config: Config) -> dict[str, object]:
 
 
 def check_steps(config: Config, step: int, folder: RunFolder) -> None:
-    """Raise UsageError if a leg or a branch that begins after a step has no steps, or a schedule that begins later."""
+    """Raise UsageError if a segment or branch after a step has no steps, or its schedule begins later."""
     if config.loop.steps <= step:
         raise UsageError(
             f"loop.steps is {config.loop.steps}, and {step} steps are done: none is left for the changed settings",
@@ -138,7 +168,7 @@ def check_steps(config: Config, step: int, folder: RunFolder) -> None:
     if config.schedule.start > step:
         raise UsageError(
             f"schedule.start is {config.schedule.start}, and the next step is {step + 1}",
-            # The start need not be what the user gave: it is that of a checkpoint that has turned out to be damaged.
+            # The user need not have given this start: it may come from a checkpoint that has turned out to be damaged.
             remedy=f"give {step} or less, such as --schedule.start {step}" if step else "leave it out",
         )
 
@@ -146,7 +176,7 @@ def check_steps(config: Config, step: int, folder: RunFolder) -> None:
 def with_schedule_start(config: Config, before: Config, given: Collection[str], step: int) -> Config:
     """Return a configuration whose schedule begins after a step, without warm-up, if its schedule is another one.
 
-    What the user gave explicitly is not changed; ``given`` holds the dotted names of those settings.
+    Settings in ``given``, by dotted name, stay as the user gave them.
     """
     if not any(name.startswith("schedule.") for name in differences(before, config)):
         return config
@@ -154,60 +184,287 @@ def with_schedule_start(config: Config, before: Config, given: Collection[str], 
     return config.changed({name: value for name, value in defaults.items() if name not in given})
 
 
-def note_on_leg(number: int, leg: Leg, before: Config, reduced: float) -> str:
-    """Return what changes in a leg, and how its learning rate continues; see `note_on_rates`."""
-    config, step = leg.config, leg.step
-    text = f"leg {number} begins after step {step}: {describe(leg.settings)}"
-    whole = f"that of a run of {config.loop.steps} steps from the start"
-    extended = set(leg.settings) == {"loop.steps"}
-    if extended and number == 2 and _is_as_from_the_start(before, config, step):
-        return f"{text}; its result is {whole}"
-    rates = note_on_rates(before, config, step, reduced)
-    return f"{text}; {rates}, and the result differs from {whole}" if extended else f"{text}; {rates}"
+@dataclass(frozen=True)
+class BranchPoint:
+    """A checkpoint of a run, its metrics, and the configuration with which its step was computed."""
+
+    folder: RunFolder
+    step: int
+    metrics: dict[str, float]
+    config: Config
+
+    @property
+    def record(self) -> RunRecord:
+        """The record of the run."""
+        return self.folder.record()
+
+    def manager(self, group: ProcessGroup | None) -> CheckpointManager:
+        """Return a manager that reads the checkpoints of the run."""
+        return CheckpointManager(self.folder.checkpoints, group=group)
+
+    def check_data(self, dataset: Dataset) -> None:
+        """Raise UsageError if a dataset has another tokenizer than the run."""
+        if dataset.tokenizer.digest != self.folder.tokenizer().digest:
+            raise UsageError(
+                f"data.tokenizer: the tokenizer of this data is not the tokenizer of {self.folder.path}, and the model "
+                "has the vocabulary of its tokenizer",
+                path=dataset.path,
+                remedy="give data of the same tokenizer, or leave --data out for the data of the run",
+            )
 
 
-def note_on_rates(before: Config, config: Config, step: int, reduced: float) -> str:
-    """Return how the learning rate continues after a step, given the factor to which "plateau" has reduced it."""
-    # The evaluation after the step may have reduced the rate that "plateau" had: the step itself had a higher one.
-    earlier = "" if before.schedule.name == "plateau" else f"from {_rate(before, step):.3g} "
-    return (
-        f"the learning rate goes {earlier}to {_rate(config, step + 1) * reduced:.3g} "
-        f"({config.schedule.name} over steps {config.schedule.start + 1} to {config.loop.steps})"
-    )
+def branch_point(address: PathLike) -> BranchPoint:
+    """Return the checkpoint at the address of a run or one step of it, such as ``run``, ``run@1200`` or ``run@best``.
+
+    Raises NotACheckpointError if it is not a run, or has no such checkpoint; UsageError if the address is malformed.
+    """
+    folder, wanted = RunFolder.at(address)
+    record = folder.record()
+    number = find_checkpoint(f"{folder.checkpoints}@{wanted or 'latest'}").step
+    if number is None:
+        raise NotACheckpointError("holds no checkpoint", path=folder.checkpoints, remedy="resume the run first")
+    step = place_of(folder.checkpoints).read(number)
+    return BranchPoint(folder, number, dict(step.metrics), record.config_after(number))
 
 
-def describe(settings: Changes) -> str:
-    """Return changed settings as text."""
-    return ", ".join(f"{name} {_in_words(before)} -> {_in_words(after)}" for name, (before, after) in settings.items())
+class NewRun:
+    """How a run with random weights begins. The subclasses begin with other weights.
 
+    ``before`` is the configuration with which the first weights were trained, if there is one.
+    """
 
-def _in_words(value: object) -> str:
-    return "none" if value is None else "on" if value == {} else str(value)
+    before: Config | None = None
+    is_resumed = False
+    first_step = 0
 
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
 
-def note_on_evaluations(before: Config, config: Config, step: int) -> str | None:
-    """Return what a change of the evaluations means for the validation losses."""
-    if (config.eval.tokens, config.eval.batches) == (before.eval.tokens, before.eval.batches) or not step:
+    def check(self, config: Config, dataset: Dataset) -> None:
+        """Raise UsageError if a configuration or data does not fit."""
+        check_steps(config, self.first_step, self.folder)
+
+    def initial_values(self, model: ModelConfig) -> dict[str, Tensor] | None:
+        """Return the initial values of the parameters by name; None for random ones."""
         return None
-    return (
-        "validation losses are measured on other windows from now on: do not compare them with earlier ones; early "
-        "stopping and plateau begin again"
-    )
+
+    def check_store(self, run: OpenRun) -> None:
+        """Raise DestinationExistsError if the object store of a new run has the steps of another one."""
+        store = run.config.checkpoint.store
+        last = None if store is None or run.folder.unfinished_start() is not None else run.manager.latest()
+        if last is not None:
+            raise DestinationExistsError(
+                f"holds the steps of a run already, up to step {last.number}",
+                path=store,
+                remedy="choose another checkpoint.store, or resume that run where its folder is (--resume)",
+            )
+
+    def begin(self, run: OpenRun, config: Config) -> None:
+        """Bring the run to its first step, and write its record. ``config`` is for all ranks, before sharding."""
+        # The checkpoint of a run that was killed before it had its record; this run takes its place.
+        step = run.world.broadcast(run.folder.unfinished_start())
+        if step is not None:
+            run.manager.delete(step)
+        self._begin(run, config)
+
+    def _begin(self, run: OpenRun, config: Config) -> None:
+        if run.world.is_main:
+            # Another process may also have started a run here since the first check.
+            run.folder.check_new()
+        self._write_record(run, config)
+
+    def _write_record(
+        self, run: OpenRun, config: Config, origin: BranchOrigin | None = None, initial: InitialRecord | None = None
+    ) -> None:
+        if run.world.is_main:
+            run.folder.start(config, run.dataset, _environment(run), origin, initial)
+            run.log.begin(run.progress.step)
+        run.world.barrier()
+
+    def _save_first(self, run: OpenRun, metrics: Mapping[str, float] | None = None) -> None:
+        """Save the checkpoint that a new run begins with.
+
+        The record is written after it: a run exists once it has its record, and it must not begin without this
+        checkpoint.
+        """
+        run.folder.check_new()
+        run.world.barrier()
+        if run.world.is_main:
+            run.folder.begin_start(self.first_step)
+        run.manager.save(self.first_step, run.state(), metrics).wait()
 
 
-def _rate(config: Config, step: int) -> float:
-    # Of the first step at the least: a run or a branch that has not made one begins at its rate.
-    return config.optim.lr * learning_rate_factor(
-        config.schedule, max(step, config.schedule.start + 1), config.loop.steps
-    )
+class RunFromWeights(NewRun):
+    """How a run with given weights begins. It saves them as step 0, so that a resume does not need their source."""
+
+    def __init__(self, folder: RunFolder, initial: InitialWeights) -> None:
+        super().__init__(folder)
+        self.initial = initial
+
+    def check(self, config: Config, dataset: Dataset) -> None:
+        self.initial.check(config.model)
+        self.initial.check_data(dataset)
+        super().check(config, dataset)
+
+    def initial_values(self, model: ModelConfig) -> dict[str, Tensor]:
+        return self.initial.values(model)
+
+    def _begin(self, run: OpenRun, config: Config) -> None:
+        self._save_first(run)
+        self._write_record(run, config, initial=self.initial.record)
+        run.notes += tuple(notes.on_initial_weights(self.initial, config, run.dataset))
 
 
-def _is_as_from_the_start(before: Config, config: Config, step: int) -> bool:
-    """Return whether the steps so far would have been the same with the new ``loop.steps``."""
-    if any(_rate(before, each) != _rate(config, each) for each in range(before.schedule.start + 1, step + 1)):
-        return False
-    # The last step of a run is evaluated in any case, which the schedule "plateau" counts.
-    evaluated = step == before.loop.steps and step % (before.eval.every or step) != 0
-    # So does early stopping, which a leg begins again.
-    counted = (before.schedule.name == "plateau" and evaluated) or before.eval.patience is not None
-    return not counted and not any(each.depends_on_steps for each in Stack.of(before.techniques).techniques)
+class BranchedRun(NewRun):
+    """How a branch begins: it restores a checkpoint of another run, and saves it as its own first one."""
+
+    def __init__(self, folder: RunFolder, point: BranchPoint) -> None:
+        super().__init__(folder)
+        self.point = point
+        self.before, self.first_step = point.config, point.step
+
+    def check(self, config: Config, dataset: Dataset) -> None:
+        self.point.check_data(dataset)
+        segment_settings(self.point.config, config, self.point.folder, branch=True)
+        super().check(config, dataset)
+
+    def _begin(self, run: OpenRun, config: Config) -> None:
+        point = self.point
+        settings = segment_settings(point.config, config, point.folder, branch=True)
+        fresh = _group_settings(run)
+        manager = point.manager(run.world.group)
+        _restore(run, lambda into: manager.restore(step=point.step, into=into), changed=True)
+        _adapt(run, settings, fresh)
+        same_data = point.record.data.fingerprint == run.dataset.fingerprint
+        if not same_data:
+            run.batches.load_state_dict({"position": 0})
+            run.progress.best = run.progress.loss = math.inf
+            run.plateau.forget_losses()
+        self._save_first(run, point.metrics if same_data else {})
+        changes = differences(point.config, config)
+        origin = BranchOrigin(
+            run=str(point.folder.path), step=point.step, started=point.record.started, settings=changes
+        )
+        self._write_record(run, config, origin)
+        run.notes += (
+            f"branches from {point.folder.path} after step {point.step}: {notes.describe(changes) or 'no changes'}; "
+            f"{notes.on_rates(point.config, config, point.step, run.plateau.factor)}",
+        )
+        if same_data:
+            run.notes += tuple(notes.on_evaluations(point.config, config, point.step))
+
+
+class ResumedRun:
+    """How a run resumes: it restores its last undamaged checkpoint, and begins a segment if settings have changed."""
+
+    is_resumed = True
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.record = folder.record()
+        self.before: Config = current_config(self.record)
+
+    def check(self, config: Config, dataset: Dataset) -> None:
+        """Raise UsageError if a setting has changed that must not change."""
+        segment_settings(self.before, config, self.folder)
+
+    def initial_values(self, model: ModelConfig) -> None:
+        """Return None: the checkpoint has the weights."""
+
+    def check_store(self, run: OpenRun) -> None:
+        """Do nothing: the steps in the object store are the steps of this run."""
+
+    def begin(self, run: OpenRun, config: Config) -> None:
+        """Bring the run to its next step, and add the resume to its record."""
+        fresh, folder, record = _group_settings(run), self.folder, self.record
+        changed = bool(segment_settings(self.before, config, folder))
+        if run.manager.latest() is None:
+            self._check_began_without_checkpoint(run)
+        else:
+            _restore(run, lambda into: run.manager.restore(into=into), changed=changed)
+        step = run.progress.step
+        segments = segments_after(record, config, step, folder)
+        begins = bool(segments) and segments[-1].step == step
+        if begins:
+            _adapt(run, segments[-1].settings, fresh)
+        if begins and segments != record.segments:
+            before = segments[-2].config if segments[1:] else record.config
+            run.notes += (notes.on_segment(len(segments) + 1, segments[-1], before, run.plateau.factor),)
+        run.notes += tuple(notes.on_evaluations(self.before, config, step))
+        here, began = _environment(run), record.numerics_environment
+        moved = {name: (began[name], now) for name, now in here.items() if name in began and began[name] != now}
+        if moved:
+            differing = "; ".join(f"{name} was {before}, and is {now}" for name, (before, now) in moved.items())
+            note = f"results may differ in the last bits from those of an uninterrupted run: {differing}"
+            run.notes = (note, *run.notes)
+        if run.world.is_main:
+            run.log.begin(step)
+            if begins:
+                # With the first step of the segment, so that a resume before the next checkpoint writes it again.
+                run.log.write(step + 1, "leg", leg=len(segments) + 1, settings=segments[-1].settings)
+            logger.info("resuming %s after step %d", folder.path, step)
+            last = segments[-1].config if segments else record.config
+            folder.add_resumption(step, differences(last, config), moved, run.dataset.verified, segments)
+
+    def _check_began_without_checkpoint(self, run: OpenRun) -> None:
+        """Raise CorruptCheckpointError if a run began with a checkpoint, and has lost it: its weights are unknown."""
+        origin, store = self.record.origin, run.config.checkpoint.store
+        if origin is None and self.record.initial is None:
+            return
+        first = 0 if origin is None else origin.step
+        again = "start again from the same weights (--init-from)" if origin is None else "start the branch again"
+        raise CorruptCheckpointError(
+            f"has lost all checkpoints of its run, which began with step {first}",
+            path=run.folder.checkpoints if store is None else store,
+            remedy=f"copy step {first} or a later one back, or {again} in another --out",
+        )
+
+
+def _restore(run: OpenRun, restore: Callable[[Any], object], *, changed: bool) -> None:
+    try:
+        restore(run.state())
+    except StateMismatchError as error:
+        if not changed:
+            raise
+        raise StateMismatchError(
+            f"the state of the run does not fit the changed settings: {error.message}",
+            path=error.path,
+            remedy="leave out the techniques that change what is saved",
+        ) from error
+    if not run.world.all_equal(run.progress.step):
+        # Each rank looks for the last undamaged checkpoint by itself.
+        raise RanksDisagreeError(
+            "the ranks of the run have found different checkpoints",
+            path=run.folder.checkpoints,
+            remedy="give all ranks the same folder",
+        )
+
+
+def _environment(run: OpenRun) -> dict[str, Any]:
+    return numerics_environment(run.device) | {"processes": run.world.size}
+
+
+def _group_settings(run: OpenRun) -> dict[str, list[dict[str, Any]]]:
+    """Return the settings of the parameter groups of each optimizer: rates, decay and others."""
+    return {
+        name: [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        for name, optimizer in run.optimizers.items()
+    }
+
+
+def _adapt(run: OpenRun, settings: Changes, fresh: dict[str, list[dict[str, Any]]]) -> None:
+    """Change a restored state as the changed settings need it.
+
+    A checkpoint holds settings of the optimizers, which get the ``fresh`` ones. Batches of another size continue after
+    the windows that were drawn. Early stopping counts from 0 again, and so does a new schedule.
+    """
+    for name, groups in fresh.items():
+        for group, values in zip(run.optimizers[name].param_groups, groups, strict=True):
+            group.update(values)
+    run.progress.waited = 0
+    run.progress.range_test = RangeTest()
+    if any(name.startswith("schedule.") for name in settings):
+        run.plateau.load_state_dict(Plateau(run.config.schedule).state_dict())
+    if "loop.batch_size" in settings:
+        before, after = settings["loop.batch_size"]
+        run.batches.load_state_dict({"position": -(-run.batches.position * before // after)})

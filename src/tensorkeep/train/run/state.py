@@ -1,143 +1,206 @@
-"""The state of a run: what a training step changes and a checkpoint contains.
+"""An open run as the loop sees it: its folder, checkpoints and log, and how its time and speed are measured."""
 
-`Run` is what techniques and the divergence guard work on. It does not know them: `tensorkeep.train.run.setup` builds a
-run, applies its techniques and adds them to what is saved.
-"""
-
-import math
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+import shlex
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tensorkeep.checkpoint.stateful import RandomState
+from tensorkeep.errors import DivergedError, TensorkeepError
 from tensorkeep.manager.manager import CheckpointManager
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.data.batches import BatchSource
-from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.evaluate import EvaluationWindows
-from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.operations import Operations
-from tensorkeep.train.optim.average import WeightAverage
-from tensorkeep.train.optim.optimizers import Optimizers
-from tensorkeep.train.optim.schedules import Plateau, RangeTest
-from tensorkeep.train.run.device import Mover
+from tensorkeep.train.data.batches import EvaluationWindows
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.log import RunLog
-from tensorkeep.train.run.speed import Clock, SlowdownDetector, Speedometer
-from tensorkeep.train.run.world import World
-
-METRIC = "validation_loss"
-"""The metric that is saved with each checkpoint, and by which the best one is chosen."""
+from tensorkeep.train.run.log import TrainingLog
+from tensorkeep.train.step.state import Run, UncheckedStep
+from tensorkeep.train.step.world import World
+from tensorkeep.train.techniques.stack import Stack
 
 
-@dataclass
-class Progress:
-    """How far a run is and how well it did; all of it is part of a checkpoint."""
+class ActivityTimer:
+    """Adds up seconds by activity: ``"train"``, ``"evaluate"``, ``"checkpoint"``, ``"sample"``, ``"first step"``."""
 
-    step: int = 0
-    tokens: int = 0
-    """Tokens trained on."""
-    best: float = math.inf
-    """The best validation loss."""
-    waited: int = 0
-    """Evaluations since the best one."""
-    loss: float = math.inf
-    """The last validation loss; infinite before the first evaluation."""
-    evaluated: int = 0
-    """The targets of that evaluation: a loss of more or of fewer cannot be compared with it."""
-    skipped: int = 0
-    """Updates skipped because the loss or the gradient norm was not finite."""
-    skipped_in_a_row: int = 0
-    """Updates skipped since the last applied one."""
-    range_test: RangeTest = field(default_factory=RangeTest)
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self.seconds: dict[str, float] = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values."""
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
-        vars(self).update({**state, "range_test": RangeTest(**state["range_test"])})
+    @contextmanager
+    def spent_on(self, activity: str) -> Iterator[None]:
+        """Add the duration of the block to an activity. Blocks must not be nested."""
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + self._now() - begin
 
 
-@dataclass(frozen=True, slots=True)
-class UncheckedStep:
-    """A step whose loss and gradient norm have not been checked yet, and the numbers of its batches."""
+class Speedometer:
+    """Counts the tokens of training, their floating-point operations and the seconds they took.
 
-    number: int
-    drawn: range
-    loss: Tensor
-    norm: Tensor
+    MFU (model FLOP utilisation; Chowdhery et al., arXiv 2204.02311) is the rate of the model's floating-point
+    operations as a fraction of ``peak``, the fastest rate that the machine reaches, in FLOP/s. ``data_sheet`` is the
+    peak in the data sheet of the device, if it is known.
+    """
+
+    def __init__(self, peak: float, data_sheet: float | None = None) -> None:
+        self.peak = peak
+        self.data_sheet = data_sheet
+        self.tokens = 0
+        self.flops = 0
+        self.seconds = 0.0
+        self._lap_start = (0, 0, 0.0)
+
+    def add(self, tokens: int, flops: int, seconds: float) -> None:
+        """Count one training step. Evaluation, samples and checkpoints do not count."""
+        self.tokens += tokens
+        self.flops += flops
+        self.seconds += seconds
+
+    def lap(self) -> dict[str, float]:
+        """Return ``tokens_per_second`` and ``mfu`` since the last lap; an empty dict if no step was counted.
+
+        On a known card also ``mfu_of_data_sheet``, which other trainers report.
+        """
+        now = (self.tokens, self.flops, self.seconds)
+        tokens, flops, seconds = (after - before for after, before in zip(now, self._lap_start, strict=True))
+        self._lap_start = now
+        return self._rates(int(tokens), int(flops), seconds)
+
+    def total(self) -> dict[str, float]:
+        """Return the same rates of all counted steps; empty without counted steps."""
+        return self._rates(self.tokens, self.flops, self.seconds)
+
+    def _rates(self, tokens: int, flops: int, seconds: float) -> dict[str, float]:
+        if not seconds:
+            return {}
+        # The peak is at least the rate reached in training; on a busy machine it may be measured too low.
+        self.peak = max(self.peak, flops / seconds)
+        rates = {"tokens_per_second": tokens / seconds, "mfu": flops / seconds / self.peak}
+        if self.data_sheet is not None:
+            rates["mfu_of_data_sheet"] = flops / seconds / self.data_sheet
+        return rates
+
+
+class SlowdownDetector:
+    """Notices when training has become five times slower than before.
+
+    It compares the rate of a window, of at least 10 steps and 5 seconds of training, with the median rate of all
+    windows before. A rate is in FLOP/s, because techniques may change the length of sequences.
+    """
+
+    STEPS = 10
+    SECONDS = 5.0
+    LEAST_BEFORE = 3
+    """Windows that must have passed before one can be slow."""
+    RATIO = 5.0
+
+    def __init__(self) -> None:
+        self._rates: list[float] = []
+        self._steps = 0
+        self._flops = 0
+        self._seconds = 0.0
+        self._reported = False
+
+    def add(self, flops: int, seconds: float, *, steps: int = 1) -> float | None:
+        """Add a step, or with 0 steps the time that a GPU still took for earlier ones.
+
+        Returns how many times slower training has become, once, at the end of the first slow window.
+        """
+        self._steps, self._flops, self._seconds = self._steps + steps, self._flops + flops, self._seconds + seconds
+        if self._reported or self._steps < self.STEPS or self._seconds < self.SECONDS:
+            return None
+        rate = self._flops / self._seconds
+        earlier = statistics.median(self._rates) if len(self._rates) >= self.LEAST_BEFORE else 0.0
+        self._rates.append(rate)
+        self._steps, self._flops, self._seconds = 0, 0, 0.0
+        self._reported = rate * self.RATIO <= earlier
+        return earlier / rate if self._reported else None
 
 
 @dataclass(kw_only=True)
-class Run:
+class OpenRun(Run):
     """A run of training, ready for its next step; see `tensorkeep.train.run.setup.open_run`.
 
     Attributes
     ----------
     validation : EvaluationWindows
         What the validation loss is computed on.
-    operations : Operations
-        What a step consists of; techniques replace or wrap them.
-    world : World
-        The ranks that train it together.
-    replicas, replica : int
-        How many ranks, or groups of ranks, train on data of their own, and the number of this one.
-    move : Mover
-        Copies batches to the device.
-    in_checkpoint : dict of str to callable
-        Returns a part of a checkpoint, by its name: what techniques save in place of the run's own object.
+    techniques : Stack
+        The techniques that are on.
     notes : tuple of str
         Warnings for the user, known when the run was opened.
-    drawn : range
-        The numbers of the batches of the last step.
-    positions : int
-        The positions that all ranks together computed in the last step, whether their targets count or not.
     gradient_norms : dict of str to float
         The norm of each layer's gradient in the last step, if it is to be logged.
-    checks_later : bool
-        Whether losses are checked for divergence some steps later; see `tensorkeep.train.guard`.
-    unchecked : list of UncheckedStep
-        The steps that are still to be checked.
     """
 
-    config: Config
     folder: RunFolder
-    dataset: Dataset
-    device: torch.device
-    model: GPT
-    optimizers: Optimizers
-    plateau: Plateau
-    batches: BatchSource
-    validation: EvaluationWindows
-    average: WeightAverage
-    operations: Operations
     manager: CheckpointManager
-    log: RunLog
-    speed: Speedometer
-    world: World = field(default_factory=World)
-    replicas: int = 1
-    replica: int = 0
-    progress: Progress = field(default_factory=Progress)
-    clock: Clock = field(default_factory=Clock)
+    log: TrainingLog
+    validation: EvaluationWindows
+    techniques: Stack
+    speed: Speedometer = field(init=False)
+    clock: ActivityTimer = field(default_factory=ActivityTimer)
     slowdown: SlowdownDetector = field(default_factory=SlowdownDetector)
-    in_checkpoint: dict[str, Callable[[], Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    drawn: range = field(default=range(0), init=False)
-    positions: int = field(default=0, init=False)
     gradient_norms: dict[str, float] = field(default_factory=dict, init=False)
-    checks_later: bool = field(default=False, init=False)
-    unchecked: list[UncheckedStep] = field(default_factory=list, init=False)
-    move: Mover = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.move = Mover(self.device)
+    def state(self) -> dict[str, Any]:
+        """Return everything that a checkpoint of the run holds."""
+        own = {
+            "model": self.model,
+            "average": self.average.state_dict(),
+            "optimizers": dict(self.optimizers),
+            "plateau": self.plateau,
+            "batches": self.batches,
+            "progress": self.progress,
+            "techniques": self.techniques,
+            "rng": RunRandomState(self.world),
+        }
+        return own | {name: part() for name, part in self.in_checkpoint.items()}
+
+    def diverged(self, step: UncheckedStep, figures: str, *, skipped: int = 0) -> DivergedError:
+        """Return the error that stops the run; its remedy names the checkpoint to resume from."""
+        unsaved = self._wait_for_saves()
+        if skipped:
+            steps = [each.number for each in self.manager.steps()]
+            first = step.number - skipped + 1
+            message = f"{figures}, and {skipped} updates in a row, since step {first}, were skipped"
+            remedy = "start a new run with a lower learning rate (--optim.lr)"
+            if steps:
+                command = f"tensorkeep train --out {shlex.quote(str(self.folder.path))} --resume"
+                remedy += f"; or fix the cause and resume from step {steps[-1]}{_relation(steps, first)}: {command}"
+        else:
+            message = f"{figures}, on batches {step.drawn.start} to {step.drawn.stop - 1} of the data"
+            last = self.manager.latest()
+            begin = f"resume from step {last.number}" if last else "start again from the beginning"
+            remedy = f"{begin} with --resume --loop.on_divergence skip, or start a new run with a lower learning rate"
+        error = DivergedError(f"step {step.number}: {message}", path=self.folder.path, remedy=remedy)
+        if unsaved is not None:
+            error.add_note(f"a checkpoint was not saved: {unsaved}")
+        return error
+
+    def _wait_for_saves(self) -> TensorkeepError | None:
+        """Wait for checkpoints that are being saved; return the error of a failed save."""
+        try:
+            self.manager.wait()
+        except TensorkeepError as error:
+            return error
+        return None
+
+
+def _relation(steps: list[int], first_skipped: int) -> str:
+    """Describe whether the last checkpoint was saved before updates were skipped."""
+    before = [number for number in steps if number < first_skipped]
+    if steps[-1] < first_skipped:
+        return ", the last checkpoint before them"
+    earlier = f"; the last checkpoint before them is step {before[-1]}" if before else ""
+    return f", saved while updates were skipped, with the same weights as before them{earlier}"
 
 
 def seed_random_states(seed: int) -> None:
@@ -148,10 +211,10 @@ def seed_random_states(seed: int) -> None:
 
 
 class RunRandomState(RandomState):
-    """The random states of a run: those of rank 0, and under ``"others"`` torch's of the other ranks.
+    """The random states of rank 0, and under ``"others"`` the states of torch on the other ranks.
 
-    Each rank saves its own. A run may resume on another number of GPUs: the states of GPUs are then not restored. It
-    may resume on another number of ranks: the states of rank 0 are then restored on rank 0 only.
+    Each rank saves its own. A run that resumes on another number of GPUs does not restore the states of GPUs. A run
+    that resumes on another number of ranks restores the states of rank 0 on rank 0 only.
     """
 
     def __init__(self, world: World) -> None:
@@ -178,6 +241,6 @@ class RunRandomState(RandomState):
 
 
 def _for_these_gpus(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return random states without those of GPUs, if this machine has another number of them."""
+    """Return random states without GPU states, if this machine has another number of GPUs."""
     fits = len(state.get("cuda", ())) == torch.cuda.device_count()
     return {name: each for name, each in state.items() if name != "cuda" or fits}

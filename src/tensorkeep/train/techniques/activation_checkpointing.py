@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tensorkeep.train.config.sections import Count
+from tensorkeep.settings import Count
 from tensorkeep.train.model.gpt import TransformerBlock
-from tensorkeep.train.techniques.base import Proof, Run, Section, Technique, Verification
+from tensorkeep.train.techniques.base import MemoryEffects, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import count_calls
 
 # Operators with results that a selective checkpoint keeps: matmuls take most of the time.
@@ -50,6 +50,7 @@ class ActivationCheckpointing(Technique):
     summary: ClassVar = "keeps only the inputs of blocks for the backward pass, and recomputes the rest"
     effect: ClassVar = "activations take a fraction of the memory, steps 20 to 30% more time"
     reference: ClassVar = "arXiv 1604.06174; torch.utils.checkpoint"
+    predicts_memory: ClassVar = True
     Settings: ClassVar = CheckpointingSettings
     settings: CheckpointingSettings
 
@@ -60,10 +61,13 @@ class ActivationCheckpointing(Technique):
     def _blocks(self, run: Run) -> list[TransformerBlock]:
         return cast("list[TransformerBlock]", list(run.model.blocks))[:: self.settings.every]
 
+    def affect_memory(self, effects: MemoryEffects) -> None:
+        effects.checkpoint_every, effects.keeps_matmuls = self.settings.every, self.settings.keep == "matmuls"
+
     def verify(self, run: Run) -> Verification:
         """Count the forward passes through the blocks: two for each batch, or a block was not recomputed."""
         blocks = self._blocks(run)
-        expected = 2 * run.config.loop.accumulate
+        expected = 2 * run.config.loop.gradient_accumulation_steps
         with count_calls(block.norm1 for block in blocks) as calls:
             yield
         others = [number for number, block in enumerate(blocks) if calls[block.norm1] != expected]

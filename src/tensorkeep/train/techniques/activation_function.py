@@ -52,6 +52,7 @@ class ActivationFunction(Technique):
     summary: ClassVar = "gives the MLPs another activation, with as many parameters as GELU with 4 d_model"
     effect: ClassVar = "often a slightly lower loss with ReLU^2 or a gated activation, at equal parameters and time"
     reference: ClassVar = "arXiv 2002.05202, arXiv 2109.08668"
+    predicts_memory: ClassVar = True
     Settings: ClassVar = ActivationSettings
     conflicts: ClassVar = {"pipeline-parallel": "its activity check needs every block, but each process has only some"}
     settings: ActivationSettings

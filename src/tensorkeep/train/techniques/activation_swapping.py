@@ -17,8 +17,8 @@ from msgspec import Meta
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from tensorkeep.train.config.sections import Count
-from tensorkeep.train.techniques.base import Proof, Run, Section, Technique, Verification
+from tensorkeep.settings import Count
+from tensorkeep.train.techniques.base import MemoryEffects, Proof, Run, Section, Technique, Verification
 from tensorkeep.units import format_bytes
 
 
@@ -50,6 +50,7 @@ class ActivationSwapping(Technique):
     summary: ClassVar = "moves activations to CPU memory, and back for the backward pass"
     effect: ClassVar = "activations take little GPU memory; steps take longer where the bus is slower than the layers"
     reference: ClassVar = "arXiv 1602.08124; torch.autograd.graph.save_on_cpu"
+    predicts_memory: ClassVar = True
     needs_cuda: ClassVar = True
     Settings: ClassVar = ActivationSwappingSettings
     conflicts: ClassVar = {
@@ -87,6 +88,9 @@ class ActivationSwapping(Technique):
             return tensor
 
         return saved_tensors_hooks(pack, unpack)
+
+    def affect_memory(self, effects: MemoryEffects) -> None:
+        effects.swaps_activations = True
 
     def verify(self, run: Run) -> Verification:
         """Count the bytes that are moved out, and the bytes that come back."""

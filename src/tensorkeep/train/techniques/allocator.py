@@ -8,7 +8,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from tensorkeep.train.config.sections import Fraction
+from tensorkeep.settings import Fraction
 from tensorkeep.train.techniques.base import Machine, Proof, Run, Section, Technique, Verification
 
 # torch reads the second variable, an older name, if the first is not set.

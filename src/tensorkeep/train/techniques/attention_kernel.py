@@ -17,8 +17,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.model.attention import AttentionFunction, attend_within
-from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.techniques.base import Config, Machine, Proof, Run, Section, Technique, Verification
+from tensorkeep.train.step.device import chosen_device
+from tensorkeep.train.techniques.base import (
+    Config,
+    Machine,
+    MemoryEffects,
+    Proof,
+    Run,
+    Section,
+    Technique,
+    Verification,
+)
 from tensorkeep.train.techniques.observe import observe_inputs
 
 _BACKENDS = {
@@ -164,6 +173,9 @@ class AttentionKernel(Technique):
             kernel = _flex_kernel() if name == "flex" else _fixed_kernel(_BACKENDS[name], self._dtype)
         for attention in run.model.attentions:
             attention.kernel = kernel
+
+    def affect_memory(self, effects: MemoryEffects) -> None:
+        effects.attention_kernel = self.settings.kernel
 
     def verify(self, run: Run) -> Verification:
         """Read from the autograd graph which kernel computed the inputs of the output projections."""

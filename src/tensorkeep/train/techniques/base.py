@@ -21,12 +21,23 @@ import torch
 
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.plugins import Registry
+from tensorkeep.settings import Section
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Section
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.step.state import Run
 
 # What the file of a technique needs, in one import.
-__all__ = ["REPORT", "Config", "Machine", "NoSettings", "Proof", "Run", "Section", "Technique", "Verification"]
+__all__ = [
+    "REPORT",
+    "Config",
+    "Machine",
+    "MemoryEffects",
+    "NoSettings",
+    "Proof",
+    "Run",
+    "Section",
+    "Technique",
+    "Verification",
+]
 
 Kind = Literal["systems", "algorithmic"]
 Changed = Literal["process", "model", "loss", "optimizer", "processes", "data", "compilation"]
@@ -108,6 +119,46 @@ class Proof:
         self.figures = figures
 
 
+@dataclass
+class MemoryEffects:
+    """What the techniques of a run change of its memory; `tensorkeep.train.memory` computes with it.
+
+    Attributes
+    ----------
+    element_bytes : int
+        Bytes of an element of a matmul operand.
+    attention_kernel : str or None
+        The kernel that is set for attention. ``"math"`` and ``"matmul"`` keep the attention scores.
+    checkpoint_every : int or None
+        One of so many blocks is recomputed in the backward pass.
+    keeps_matmuls : bool
+        Whether a recomputed block keeps the results of its matmuls.
+    swaps_activations : bool
+        Whether activations wait in host memory.
+    loss_chunks : int or None
+        In how many chunks logits and loss are computed; None if the logits of a micro-batch exist at once.
+    micro_batches : int
+        Micro-batches of one batch.
+    state_bits : str or None
+        ``"4"``, ``"8"`` or ``"fp8"``, if the states of AdamW are quantised.
+    offloads_states : bool
+        Whether the states of AdamW lie in host memory.
+    fuses_update : bool
+        Whether one kernel updates a parameter, without temporary memory.
+    """
+
+    element_bytes: int = 4
+    attention_kernel: str | None = None
+    checkpoint_every: int | None = None
+    keeps_matmuls: bool = False
+    swaps_activations: bool = False
+    loss_chunks: int | None = None
+    micro_batches: int = 1
+    state_bits: str | None = None
+    offloads_states: bool = False
+    fuses_update: bool = False
+
+
 Verification = Generator[None, None, Proof | None]
 """The return type of `Technique.verify`: a generator that yields once, for the step to run, and returns the proof."""
 
@@ -148,6 +199,12 @@ class Technique(ABC):
         Names of the techniques with the same `changes` that must be applied before this one.
     needs_cuda : bool
         Whether the technique runs on CUDA devices only; see `missing` for other requirements.
+    predicts_memory : bool
+        Whether `affect_memory` describes all that it changes of the memory of training.
+    sets : str or None
+        The setting that `configure` changes, and that stays changed when a resumed run turns the technique off.
+    refuses_conversations, refuses_document_masks : str or None
+        Why it cannot train on conversations, or mask documents: a phrase that follows its name.
     depends_on_steps : bool
         Whether a step depends on ``loop.steps``: then a run that is made longer differs from a run that had this
         length from its start.
@@ -164,6 +221,10 @@ class Technique(ABC):
     conflicts: ClassVar[Mapping[str, str]] = {}
     after: ClassVar[tuple[str, ...]] = ()
     needs_cuda: ClassVar[bool] = False
+    predicts_memory: ClassVar[bool] = False
+    sets: ClassVar[str | None] = None
+    refuses_conversations: ClassVar[str | None] = None
+    refuses_document_masks: ClassVar[str | None] = None
     depends_on_steps: ClassVar[bool] = False
     settings: Any
     """A technique with settings annotates their type: ``settings: MySettings``."""
@@ -188,6 +249,14 @@ class Technique(ABC):
             If the technique cannot work with this configuration.
         """
         return config
+
+    @property
+    def cannot_accumulate(self) -> str | None:
+        """When a step can have one batch only, such as ``"in the mode X"``; None if it can have several."""
+        return None
+
+    def affect_memory(self, effects: MemoryEffects) -> None:  # noqa: B027  # most techniques change none
+        """Record what it changes of the memory of training."""
 
     def process(self) -> AbstractContextManager[None]:
         """Return a context around the whole run, from building to closing it, for settings of the process."""

@@ -98,8 +98,13 @@ class Compile(Technique):
         finally:
             torch.compiler.reset()
 
+    @property
+    def cannot_accumulate(self) -> str | None:
+        """The mode in which a step can have one batch only: its CUDA graphs overwrite the gradients of the last one."""
+        return 'in the mode "reduce-overhead"' if self.settings.mode == "reduce-overhead" else None
+
     def apply(self, run: Run) -> None:
-        inner, batches = run.operations.loss, run.config.loop.accumulate
+        inner, batches = run.operations.loss, run.config.loop.gradient_accumulation_steps
         if self.settings.mode == "reduce-overhead" and batches > 1:
             raise UsageError(
                 f'compile in the mode "reduce-overhead" cannot be combined with {batches} batches a step: each replay '
@@ -189,7 +194,7 @@ class Compile(Technique):
             self._observed = False
         # A captured graph replays compiled code: the calls were made when it was captured.
         captured = before > 0 and "cuda-graphs" in run.config.techniques
-        calls, expected = self._calls - before, run.config.loop.accumulate
+        calls, expected = self._calls - before, run.config.loop.gradient_accumulation_steps
         if calls != expected and not captured:
             raise self.not_active(f"{calls} of the step's {expected} losses were compiled")
         graphs, breaks, skips = (

@@ -67,7 +67,7 @@ class CudaGraphs(Technique):
 
     def verify(self, run: Run) -> Verification:
         """Count the replays: one forward and one backward for each batch of the step."""
-        graphs, expected = self._graphs, run.config.loop.accumulate
+        graphs, expected = self._graphs, run.config.loop.gradient_accumulation_steps
         if graphs is not None:
             graphs.replays.clear()
         yield

@@ -23,11 +23,10 @@ from tensorkeep.errors import UsageError
 from tensorkeep.formats.boxes import box_of
 from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.optim.muon import Muon
-from tensorkeep.train.optim.optimizers import weights_of
-from tensorkeep.train.run.device import memory_errors_reported
-from tensorkeep.train.run.world import can_join, launched_machines
+from tensorkeep.train.optim.optimizers import WeightAverage, weights_of
+from tensorkeep.train.step.device import memory_errors_reported
+from tensorkeep.train.step.world import can_join, launched_machines
 from tensorkeep.train.techniques.base import Config, Machine, Run, Technique
 
 PARALLEL_TECHNIQUES = ("ddp", "fsdp", "hsdp", "tensor-parallel", "pipeline-parallel")
@@ -40,7 +39,7 @@ _FUSED = {".attention.qkv.": 3, ".attention.convolution.": 3, ".attention.kv.": 
 
 
 class ParallelTechnique(Technique):
-    """A technique for several processes, which torchrun starts; see `tensorkeep.train.run.world`."""
+    """A technique for several processes, which torchrun starts; see `tensorkeep.train.step.world`."""
 
     kind: ClassVar = "systems"
     changes: ClassVar = "processes"
@@ -80,7 +79,7 @@ def distribute_muon(run: Run) -> None:
     """Let each rank orthogonalise some of the matrices that Muon updates, instead of all matrices."""
     for optimizer in run.optimizers.values():
         if isinstance(optimizer, Muon):
-            optimizer.ranks = run.world
+            optimizer.ranks = run.world.group
 
 
 def before_each_batch(run: Run, announce: Callable[[bool], object]) -> None:
@@ -90,7 +89,7 @@ def before_each_batch(run: Run, announce: Callable[[bool], object]) -> None:
 
     # `clip` runs once a step, so it resets the count.
     def announced_loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        announce(done == run.config.loop.accumulate - 1)
+        announce(done == run.config.loop.gradient_accumulation_steps - 1)
         return loss(inputs, targets)
 
     def counted_backward(value: Tensor) -> None:

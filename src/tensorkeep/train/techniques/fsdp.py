@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from tensorkeep.train.config.sections import Steps
+from tensorkeep.settings import Steps
 from tensorkeep.train.techniques.base import Proof, Run, Section, Verification
 from tensorkeep.train.techniques.distributed import (
     REPLICATE,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tensorkeep.train.model.gpt import IGNORED
-from tensorkeep.train.techniques.base import Machine, Proof, Run, Section, Technique, Verification
+from tensorkeep.train.techniques.base import Machine, MemoryEffects, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_outputs
 from tensorkeep.units import format_bytes
 
@@ -53,6 +53,7 @@ class FusedCrossEntropy(Technique):
         "saves nothing and makes steps slower"
     )
     reference: ClassVar = "arXiv 2411.09009, arXiv 2410.10989"
+    predicts_memory: ClassVar = True
     Settings: ClassVar = FusedCrossEntropySettings
     conflicts: ClassVar = {
         "tensor-parallel": "the head is sharded, and the processes compute the loss together",
@@ -92,16 +93,19 @@ class FusedCrossEntropy(Technique):
 
         run.model.loss = loss  # type: ignore[method-assign]
 
+    def affect_memory(self, effects: MemoryEffects) -> None:
+        effects.loss_chunks = self.settings.parts
+
     def verify(self, run: Run) -> Verification:
         """Count the losses computed in chunks; the head module itself must not run."""
         head_outputs: list[int] = []
         self._losses = 0
         with observe_outputs([run.model.head], lambda module, logits: head_outputs.append(logits.nbytes)):
             yield
-        loop = run.config.loop
-        if head_outputs or self._losses != loop.accumulate:
+        loop, expected = run.config.loop, run.config.loop.gradient_accumulation_steps
+        if head_outputs or self._losses != expected:
             raise self.not_active(
-                f"{self._losses} of {loop.accumulate} losses were computed in chunks, and the head returned "
+                f"{self._losses} of {expected} losses were computed in chunks, and the head returned "
                 f"{format_bytes(sum(head_outputs))} of logits"
             )
         row, tokens = 4 * run.config.model.vocab_size, loop.batch_size * run.config.model.context_length

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.techniques.base import Config, Proof, Run, Technique, Verification
+from tensorkeep.train.techniques.base import Config, MemoryEffects, Proof, Run, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_adamw
 
 
@@ -21,6 +21,11 @@ class FusedOptimizer(Technique):
     summary: ClassVar = "updates weights, momentum and variance in one pass over memory"
     effect: ClassVar = "the update is several times as fast, but it is a small part of a step"
     reference: ClassVar = "torch.optim.AdamW, fused"
+    sets: ClassVar = "optim.implementation"
+    predicts_memory: ClassVar = True
+
+    def affect_memory(self, effects: MemoryEffects) -> None:
+        effects.fuses_update = True
 
     def configure(self, config: Config) -> Config:
         if config.optim.implementation == "foreach":

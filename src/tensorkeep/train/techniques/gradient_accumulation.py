@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.data.batches import Batch, BatchSource
-from tensorkeep.train.techniques.base import Proof, Run, Section, Technique, Verification
+from tensorkeep.train.techniques.base import MemoryEffects, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import count_updates, observe_operation
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
@@ -27,9 +27,9 @@ class AccumulationSettings(Section, frozen=True):
 
 
 class GradientAccumulation(Technique):
-    """Splits each batch, and raises ``loop.accumulate``: the sequences of a step stay the same.
+    """Splits each batch, and raises ``loop.gradient_accumulation_steps``: the sequences of a step stay the same.
 
-    The setting ``loop.accumulate`` alone takes more sequences in each step.
+    The setting ``loop.gradient_accumulation_steps`` alone takes more sequences in each step.
     """
 
     name: ClassVar = "gradient-accumulation"
@@ -40,6 +40,7 @@ class GradientAccumulation(Technique):
     summary: ClassVar = "computes each batch in micro-batches, and updates the weights once, with the sum of gradients"
     effect: ClassVar = "activations take only the memory of one micro-batch; small ones leave a GPU idle"
     reference: ClassVar = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
+    predicts_memory: ClassVar = True
     Settings: ClassVar = AccumulationSettings
     conflicts: ClassVar = {"pipeline-parallel": "a pipeline splits batches itself"}
     # These draw whole batches.
@@ -58,8 +59,15 @@ class GradientAccumulation(Technique):
         run.batches = self._batches
         # For this process only: the stored configuration has whole batches, and a resumed run may split them in another
         # way.
-        loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // count, accumulate=loop.accumulate * count)
+        loop = msgspec.structs.replace(
+            loop,
+            batch_size=loop.batch_size // count,
+            gradient_accumulation_steps=loop.gradient_accumulation_steps * count,
+        )
         run.config = msgspec.structs.replace(run.config, loop=loop)
+
+    def affect_memory(self, effects: MemoryEffects) -> None:
+        effects.micro_batches = self.settings.batches
 
     def verify(self, run: Run) -> Verification:
         """Count the losses, their sequences, and the optimizer steps between the losses, which must be 0."""
@@ -72,7 +80,7 @@ class GradientAccumulation(Technique):
 
         with observe_operation(run, "loss", before=count), count_updates(run) as updates:
             yield
-        expected, most = run.config.loop.accumulate, max(rows, default=0)
+        expected, most = run.config.loop.gradient_accumulation_steps, max(rows, default=0)
         batch = self._batches.batch_rows
         if len(rows) != expected or most != -(-batch // self.settings.batches) or early_steps:
             raise self.not_active(

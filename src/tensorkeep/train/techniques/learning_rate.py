@@ -11,7 +11,7 @@ import msgspec
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Count, Fraction, Positive
+from tensorkeep.settings import Count, Fraction, Positive
 from tensorkeep.train.optim.schedules import learning_rate_factor
 from tensorkeep.train.techniques.base import Config, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import hooked
@@ -81,6 +81,8 @@ class LrPlateau(_ScheduleTechnique):
         "a schedule for runs whose length is not known; with a known length a tuned cosine is the baseline to beat"
     )
     reference: ClassVar = "torch.optim.lr_scheduler.ReduceLROnPlateau"
+    sets: ClassVar = "schedule.name"
+    predicts_memory: ClassVar = True
     Settings: ClassVar = PlateauSettings
     settings: PlateauSettings
 
@@ -132,6 +134,8 @@ class LrRangeTest(_ScheduleTechnique):
         "a start for tuning at the price of a short run; include that price, and compare with a tuned rate"
     )
     reference: ClassVar = "arXiv 1506.01186"
+    sets: ClassVar = "schedule.name"
+    predicts_memory: ClassVar = True
     Settings: ClassVar = RangeTestSettings
     conflicts: ClassVar = {
         "lr-plateau": "each sets the schedule",

@@ -56,6 +56,8 @@ class LengthCurriculum(Technique):
         "no change in speed; a lower loss early on, rarely at the end: compare at the same number of tokens"
     )
     reference: ClassVar = "arXiv 1903.09848"
+    refuses_conversations: ClassVar = "draws windows of the text, and rows of conversations begin with one"
+    predicts_memory: ClassVar = True
     depends_on_steps: ClassVar = True
     Settings: ClassVar = LengthCurriculumSettings
     conflicts: ClassVar = {

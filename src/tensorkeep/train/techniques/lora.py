@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import msgspec
 from torch import Tensor
 
-from tensorkeep.train.config.sections import Count, Positive
+from tensorkeep.settings import Count, Positive
 from tensorkeep.train.model.layers import ADAPTER_B, is_adapter
 from tensorkeep.train.optim.optimizers import weights_of
 from tensorkeep.train.techniques.base import Config, Proof, Run, Section, Technique, Verification

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.optim.optimizers import weights_of
-from tensorkeep.train.techniques.base import Machine, Proof, Run, Section, Technique, Verification
+from tensorkeep.train.techniques.base import Machine, MemoryEffects, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import count_updates, observe_adamw
 from tensorkeep.units import format_bytes
 
@@ -52,6 +52,7 @@ class LowBitOptimizer(Technique):
         "AdamW's states take 2 bytes per weight (8 bits) or 1 (4 bits) instead of 8; updates take several times as long"
     )
     reference: ClassVar = "arXiv 2110.02861, arXiv 2309.01507; torchao.optim"
+    predicts_memory: ClassVar = True
     Settings: ClassVar = LowBitSettings
     settings: LowBitSettings
     conflicts: ClassVar = {
@@ -79,6 +80,9 @@ class LowBitOptimizer(Technique):
 
     def _is_large(self, weight: Tensor) -> bool:
         return weight.numel() >= _MIN_ELEMENTS and weight.numel() % self._block_size == 0
+
+    def affect_memory(self, effects: MemoryEffects) -> None:
+        effects.state_bits = str(self.settings.bits)
 
     def verify(self, run: Run) -> Verification:
         """Check the update, and which states are quantised after it."""

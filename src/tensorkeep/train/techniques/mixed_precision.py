@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from tensorkeep.errors import UnsupportedError
 from tensorkeep.train.model.attention import in_float32
-from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.run.speed import measured_peak
-from tensorkeep.train.techniques.base import Config, Proof, Run, Section, Technique, Verification
+from tensorkeep.train.step.device import chosen_device, measured_peak
+from tensorkeep.train.techniques.base import Config, MemoryEffects, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import Loss, observe_inputs, observe_outputs
 
 _Precision = Literal["bf16", "fp16"]
@@ -57,6 +56,7 @@ class MixedPrecision(Technique):
     summary: ClassVar = "computes matmuls in 16 bits, and keeps weights, optimizer and losses in 32"
     effect: ClassVar = "up to twice the speed, or more, where the device multiplies 16-bit matrices faster"
     reference: ClassVar = "arXiv 1710.03740; torch.amp"
+    predicts_memory: ClassVar = True
     Settings: ClassVar = MixedPrecisionSettings
     settings: MixedPrecisionSettings
 
@@ -94,11 +94,13 @@ class MixedPrecision(Technique):
             for attention in run.model.attentions:
                 attention.kernel = in_float32(attention.kernel)
         # MFU is relative to the peak in this precision.
-        run.speed.peak = measured_peak(run.device, dtype)
+        run.peak_flops = measured_peak(run.device, dtype)
         if dtype is torch.float16:
             self._scale_losses(run)
 
     def _scale_losses(self, run: Run) -> None:
+        # Each loss decides the next scale, so it must be read in its own step.
+        run.reads_losses = True
         scaler = self._scaler = torch.amp.GradScaler(run.device.type)
         operations, optimizers = run.operations, run.optimizers.values()
         backward, clip, accepts = operations.backward, operations.clip, operations.accepts
@@ -129,6 +131,9 @@ class MixedPrecision(Technique):
 
         operations.backward, operations.clip = scaled_backward, unscaled_clip
         operations.accepts, operations.update = accepts_or_backs_off, update
+
+    def affect_memory(self, effects: MemoryEffects) -> None:
+        effects.element_bytes = 2
 
     def verify(self, run: Run) -> Verification:
         """Record the dtypes of the results of linear layers and of attention."""

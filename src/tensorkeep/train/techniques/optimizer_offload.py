@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorkeep.train.optim.optimizers import weights_of
-from tensorkeep.train.techniques.base import Proof, Run, Technique, Verification
+from tensorkeep.train.techniques.base import MemoryEffects, Proof, Run, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_adamw
 from tensorkeep.units import format_bytes
 
@@ -29,6 +29,7 @@ class OptimizerOffload(Technique):
         "bus and waits for AdamW on the CPU"
     )
     reference: ClassVar = "arXiv 2101.06840"
+    predicts_memory: ClassVar = True
     needs_cuda: ClassVar = True
     conflicts: ClassVar = {
         "fused-optimizer": "the optimizer on the CPU uses the fused kernel already",
@@ -39,6 +40,9 @@ class OptimizerOffload(Technique):
 
     def apply(self, run: Run) -> None:
         run.optimizers["adamw"] = HostOptimizer(run.optimizers["adamw"])
+
+    def affect_memory(self, effects: MemoryEffects) -> None:
+        effects.offloads_states = True
 
     def verify(self, run: Run) -> Verification:
         """Count the gradient bytes copied to the CPU, and check the update and the device of the states."""

@@ -10,14 +10,13 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Count
+from tensorkeep.settings import Count
 from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.model.attention import Cache
 from tensorkeep.train.model.gpt import GPT, token_loss
 from tensorkeep.train.model.layers import RotaryPositions
-from tensorkeep.train.optim.average import WeightAverage
-from tensorkeep.train.optim.optimizers import weights_of
-from tensorkeep.train.run.world import World
+from tensorkeep.train.optim.optimizers import WeightAverage, weights_of
+from tensorkeep.train.step.world import World
 from tensorkeep.train.techniques.base import Proof, Run, Section, Verification
 from tensorkeep.train.techniques.distributed import ParallelTechnique, fill_parameters, update_parameters
 from tensorkeep.train.techniques.observe import count_calls
@@ -201,6 +200,10 @@ class PipelineParallel(ParallelTechnique):
         "memory is divided by the number of stages; little communication; devices are idle in the pipeline bubble"
     )
     reference: ClassVar = "arXiv 1811.06965; torch.distributed.pipelining"
+    refuses_conversations: ClassVar = (
+        "weights micro-batches equally, whichever tokens count, and of conversations only answers do"
+    )
+    refuses_document_masks: ClassVar = "only the first stage of a pipeline has the tokens that the mask comes from"
     fills_model: ClassVar = True
     Settings: ClassVar = PipelineSettings
     conflicts: ClassVar = {
@@ -219,16 +222,17 @@ class PipelineParallel(ParallelTechnique):
     def apply(self, run: Run) -> None:
         self._check(run)
         loop = run.config.loop
-        rows = loop.batch_size * loop.accumulate
+        rows = loop.batch_size * loop.gradient_accumulation_steps
 
         def joined(batches: BatchSource) -> Batch:
-            inputs, targets = zip(*(next(batches) for _ in range(loop.accumulate)), strict=True)
+            inputs, targets = zip(*(next(batches) for _ in range(loop.gradient_accumulation_steps)), strict=True)
             return torch.cat(inputs), torch.cat(targets)
 
         run.batches = WrappedBatches(run.batches, joined)
         run.config = msgspec.structs.replace(
-            run.config, loop=msgspec.structs.replace(loop, batch_size=rows, accumulate=1)
+            run.config, loop=msgspec.structs.replace(loop, batch_size=rows, gradient_accumulation_steps=1)
         )
+        run.micro_batches = self.settings.parts
         # Each stage draws its own dropout zeros.
         torch.manual_seed(loop.seed + run.world.rank)
         self.stages = Stages(run.model, run.world)
@@ -242,11 +246,11 @@ class PipelineParallel(ParallelTechnique):
         run.model.loss = self._loss  # type: ignore[method-assign, assignment]
         # The schedule has computed the gradient together with the loss.
         run.operations.backward = lambda value: None
-        run.operations.clip = lambda: self._clip(run.config.optim.clip)
+        run.operations.clip = lambda: self._clip(run.config.optim.grad_clip)
 
     def _check(self, run: Run) -> None:
         size, parts, loop = run.world.size, self.settings.parts, run.config.loop
-        rows = loop.batch_size * loop.accumulate
+        rows = loop.batch_size * loop.gradient_accumulation_steps
         if run.config.model.n_layers < size:
             raise UsageError(
                 f"{run.config.model.n_layers} blocks are too few for {size} processes",

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Count
+from tensorkeep.settings import Count
 from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.techniques.base import Config, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_inputs, record_inputs
@@ -58,6 +58,8 @@ class ProgressiveLength(Technique):
     summary: ClassVar = "cuts windows into short pieces at first, and trains as many tokens in each step"
     effect: ClassVar = "faster steps at first where attention takes much of the time, from a context of about 1,024 on"
     reference: ClassVar = "arXiv 2108.06084"
+    refuses_conversations: ClassVar = "cuts rows into pieces, and an answer would be trained without its question"
+    predicts_memory: ClassVar = True
     depends_on_steps: ClassVar = True
     Settings: ClassVar = ProgressiveLengthSettings
     conflicts: ClassVar = {

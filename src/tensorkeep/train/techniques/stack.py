@@ -8,12 +8,12 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
+from tensorkeep.settings import read_settings
 from tensorkeep.train.config.config import TECHNIQUES, Config
-from tensorkeep.train.config.sections import read_settings
-from tensorkeep.train.guard import checked_at_once
-from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.run.world import World
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Machine, Proof, Run, Technique
+from tensorkeep.train.step.device import chosen_device
+from tensorkeep.train.step.state import checked_at_once
+from tensorkeep.train.step.world import World
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Machine, MemoryEffects, Proof, Run, Technique
 from tensorkeep.train.techniques.observe import plain_rows_computed
 
 COMBINATIONS: dict[str, tuple[str, ...]] = {
@@ -64,6 +64,13 @@ class Stack:
         for each in self.techniques:
             config = each.configure(config)
         return config
+
+    def memory_effects(self) -> MemoryEffects:
+        """Return what the techniques change of the memory of training."""
+        effects = MemoryEffects()
+        for each in self.techniques:
+            each.affect_memory(effects)
+        return effects
 
     @contextmanager
     def process(self) -> Iterator[None]:

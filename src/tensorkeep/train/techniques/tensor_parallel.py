@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Steps
+from tensorkeep.settings import Steps
 from tensorkeep.train.model.attention import Cache
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT

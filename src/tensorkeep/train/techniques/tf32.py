@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from tensorkeep.train.run.speed import measured_peak
+from tensorkeep.train.step.device import measured_peak
 from tensorkeep.train.techniques.base import Machine, Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import observe_outputs
 
@@ -43,6 +43,7 @@ class Tf32(Technique):
     summary: ClassVar = "lets the device round the operands of float32 matmuls"
     effect: ClassVar = "matmuls up to eight times as fast as in float32, and half as fast as in 16 bits"
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32"
+    predicts_memory: ClassVar = True
     Settings: ClassVar = Tf32Settings
     settings: Tf32Settings
 
@@ -64,7 +65,7 @@ class Tf32(Technique):
     def apply(self, run: Run) -> None:
         # The setting of all backends: torch.compile reads it, and fails if it differs from a backend's own setting.
         torch.set_float32_matmul_precision(_LEVELS[self.settings.precision])
-        run.speed.peak = measured_peak(run.device)
+        run.peak_flops = measured_peak(run.device)
 
     def verify(self, run: Run) -> Verification:
         """Multiply two matrices whenever a block of the step runs: the result must show the rounding."""

@@ -51,7 +51,7 @@ class TritonKernel(Technique):
         """Count the kernels that each block launches in the forward and the backward pass."""
         self._launches = Counter()
         yield
-        expected, blocks = run.config.loop.accumulate, range(len(run.model.blocks))
+        expected, blocks = run.config.loop.gradient_accumulation_steps, range(len(run.model.blocks))
         kernels = [(block, way) for block in blocks for way in ("forward", "backward")]
         # Recomputed blocks launch more.
         fewer = [f"{way} of block {block}" for block, way in kernels if self._launches[block, way] < expected]

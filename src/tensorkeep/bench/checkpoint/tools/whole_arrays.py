@@ -14,7 +14,8 @@ import numpy as np
 
 from tensorkeep.formats.t5x import read_contents
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, context
-from tensorkeep.formats.tensorstore.reader import KnownArray, check_array, read_own, start_open
+from tensorkeep.formats.tensorstore.listing import KnownArray
+from tensorkeep.formats.tensorstore.reader import check_array, read_own, start_open
 from tensorkeep.formats.tensorstore.specs import StoredType
 from tensorkeep.state.aliases import make_view
 from tensorkeep.storage.local import LocalDirectory

@@ -191,3 +191,23 @@ def _last_line_start(text: str) -> int:
 def library(name: str) -> Any:
     """Import the package of a tokenizer; MissingExtraError if it is not installed."""
     return import_extra(name, "train", f"this tokenizer needs the package {name}")
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
+    """Return the tokens of a prompt, as a document begins; None begins a new document, or a new line, or is token 0.
+
+    Raises UsageError if the tokenizer cannot encode the prompt, or it is empty.
+    """
+    if prompt is not None:
+        ids: list[int] = tokenizer.encode(prompt).tolist()
+        if not ids:
+            raise UsageError("the prompt is empty", remedy="give some text, or no prompt")
+        return [*tokenizer.opening, *ids]
+    if tokenizer.opening:
+        return tokenizer.opening
+    if tokenizer.end_of_document is not None:
+        return [tokenizer.end_of_document]
+    try:
+        return [int(tokenizer.encode("\n")[0])]
+    except UsageError:
+        return [0]

@@ -55,6 +55,7 @@ class CpuThreads(Technique):
     summary: ClassVar = "computes with one thread per physical core, and binds the process to those cores"
     effect: ClassVar = "faster where torch would use hyper-threads or cores that others use; no effect elsewhere"
     reference: ClassVar = "docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html; sched_setaffinity(2)"
+    predicts_memory: ClassVar = True
     Settings: ClassVar = CpuThreadsSettings
     conflicts: ClassVar = dict.fromkeys(PARALLEL_TECHNIQUES, _SEVERAL)
     settings: CpuThreadsSettings

@@ -10,8 +10,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from tensorkeep.train.data.batches import Batch, BatchSource
-from tensorkeep.train.evaluate import evaluating
 from tensorkeep.train.model.gpt import GPT, token_loss
+from tensorkeep.train.step.train_step import evaluating
 from tensorkeep.train.techniques.base import Proof, Run, Section, Technique, Verification
 from tensorkeep.train.techniques.observe import record_inputs
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches, same_tokens

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Count
+from tensorkeep.settings import Count
 from tensorkeep.train.model.attention import TILE, attend_within, block_mask
 from tensorkeep.train.techniques.base import Config, Proof, Run, Section, Technique, Verification
 
@@ -199,6 +199,9 @@ class SparseAttention(Technique):
         "tile of 128 x 128 pairs is left out only if none of its queries chose a block in it"
     )
     reference: ClassVar = "arXiv 2502.13189"
+    refuses_document_masks: ClassVar = (
+        "its activity check expects every position to attend to as many blocks as the settings give"
+    )
     Settings: ClassVar = SparseAttentionSettings
     settings: SparseAttentionSettings
     conflicts: ClassVar = {

@@ -16,11 +16,18 @@ from torch import Tensor
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import TECHNIQUES, Config
-from tensorkeep.train.data.batches import Batch, Batches, NumberedBatches, Order, RandomNumbers, ShuffledNumbers
+from tensorkeep.train.data.batches import (
+    Batch,
+    Batches,
+    EvaluationWindows,
+    NumberedBatches,
+    Order,
+    RandomNumbers,
+    ShuffledNumbers,
+)
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.tokenizers.base import Tokens
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.train.evaluate import EvaluationWindows
 from tensorkeep.train.model.gpt import IGNORED
 
 _SCANNED_AT_ONCE = 1 << 24

@@ -17,8 +17,8 @@ from tensorkeep.train.data.tokenizers.base import Documents, Tokenizer, library
 from tensorkeep.train.data.tokenizers.bpe import DEFAULT_VOCAB_SIZE, SMALLEST_VOCAB_SIZE, BpeTokenizer
 from tensorkeep.train.data.tokenizers.char import ByteTokenizer, CharTokenizer
 from tensorkeep.train.data.tokenizers.chat import SUFFIX, ChatTokenizer
-from tensorkeep.train.data.tokenizers.from_huggingface import FILE, HuggingFaceTokenizer, read_tokenizer
-from tensorkeep.train.data.tokenizers.from_tiktoken import TiktokenTokenizer
+from tensorkeep.train.data.tokenizers.huggingface import FILE, HuggingFaceTokenizer, read_tokenizer
+from tensorkeep.train.data.tokenizers.tiktoken import TiktokenTokenizer
 
 FROM = "from"
 CHOICES = ("char", "byte", "bpe", "tiktoken:NAME", f"{FROM}:FOLDER")
@@ -37,7 +37,7 @@ Find = Callable[[Path], Tokenizer | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Learn:
+class TokenizerFactory:
     """Makes a tokenizer for a corpus, given whether that consists of documents, and whether it must be read before."""
 
     make: Callable[[Documents, bool], Tokenizer]
@@ -47,7 +47,7 @@ class Learn:
         return self.make(corpus, documents)
 
 
-def learner(choice: str, vocab_size: int | None = None, find: Find | None = None) -> Learn:
+def make_tokenizer(choice: str, vocab_size: int | None = None, find: Find | None = None) -> TokenizerFactory:
     """Return the function that makes a tokenizer; arguments, as of `prepare`, are checked before a corpus is read.
 
     ``find`` returns the tokenizer of a folder, as `tokenizer_at` does.
@@ -56,8 +56,8 @@ def learner(choice: str, vocab_size: int | None = None, find: Find | None = None
     needs a package that is not installed; UnsupportedError if it needs a vocabulary that is not on this machine.
     """
     if choice.endswith(SUFFIX):
-        text = learner(choice.removesuffix(SUFFIX), vocab_size, find)
-        return Learn(lambda corpus, documents: ChatTokenizer.of(text(corpus, documents)), reads=text.reads)
+        text = make_tokenizer(choice.removesuffix(SUFFIX), vocab_size, find)
+        return TokenizerFactory(lambda corpus, documents: ChatTokenizer.of(text(corpus, documents)), reads=text.reads)
     kind, colon, name = choice.partition(":")
     if vocab_size is not None and kind != "bpe":
         raise UsageError(
@@ -65,7 +65,7 @@ def learner(choice: str, vocab_size: int | None = None, find: Find | None = None
         )
     if kind == "tiktoken" and name:
         found = TiktokenTokenizer.named(name)
-        return Learn(lambda corpus, documents: found, reads=False)
+        return TokenizerFactory(lambda corpus, documents: found, reads=False)
     if kind == FROM and name:
         given = (find or tokenizer_at)(Path(name))
         if given is None:
@@ -76,19 +76,19 @@ def learner(choice: str, vocab_size: int | None = None, find: Find | None = None
             )
         return adopted(given)
     if choice == "char":
-        return Learn(CharTokenizer.learn, reads=True)
+        return TokenizerFactory(CharTokenizer.learn, reads=True)
     if choice == "byte":
-        return Learn(lambda corpus, documents: ByteTokenizer(documents=documents), reads=False)
+        return TokenizerFactory(lambda corpus, documents: ByteTokenizer(documents=documents), reads=False)
     if choice == "bpe":
         library("tokenizers")
         size = _checked(DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size)
-        return Learn(partial(BpeTokenizer.learn, vocab_size=size), reads=True)
+        return TokenizerFactory(partial(BpeTokenizer.learn, vocab_size=size), reads=True)
     near = difflib.get_close_matches(kind, [each.partition(":")[0] for each in CHOICES], n=1)
     hint = f"did you mean {near[0]!r}? " if near and not colon else ""
     raise UsageError(f"there is no tokenizer {choice!r}", remedy=f"{hint}give one of {', '.join(CHOICES)}")
 
 
-def adopted(tokenizer: Tokenizer) -> Learn:
+def adopted(tokenizer: Tokenizer) -> TokenizerFactory:
     """Return the function that makes a tokenizer which exists, after a check that it encodes the corpus it is given.
 
     Without a first pass over the corpus, a character that is not in the vocabulary is found as the corpus is encoded.
@@ -101,7 +101,7 @@ def adopted(tokenizer: Tokenizer) -> Learn:
                     tokenizer.encode(text)
         return tokenizer
 
-    return Learn(check, reads=False)
+    return TokenizerFactory(check, reads=False)
 
 
 def _checked(vocab_size: int) -> int:

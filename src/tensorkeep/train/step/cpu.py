@@ -1,12 +1,19 @@
-"""How long idle OpenMP threads spin: long on an idle machine, hardly at all beside other work.
+"""How a training process uses a CPU: idle OpenMP threads that spin, and freed memory that is kept.
 
-torch's CPU wheels compute with libgomp, whose threads spin for about three milliseconds between two parallel regions
-before they sleep. On an idle machine this is fast, as a thread that sleeps has to be woken up. Beside a busy process it
-is at most half as fast as sleeping: the spinning uses up the time slices that the threads need for the next region. The
-number of spins is read once, when the library is loaded (``GOMP_SPINCOUNT``). But libgomp spins only 100 times while
-it manages more threads than there are processors (manual of libgomp, "GOMP_SPINCOUNT"), and that can be changed at any
-time: further threads, which only sleep, each start a team of OpenMP threads of their own. ``benchmarks/cpu_spin.py``
-measures it. Results of computations do not depend on it.
+Neither changes a result.
+
+**Spinning.** torch's CPU wheels compute with libgomp. Its threads spin for about three milliseconds between two
+parallel regions before they sleep. On an idle machine this is fast, as a sleeping thread has to be woken up. Beside a
+busy process it is at most half as fast as sleeping: the spinning uses up the time slices that the threads need for the
+next region. libgomp reads the number of spins once, when it is loaded (``GOMP_SPINCOUNT``). But it spins only 100
+times while it manages more threads than there are processors (manual of libgomp, "GOMP_SPINCOUNT"), and that can be
+changed at any time: more threads, which only sleep, each start a team of OpenMP threads. ``benchmarks/cpu_spin.py``
+measures it.
+
+**Freed memory.** glibc returns large blocks to the kernel when they are freed, and a step frees all of its activations.
+The next step gets fresh pages, and the first access to a page is a page fault: for a tensor of 1.5 MB the faults can
+take several times as long as the operation that writes it, above all in virtual machines. See mallopt(3),
+"M_MMAP_THRESHOLD" and "M_TRIM_THRESHOLD". The resident memory of the process stays at its peak.
 """
 
 import logging
@@ -18,22 +25,41 @@ from collections.abc import Callable
 import torch
 
 from tensorkeep.closing import Closing
-from tensorkeep.machine import thread_wait_seconds, usable_processors
+from tensorkeep.machine import libc, thread_wait_seconds, usable_processors
 
 logger = logging.getLogger(__name__)
 
 INTERVAL = 0.25
 """Seconds between two looks at how long the threads of this process waited for a processor."""
 _CONTENDED = 0.05
+"""Spinning is limited if all threads together wait more seconds per second than this."""
 _FREE = 0.02
-"""Seconds waited per second, of all threads together: above the first one spinning is limited, below the second not."""
+"""Spinning is no longer limited if they wait fewer seconds per second than this."""
 _LOOKS = 3
 """So many looks in a row must find that threads wait, so that the save of a small model does not limit spinning."""
 
-_CHOSEN_BY_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_SPIN_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 _GRAIN = 32768
 """Elements for which torch uses one thread, and another one for as many more (``at::internal::GRAIN_SIZE``)."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_LARGEST_THRESHOLD = 32 << 20
+"""Bytes: glibc takes no larger threshold on 64 bits. Larger blocks are always returned."""
+_ALL = 2**31 - 1
+
+_ALLOCATOR_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, in blocks of up to 32 MiB.
+
+    It does nothing with another C library, or if the user has chosen thresholds or an allocator.
+    """
+    # Not every C library has mallopt.
+    if hasattr(libc(), "mallopt") and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        libc().mallopt(_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+        libc().mallopt(_TRIM_THRESHOLD, _ALL)
 
 
 class SpinControl(Closing):
@@ -48,7 +74,7 @@ class SpinControl(Closing):
         self._contended = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tensorkeep-spinning", daemon=True)
-        if torch.get_num_threads() > 1 and not any(name in os.environ for name in _CHOSEN_BY_USER):
+        if torch.get_num_threads() > 1 and not any(name in os.environ for name in _SPIN_SETTINGS):
             self._thread.start()
 
     def close(self) -> None:
@@ -92,7 +118,7 @@ def _teams(threads: int, processors: int) -> int:
     if threads < 2:
         # torch was set to one thread meanwhile: no thread spins.
         return 0
-    # Each team adds all of its threads but the first one to those of the main team.
+    # Each team adds all of its threads but the first one to the threads of the main team.
     return max(1, math.ceil((processors - threads + 1) / (threads - 1)))
 
 

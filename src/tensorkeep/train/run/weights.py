@@ -1,13 +1,14 @@
-"""Weights that a run starts from: those of another run, or of a Hugging Face folder."""
+"""The weights of other runs and models: the trained model of a run, and the weights that a run starts from."""
 
 import os
 import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+import torch
 from torch import Tensor
 
 from tensorkeep.checkpoint.loading import load
@@ -20,20 +21,85 @@ from tensorkeep.errors import (
     UsageError,
 )
 from tensorkeep.formats.checksummed_json import new_hasher
-from tensorkeep.runs.address import split_address
+from tensorkeep.manager.manager import CheckpointManager
+from tensorkeep.runs.address import find_checkpoint, split_address
+from tensorkeep.runs.backends import place_of
+from tensorkeep.runs.steps import Step
 from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.train.config.config import Config, flat
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import is_prepared
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.train.data.tokenizers.known import FROM, tokenizer_at
+from tensorkeep.train.data.tokenizers.registry import FROM, tokenizer_at
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.huggingface import convert_weights, read_model_config
 from tensorkeep.train.model.layers import merge_adapters
-from tensorkeep.train.run.folder import InitialRecord, RunFolder
-from tensorkeep.train.run.trained import load_trained_at
+from tensorkeep.train.run.folder import METRIC, InitialRecord, RunFolder
+from tensorkeep.train.step.device import chosen_device
+
+Which = Literal["last", "best"]
+
+
+class TrainedModel(NamedTuple):
+    """A trained model in evaluation mode, the tokenizer of its data, the step of its checkpoint, and its run."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    step: Step
+    folder: RunFolder
+
+
+def load_trained_at(address: PathLike, *, which: Which = "last", device: str = "auto") -> TrainedModel:
+    """Return the model of a run at the address of its folder, its ``checkpoints/``, or one step such as ``run@1200``.
+
+    Raises UsageError if both a step and ``which="best"`` are given; NotACheckpointError if there is no run or no such
+    step; CorruptCheckpointError if the checkpoint is damaged.
+    """
+    folder, wanted = RunFolder.at(address)
+    if wanted is None:
+        return load_trained(folder, which=which, device=device)
+    if which != "last":
+        raise UsageError(f"both a step and {which!r} are given", path=address, remedy=f"leave out --which {which}")
+    number = find_checkpoint(f"{folder.checkpoints}@{wanted}").step
+    return load_trained(folder, which=which, device=device, step=place_of(folder.checkpoints).read(number or 0))
+
+
+def load_trained(
+    folder: RunFolder, *, which: Which = "last", device: str = "auto", step: Step | None = None
+) -> TrainedModel:
+    """Return the model of a run, with its averaged weights if the run averages them.
+
+    ``"best"`` is by the validation loss; a step overrides that. See `chosen_device` for the device.
+
+    Raises NotACheckpointError if there is no run, or it has no checkpoint; CorruptCheckpointError if the checkpoint is
+    damaged.
+    """
+    config = folder.record().config
+    tokenizer = folder.tokenizer()
+    if step is None:
+        manager = CheckpointManager(folder.checkpoints)
+        step = manager.best(METRIC) if which == "best" else manager.latest()
+    if step is None:
+        raise NotACheckpointError(
+            f"holds no {which} checkpoint",
+            path=folder.checkpoints,
+            remedy="take the last one: --which last" if which == "best" else "resume the run",
+        )
+    model = GPT(config.model, device=chosen_device(device))
+    mask_documents(model, config, tokenizer)
+    name = "average" if config.ema.decay else "model"
+    with torch.no_grad():
+        tensors = {key: weight.detach() for key, weight in model.named_parameters()}
+        load(step.path, into={name: tensors}, select=[f"{name}.{key}" for key in tensors])
+    return TrainedModel(model.eval(), tokenizer, step, folder)
+
+
+def mask_documents(model: GPT, config: Config, tokenizer: Tokenizer) -> None:
+    """Keep the attention of a model within documents, if the run of this configuration does."""
+    model.document_end = tokenizer.end_of_document if config.data.mask_documents else None
+
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -49,14 +115,14 @@ class InitialWeights:
     Attributes
     ----------
     record : InitialRecord
-        What the record of the run says of them.
+        Their entry in the record of the run.
     config : ModelConfig
-        Of the model that they come from.
+        The model that they come from.
     tensors : dict of str to Tensor
     tokenizer : Tokenizer, optional
-        That they were trained with, if it is known.
+        The tokenizer that they were trained with, if it is known.
     folder : Path
-        Of the run or the model.
+        The folder of the run or the model.
     without_tokenizer : str
         Why the tokenizer is not known.
     """
@@ -92,7 +158,7 @@ class InitialWeights:
     def model_settings(self, config: Config) -> dict[str, object]:
         """Return the settings of a run that the weights decide, by dotted name.
 
-        The context is the shorter one: that of the model, or that of the run.
+        The context is the shorter one of the model and of the run.
         """
         model = msgspec.structs.replace(
             self.config,
@@ -136,7 +202,7 @@ class InitialWeights:
             )
 
     def check_source(self, source: str, given: Collection[str]) -> None:
-        """Raise UsageError if text would get other tokens than those of the weights, and nobody has asked for that."""
+        """Raise UsageError if text would get tokens that the weights do not know, and the user did not ask for them."""
         if self.tokenizer is None and "data.tokenizer" not in given and not is_prepared(source):
             raise UsageError(
                 f"the tokenizer of the initial weights is not known: {self.without_tokenizer}",
@@ -146,7 +212,7 @@ class InitialWeights:
             )
 
     def check_data(self, dataset: Dataset) -> None:
-        """Raise UsageError if data has tokens that the weights were not trained with, other than those of messages."""
+        """Raise UsageError if data has tokens that the weights were not trained with, except the tokens of messages."""
         known, used, rows = self.tokenizer, dataset.tokenizer, self.config.n_tokens
         prepare = f"tensorkeep data prepare SOURCE --tokenizer {shlex.quote(f'{FROM}:{self.folder}')} --out NEW"
         remedy = f"prepare the data with the tokenizer of the model: {prepare}"
@@ -162,8 +228,8 @@ class InitialWeights:
             )
         if different is not None:
             raise UsageError(
-                f"token {different} of the data is another one than that of the initial weights: the data was "
-                f"prepared with {used.name}",
+                f"token {different} of the data is another one than token {different} of the initial weights: the data "
+                f"was prepared with {used.name}",
                 path=dataset.path,
                 remedy=remedy,
             )
@@ -190,7 +256,7 @@ class InitialWeights:
         return values
 
     def _with_new_tokens(self, known: Tensor, model: ModelConfig) -> Tensor:
-        """Return the rows of all tokens of a model, and of its padding, given those of the weights."""
+        """Return the rows of all tokens of a model, and of its padding, given the rows of the weights."""
         if not self.new_tokens(model) and model.vocab_size == len(known):
             return known
         rows = known.new_zeros(model.vocab_size, known.shape[1])
@@ -264,7 +330,7 @@ def _fingerprint(tensors: dict[str, Tensor]) -> str:
 
 
 def first_difference(used: Tokenizer, known: Tokenizer) -> int | None:
-    """Return the first token of a tokenizer that is another one in a second tokenizer; None if all are the same.
+    """Return the first token that differs between two tokenizers; None if all are the same.
 
     The second tokenizer need not have the reserved tokens of conversations.
     """
@@ -278,5 +344,5 @@ def first_difference(used: Tokenizer, known: Tokenizer) -> int | None:
 
 
 def _text_tokens(tokenizer: Tokenizer) -> int:
-    """Return the number of tokens without the reserved ones of conversations."""
+    """Return the number of tokens, without the reserved tokens of conversations."""
     return tokenizer.text.vocab_size if isinstance(tokenizer, ChatTokenizer) else tokenizer.vocab_size

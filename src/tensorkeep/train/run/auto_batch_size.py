@@ -1,7 +1,7 @@
-"""Batches that fill the memory of a GPU: steps with small batches are measured, and the chosen size is tried.
+"""The batch size that fills the memory of a GPU: steps with small batches are measured, and the choice is tried.
 
-The sequences of a step stay the same: a larger batch is accumulated less often. They are drawn in the same order, so
-that only rounding and the zeros of dropout depend on the choice.
+The sequences of a step stay the same: a larger batch needs fewer accumulation steps. They are drawn in the same order,
+so that only rounding and the zeros of dropout depend on the choice.
 """
 
 import gc
@@ -14,16 +14,18 @@ import torch
 
 from tensorkeep.errors import OutOfMemoryError, UsageError, is_out_of_memory
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.run.world import World
+from tensorkeep.train.run.state import OpenRun
+from tensorkeep.train.step.state import Run
+from tensorkeep.train.step.world import World
 from tensorkeep.train.techniques.stack import Stack
 from tensorkeep.units import format_bytes
 
 _FRACTION = 0.9
-"""Of the free memory: allocations leave gaps between them."""
+"""The fraction of the free memory that a step may take: allocations leave gaps between them."""
 
 _FRACTION_UNTRIED = 0.8
-"""With several ranks: if one of them ran out of memory, the others would wait for it, so the choice is not tried."""
+"""The fraction with several ranks. If one rank ran out of memory, the others would wait for it, so the choice is not
+tried."""
 
 
 class Peaks(NamedTuple):
@@ -36,11 +38,8 @@ class Peaks(NamedTuple):
 Measure = Callable[[int], Peaks | None]
 """Returns the peaks of a step with batches of so many sequences on this rank; None if it ran out of memory."""
 
-TriedRun = tuple[Run, Stack]
-"""A run that is not kept, and its techniques."""
-
-Trial = Callable[[Config], AbstractContextManager[TriedRun]]
-"""Builds a run of a configuration. It writes nothing."""
+Trial = Callable[[Config], AbstractContextManager[OpenRun]]
+"""Builds a run of a configuration, which is not kept. It writes nothing."""
 
 
 class GpuMemory:
@@ -75,7 +74,7 @@ class GpuMemory:
 
 
 def gpu_memory(device: torch.device) -> GpuMemory | None:
-    """Return the memory of a device; None for a CPU, whose memory is not only that of training."""
+    """Return the memory of a device; None for a CPU, because its memory is not only training's."""
     return GpuMemory(device) if device.type == "cuda" else None
 
 
@@ -85,14 +84,15 @@ def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tup
     Raises OutOfMemoryError if there is not enough memory for the smallest batches; UsageError if a technique cannot
     accumulate batches, as the trials do.
     """
-    if config.techniques.get("compile", {}).get("mode") == "reduce-overhead":
-        raise UsageError(
-            'loop.fill_memory is true, and compile in the mode "reduce-overhead" cannot accumulate batches, of which '
-            "small ones are tried",
-            remedy="give loop.batch_size, loop.fill_memory false, or another mode",
-        )
-    sequences = config.loop.batch_size * config.loop.accumulate
-    # With a batch of all sequences, because the given size, which may not divide among the ranks, is to be replaced.
+    for each in Stack.of(config.techniques).techniques:
+        if each.cannot_accumulate is not None:
+            raise UsageError(
+                f"loop.auto_batch_size is true, and {each.name} {each.cannot_accumulate} cannot accumulate batches, of "
+                "which small ones are tried",
+                remedy="give loop.batch_size, loop.auto_batch_size false, or another mode",
+            )
+    sequences = config.loop.batch_size * config.loop.gradient_accumulation_steps
+    # With a batch of all sequences: the given batch size will be replaced, and need not be divisible by the ranks.
     replicas = _replicas(trial(with_batch_size(config, sequences)))
     memory.release()
     available = min(world.all_gather(memory.available()))
@@ -111,8 +111,8 @@ def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tup
         )
     config = with_batch_size(config, rows * replicas)
     note = (
-        f"batches that fill the memory: loop.batch_size is {config.loop.batch_size}, and loop.accumulate "
-        f"{config.loop.accumulate}, for {sequences} sequences a step"
+        f"batches that fill the memory: loop.batch_size is {config.loop.batch_size}, and "
+        f"loop.gradient_accumulation_steps {config.loop.gradient_accumulation_steps}, for {sequences} sequences a step"
     )
     return config, note
 
@@ -120,8 +120,8 @@ def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tup
 def largest_batch(sequences: int, memory: int, measure: Measure, *, tried: bool = True) -> int | None:
     """Return the largest divisor of a number of sequences with which a step fits into the memory; None if none does.
 
-    The two smallest are measured, from which the peaks of all others follow, because activations grow with the batch
-    and nothing else does. The result is measured as well, unless it is not to be ``tried``.
+    The two smallest are measured. The peaks of all others follow from them, because activations grow with the batch and
+    nothing else does. With ``tried``, the result is measured as well.
 
     Examples
     --------
@@ -154,37 +154,41 @@ def with_batch_size(config: Config, batch_size: int) -> Config:
 
     Raises UsageError if the sequences of a step are not divisible by it.
     """
-    sequences = config.loop.batch_size * config.loop.accumulate
+    sequences = config.loop.batch_size * config.loop.gradient_accumulation_steps
     if sequences % batch_size:
         raise UsageError(f"{sequences} sequences do not divide into batches of {batch_size}", remedy="give a divisor")
-    loop = msgspec.structs.replace(config.loop, batch_size=batch_size, accumulate=sequences // batch_size)
+    loop = msgspec.structs.replace(
+        config.loop, batch_size=batch_size, gradient_accumulation_steps=sequences // batch_size
+    )
     return msgspec.structs.replace(config, loop=loop)
 
 
 def _shortened(config: Config) -> Config:
-    """Return a configuration with two batches in a step at most: the second, beside the gradient of the first, takes as
-    much memory as any later one.
+    """Return a configuration with two batches in a step at most.
+
+    The second batch, beside the gradient of the first, takes as much memory as any later one.
     """
-    loop = msgspec.structs.replace(config.loop, accumulate=min(2, config.loop.accumulate))
+    batches = min(2, config.loop.gradient_accumulation_steps)
+    loop = msgspec.structs.replace(config.loop, gradient_accumulation_steps=batches)
     return msgspec.structs.replace(config, loop=loop)
 
 
 # These functions alone refer to a run, so that its memory is free when they return.
 
 
-def _replicas(trial: AbstractContextManager[TriedRun]) -> int:
-    with trial as (run, _):
+def _replicas(trial: AbstractContextManager[OpenRun]) -> int:
+    with trial as run:
         return run.replicas
 
 
-def _measured(trial: AbstractContextManager[TriedRun], memory: GpuMemory) -> Peaks | None:
+def _measured(trial: AbstractContextManager[OpenRun], memory: GpuMemory) -> Peaks | None:
     """Return the peaks of a step; None if the memory is not enough."""
     try:
-        with trial as (run, techniques):
+        with trial as run:
             # The last steps, as windows may be shorter at first.
             run.progress.step = max(0, run.config.loop.steps - 2)
             memory.reset_peak()
-            techniques.warm_up(run)
+            run.techniques.warm_up(run)
             _add_gradients(run)
             first, before = memory.peak(), memory.allocated()
             memory.reset_peak()
@@ -202,7 +206,7 @@ def _measured(trial: AbstractContextManager[TriedRun], memory: GpuMemory) -> Pea
 
 def _add_gradients(run: Run) -> None:
     run.progress.step += 1
-    for _ in range(run.config.loop.accumulate):
+    for _ in range(run.config.loop.gradient_accumulation_steps):
         run.operations.backward(run.operations.loss(*run.move(*next(run.batches))))
 
 

@@ -1,0 +1,1 @@
+"""One training step: what it reads and changes, its device and its ranks."""

@@ -1,0 +1,142 @@
+"""The two computations of a run: one training step, and the loss of an evaluation."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tensorkeep.train.data.batches import Batch
+from tensorkeep.train.model.gpt import GPT, IGNORED
+from tensorkeep.train.optim.optimizers import set_learning_rate
+from tensorkeep.train.optim.schedules import learning_rate_factor
+from tensorkeep.train.step.state import Run, check_steps
+from tensorkeep.train.step.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The figures of a step. A GPU keeps loss and norm until `read` waits for it."""
+
+    loss: Tensor
+    gradient_norm: Tensor
+    learning_rate: float
+
+    def read(self) -> dict[str, float]:
+        """Return the figures by name."""
+        figures = {"loss": self.loss.item(), "gradient_norm": self.gradient_norm.item()}
+        return figures | {"learning_rate": self.learning_rate}
+
+
+def take_step(run: Run) -> dict[str, float]:
+    """Make one update of the weights, and wait for it; see `train_step`.
+
+    Returns ``loss``, the mean loss of the batches, ``gradient_norm`` before clipping, and ``learning_rate`` of AdamW.
+    """
+    result = train_step(run)
+    check_steps(run)
+    return result.read()
+
+
+def train_step(run: Run) -> StepResult:
+    """Make one update of the weights: add up the gradients of its batches, clip them, step the optimizers."""
+    loop, operations = run.config.loop, run.operations
+    run.progress.step += 1
+    factor = learning_rate_factor(run.config.schedule, run.progress.step, loop.steps) * run.plateau.factor
+    set_learning_rate(run.optimizers, factor)
+    total = torch.zeros((), device=run.device)
+    first = run.batches.position
+    batches = [next(run.batches) for _ in range(loop.gradient_accumulation_steps)]
+    run.drawn = range(first, run.batches.position)
+    counts = [int(np.count_nonzero(targets.numpy() != IGNORED)) for _, targets in batches]
+    counted = _mean_count(run, sum(counts))
+    for (inputs, targets), count in zip(batches, counts, strict=True):
+        if count:
+            # The mean over all targets of the step: each target has the same weight, whichever batch it is in.
+            loss = operations.loss(*run.move(inputs, targets)) / (counted / count)
+            operations.backward(loss)
+            total += loss.detach()
+    run.progress.tokens += round(counted * run.replicas)
+    run.positions = run.replicas * sum(
+        inputs.numel() for (inputs, _), count in zip(batches, counts, strict=True) if count
+    )
+    total = run.world.mean(total)
+    norm = operations.clip()
+    if operations.accepts(total, norm):
+        operations.update()
+        run.average.update(run.progress.step)
+    for optimizer in run.optimizers.values():
+        optimizer.zero_grad()
+    return StepResult(total, norm, factor * run.config.optim.lr)
+
+
+def _mean_count(run: Run, count: int) -> float:
+    """Return the mean number of targets of a rank, so that each target has the same weight on any rank."""
+    if run.world.size == 1 or run.dataset.chat_tokenizer is None:
+        return count
+    return run.world.mean(torch.tensor(count, dtype=torch.float64)).item()
+
+
+def evaluate(
+    model: GPT,
+    batches: Iterable[Batch],
+    *,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    world: World | None = None,
+) -> float:
+    """Return the mean loss over all targets that count, in nats.
+
+    It draws no random numbers, and each module keeps its training mode. The host waits for the device once, at the
+    end.
+
+    Parameters
+    ----------
+    model : GPT
+    batches : iterable of (Tensor, Tensor)
+        Inputs and targets, int64, of shape [batch, positions]; targets of -1 do not count.
+    loss : callable, optional
+        Returns the mean loss of a batch; by default ``model.loss``.
+    world : World, optional
+        The ranks whose batches count together. A collective: each rank has as many batches as the others.
+
+    Examples
+    --------
+    >>> from tensorkeep.train.model.config import ModelConfig
+    >>> config = ModelConfig(vocab_size=8, context_length=4, n_layers=1, n_heads=1, d_model=4)
+    >>> tokens = torch.arange(5).unsqueeze(0)
+    >>> model = GPT(config, generator=torch.Generator().manual_seed(0))
+    >>> f"{evaluate(model, [(tokens[:, :-1], tokens[:, 1:])]):.1f}"  # ln 8, before training
+    '2.1'
+    """
+    device = model.tokens.weight.device
+    total, counted = torch.zeros((), dtype=torch.float64, device=device), 0
+    # Not inference_mode, which does not support sharded weights.
+    with torch.no_grad(), evaluating(model):
+        for inputs, targets in batches:
+            count = int((targets != IGNORED).sum())
+            mean = (loss or model.loss)(_moved(inputs, device), _moved(targets, device))
+            # A batch without a target is computed all the same: other ranks wait for this one. Its mean is NaN.
+            total += mean.double() * count if count else 0.0
+            counted += count
+    sums = torch.stack([total, torch.full_like(total, counted)])
+    nats, tokens = (sums if world is None else world.mean(sums)).tolist()
+    return float(nats / tokens)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to a device; a GPU copies pinned memory while the host continues."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode (no dropout); afterwards each module has its previous mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
