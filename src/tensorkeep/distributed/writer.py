@@ -81,7 +81,7 @@ def state_of_plan(plan: SavePlan, planner: SavePlanner) -> RankState:
     return found
 
 
-def _paths(planner_data: Any, keys: Iterable[str]) -> dict[str, KeyPath]:
+def _paths(planner_data: Any, keys: Iterable[str]) -> dict[str, tuple[str | int, ...]]:
     """Return the paths of flat names. A planner that does not flatten has no paths: the name is the path."""
     known = planner_data if isinstance(planner_data, dict) else {}
     return {**known, **{key: known.get(key, (key,)) for key in keys}}

@@ -228,7 +228,7 @@ def _embeddings_not_compiled() -> Iterator[None]:
     compiled = decompositions.pop(operator, None)
     try:
         # Not with code that was compiled and kept before.
-        with config.patch(cache_key_tag=f"{config.cache_key_tag} embeddings"):  # type: ignore[attr-defined]
+        with config.patch(cache_key_tag=f"{config.cache_key_tag} embeddings"):
             yield
     finally:
         if compiled is not None:
