@@ -46,7 +46,7 @@ _DECADES = 1000.0
 # Numbers that are computed with at once: their float64 copies take 1 MiB, beside the buffers of the budget.
 _PIECE = 2**17
 
-# Fewer codes are sorted; more codes are counted in a table.
+# Fewer codes are counted one by one, more codes in a table of all codes.
 _FEW = 2**13
 
 Floats = npt.NDArray[np.float64]
@@ -160,10 +160,6 @@ class Histogram:
     counts: list[int]
     log: bool = False
     beyond: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the histogram as plain values."""
-        return asdict(self)
 
 
 class Distribution:
@@ -304,8 +300,7 @@ class Accumulator:
         self._type = numbers_of(dtype)
         self._codes: Codes = codes_of(dtype)
         self._lock = threading.Lock()
-        self._sorted: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
-        self._table: npt.NDArray[np.int64] | None = None
+        self._counts = np.zeros(len(self._codes.place), np.int64)
         self._pieces: list[_Piece] = []
         self._numbers = self._nan = self._infinite = self._zeros = 0
         self._extremes: list[float | int] = []
@@ -319,9 +314,7 @@ class Accumulator:
 
     def _add_piece(self, start: int, numbers: npt.NDArray[Any]) -> None:
         if self._codes.exact:
-            counted = self._count(encoded(numbers, self._dtype))
-            with self._lock:
-                self._merge(*counted)
+            self._count(encoded(numbers, self._dtype))
             return
         # NaN in the data is NaN in the extremes, so that most pieces need no test of each element.
         extremes: tuple[Any, ...] = numbers.min(), numbers.max()
@@ -332,44 +325,33 @@ class Accumulator:
             numbers = numbers[np.isfinite(numbers)]
             infinite = count - nan - len(numbers)
             extremes = (numbers.min(), numbers.max()) if len(numbers) else ()
-        counted = self._count(encoded(numbers, self._dtype))
+        self._count(encoded(numbers, self._dtype))
         zeros = len(numbers) - int(np.count_nonzero(numbers))
         piece = _moments(start, numbers)
         with self._lock:
-            self._merge(*counted)
             self._numbers += count
             self._nan += nan
             self._infinite += infinite
             self._zeros += zeros
             self._pieces.append(piece)
             # Integers of Python are exact; int64 would be rounded by a comparison with float64.
-            self._extremes = _outermost([*self._extremes, *(each.item() for each in extremes)])
+            found = [*self._extremes, *(each.item() for each in extremes)]
+            self._extremes = [min(found), max(found)] if found else []
 
-    def _count(self, codes: npt.NDArray[Any]) -> tuple[npt.NDArray[Any] | None, npt.NDArray[Any]]:
-        """Return the distinct codes, or None for all codes, and their counts."""
-        # Sorting few codes is faster than filling a table of 65,536 counts, which also would be kept for each tensor.
+    def _count(self, codes: npt.NDArray[Any]) -> None:
+        # Few codes are added one by one: a table of all 65,536 counts would take longer than a small tensor.
         if len(codes) < _FEW:
-            return np.unique(codes, return_counts=True)
-        return None, np.bincount(codes, minlength=len(self._codes.place))
-
-    def _merge(self, codes: npt.NDArray[Any] | None, counts: npt.NDArray[Any]) -> None:
-        if self._table is None:
-            if codes is not None and self._sorted is None:
-                self._sorted = codes, counts
-                return
-            # The second piece of a tensor: from now on a table, which adds up without sorting.
-            self._table = np.zeros(len(self._codes.place), np.int64)
-            if self._sorted is not None:
-                first, its_counts = self._sorted
-                self._table[first] += its_counts
-        if codes is None:
-            self._table += counts
-        else:
-            self._table[codes] += counts
+            with self._lock:
+                np.add.at(self._counts, codes, 1)
+            return
+        counts = np.bincount(codes, minlength=len(self._counts))
+        with self._lock:
+            self._counts += counts
 
     def result(self) -> TensorStatistics:
         """Return the statistics of the ranges that were added."""
-        counts = self._distinct()
+        codes = np.flatnonzero(self._counts)
+        counts = self._codes.place[codes], self._counts[codes]
         distribution = self._distribution(*counts)
         if not self._codes.exact:
             mean, std = _combined(sorted(self._pieces))
@@ -381,15 +363,6 @@ class Accumulator:
             return found
         histogram = histogram_of(distribution, float(found.least), float(found.largest), integers=self._codes.integers)
         return replace(found, histogram=histogram)
-
-    def _distinct(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return the places of the codes that occur, and their counts."""
-        if self._table is not None:
-            codes = np.flatnonzero(self._table)
-            return self._codes.place[codes], self._table[codes]
-        if self._sorted is not None:
-            return self._codes.place[self._sorted[0]], self._sorted[1]
-        return np.zeros(0, np.intp), np.zeros(0, np.int64)
 
     def _distribution(self, places: npt.NDArray[Any], counts: npt.NDArray[Any]) -> Distribution:
         # NaN and infinities have negative places.
@@ -443,10 +416,6 @@ def _combined(pieces: list[_Piece]) -> tuple[float | None, float | None]:
         return mean, math.sqrt(squares / count)
     except (OverflowError, ValueError):
         return None, None  # beyond float64
-
-
-def _outermost(numbers: list[float | int]) -> list[float | int]:
-    return [min(numbers), max(numbers)] if numbers else []
 
 
 @dataclass(frozen=True, slots=True)
