@@ -15,32 +15,32 @@ from tensorkeep.formats.native.manifest import FragmentReport
 from tensorkeep.formats.native.sharded import plan_root, write_plan, write_root
 from tensorkeep.formats.native.writer import NativeOptions, ShardedWrite
 from tensorkeep.state.leaf import Leaf
-from tensorkeep.state.sharded import Piece
+from tensorkeep.state.sharded import TensorShard
 from tensorkeep.state.tree import flatten
 from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.storage.commit import Commit
 
-Split = Callable[[Leaf], Sequence[Sequence[Piece]]]
+Split = Callable[[Leaf], Sequence[Sequence[TensorShard]]]
 """Returns the boxes of a tensor that each rank has."""
 
 SECONDS = 60
 
 
-def box(leaf: Leaf, offsets: Sequence[int], sizes: Sequence[int]) -> Piece:
+def box(leaf: Leaf, offsets: Sequence[int], sizes: Sequence[int]) -> TensorShard:
     """Return a box of a tensor, whose memory is a view."""
     array = leaf.array[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] if offsets else leaf.array
-    return Piece(leaf.name, leaf.kind, leaf.dtype, array, leaf.requires_grad, leaf.shape, tuple(offsets))
+    return TensorShard(leaf.name, leaf.kind, leaf.dtype, array, leaf.requires_grad, leaf.shape, tuple(offsets))
 
 
 def by_dimension(ranks: int, dim: int = 0) -> Split:
     """Divide a tensor along one dimension as torch does; one that has fewer dimensions is saved by one rank."""
 
-    def split(leaf: Leaf) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in range(ranks)]
+    def split(leaf: Leaf) -> list[list[TensorShard]]:
+        found: list[list[TensorShard]] = [[] for _ in range(ranks)]
         if not leaf.nbytes:
             return found
         if len(leaf.shape) <= dim:
-            found[len(leaf.name) % ranks].append(Piece.of_leaf(leaf))
+            found[len(leaf.name) % ranks].append(TensorShard.of_leaf(leaf))
             return found
         step = -(-leaf.shape[dim] // ranks)
         for rank, start in enumerate(range(0, leaf.shape[dim], step)):
@@ -75,8 +75,8 @@ def at_random(ranks: int, seed: int, cuts: int = 5) -> Split:
     """Divide a tensor into boxes anywhere, and give them to ranks at random."""
     random = Random(seed)
 
-    def split(leaf: Leaf) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in range(ranks)]
+    def split(leaf: Leaf) -> list[list[TensorShard]]:
+        found: list[list[TensorShard]] = [[] for _ in range(ranks)]
         for offsets, sizes in random_tiling(random, leaf.shape, cuts):
             found[random.randrange(ranks)].append(box(leaf, offsets, sizes))
         return found
@@ -113,7 +113,7 @@ class SimulatedSave:
         self.reports: list[FragmentReport] = []
         self.barrier = threading.Barrier(ranks, timeout=SECONDS)
         self.commit = Commit(path, directory=True, overwrite=settings.overwrite, replaceable=is_replaceable)
-        shares: list[list[Piece]] = [[] for _ in range(ranks)]
+        shares: list[list[TensorShard]] = [[] for _ in range(ranks)]
         for leaf in flat.leaves.values():
             for share, pieces in zip(shares, split(leaf), strict=True):
                 share.extend(pieces)

@@ -22,7 +22,7 @@ from tensorkeep.formats.boxes import box_of
 from tensorkeep.machine import libc
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.leaf import Leaf, LeafKind, allocate
-from tensorkeep.state.sharded import Piece, ShardedLeaf, bytes_here, row_ranges
+from tensorkeep.state.sharded import ShardedLeaf, TensorShard, bytes_here, row_ranges
 from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import BufferPool, round_down, round_up
 from tensorkeep.storage.direct_io import Bytes
@@ -151,7 +151,9 @@ def read_all(
     parallel.run(chain((partial(task, group) for group in grouped(whole)), pieces), usable)
 
 
-def reads_of(reader: Reader, name: str, piece: Piece, pool: BufferPool) -> Iterator[tuple[Callable[[], None], int]]:
+def reads_of(
+    reader: Reader, name: str, piece: TensorShard, pool: BufferPool
+) -> Iterator[tuple[Callable[[], None], int]]:
     """Yield tasks that fill the parts of a piece from a stored tensor, in any thread, with their sizes in bytes."""
     block_bytes = reader.block_bytes(name)
     if piece.shape[1:] == piece.whole[1:]:

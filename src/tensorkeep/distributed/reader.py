@@ -35,7 +35,7 @@ from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state import cuda
 from tensorkeep.state.dtypes import check_torch
 from tensorkeep.state.leaf import Leaf, allocate
-from tensorkeep.state.sharded import Piece
+from tensorkeep.state.sharded import TensorShard
 from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
 
@@ -116,14 +116,14 @@ def _stand_in(reader: Reader, name: str) -> Any:
     return torch.empty(entry.shape, dtype=entry.dtype.torch, device="meta")
 
 
-def read_pieces(reader: Reader, pieces: Sequence[Piece], threads: int, pool: BufferPool) -> None:
+def read_pieces(reader: Reader, pieces: Sequence[TensorShard], threads: int, pool: BufferPool) -> None:
     """Fill pieces with their boxes of the stored tensors, in parallel.
 
     Raises CorruptCheckpointError if a byte is not what was written.
     """
     cuda.wait_for_caller(pieces)
-    stored: list[tuple[str, Piece]] = []
-    views: list[Piece] = []
+    stored: list[tuple[str, TensorShard]] = []
+    views: list[TensorShard] = []
     for piece in pieces:
         alias = reader.flat.aliases.get(piece.name)
         if alias is None:
@@ -141,7 +141,7 @@ def read_pieces(reader: Reader, pieces: Sequence[Piece], threads: int, pool: Buf
         _fill_from_view(reader, piece, pool)
 
 
-def _fill_from_view(reader: Reader, piece: Piece, pool: BufferPool) -> None:
+def _fill_from_view(reader: Reader, piece: TensorShard, pool: BufferPool) -> None:
     """Fill a piece of a view: the full view is loaded, and the piece copied from it."""
     full = Leaf(piece.name, "tensor", piece.dtype, allocate("tensor", piece.dtype, piece.whole))
     fill(reader, piece.name, full, pool, NewPages())
@@ -312,7 +312,7 @@ class DcpReader(StorageReader):
         return isinstance(as_path(checkpoint_id), StorePath) or "://" not in os.fspath(checkpoint_id)
 
 
-def _piece(reader: Reader, name: str, item: ReadItem, target: torch.Tensor) -> Piece:
+def _piece(reader: Reader, name: str, item: ReadItem, target: torch.Tensor) -> TensorShard:
     """Return the memory that DCP gives for a box of a tensor.
 
     Raises StateMismatchError if it is of another dtype or shape than the saved box.
@@ -327,4 +327,4 @@ def _piece(reader: Reader, name: str, item: ReadItem, target: torch.Tensor) -> P
             remedy=f"load into a tensor of {entry.dtype}, and convert it then",
             different=(name,),
         )
-    return Piece(name, "tensor", dtype, target, whole=entry.shape, offsets=tuple(item.storage_offsets))
+    return TensorShard(name, "tensor", dtype, target, whole=entry.shape, offsets=tuple(item.storage_offsets))

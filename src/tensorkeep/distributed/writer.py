@@ -39,7 +39,7 @@ from tensorkeep.state import cuda, names
 from tensorkeep.state.dtypes import BY_NAME, DType, check_torch
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.names import KeyPath
-from tensorkeep.state.sharded import Piece
+from tensorkeep.state.sharded import TensorShard
 from tensorkeep.state.skeleton import SkeletonWriter
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage.commit import Commit
@@ -53,7 +53,7 @@ class RankState:
     ``dtypes`` has the dtypes of all tensors, to compare them among ranks.
     """
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TensorShard] = field(default_factory=list)
     parts: dict[str, tuple[str, str]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, Any] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def _add_tensor(found: RankState, item: WriteItem, planner: SavePlanner) -> None
     if leaf.nbytes:
         # Ranks without elements of a tensor write no shard, but its dtype is compared.
         whole, offsets = tuple(data.size), tuple(data.chunk.offsets)
-        found.pieces.append(Piece(name, "tensor", leaf.dtype, leaf.array, whole=whole, offsets=offsets))
+        found.pieces.append(TensorShard(name, "tensor", leaf.dtype, leaf.array, whole=whole, offsets=offsets))
 
 
 def _value(planner: SavePlanner, item: WriteItem) -> Any:
@@ -134,7 +134,7 @@ def _add_value(found: RankState, key: str, value: Any, path: KeyPath) -> None:
         found.parts[name] = place
         found.inner[name] = leaf.dtype.name, leaf.shape, place
         if leaf.nbytes:
-            found.pieces.append(Piece.of_leaf(leaf))
+            found.pieces.append(TensorShard.of_leaf(leaf))
 
 
 def merge_rank_states(metadata: Metadata, ranks: Sequence[RankState]) -> Flat[FullTensor]:

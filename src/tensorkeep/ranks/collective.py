@@ -36,7 +36,7 @@ from tensorkeep.ranks.outline import (
 )
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Leaf
-from tensorkeep.state.sharded import Piece, ShardedLeaf, pieces_of
+from tensorkeep.state.sharded import ShardedLeaf, TensorShard, shards_of
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage import storage_of
 from tensorkeep.storage.base import PendingCommit
@@ -128,13 +128,13 @@ def assign(merged: MergedTensors, ranks: int, own: int) -> list[Share]:
     return sorted(shares, key=lambda share: (order[share.name], share.box, share.start))
 
 
-def own_pieces(shares: Sequence[Share], leaves: Mapping[str, Leaf]) -> list[Piece]:
+def own_pieces(shares: Sequence[Share], leaves: Mapping[str, Leaf]) -> list[TensorShard]:
     """Return the memory of what this rank writes."""
-    pieces: list[Piece] = []
-    held: dict[str, dict[BoxKey, Piece]] = {}
+    pieces: list[TensorShard] = []
+    held: dict[str, dict[BoxKey, TensorShard]] = {}
     for share in shares:
         if share.name not in held:
-            held[share.name] = {(*piece.offsets, *piece.shape): piece for piece in pieces_of(leaves[share.name])}
+            held[share.name] = {(*piece.offsets, *piece.shape): piece for piece in shards_of(leaves[share.name])}
         piece = held[share.name][share.box]
         everything = not piece.shape or (share.start, share.stop) == (0, piece.shape[0])
         pieces.append(piece if everything else piece.rows(share.start, share.stop))
@@ -159,7 +159,7 @@ class SharedState:
 
     flat: Flat[FullTensor]
     layouts: Mapping[str, str]
-    pieces: list[Piece]
+    pieces: list[TensorShard]
 
 
 def agree(ranks: Ranks, flat: Flat[Leaf], arguments: Mapping[str, Any]) -> SharedState:
@@ -204,7 +204,7 @@ def _outlines(ranks: Ranks, own: RankOutline, digests: Sequence[str]) -> list[Ra
     return [RankOutline(sent[digests.index(digest)], own) for digest, own in zip(digests, boxes, strict=True)]
 
 
-def as_flat(pieces: Sequence[Piece]) -> Flat[Piece]:
+def as_flat(pieces: Sequence[TensorShard]) -> Flat[TensorShard]:
     """Return pieces as a state of their own, whose bytes are looked at; its names are numbers."""
     leaves = {str(number): piece for number, piece in enumerate(pieces)}
     return Flat(None, leaves, {}, {name: ("state", name) for name in leaves})

@@ -12,7 +12,7 @@ from tensorkeep.errors import RanksDisagreeError
 from tensorkeep.formats.base import AliasRecord
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import LEAF_KINDS, Leaf
-from tensorkeep.state.sharded import ShardedLeaf, pieces_of
+from tensorkeep.state.sharded import ShardedLeaf, shards_of
 from tensorkeep.state.skeleton import decode_bytes
 from tensorkeep.state.tree import Flat, child_nodes, node_key_text, node_tag, with_children
 from tensorkeep.storage.direct_io import Bytes
@@ -70,7 +70,7 @@ class RankOutline(NamedTuple):
             for name, leaf in flat.leaves.items()
         ]
         aliases = {name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()}
-        boxes = [[(*piece.offsets, *piece.shape) for piece in pieces_of(leaf)] for leaf in flat.leaves.values()]
+        boxes = [[(*piece.offsets, *piece.shape) for piece in shards_of(leaf)] for leaf in flat.leaves.values()]
         return cls(Tensors(tensors, aliases), boxes)
 
 

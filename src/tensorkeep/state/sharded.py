@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Piece(Leaf):
+class TensorShard(Leaf):
     """A box of a tensor, which one process reads or writes: ``array`` is its memory, and ``shape`` its lengths.
 
     ``whole`` is the shape of the full tensor, and ``offsets`` is where the box begins in it.
@@ -25,14 +25,16 @@ class Piece(Leaf):
     offsets: tuple[int, ...] = ()
 
     @classmethod
-    def of_leaf(cls, leaf: Leaf) -> "Piece":
-        """Return the piece that is all of a tensor."""
+    def of_leaf(cls, leaf: Leaf) -> "TensorShard":
+        """Return the shard that is a full tensor."""
         return cls(leaf.name, leaf.kind, leaf.dtype, leaf.array, leaf.requires_grad, leaf.shape, (0,) * len(leaf.shape))
 
-    def rows(self, start: int, stop: int) -> "Piece":
+    def rows(self, start: int, stop: int) -> "TensorShard":
         """Return the rows ``start:stop``, indices of dimension 0."""
         offsets = (self.offsets[0] + start, *self.offsets[1:])
-        return Piece(self.name, self.kind, self.dtype, self.array[start:stop], self.requires_grad, self.whole, offsets)
+        return TensorShard(
+            self.name, self.kind, self.dtype, self.array[start:stop], self.requires_grad, self.whole, offsets
+        )
 
 
 @dataclass(slots=True)
@@ -94,14 +96,14 @@ class ShardedLeaf(Leaf):
             _runs(name, value),
         )
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorShard]:
         """Yield the boxes of this process, in the order of the local tensor; nothing if it is empty."""
         spans = [list(_spans(runs)) for runs in self.runs]
         for box in product(*spans):
             offsets = tuple(run.start for run, _ in box)
             array = self.array[tuple(place for _, place in box)]
             if array.numel():
-                yield Piece(self.name, self.kind, self.dtype, array, self.requires_grad, self.shape, offsets)
+                yield TensorShard(self.name, self.kind, self.dtype, array, self.requires_grad, self.shape, offsets)
 
 
 def is_dtensor(value: object) -> bool:
@@ -111,14 +113,14 @@ def is_dtensor(value: object) -> bool:
     )
 
 
-def pieces_of(leaf: Leaf) -> list[Piece]:
+def shards_of(leaf: Leaf) -> list[TensorShard]:
     """Return the boxes of a tensor that this process has: all of a tensor that is not sharded, if it has elements."""
     if isinstance(leaf, ShardedLeaf):
         return list(leaf.pieces())
-    return [Piece.of_leaf(leaf)] if leaf.nbytes else []
+    return [TensorShard.of_leaf(leaf)] if leaf.nbytes else []
 
 
-def row_ranges(piece: Piece, most_bytes: int) -> Iterator[Piece]:
+def row_ranges(piece: TensorShard, most_bytes: int) -> Iterator[TensorShard]:
     """Yield parts of a box, of some rows each, of about so many bytes or less."""
     rows = piece.shape[0] if piece.shape else 1
     if piece.nbytes <= most_bytes or rows == 1:

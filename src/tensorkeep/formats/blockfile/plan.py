@@ -17,7 +17,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import BLOCK_BYTES, FormatOptions, PartKey, Structure
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import part_file_stems
-from tensorkeep.state.sharded import Piece
+from tensorkeep.state.sharded import TensorShard
 from tensorkeep.state.tree import Flat
 from tensorkeep.units import parse_bytes
 
@@ -318,7 +318,7 @@ CODED_GRID = Grid(4 * 1024**2)
 
 
 def plan_shards(
-    shards: Sequence[Piece],
+    shards: Sequence[TensorShard],
     parts: Mapping[str, PartKey],
     shard_bytes: int | str | None,
     *,
@@ -343,7 +343,7 @@ def plan_shards(
     ]
 
 
-def _keys(shards: Sequence[Piece], parts: Mapping[str, PartKey]) -> list[str]:
+def _keys(shards: Sequence[TensorShard], parts: Mapping[str, PartKey]) -> list[str]:
     """Return the key of each box in its data file: the tensor's key, with the ranges of the box if it has several."""
     counts: dict[str, int] = {}
     for shard in shards:

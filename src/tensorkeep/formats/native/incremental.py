@@ -48,7 +48,7 @@ from tensorkeep.formats.native.reader import OpenFiles, located
 from tensorkeep.paths import StorePath, absolute, as_path
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Source
-from tensorkeep.state.sharded import Piece
+from tensorkeep.state.sharded import TensorShard
 from tensorkeep.storage import storage_of
 from tensorkeep.storage.base import MANIFEST_NAME
 from tensorkeep.storage.buffers import round_up
@@ -87,7 +87,7 @@ class DifferenceBase(NamedTuple):
 
 def extent(source: Source) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of the full tensor that a source is a box of, and the offsets of the box."""
-    if isinstance(source, Piece):
+    if isinstance(source, TensorShard):
         return source.whole, source.offsets
     return tuple(source.shape), (0,) * len(source.shape)
 

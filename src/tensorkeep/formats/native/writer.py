@@ -63,7 +63,7 @@ from tensorkeep.formats.native.directory import commit_to
 from tensorkeep.formats.native.incremental import Base, IncrementalFile, locations, open_base
 from tensorkeep.paths import as_path
 from tensorkeep.state.leaf import Source
-from tensorkeep.state.sharded import Piece
+from tensorkeep.state.sharded import TensorShard
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage import parallel, storage_of, write_file
 from tensorkeep.storage.buffers import Buffer, BufferPool, buffer_bytes
@@ -345,7 +345,7 @@ class ShardedWrite(NativeWrite):
 
     def __init__(
         self,
-        shards: Sequence[Piece],
+        shards: Sequence[TensorShard],
         parts: Mapping[str, PartKey],
         destination: Path,
         settings: WriteSettings,
@@ -394,7 +394,7 @@ class ShardedWrite(NativeWrite):
         tensors: dict[str, manifests.TensorDescription] = {}
         for leaf, stored in written.leaves():
             shard = leaf.source
-            assert isinstance(shard, Piece)
+            assert isinstance(shard, TensorShard)
             index = leaves.setdefault(shard.name, len(leaves))
             boxes.append(manifests.BoxRecord(index, shard.offsets, shard.shape, *stored))
             tensors[shard.name] = manifests.TensorDescription(
