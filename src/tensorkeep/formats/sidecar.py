@@ -36,7 +36,7 @@ VERSION = 1
 _REWRITTEN = "if another tool wrote here since, remove tensorkeep.json; otherwise take another checkpoint or copy"
 
 
-class TensorNote(msgspec.Struct, frozen=True, omit_defaults=True):
+class SidecarTensor(msgspec.Struct, frozen=True, omit_defaults=True):
     """A stored tensor: its type in the state, and its encoding in the format.
 
     ``place`` has the keys that lead to the tensor, in formats with nested or other names. ``stored_dtype`` is the dtype
@@ -62,7 +62,7 @@ class TensorNote(msgspec.Struct, frozen=True, omit_defaults=True):
         return BY_NAME[self.stored_dtype or self.dtype]
 
 
-class FileNote(msgspec.Struct, frozen=True, omit_defaults=True):
+class SidecarFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """A file of the checkpoint: its size in bytes, and its xxh3-64 if the format has no checksum itself."""
 
     bytes: int
@@ -78,8 +78,8 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     format: str
     structure: Structure
-    tensors: dict[str, TensorNote]
-    files: dict[str, FileNote]
+    tensors: dict[str, SidecarTensor]
+    files: dict[str, SidecarFile]
     metadata: dict[str, Any]
     version: int = VERSION
     writer: str = f"tensorkeep {__version__}"
@@ -102,20 +102,22 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 SidecarT = TypeVar("SidecarT", bound=Sidecar)
 
 
-def describe_tensors(flat: Flat[Source], places: Mapping[str, tuple[str, ...]] | None = None) -> dict[str, TensorNote]:
+def describe_tensors(
+    flat: Flat[Source], places: Mapping[str, tuple[str, ...]] | None = None
+) -> dict[str, SidecarTensor]:
     """Return the records of a state's stored tensors, with their places if given."""
     return {
-        name: TensorNote(source.dtype.name, tuple(source.shape), (places or {}).get(name, ()))
+        name: SidecarTensor(source.dtype.name, tuple(source.shape), (places or {}).get(name, ()))
         for name, source in flat.leaves.items()
     }
 
 
-def note_file(path: Path, *, hashed: bool) -> FileNote:
+def describe_file(path: Path, *, hashed: bool) -> SidecarFile:
     """Return the record of a file that was written, with its checksum if ``hashed``."""
     if not hashed:
-        return FileNote(path.stat().st_size)
+        return SidecarFile(path.stat().st_size)
     content = path.read_bytes()
-    return FileNote(len(content), checksummed_json.digest(content))
+    return SidecarFile(len(content), checksummed_json.digest(content))
 
 
 def write(directory: Path, sidecar: Sidecar) -> int:
@@ -172,7 +174,7 @@ def _check_tensors(sidecar: Sidecar) -> None:
             raise ValueError(f"{name!r} has an impossible shape or size")
 
 
-def _check_file(directory: Directory, name: str, note: FileNote) -> None:
+def _check_file(directory: Directory, name: str, note: SidecarFile) -> None:
     path = directory.path / name
     folder, _, last = name.rpartition("/")
     if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):

@@ -19,7 +19,7 @@ from tensorkeep.errors import (
     UsageError,
     stack_level_of_caller,
 )
-from tensorkeep.formats.native.directory import Summary
+from tensorkeep.formats.native.directory import CheckpointSummary
 from tensorkeep.manager.uploader import Uploader, in_short
 from tensorkeep.paths import StorePath, as_path, checked_path
 from tensorkeep.ranks.group import Ranks
@@ -157,7 +157,7 @@ class TieredPlace(StepPlace):
         broken = {number: error for number, error in {**store.broken, **disk.broken}.items() if number not in steps}
         return StepListing([steps[number] for number in sorted(steps)], MappingProxyType(broken))
 
-    def summaries(self) -> Iterator[tuple[int, Summary | TensorkeepError]]:
+    def summaries(self) -> Iterator[tuple[int, CheckpointSummary | TensorkeepError]]:
         found = dict(self._store.summaries()) | dict(self._disk.summaries())
         yield from sorted(found.items(), key=lambda each: each[0])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError
-from tensorkeep.formats.native.directory import Summary, freed_bytes, summarise
+from tensorkeep.formats.native.directory import CheckpointSummary, freed_bytes, summarise
 from tensorkeep.formats.native.sharded import finish_saves
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.runs.steps import StepPlace, check_is_step, step_numbers
@@ -38,10 +38,10 @@ class DiskPlace(StepPlace):
     def exists(self, path: Path) -> bool:
         return exists(path)
 
-    def summaries(self) -> Iterator[tuple[int, Summary | TensorkeepError]]:
+    def summaries(self) -> Iterator[tuple[int, CheckpointSummary | TensorkeepError]]:
         for number in self.numbers():
             path = self.path_of(number)
-            found: Summary | TensorkeepError
+            found: CheckpointSummary | TensorkeepError
             try:
                 found = summarise(path)
             except TensorkeepError as error:

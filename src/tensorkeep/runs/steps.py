@@ -18,7 +18,7 @@ from tensorkeep.errors import (
     UsageError,
 )
 from tensorkeep.formats.checksummed_json import digest
-from tensorkeep.formats.native.directory import Summary, foreign_names, is_native, summarise
+from tensorkeep.formats.native.directory import CheckpointSummary, foreign_names, is_native, summarise
 from tensorkeep.paths import STEP_NAME, as_path
 from tensorkeep.storage import open_directory
 from tensorkeep.storage.base import MANIFEST_NAME
@@ -135,7 +135,7 @@ class StepPlace(ABC):
         """Return whether a step, complete or not, is at a path."""
 
     @abstractmethod
-    def summaries(self) -> Iterator[tuple[int, Summary | TensorkeepError]]:
+    def summaries(self) -> Iterator[tuple[int, CheckpointSummary | TensorkeepError]]:
         """Yield the number of each step, in order, with its summary or what is wrong with it."""
 
     @abstractmethod
@@ -295,7 +295,7 @@ def step_numbers(names: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for match in found if f"step-{int(match[1]):06d}" == match[0])
 
 
-def step_of(path: Path, number: int, summary: Summary) -> Step:
+def step_of(path: Path, number: int, summary: CheckpointSummary) -> Step:
     """Return a step by the summary of its checkpoint."""
     record = summary.outline.step
     # The first file is the manifest, which is written last.

@@ -23,8 +23,8 @@ from tensorkeep.errors import (
     UsageError,
 )
 from tensorkeep.formats.native.directory import (
-    Contents,
-    Summary,
+    CheckpointSummary,
+    ManifestContents,
     foreign_among,
     is_native,
     is_ours,
@@ -119,7 +119,7 @@ _ATTEMPTS = 5
 _KEPT_BYTES = 64 * 1024**2
 """Manifests that a snapshot keeps, to write them as tombstones; others are read twice."""
 Objects = Mapping[str, ObjectStatus]
-Found = Contents | TensorkeepError
+Found = ManifestContents | TensorkeepError
 
 
 class _Listing(NamedTuple):
@@ -142,8 +142,8 @@ class _Memory:
     their bytes: nobody replaces them.
     """
 
-    known: dict[tuple[str, str], Contents] = field(default_factory=dict)
-    written: dict[str, tuple[int, Contents]] = field(default_factory=dict)
+    known: dict[tuple[str, str], ManifestContents] = field(default_factory=dict)
+    written: dict[str, tuple[int, ManifestContents]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,9 @@ class StoreRun:
                 found.setdefault(key, contents)
         missing = [key for key in tags if key not in found]
         parallel.run([partial(read, key) for key in missing], min(len(missing), store_requests.SMALL_REQUESTS))
-        new = {(key, tags[key]): each for key, each in found.items() if tags[key] and isinstance(each, Contents)}
+        new = {
+            (key, tags[key]): each for key, each in found.items() if tags[key] and isinstance(each, ManifestContents)
+        }
         self._memory.known = self._memory.known | new
         read_all = {key: each for key, each in found.items() if each is not None}
         return read_all if len(read_all) == len(found) else None
@@ -286,7 +288,7 @@ class StoreRun:
         for key, found in manifests.items():
             directory = StoreDirectory(self.path_of_key(key).parent)
             keys = None
-            if isinstance(found, Contents):
+            if isinstance(found, ManifestContents):
                 keys = frozenset(directory.path_of(name).key for name in found.sizes)
             yield Namer(objects[key], f"{key.rpartition('/')[0]}/", keys)
 
@@ -299,7 +301,7 @@ class StoreRun:
         """Keep a manifest as a tombstone, which need not be read."""
         content = self.content_of(manifest)
         tombstone = put_tombstone(self.path_of_key(manifest.key).parent, content)
-        if isinstance(contents, Contents):
+        if isinstance(contents, ManifestContents):
             self._memory.written[tombstone.key] = len(content), contents
 
     def path_of_key(self, key: str) -> StorePath:
@@ -356,7 +358,7 @@ class StorePlace(StepPlace):
                 if not isinstance(error, NotACheckpointError) or self.exists(path):
                     yield number, error
 
-    def summaries(self) -> Iterator[tuple[int, Summary | TensorkeepError]]:
+    def summaries(self) -> Iterator[tuple[int, CheckpointSummary | TensorkeepError]]:
         run = self._run.look()
         links = Counter(key for each in self._run.namers(run.objects, run.manifests) for key in each.among(run.objects))
         listed = {key: each._replace(links=links[key]) for key, each in run.objects.items()}
@@ -368,9 +370,9 @@ class StorePlace(StepPlace):
             if not isinstance(found, NotACheckpointError) or self.exists(path):
                 yield number, found
 
-    def _summary(self, path: StorePath, found: Found, listed: Objects) -> Summary | TensorkeepError:
+    def _summary(self, path: StorePath, found: Found, listed: Objects) -> CheckpointSummary | TensorkeepError:
         """Return the summary of a step, or what is wrong with it."""
-        if isinstance(found, Contents):
+        if isinstance(found, ManifestContents):
             with suppress(TensorkeepError):
                 return summarise_contents(StoreDirectory(path, listed), found)
         # The pages of a listing are not of one moment: perhaps the step was saved between two of them.
@@ -406,7 +408,7 @@ class StorePlace(StepPlace):
         for path in paths:
             step = self._url / path.name
             found = run.manifests.get((step / MANIFEST_NAME).key)
-            contents = found if isinstance(found, Contents) else None
+            contents = found if isinstance(found, ManifestContents) else None
             try:
                 if isinstance(found, StoreError):
                     raise found

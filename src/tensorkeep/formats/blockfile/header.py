@@ -307,7 +307,7 @@ def parse(header: Header, path: Path) -> FileEncoding:
     text = header.metadata.get(METADATA_KEY)
     if text is None:
         return FileEncoding(VERSION, MAX_BLOCK_BYTES, {})
-    with decoding(path, what="the note on coded tensors is malformed"):
+    with decoding(path, what="the description of coded tensors is malformed"):
         encoding = msgspec.json.decode(text, type=prepared(FileEncoding))
         if encoding.version not in (VERSION, CHANGES_VERSION, CUTS_VERSION):
             raise UnsupportedError(
@@ -321,7 +321,7 @@ def parse(header: Header, path: Path) -> FileEncoding:
 def _check(name: str, encoding: TensorEncoding, block_bytes: int, header: Header) -> None:
     record = header.records.get(name)
     if record is None or record.tag != "U8":
-        raise CorruptCheckpointError("is noted as coded, but is not a U8 vector in the file", name=name)
+        raise CorruptCheckpointError("is described as coded, but is not a U8 vector in the file", name=name)
     if encoding.dtype not in BY_NAME:
         raise UnsupportedError(f"has dtype {encoding.dtype!r}, which this release does not know", name=name)
     if (
@@ -330,7 +330,7 @@ def _check(name: str, encoding: TensorEncoding, block_bytes: int, header: Header
         or len(encoding.shape) > MOST_DIMENSIONS
         or any(length < 0 for length in encoding.shape)
     ):
-        raise CorruptCheckpointError("its note has impossible sizes", name=name)
+        raise CorruptCheckpointError("its description has impossible sizes", name=name)
     # An incremental file is only readable together with the files of earlier saves.
     if not encoding.complete:
         raise UnsupportedError(

@@ -125,7 +125,9 @@ def _metadata(items: Sequence[Item], tensors: "_Tensors", locations: dict[str, _
 
 def _write_sidecar(flat: Flat[Source], directory: Path, settings: WriteSettings) -> int:
     """Write the sidecar, with everything that DCP cannot store; return the bytes of all files."""
-    files = {path.name: sidecar.note_file(path, hashed=path.name == FILE_NAME) for path in sorted(directory.iterdir())}
+    files = {
+        path.name: sidecar.describe_file(path, hashed=path.name == FILE_NAME) for path in sorted(directory.iterdir())
+    }
     notes = Sidecar(
         format="dcp",
         structure=Structure.of_state(flat),

@@ -53,13 +53,13 @@ def foreign_names(path: Path) -> list[str]:
     Raises NotACheckpointError, StoreError if the manifest is missing or cannot be read.
     """
     names = names_in(path)
-    contents: Contents | None = None
+    contents: ManifestContents | None = None
     with suppress(CorruptCheckpointError, UnsupportedError):
         contents = _read(path, read_contents)
     return foreign_among(names, contents, in_store=storage_of(path).remote)
 
 
-def foreign_among(names: Iterable[str], contents: "Contents | None", *, in_store: bool) -> list[str]:
+def foreign_among(names: Iterable[str], contents: "ManifestContents | None", *, in_store: bool) -> list[str]:
     """Return the foreign ones among the names in a directory; see `foreign_names`.
 
     ``contents`` is what the manifest lists. Without it (the manifest is damaged), a name is judged by its form alone.
@@ -78,14 +78,14 @@ def listed_names(path: Path) -> list[str]:
     return [name for name in contents.sizes if name != manifests.FILE_NAME]
 
 
-class Contents(NamedTuple):
+class ManifestContents(NamedTuple):
     """The outline of a checkpoint, and file sizes by name; None for the manifest."""
 
     outline: manifests.Outline
     sizes: dict[str, int | None]
 
 
-def read_contents(directory: Directory, manifest: str = manifests.FILE_NAME) -> Contents:
+def read_contents(directory: Directory, manifest: str = manifests.FILE_NAME) -> ManifestContents:
     """Read what a manifest and its fragments list; ``manifest`` is its name. Raises as `manifests.read`."""
     outline = manifests.read_outline(directory, manifest)
     sizes: dict[str, int | None] = {manifest: None, **{file.name: file.bytes for file in outline.files}}
@@ -93,7 +93,7 @@ def read_contents(directory: Directory, manifest: str = manifests.FILE_NAME) -> 
         root = manifests.read_root(directory, manifest)
         sizes |= {record.name: record.bytes for record in root.fragments}
         sizes |= {file.name: file.bytes for file in manifests.read_files(directory, root)}
-    return Contents(outline, sizes)
+    return ManifestContents(outline, sizes)
 
 
 def is_replaceable(path: Path) -> bool:
@@ -126,7 +126,7 @@ def commit_to(destination: Path, *, overwrite: bool) -> PendingCommit:
     )
 
 
-class Summary(NamedTuple):
+class CheckpointSummary(NamedTuple):
     """The outline of a checkpoint, and the status of its files."""
 
     outline: manifests.Outline
@@ -142,7 +142,7 @@ class Summary(NamedTuple):
         return sum(occupied_bytes(status) for status in self.files if status.st_nlink == 1)
 
 
-def summarise(path: Path) -> Summary:
+def summarise(path: Path) -> CheckpointSummary:
     """Sum up a checkpoint, and check that its files exist and have the sizes that the manifest lists.
 
     Raises the errors of `OpenFiles`.
@@ -150,7 +150,7 @@ def summarise(path: Path) -> Summary:
     return _read(path, lambda directory: summarise_contents(directory, read_contents(directory)))
 
 
-def summarise_contents(directory: Directory, contents: Contents) -> Summary:
+def summarise_contents(directory: Directory, contents: ManifestContents) -> CheckpointSummary:
     files: list[os.stat_result] = []
     for name, size in contents.sizes.items():
         path = directory.path_of(name)
@@ -165,7 +165,7 @@ def summarise_contents(directory: Directory, contents: Contents) -> Summary:
         if size not in (None, status.st_size):
             raise wrong_size(path, status.st_size, size or 0)
         files.append(status)
-    return Summary(contents.outline, files)
+    return CheckpointSummary(contents.outline, files)
 
 
 def freed_bytes(checkpoints: Iterable[os.PathLike[str]]) -> int:

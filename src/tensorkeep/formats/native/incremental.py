@@ -1,8 +1,8 @@
 """Incremental saves: unchanged blocks of an earlier checkpoint are reused, changed ones may be stored as differences.
 
-`Base` is the open earlier checkpoint. `SharedFiles` makes its files part of the new checkpoint: by hard links on a
-disk, so that each checkpoint is complete and removing one never breaks another; by names in the new manifest in an
-object store. `IncrementalFile` is the data file that stores the remaining blocks.
+`BaseCheckpoint` is the open earlier checkpoint. `SharedFiles` makes its files part of the new checkpoint. On a disk,
+they are hard-linked, so that each checkpoint is complete and removing one never breaks another. In an object store, the
+new manifest names the objects. `IncrementalFile` is the data file that stores the remaining blocks.
 """
 
 import os
@@ -92,7 +92,7 @@ def extent(source: Source) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(source.shape), (0,) * len(source.shape)
 
 
-class Base(Closing):
+class BaseCheckpoint(Closing):
     """An open earlier checkpoint that a save takes unchanged blocks from; a context manager.
 
     The base must be native, and saved with ``incremental=True`` or itself with a base. ``sources`` are the tensors or
@@ -292,7 +292,7 @@ def open_base(
     *,
     delta: bool,
     optional: bool,
-) -> tuple[Base | None, str | None]:
+) -> tuple[BaseCheckpoint | None, str | None]:
     """Return the opened base of a save, or the reason why it cannot be used; neither if there is no base.
 
     A damaged or unreadable base is not an error: then everything is written.
@@ -302,7 +302,7 @@ def open_base(
     if path is None:
         return None, None
     try:
-        return Base(as_path(path), settings, sources, cuts, delta=delta), None
+        return BaseCheckpoint(as_path(path), settings, sources, cuts, delta=delta), None
     except NotACheckpointError as error:
         if not optional:
             raise NotACheckpointError(
@@ -517,7 +517,9 @@ class IncrementalFile(CompressedFile):
     blocks in this file that are differences.
     """
 
-    def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, base: Base, *, delta: bool) -> None:
+    def __init__(
+        self, directory: Path, plan: FilePlan, context: WriteContext, base: BaseCheckpoint, *, delta: bool
+    ) -> None:
         self._delta = delta
         super().__init__(directory, replace(plan, name=coded_name(plan.name)), context, prefix=NAME_PREFIX)
         self.found: dict[BlockKey, Located] = {}

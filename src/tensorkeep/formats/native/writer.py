@@ -60,7 +60,7 @@ from tensorkeep.formats.blockfile.write import (
 from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.directory import commit_to
-from tensorkeep.formats.native.incremental import Base, IncrementalFile, locations, open_base
+from tensorkeep.formats.native.incremental import BaseCheckpoint, IncrementalFile, locations, open_base
 from tensorkeep.paths import as_path
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.sharded import TensorShard
@@ -224,7 +224,7 @@ class NativeWrite(StagedWrite):
             logger.info("not all unchanged blocks were taken from the base %s: %s", path, refused)
         return WrittenFiles(files, records + shared, numbers, path if used else None, refused)
 
-    def _write_files(self, directory: Path, base: Base | None, save_id: str) -> list[DataFile]:
+    def _write_files(self, directory: Path, base: BaseCheckpoint | None, save_id: str) -> list[DataFile]:
         settings, options = self._settings, self._options
         context = WriteContext(
             settings.pool,

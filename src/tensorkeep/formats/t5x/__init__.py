@@ -30,7 +30,7 @@ from tensorkeep.formats.base import (
 )
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.path_items import Item, items_of
-from tensorkeep.formats.sidecar import Sidecar, TensorNote
+from tensorkeep.formats.sidecar import Sidecar, SidecarTensor
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, tensorstore
 from tensorkeep.formats.tensorstore.listing import KnownArray, list_array, list_tree, sync_directories
 from tensorkeep.formats.tensorstore.reader import ArraysReader
@@ -378,7 +378,7 @@ def read_contents(directory: Directory) -> T5XCheckpoint:
     return contents
 
 
-def _read_own(contents: T5XCheckpoint, name: str, note: TensorNote) -> None:
+def _read_own(contents: T5XCheckpoint, name: str, note: SidecarTensor) -> None:
     value: Any = contents.tree["optimizer"]
     for key in note.place:
         value = value.get(key) if isinstance(value, dict) else None
@@ -483,7 +483,7 @@ def write(
             format="t5x",
             structure=Structure.of_state(flat),
             tensors=sidecar.describe_tensors(flat, places),
-            files={name: sidecar.note_file(commit.path / name, hashed=True) for name in names},
+            files={name: sidecar.describe_file(commit.path / name, hashed=True) for name in names},
             metadata=settings.metadata,
         )
         sidecar.write(commit.path, notes)

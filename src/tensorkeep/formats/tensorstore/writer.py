@@ -21,7 +21,7 @@ from tensorkeep.errors import DestinationExistsError, TensorkeepError, Unsupport
 from tensorkeep.formats import checksummed_json, sidecar
 from tensorkeep.formats.base import Structure, WriteResult, WriteSettings
 from tensorkeep.formats.boxes import Box, box_shape, box_to_ranges, grid, grow
-from tensorkeep.formats.sidecar import FileNote, TensorNote, note_file
+from tensorkeep.formats.sidecar import SidecarFile, SidecarTensor, describe_file
 from tensorkeep.formats.tensorstore import library
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, tensorstore
 from tensorkeep.formats.tensorstore.listing import list_tree, sync_directories
@@ -392,7 +392,7 @@ def _describe_tensors(
     files: Mapping[str, int],
     directory: ArrayDirectory,
     options: TensorStoreOptions,
-) -> dict[str, TensorNote]:
+) -> dict[str, SidecarTensor]:
     digests: dict[str, str] = {}
     if keys:
         with directory.reading():
@@ -405,7 +405,7 @@ def _describe_tensors(
     notes = {}
     for name, leaf in flat.leaves.items():
         types = written[keys[name]].types
-        notes[name] = TensorNote(
+        notes[name] = SidecarTensor(
             leaf.dtype.name,
             tuple(leaf.shape),
             place=(keys[name],),
@@ -416,7 +416,7 @@ def _describe_tensors(
     return notes
 
 
-def _note_files(options: TensorStoreOptions, path: Path, files: Mapping[str, int]) -> dict[str, FileNote]:
+def _note_files(options: TensorStoreOptions, path: Path, files: Mapping[str, int]) -> dict[str, SidecarFile]:
     if options.kvstore == "ocdbt":
-        return {name: FileNote(size) for name, size in sorted(files.items())}
-    return {name: note_file(path / name, hashed=True) for name in GROUP_FILES[options.zarr]}
+        return {name: SidecarFile(size) for name, size in sorted(files.items())}
+    return {name: describe_file(path / name, hashed=True) for name in GROUP_FILES[options.zarr]}
