@@ -94,7 +94,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def nest(
-    paths: Mapping[str, Path], values: Mapping[str, Any], make_dict: Callable[[dict[str | int, Any]], Any] = dict
+    paths: Mapping[str, tuple[Any, ...]], values: Mapping[str, Any], make_dict: Callable[[dict[Any, Any]], Any] = dict
 ) -> Any:
     """Return the values in nested dicts and lists, each at the end of its path; ``make_dict`` converts each dict.
 
@@ -124,13 +124,13 @@ def nest(
     return root.build(make_dict)
 
 
-class _Node(dict[str | int, Any]):
+class _Node(dict[Any, Any]):
     """A dict or a list under construction; a dict of another class is a value."""
 
     def __init__(self, *, is_list: bool) -> None:
         self.is_list = is_list
 
-    def child(self, key: str | int, default: Any) -> Any:
+    def child(self, key: Any, default: Any) -> Any:
         if self.is_list != (type(key) is int) or (type(key) is int and key < 0):
             raise ValueError(f"the key {key!r} is in a dict and in a list")
         return self.setdefault(key, default)
@@ -139,6 +139,6 @@ class _Node(dict[str | int, Any]):
         own = max(0, max(map(int, self)) + 1 - 4 * len(self)) if self.is_list else 0
         return own + sum(child.gaps() for child in self.values() if isinstance(child, _Node))
 
-    def build(self, make_dict: Callable[[dict[str | int, Any]], Any]) -> Any:
+    def build(self, make_dict: Callable[[dict[Any, Any]], Any]) -> Any:
         built = {key: child.build(make_dict) if isinstance(child, _Node) else child for key, child in self.items()}
         return [built.get(index) for index in range(max(map(int, built)) + 1)] if self.is_list else make_dict(built)

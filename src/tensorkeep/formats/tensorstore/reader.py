@@ -119,7 +119,7 @@ class ArraysReader(Reader):
 
         A missing chunk is an error, or with ``fill_missing`` the fill value: zarr may leave out chunks of zeros.
         ``unread`` receives the errors of unsupported arrays, such as arrays of strings; without it they are raised.
-        Raises the errors of `_check_array`, and TensorStore's errors if an array cannot be opened.
+        Raises the errors of `check_array`, and TensorStore's errors if an array cannot be opened.
         """
         self._open_directory = open_directory
         self._directory = directory
@@ -174,12 +174,11 @@ def _open_all(
     futures, arrays = {}, {}
     for name, array in known.items():
         with directory.reading(name):
-            spec = open_spec(directory, array.key, array.zarr, fill_missing=fill_missing)
-            futures[name] = tensorstore().open(spec, open=True, read=True, write=False, context=context)
+            futures[name] = start_open(directory, array, context, fill_missing=fill_missing)
     for name, future in futures.items():
         try:
             with directory.reading(name):
-                arrays[name] = _check_array(name, known[name], directory.wait(future), directory)
+                arrays[name] = check_array(name, known[name], directory.wait(future), directory)
         except UnsupportedError as error:
             if unread is None:
                 raise
@@ -187,7 +186,13 @@ def _open_all(
     return arrays
 
 
-def _check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirectory) -> OpenArray:
+def start_open(directory: ArrayDirectory, known: KnownArray, context: Any, *, fill_missing: bool) -> Any:
+    """Return the future of an array that TensorStore opens for reading."""
+    spec = open_spec(directory, known.key, known.zarr, fill_missing=fill_missing)
+    return tensorstore().open(spec, open=True, read=True, write=False, context=context)
+
+
+def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirectory) -> OpenArray:
     """Compare an opened array with its expected properties.
 
     Raises CorruptCheckpointError if its dtype or shape differs; UnsupportedError if it holds no numbers, does not start
@@ -245,9 +250,8 @@ class TensorStoreReader(ArraysReader):
             self._open_foreign(directory)
 
     def _open_own(self, directory: Directory) -> None:
-        notes = sidecar.read(directory, "tensorstore", TensorStoreSidecar)
-        arrays = ArrayDirectory.of(directory, notes.kvstore)
-        leaves = self._open_arrays(directory, arrays, _own_arrays(notes, arrays), fill_missing=False)
+        notes, arrays, known = read_own(directory)
+        leaves = self._open_arrays(directory, arrays, known, fill_missing=False)
         self._set_state(notes.flat(leaves), self.path / sidecar.FILE_NAME, notes.leaf_specs)
         self.metadata = notes.metadata
         self.details = {name: getattr(notes, name) for name in ("version", "writer", "zarr", "kvstore", "options")}
@@ -272,12 +276,14 @@ class TensorStoreReader(ArraysReader):
         self.details = {"kvstore": arrays.kvstore, "missing_chunks": "are read as the fill value"}
 
 
-def _own_arrays(notes: TensorStoreSidecar, arrays: ArrayDirectory) -> dict[str, KnownArray]:
-    """Return the arrays of a sidecar, after a check of their files.
+def read_own(directory: Directory) -> tuple[TensorStoreSidecar, ArrayDirectory, dict[str, KnownArray]]:
+    """Return the sidecar of a directory and its arrays, after a check of the files of the arrays.
 
-    Raises CorruptCheckpointError if the metadata of an array is missing or changed; UnsupportedError if the files of an
-    array contain a link to a folder.
+    Raises the errors of `sidecar.read`; CorruptCheckpointError if the metadata of an array is missing or changed;
+    UnsupportedError if the files of an array contain a link to a folder.
     """
+    notes = sidecar.read(directory, "tensorstore", TensorStoreSidecar)
+    arrays = ArrayDirectory.of(directory, notes.kvstore)
     source = arrays.path / sidecar.FILE_NAME
     keys = {name: "".join(note.place) for name, note in notes.tensors.items()}
     if len({key.casefold() for key in keys.values()}) != len(keys):
@@ -294,7 +300,7 @@ def _own_arrays(notes: TensorStoreSidecar, arrays: ArrayDirectory) -> dict[str, 
         known[name] = KnownArray(key, notes.zarr, size, types, note.shape)
     if keys:
         _check_metadata(notes, arrays, keys)
-    return known
+    return notes, arrays, known
 
 
 def _check_metadata(notes: TensorStoreSidecar, directory: ArrayDirectory, keys: Mapping[str, str]) -> None:
