@@ -105,6 +105,7 @@ def train_run(config: Config, folder: Path, data: Path, *, resume: bool = False,
 
 def killed_copy(run: Path, folder: Path, *, step: int) -> Path:
     """Copy a finished run to a new folder, as if it had been killed after the checkpoint of a step; return the copy."""
+    # A killed run has the checkpoints so far, and a log that may be longer.
     copytree(run, folder)
     for each in (folder / "checkpoints").glob("step-*"):
         if int(each.name.removeprefix("step-")) > step:
@@ -135,10 +136,12 @@ _WHOLE_RUNS: dict[Path, WholeRun] = {}
 
 def whole_run(config: Config, data: Path) -> WholeRun:
     """Train a run with a configuration to its end, once for all tests, and return what was recorded."""
+    # The name identifies the configuration, so that tests of several classes share a run.
     folder = data.parent / f"trained-{zlib.crc32(json.dumps(config.as_dict(), sort_keys=True).encode()):08x}"
     if folder not in _WHOLE_RUNS:
         # A failed attempt may have left files.
         rmtree(folder, ignore_errors=True)
+        # Before the run opens: an opened run changes them.
         settings = _process_settings()
         with opened(config, folder, data) as run:
             start = {name: _whole(each) for name, each in run.model.state_dict().items()}
@@ -247,6 +250,7 @@ class TechniqueSuite(ABC):
     def test_resume_is_exact(self, tmp_path: Path, data: Path, variant: Mapping[str, Any]) -> None:
         """A run that was killed and resumed ends bit-identical to an uninterrupted run."""
         whole = trained(self.config_with(variant), data)
+        # The copy continues after the middle step, and must reach the state of the original.
         resumed = killed_copy(whole, tmp_path / "resumed", step=STEPS // 2)
         train_run(RunFolder(resumed).record().config, resumed, data, resume=True)
         assert losses(resumed) == losses(whole)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorkeep.checkpoint.saving import save
-from tensorkeep.errors import PathLike, StateMismatchError, UsageError
+from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.paths import checked_path
 from tensorkeep.storage.commit import Commit, remove_abandoned
 from tensorkeep.storage.direct_io import write_small
@@ -19,7 +19,7 @@ from tensorkeep.train.data.tokenizers.base import library
 from tensorkeep.train.data.tokenizers.chat import TEMPLATE
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.model.huggingface import Architecture, architecture_of
+from tensorkeep.train.model.huggingface import Architecture, architecture_of, refuse_mismatch
 from tensorkeep.train.model.layers import merge_adapters
 
 CONFIG = "config.json"
@@ -28,7 +28,6 @@ TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +176,14 @@ def _checked_state(model_or_state: GPT | Mapping[str, Tensor], config: ModelConf
     if config.tied:
         state.pop("head.weight", None)
         wanted.pop("head.weight")
-    missing = tuple(sorted(wanted.keys() - state.keys()))
-    extra = tuple(sorted(state.keys() - wanted.keys()))
     common = sorted(wanted.keys() & state.keys())
-    different = tuple(name for name in common if getattr(state[name], "shape", None) != wanted[name])
-    if missing or extra or different:
-        parts = {"missing": missing, "not the model's": extra, "of another shape": different}
-        raise StateMismatchError(
-            "the tensors do not match the configuration: "
-            + "; ".join(f"{what}: {_listed(names)}" for what, names in parts.items() if names),
-            remedy="give the state_dict() of the model, and its configuration",
-            missing=missing,
-            extra=extra,
-            different=different,
-        )
+    refuse_mismatch(
+        "the tensors do not match the configuration",
+        "give the state_dict() of the model, and its configuration",
+        missing=sorted(wanted.keys() - state.keys()),
+        extra=sorted(state.keys() - wanted.keys()),
+        different=[name for name in common if getattr(state[name], "shape", None) != wanted[name]],
+    )
     return state
 
 
@@ -200,11 +193,6 @@ def _without_padding(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[
         return state, config
     cut = {name: state[name][: config.n_tokens] for name in ("tokens.weight", "head.weight") if name in state}
     return {**state, **cut}, msgspec.structs.replace(config, vocab_size=config.n_tokens, vocab_padding=0)
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _checked_dtype(dtype: torch.dtype | str) -> str:

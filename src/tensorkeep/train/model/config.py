@@ -188,6 +188,7 @@ class ModelConfig(Section, frozen=True):
                 f"n_heads={self.n_heads} is not a multiple of kv_heads={self.kv_heads}",
                 remedy=f"give a divisor of {self.n_heads}, or none for {self.n_heads}",
             )
+        # The convolution runs over the fused projection, which grouped heads do not have.
         if self.grouped and self.convolution > 1:
             raise UsageError(
                 f"convolution is {self.convolution}, and kv_heads is {self.kv_heads}: the convolution is over as many "
@@ -199,6 +200,7 @@ class ModelConfig(Section, frozen=True):
                 f"rope_scaling.kind is {self.rope_scaling.kind!r}, and learned positions have no angles to scale",
                 remedy='give rope_scaling.kind none, or positions="rotary"',
             )
+        # Rotations act on pairs of elements.
         if self.positions == "rotary" and self.head_size % 2:
             raise UsageError(
                 f"rotary positions need an even head size, and it is {self.head_size}",

@@ -3,7 +3,7 @@
 A setting of ``config.json`` that changes what the model computes is either supported or refused by its name.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -335,6 +335,7 @@ def convert_weights(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
     """
     family = _GPT2_FAMILY if config.positions == "learned" else _LLAMA_FAMILY
     prefix = family.prefix
+    # Files of the model without its head have no prefix.
     found = {name if name == "lm_head.weight" else name.removeprefix(prefix): each for name, each in tensors.items()}
     if len(found) < len(tensors):
         twice = f"tensors are stored twice, with {prefix!r} before their names and without it"
@@ -348,15 +349,22 @@ def convert_weights(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
             missing += absent
             continue
         parts = [found[name] for name in theirs]
+        # `cat` needs equal columns; a scalar has no dimension to join.
         if len({part.shape[1:] for part in parts}) > 1 or not all(part.ndim for part in parts):
             unequal += [f"{name} {[*found[name].shape]}" for name in theirs]
             continue
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
         read[ours] = (joined.T if transposed and joined.ndim == 2 else joined).float().contiguous()
     used = {name for _, theirs, _ in family.names(config) for name in theirs}
-    # A tied head may be stored, too.
+    # A file may store a tied head beside the embedding.
     extra = found.keys() - used - ({"lm_head.weight"} if config.tied else set())
-    _check(config, read, tuple(missing), tuple(sorted(extra)), tuple(unequal))
+    # On "meta": shapes without memory.
+    shapes = {name: parameter.shape for name, parameter in GPT(config, device="meta").named_parameters()}
+    unequal = [f"{name} {[*read[name].shape]}" for name in read if read[name].shape != shapes[name]] + unequal
+    remedy = "check that config.json and the safetensors files belong together"
+    refuse_mismatch(
+        "the tensors do not match config.json", remedy, missing=missing, extra=sorted(extra), different=unequal
+    )
     head = found.get("lm_head.weight") if config.tied else None
     if head is not None and not torch.equal(head.float(), read["tokens.weight"]):
         # Some versions of transformers use the embedding, other versions the head.
@@ -368,27 +376,25 @@ def convert_weights(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
     return read
 
 
-def _check(
-    config: ModelConfig,
-    read: Mapping[str, Tensor],
-    missing: tuple[str, ...],
-    extra: tuple[str, ...],
-    unequal: tuple[str, ...],
+def refuse_mismatch(
+    message: str, remedy: str, *, missing: Iterable[str], extra: Iterable[str], different: Iterable[str]
 ) -> None:
-    # On "meta": shapes without memory.
-    shapes = {name: parameter.shape for name, parameter in GPT(config, device="meta").named_parameters()}
-    different = tuple(f"{name} {[*read[name].shape]}" for name in read if read[name].shape != shapes[name]) + unequal
-    if not (missing or extra or different):
-        return
-    parts = {"missing": missing, "not of the model": extra, "of another shape": different}
-    raise StateMismatchError(
-        "the tensors do not match config.json: "
-        + "; ".join(f"{what}: {', '.join(names[:_MOST_NAMED])}" for what, names in parts.items() if names),
-        remedy="check that config.json and the safetensors files belong together",
-        missing=missing,
-        extra=extra,
-        different=different,
-    )
+    """Raise StateMismatchError if tensors do not match a configuration."""
+    absent, additional, reshaped = tuple(missing), tuple(extra), tuple(different)
+    lists = {"missing": absent, "not of the model": additional, "of another shape": reshaped}
+    if any(lists.values()):
+        raise StateMismatchError(
+            f"{message}: {'; '.join(f'{what}: {_listed(names)}' for what, names in lists.items() if names)}",
+            remedy=remedy,
+            missing=absent,
+            extra=additional,
+            different=reshaped,
+        )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _refuse(document: Document, allowed: Mapping[str, tuple[object, ...]], prefix: str = "") -> None:
@@ -449,6 +455,7 @@ def _llama(document: Document) -> dict[str, Any]:
     )
     if found.head_dim is None:
         _check_multiple(document, "hidden_size", "num_attention_heads")
+    # Old files of models with one key head for each query head have no number of key heads.
     key_heads = found.num_key_value_heads or heads
     if key_heads != heads:
         _check_multiple(document, "num_attention_heads", "num_key_value_heads")

@@ -34,21 +34,25 @@ _BACKENDS = {
     "math": SDPBackend.MATH,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
-    # It takes the place of torch's own flash while it is activated.
+    # While it is activated, it replaces torch's own flash.
     "fa3": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+
 # Kernels without a 32-bit version on CUDA.
 _IN_16_BITS = ("flash", "fa3", "cudnn")
+
 _FA3_OPERATOR = "flash_attn_3::fwd"
 # The first version of torch with a gradient of FlashAttention-3.
 _FA3_TORCH = (2, 13)
 _FA3_WHEELS = "https://download.pytorch.org/whl/flash-attn-3/"
+
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 # The largest head size that the 16-bit kernels and their gradients support on every GPU.
 _LARGEST_HEAD = 128
 # All kernels but math need head sizes that are multiples of this.
 _ALIGNED = 8
+
 # The kernel by the beginning of the name of its node in the autograd graph.
 _NODES = {
     "ScaledDotProductEfficientAttention": "efficient",
@@ -59,11 +63,13 @@ _NODES = {
     "_MatmulAttention": "matmul",
     "Bmm": "math",
 }
+
 _FA3_ERROR = "FA3 "
 # Parts of torch's errors when no kernel takes the inputs. The error of FlashAttention-3 has the reason.
 _NO_KERNEL = ("No available kernel", "No viable backend", _FA3_ERROR)
 # Nodes that do not compute: "math" computes in 32 bits and casts its result; torch pads heads for flash.
 _PASS_THROUGH_NODES = ("View", "UnsafeView", "Reshape", "Clone", "Transpose", "Permute", "ToCopy", "Slice")
+
 _Kernel = Literal["auto", "math", "matmul", "efficient", "flash", "fa3", "cudnn", "flex"]
 
 

@@ -43,7 +43,7 @@ class GradientAccumulation(Technique):
     predicts_memory: ClassVar = True
     Settings: ClassVar = AccumulationSettings
     conflicts: ClassVar = {"pipeline-parallel": "a pipeline splits batches itself"}
-    # These draw whole batches.
+    # These techniques draw whole batches, which are split afterwards.
     after: ClassVar = ("progressive-length", "length-curriculum", "loss-curriculum")
     settings: AccumulationSettings
 

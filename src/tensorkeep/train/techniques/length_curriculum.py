@@ -88,6 +88,7 @@ class LengthCurriculum(Technique):
 
     def verify(self, run: Run) -> Verification:
         """Compare the trained windows with the stage's windows at the same positions."""
+        # The position counts the drawn batches, so the step's batches can be drawn again.
         everything = self._stages[-1].batches
         begin = everything.position
         with record_inputs(run) as inputs:
@@ -141,6 +142,7 @@ def _first_stages(run: Run, lengths: npt.NDArray[np.int64], stages: int) -> list
             f"{length + 1:,}",
             remedy="give fewer stages (techniques.length-curriculum.stages), or prepare more text",
         )
+    # The earlier stages are prefixes of one text, so one copy serves all of them.
     ends = np.cumsum(lengths)
     text = np.concatenate([run.dataset.train[ends[each] - lengths[each] : ends[each]] for each in order[: counts[-1]]])
     return [_Stage(_batches(run, text[: tokens[count - 1]]), count, int(tokens[count - 1])) for count in counts]

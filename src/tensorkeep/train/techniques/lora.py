@@ -69,6 +69,7 @@ class Lora(Technique):
         if not updates.count:
             return None
         after = _fingerprints(parameters)
+        # Bits, not values: a frozen weight must not change at all.
         moved = [name for name in frozen if after[name] != before[name]]
         still = [name for name in adapters if after[name] == before[name]]
         if moved or still or not adapters:

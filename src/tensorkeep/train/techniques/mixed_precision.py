@@ -72,6 +72,7 @@ class MixedPrecision(Technique):
         if attention == "auto":
             short = config.model.context_length < _SHORT_CONTEXT
             attention = "float32" if device.type == "cpu" and short else "same"
+        # Stored, because a resumed run must not choose another precision after another measurement.
         self.settings = MixedPrecisionSettings(dtype=dtype, attention=attention)
         return config.changed({f"techniques.{self.name}": msgspec.to_builtins(self.settings)})
 

@@ -38,6 +38,7 @@ class Stages:
         self.model = model
         self.world = world
         layers, size = model.config.n_layers, world.size
+        # Integer division spreads the remainder: the sizes of two stages differ by at most one block.
         self._ends = [layers * stage // size for stage in range(size + 1)]
         self.blocks = range(self._ends[world.rank], self._ends[world.rank + 1])
         self.first = world.is_main
@@ -53,6 +54,7 @@ class Stages:
 
     def own(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this process has, by name."""
+        # The last stage needs the embedding as its head, and both ends sum its gradient in `_clip`.
         tied = {"tokens.weight"} if self.last and self.model.config.tied else set()
         found = self.model.named_parameters()
         return {name: each for name, each in found if self.owner(name) == self.world.rank or name in tied}
@@ -72,6 +74,7 @@ class Stages:
         def own_values(name: str, parameter: Tensor, full: Tensor) -> Tensor:
             if name in own:
                 return full.to(run.device)
+            # One element that looks like a full tensor, so that names and shapes stay complete.
             return torch.zeros((), device=run.device).expand(parameter.shape)
 
         fill_parameters(run, own_values)
@@ -102,6 +105,7 @@ class Stages:
         start = 0 if cache is None else cache.length
         shape = (*tokens.shape, self.model.config.d_model)
         x = self.model.embed(tokens, cache) if self.first else self.model.tokens.weight.new_empty(shape)
+        # One stage after the other, without micro-batches: this path is for evaluation and generation.
         for rank in range(self.world.size):
             if rank == self.world.rank:
                 x = self.compute(x, start, cache)
@@ -240,6 +244,7 @@ class PipelineParallel(ParallelTechnique):
         save_own_stage(run, self.stages)
         self._schedule = self._build_schedule(run, rows // self.settings.parts)
         if run.config.model.tied and run.world.size > 1:
+            # A collective: every process takes part, also those between the two ends.
             self._tied_group = dist.new_group([0, run.world.size - 1])
         run.model.forward = self.stages.forward  # type: ignore[method-assign]
         run.model.last_logits = self.stages.last_logits  # type: ignore[method-assign]

@@ -66,7 +66,7 @@ class ProgressiveLength(Technique):
         "cuda-graphs": "a graph is captured for one shape, and the shape of batches changes",
         "pipeline-parallel": "stages send each other tensors of one shape, and the shape of batches changes",
     }
-    # These draw full windows.
+    # The curricula draw full windows, which are cut afterwards.
     after: ClassVar = ("length-curriculum", "loss-curriculum")
     settings: ProgressiveLengthSettings
 

@@ -52,6 +52,7 @@ class Stack:
         """
         missing = {each.name: text for each in self.techniques if (text := each.missing(machine)) is not None}
         if missing:
+            # Installing packages helps only if nothing else is missing.
             kind = MissingExtraError if all("pip install" in text for text in missing.values()) else UnsupportedError
             off = " ".join(f"--{TECHNIQUES}{name} off" for name in missing)
             raise kind(
@@ -101,6 +102,7 @@ class Stack:
             yield
             return
         if not self._observed:
+            # Before any hook is installed, because compiled code would contain it.
             self.warm_up(run)
         self._observed += 1
         found: dict[str, Proof] = {}
@@ -183,6 +185,7 @@ def turn_on_defaults(config: Config, machine: Machine) -> tuple[Config, list[str
     A default technique is off if it cannot run here, or conflicts with a technique that was requested by name. The
     result has no defaults left, so that a run records what was on, and resumes with it.
     """
+    # One after the other, because a default may conflict with an earlier default.
     off: list[str] = []
     defaults, config = config.default_techniques, msgspec.structs.replace(config, default_techniques={})
     for name, settings in defaults.items():
@@ -208,6 +211,7 @@ def agreed_defaults(config: Config, world: World) -> tuple[Config, str | None]:
     if not config.default_techniques:
         return config, None
     device = chosen_device(config.loop.device)
+    # Only rank 0 measures: ranks with other choices would not train the same model.
     config, off = turn_on_defaults(config, Machine(device)) if world.is_main else (config, [])
     values, off = world.broadcast((config.as_dict(), off))
     note = f"off on {device.type}: {'; '.join(off)}" if off else None

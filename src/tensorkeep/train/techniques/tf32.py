@@ -65,6 +65,7 @@ class Tf32(Technique):
     def apply(self, run: Run) -> None:
         # The setting of all backends: torch.compile reads it, and fails if it differs from a backend's own setting.
         torch.set_float32_matmul_precision(_LEVELS[self.settings.precision])
+        # MFU is relative to the peak in this precision.
         run.peak_flops = measured_peak(run.device)
 
     def verify(self, run: Run) -> Verification:
@@ -118,6 +119,7 @@ def _restored_precision() -> Iterator[None]:
 def _matmul_error(device: torch.device) -> float:
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(_SIZE, _SIZE, generator=generator) for _ in range(2))
+    # float64 matmuls are never rounded to fewer bits.
     exact = left.double() @ right.double()
     with torch.autocast(device.type, enabled=False):
         found = _matmul(left.to(device), right.to(device)).cpu().double()

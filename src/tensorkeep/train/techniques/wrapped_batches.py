@@ -55,8 +55,10 @@ class WrappedBatches:
 
 def same_tokens(first: list[Tensor], second: list[Tensor]) -> bool:
     """Return whether batches have the same tokens in the same order, however they are split."""
+    # Micro-batches split the rows differently, so the tokens are compared in one line.
     return torch.equal(_joined(first), _joined(second))
 
 
 def _joined(batches: list[Tensor]) -> Tensor:
+    # `cat` refuses an empty list.
     return torch.cat([torch.empty(0, dtype=torch.int64), *(each.flatten() for each in batches)])

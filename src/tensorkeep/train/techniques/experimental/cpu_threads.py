@@ -20,6 +20,7 @@ from tensorkeep.train.techniques.distributed import PARALLEL_TECHNIQUES
 
 # The highest processor number that is accepted.
 _MAX_CPU = 65535
+# Why the technique conflicts with several processes.
 _SEVERAL = "all processes on a machine would bind to the same cores: use torchrun --numa-binding"
 
 
@@ -68,6 +69,7 @@ class CpuThreads(Technique):
             return (
                 f"needs the processors {_format_cores(cores - allowed)}; this process may use {_format_cores(allowed)}"
             )
+        # Beyond the physical cores, "auto" takes hyper-threads.
         available = len(allowed if self.settings.cores == "auto" else cores)
         if self.settings.threads != "auto" and self.settings.threads > available:
             return f"needs {self.settings.threads} processors for as many threads; there are {available}"
@@ -78,6 +80,7 @@ class CpuThreads(Technique):
         threads = self.settings.threads
         if threads == "auto":
             threads = config.loop.threads or len(self._cores(1))
+        # A resumed run on another machine must compute with the same number.
         self.settings = msgspec.structs.replace(self.settings, threads=threads)
         return config.changed({"loop.threads": threads, f"techniques.{self.name}": msgspec.to_builtins(self.settings)})
 
