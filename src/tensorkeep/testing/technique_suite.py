@@ -76,7 +76,7 @@ class SilentListener:
 
 
 def with_techniques(config: Config, techniques: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Return a configuration with techniques on, from the settings of each by name."""
+    """Return a configuration with techniques on, from their settings by name."""
     return config.changed({f"techniques.{name}": dict(settings) for name, settings in techniques.items()})
 
 

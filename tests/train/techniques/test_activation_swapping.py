@@ -14,7 +14,7 @@ from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TechniqueSuite, opened
 from tensorkeep.train.step.state import Run
 from tensorkeep.train.step.train_step import take_step
-from tensorkeep.train.techniques.activation_swapping import ActivationSwapping, Swapper
+from tensorkeep.train.techniques.experimental.activation_swapping import ActivationSwapping, Swapper
 
 CPU = torch.device("cpu")
 

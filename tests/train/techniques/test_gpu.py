@@ -32,10 +32,10 @@ from tensorkeep.train.model.gpt import token_loss
 from tensorkeep.train.optim.optimizers import build_optimizers
 from tensorkeep.train.step.state import Run
 from tensorkeep.train.step.train_step import take_step
-from tensorkeep.train.techniques.activation_swapping import ActivationSwapping, Swapper
 from tensorkeep.train.techniques.attention_kernel import AttentionKernel
 from tensorkeep.train.techniques.compile import Compile
 from tensorkeep.train.techniques.cuda_graphs import CudaGraphs
+from tensorkeep.train.techniques.experimental.activation_swapping import ActivationSwapping, Swapper
 from tensorkeep.train.techniques.experimental.quantised_forward import QuantisedForward
 from tensorkeep.train.techniques.experimental.sparse_attention import TopBlocks, count_kept_pairs
 from tensorkeep.train.techniques.fused_cross_entropy import FusedCrossEntropy, linear_cross_entropy

@@ -208,7 +208,7 @@ class AttentionKernel(Technique):
     def _reasons_in_error(self) -> Iterator[None]:
         """Put torch's warnings into the error, if torch found no kernel: they have the reasons."""
         with warnings.catch_warnings(record=True) as caught:
-            # Only these: a warning is given again without its module, by which others are filtered.
+            # Only UserWarning: they are given again without their module, and filters of other kinds go by module.
             warnings.simplefilter("always", UserWarning)
             try:
                 yield

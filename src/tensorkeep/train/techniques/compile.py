@@ -216,7 +216,7 @@ class Compile(Technique):
 
 @contextmanager
 def _embeddings_not_compiled() -> Iterator[None]:
-    """Leave the gradient of embeddings to torch's own kernel, which adds up the rows of a token in one order.
+    """Leave the gradient of embeddings to torch's own kernel, which adds up the rows of a token in a fixed order.
 
     Compiled code adds them in any order, on a GPU and with several threads: a resumed run would have other last bits.
     """
@@ -227,7 +227,7 @@ def _embeddings_not_compiled() -> Iterator[None]:
     operator = torch.ops.aten.embedding_dense_backward.default
     compiled = decompositions.pop(operator, None)
     try:
-        # Not with code that was compiled and kept before.
+        # Another cache key: torch's cache may hold code that was compiled with the decomposition.
         with config.patch(cache_key_tag=f"{config.cache_key_tag} embeddings"):
             yield
     finally:
@@ -236,7 +236,7 @@ def _embeddings_not_compiled() -> Iterator[None]:
 
 
 def _counts() -> tuple[int, int, int]:
-    """Return how many graphs torch has compiled, how many graph breaks it met, and how many CUDA graphs it skipped."""
+    """Return the numbers of compiled graphs, graph breaks, and skipped CUDA graphs so far."""
     from torch._dynamo.utils import counters
 
     breaks = sum(counters["graph_break"].values())

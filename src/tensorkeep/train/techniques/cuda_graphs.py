@@ -102,7 +102,7 @@ class LossGraphs:
             # Parameters without a gradient keep grad=None; with zeros, weight decay would change them.
             used = [each for each, gradient in zip(parameters, found, strict=True) if gradient is not None]
             self._gradients = {parameter: torch.zeros_like(parameter) for parameter in used}
-            # The nodes that accumulate gradients belong to the stream on which the graph of this loss was made.
+            # Free the warm-up's autograd graph: its accumulation nodes belong to the side stream, not to the capture.
             del found, self._value
             # One pool: the gradient may reuse the loss's memory, because each loss is followed by its gradient.
             pool = torch.cuda.graph_pool_handle() if inputs.is_cuda else None

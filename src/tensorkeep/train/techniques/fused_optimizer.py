@@ -31,7 +31,7 @@ class FusedOptimizer(Technique):
         if config.optim.implementation == "foreach":
             raise UsageError(
                 "optim.implementation is 'foreach', and fused-optimizer sets it to 'fused'",
-                remedy="leave one of them out",
+                remedy="leave fused-optimizer out, or give optim.implementation default",
             )
         return config.changed({"optim.implementation": "fused"})
 

@@ -78,7 +78,7 @@ class LrPlateau(_ScheduleTechnique):
     name: ClassVar = "lr-plateau"
     summary: ClassVar = "lowers the learning rate whenever the validation loss has stopped improving"
     effect: ClassVar = (
-        "a schedule for runs whose length is not known; with a known length a tuned cosine is the baseline to beat"
+        "a schedule for runs of unknown length; with a known length a tuned cosine is the baseline to beat"
     )
     reference: ClassVar = "torch.optim.lr_scheduler.ReduceLROnPlateau"
     sets: ClassVar = "schedule.name"

@@ -142,7 +142,7 @@ def _first_stages(run: Run, lengths: npt.NDArray[np.int64], stages: int) -> list
             f"{length + 1:,}",
             remedy="give fewer stages (techniques.length-curriculum.stages), or prepare more text",
         )
-    # The earlier stages are prefixes of one text, so one copy serves all of them.
+    # The earlier stages are prefixes of one text, so one copy serves all stages.
     ends = np.cumsum(lengths)
     text = np.concatenate([run.dataset.train[ends[each] - lengths[each] : ends[each]] for each in order[: counts[-1]]])
     return [_Stage(_batches(run, text[: tokens[count - 1]]), count, int(tokens[count - 1])) for count in counts]
