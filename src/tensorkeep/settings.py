@@ -1,4 +1,4 @@
-"""Tables of settings that are checked when they are made, and the order in which sources of settings override.
+"""Tables of settings that are checked when they are made, and the order of the sources of settings.
 
 `Section` is a frozen table; types and bounds are in its annotations (`msgspec.Meta`). `merged` is the one place that
 knows the order: flag, environment variable, TOML file, default.
@@ -20,8 +20,8 @@ from tensorkeep.structs import prepared
 PREFIX = "TENSORKEEP_"
 """What the names of environment variables begin with."""
 
+# The largest value of a number without another bound; it excludes infinity.
 _LARGEST = 1e300
-"""The largest value of a number without another bound; it excludes infinity."""
 
 Count = Annotated[int, Meta(ge=1)]
 Steps = Annotated[int, Meta(ge=0)]

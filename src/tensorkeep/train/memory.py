@@ -20,15 +20,15 @@ from tensorkeep.train.techniques.stack import Stack
 
 _FLOAT, _HALF, _INDEX = 4, 2, 8
 
+# With activation swapping, the activations of this many blocks are on the GPU at once.
 _BLOCKS_NOT_SWAPPED = 2
-"""With activation swapping, the activations of this many blocks are on the GPU at once."""
+# Copies of the logits that exist at once: their log-softmax, and the gradient twice.
 _LOGITS_COPIES = 3
-"""Copies of the logits that exist at once: their log-softmax, and the gradient twice."""
 
 _ADAMW = 2 * _FLOAT
 _QUANTISED_FROM = 4096
+# Quantised states of torchao: bytes of an element, elements that share a scale, entries of the lookup table.
 _LOW_BITS: dict[str, tuple[float, int, int]] = {"8": (1.0, 256, 256), "4": (0.5, 128, 16), "fp8": (1.0, 256, 0)}
-"""Quantised states of torchao: bytes of an element, elements that share a scale, entries of the lookup table."""
 
 LEAST_BYTES = 2**28
 """Memory that an evaluation may take, however little memory a step of training takes."""
@@ -138,7 +138,7 @@ class Activations:
             kept += heads if half and not copied else 0
         found = self.width * (kept + (both if copied else 0))
         if model.qk_norm:
-            # A copy in 32 bits, the normalised heads (see `_norm`), and the factor of each head.
+            # A copy in 32 bits, the normalised heads (see `_norm`), and one factor for each head.
             copies = (1 if half else 0) + (0 if self.on_cuda else 1)
             found += _FLOAT * (copies * both + both // model.head_size)
         return found
@@ -204,7 +204,7 @@ class Ledger:
     accumulated: bool
     """Whether gradients exist from one micro-batch to the next."""
     unknown: tuple[str, ...] = ()
-    """Techniques that are on, and whose effect on memory is not predicted."""
+    """Techniques that are on, without a prediction of their effect on memory."""
 
     @property
     def peak(self) -> int:
@@ -224,7 +224,7 @@ class Ledger:
 
 
 def predict(config: Config, *, device: str) -> Ledger:
-    """Return the ledger of a run on ``"cpu"`` or ``"cuda"``, whose kernels keep different activations.
+    """Return the ledger of a run on ``"cpu"`` or ``"cuda"``; their kernels keep different activations.
 
     ``config.model.vocab_size`` must be the vocabulary size of the data.
 

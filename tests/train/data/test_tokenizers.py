@@ -111,7 +111,7 @@ def test_characters_are_numbered_as_nanogpt_does_and_unknown_ones_are_named() ->
         with pytest.raises(UsageError, match=message):
             tokenizer.encode(text)
     for id in (-1, 9):
-        with pytest.raises(UsageError, match=f"{id} is not a token of char, whose vocabulary has 9"):
+        with pytest.raises(UsageError, match=f"{id} is not a token of char, which has 9 tokens"):
             tokenizer.decode([0, id])
     for name in ("char", "byte"):
         with pytest.raises(UsageError, match="character 2 of the text is half of a surrogate pair"):

@@ -46,8 +46,8 @@ RENAMED = {
 }
 """Settings by their earlier names, which flags, environment, files and stored runs may still have."""
 
+# Techniques that split batches themselves, or choose among the windows of one: they need a given batch size.
 _CHOOSE_FROM_BATCHES = ("gradient-accumulation", "pipeline-parallel", "loss-curriculum")
-"""Techniques that split batches themselves, or choose among the windows of one: they need a given batch size."""
 
 
 class DataConfig(Section, frozen=True):
@@ -87,7 +87,7 @@ class LoopConfig(Section, frozen=True):
     batch_size : int
         Sequences in a batch, on all ranks together.
     gradient_accumulation_steps : int
-        Batches whose gradients make one update.
+        Batches per update.
     auto_batch_size : bool
         Whether a new run on a GPU chooses ``batch_size`` itself, as large as memory allows, and
         ``gradient_accumulation_steps`` with it, so that an update has the same sequences. A resumed run keeps the
@@ -209,9 +209,9 @@ class Config(Section, frozen=True):
     data, optim, schedule, loop, eval, sample, checkpoint, ema, log
         Sections; see their classes.
     techniques : dict of str to dict
-        The settings of each technique that is on, by name; one that cannot run is an error.
+        The settings of the techniques that are on, by name; a technique that cannot run is an error.
     default_techniques : dict of str to dict
-        The settings of each technique that a new run turns on where it can run, by name.
+        The settings of the techniques that a new run turns on where they can run, by name.
 
     Examples
     --------
@@ -294,7 +294,8 @@ class Config(Section, frozen=True):
         settings : mapping of str to object
             By dotted name, such as ``"optim.lr"``. Text is converted, and ``"none"`` means None. A technique is turned
             ``"on"`` or ``"off"`` by its name, ``"techniques.compile"``, and turned on by any of its settings; it is
-            then no longer a default technique. ``"default_techniques"`` replaces all of those, by none if ``"none"``.
+            then no longer a default technique. ``"default_techniques"`` replaces all default techniques; ``"none"``
+            removes them.
 
         Raises
         ------
@@ -342,7 +343,7 @@ def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_group(groups: dict[str, dict[str, Any]], name: str, value: object) -> None:
-    """Change a setting of a group of parameters, whose pattern may contain dots."""
+    """Change a setting of a group of parameters. The pattern of a group may contain dots."""
     pattern, _, field = name.rpartition(".")
     known = [each.name for each in msgspec.structs.fields(ParameterGroup)]
     if not pattern or field not in known:
@@ -354,7 +355,7 @@ def _set_group(groups: dict[str, dict[str, Any]], name: str, value: object) -> N
 
 
 def _set_technique(values: dict[str, Any], name: str, value: object) -> None:
-    """Turn a technique on or off, replace all its settings, or change one of them."""
+    """Turn a technique on or off, replace all its settings, or change a single one."""
     name, _, setting = name.partition(".")
     techniques: dict[str, dict[str, Any]] = values["techniques"]
     default = values[DEFAULTS].pop(name, {})

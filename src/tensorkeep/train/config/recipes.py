@@ -17,12 +17,13 @@ from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.optim.optimizers import OptimConfig
 from tensorkeep.train.optim.schedules import ScheduleConfig
 
+# Opening a run raises this vocabulary size to the size of the data's vocabulary.
 _FROM_DATA = 1
-"""Opening a run raises this vocabulary size to the size of the data's vocabulary."""
 
+# GPUs are faster with vocabularies that are padded to a multiple of this.
 _PADDED = 128
-"""Vocabularies are padded to a multiple of it for GPUs."""
 
+# What makes training on a GPU faster at the same loss; see `Config.default_techniques`.
 _FAST: dict[str, dict[str, Any]] = {
     "mixed-precision": {},
     "tf32": {},
@@ -30,7 +31,6 @@ _FAST: dict[str, dict[str, Any]] = {
     "compile": {},
     "attention-kernel": {"kernel": "auto"},
 }
-"""What makes training on a GPU faster at the same loss; see `Config.default_techniques`."""
 
 
 def shakespeare_char_cpu() -> Config:

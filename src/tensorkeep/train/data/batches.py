@@ -1,7 +1,7 @@
 """Batches of windows of text: an endless seeded sequence.
 
-Random numbers are drawn from Philox (Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405), a generator whose
-state is a counter: any batch can be computed from the seed and its number, without the batches before it.
+Random numbers are drawn from Philox (Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405), a generator with
+a counter as its state: any batch can be computed from the seed and its number, without the batches before it.
 """
 
 from abc import ABC, abstractmethod
@@ -26,19 +26,19 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets: int64 CPU tensors of shape [rows, context_length]; targets are shifted by one token."""
 
 Offsets = npt.NDArray[np.int64]
-"""Places in a text at which windows begin."""
+"""The positions in a text where windows begin."""
 
 LARGEST_TOKENS = 16384
 """Tokens of an evaluation batch, unless a micro-batch of training has more; larger batches are not faster."""
 
 _WORDS_PER_COUNT = 4
 
+# Between the seeds of the parts of a mixture.
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Between the seeds of the parts of a mixture."""
 
 
+# Of a part of a mixture, as a fraction of all: such a part is drawn from once in a billion windows.
 _LEAST_WEIGHT = 1e-9
-"""Of a part of a mixture, as a fraction of all: such a part is drawn from once in a billion windows."""
 
 
 class BatchSource(Protocol):
@@ -59,7 +59,7 @@ class BatchSource(Protocol):
     def __next__(self) -> Batch: ...
 
     def draw_part(self, part: int, parts: int) -> None:
-        """Draw only one of equal parts of the rows of each batch from now on."""
+        """Draw only one of ``parts`` equal parts of the rows of a batch from now on."""
 
     def state_dict(self) -> dict[str, int]:
         """Return the position that a checkpoint stores, to continue with the next batch."""
@@ -69,7 +69,7 @@ class BatchSource(Protocol):
 
 
 class NumberedBatches(ABC):
-    """An endless iterator of batches, of which each is a function of the seed and its number only.
+    """An endless iterator of batches. A batch is a function of the seed and its number only.
 
     Subclasses choose which numbers are drawn, such as the offsets of windows, and what rows they stand for.
     """
@@ -89,7 +89,7 @@ class NumberedBatches(ABC):
         self._rows = slice(None)
 
     def draw_part(self, part: int, parts: int) -> None:
-        """Draw only one of equal parts of the rows of each batch from now on; the windows of others are not read.
+        """Draw only one of ``parts`` equal parts of the rows of a batch from now on, without reading the other rows.
 
         Parts are numbered from 0. Raises UsageError if the rows cannot be divided equally.
         """
@@ -147,7 +147,7 @@ class Batches(NumberedBatches):
         ``"random"``: each window begins anywhere, as in nanoGPT. ``"shuffled"``: each window of an epoch comes once.
     mixture : sequence of (int, float)
         The number of tokens and the weight of consecutive parts of the text, which are drawn from in these proportions;
-        no window is in two of them. By default the text is one part.
+        no window is in two parts. By default the text is one part.
 
     Attributes
     ----------
@@ -217,13 +217,13 @@ class RandomNumbers:
             self._words = np.random.Philox(key=self._seed, counter=counter)
             self._words.random_raw(skipped)
         self._next = begin + count
-        # numpy guarantees the sequence of raw words, but not that of bounded integers. The bias of the remainder of
+        # numpy guarantees the sequence of raw words, but not of bounded integers. The bias of the remainder of
         # 64-bit words is negligible.
         return (self._words.random_raw(count) % self._choices).astype(np.int64)
 
 
 class ShuffledNumbers:
-    """Epochs in which each number from 0 to below ``count`` comes once, in random order.
+    """Epochs of the numbers from 0 to below ``count``, each number once, in random order.
 
     The order of an epoch takes 4 bytes for each number, 8 from 2**32 numbers on.
     """
@@ -261,7 +261,7 @@ class ShuffledNumbers:
 
 
 class ShuffledOffsets(ShuffledNumbers):
-    """Epochs in which each window of a grid over the text comes once, in random order; see `Batches`.
+    """Epochs of the windows of a grid over the text, each window once, in random order; see `Batches`.
 
     The grid begins at another random place in each epoch, so that windows are cut differently. Less than two windows at
     the ends of the text are left out of an epoch.
@@ -283,7 +283,7 @@ class ShuffledOffsets(ShuffledNumbers):
 class MixedOffsets:
     """Offsets from several parts of a text in the proportions of their weights; see `Batches`.
 
-    After any number of windows, each part has had its fraction of them, to within one window for each of the parts. So
+    After any number of windows, each part has had its fraction, to within one window for every part. So
     the number of earlier windows of a part is a formula, and any batch is found without the batches before it.
     """
 
@@ -356,7 +356,7 @@ def check_window(tokens: Tokens, context_length: int, *, what: str = "text", pat
 
 
 class EvaluationWindows:
-    """Consecutive windows of a text, without overlap: in all of them together, each token is a target once.
+    """Consecutive windows of a text, without overlap: each token is a target once.
 
     The last window may be shorter. The first token, which nothing precedes, is not a target.
 
@@ -398,7 +398,7 @@ class EvaluationWindows:
         """Yield the windows in batches of one shape, of up to ``rows`` windows.
 
         Rows are filled up with targets that do not count. Each of several processes takes one of ``parts`` equal parts;
-        all of them get the same number of batches of the same shape.
+        every process gets the same number of batches of the same shape.
         """
         own = -(-self._chosen // parts)
         count = -(-own // rows)

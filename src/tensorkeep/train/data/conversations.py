@@ -46,9 +46,8 @@ from tensorkeep.train.data.encoding import (
     splits_of,
     token_files,
 )
-from tensorkeep.train.data.tokenizers.base import Tokenizer
+from tensorkeep.train.data.tokenizers.base import Tokenizer, TokenizerFactory
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.train.data.tokenizers.registry import TokenizerFactory
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +65,7 @@ class Conversation(msgspec.Struct, frozen=True):
     messages: list[Message]
 
 
+# Fields with text, or a meaning, that the template, or training on all answers, has no place for.
 # fmt: off
 _REFUSED = frozenset((
     "tools", "functions", "tool_calls", "tool_call_id", "function_call", "name", "reasoning_content", "reasoning",
@@ -73,11 +73,10 @@ _REFUSED = frozenset((
     "documents", "system", "system_prompt", "chat_template", "chat_template_kwargs", "chosen", "rejected",
     "rejected_response", "rejected_messages",
 ))
-"""Fields with text, or a meaning, that the template, or training on all answers, has no place for."""
 # fmt: on
 
+# Names of fields that are counted; a hostile file has any number.
 _MOST_UNUSED = 100
-"""Names of fields that are counted; a hostile file has any number."""
 _MOST_NAMED = 5
 
 
@@ -125,7 +124,7 @@ class ConversationReader(CorpusReader):
         self.unused: Counter[str] = Counter()
 
     def conversations(self) -> Iterator[tuple[str, Conversation]]:
-        """Yield the name and the messages of each conversation.
+        """Yield the names and the messages of the conversations.
 
         Raises UsageError if a line is not a conversation with an answer; the message names the file and the line.
         """
@@ -165,7 +164,7 @@ class ConversationReader(CorpusReader):
         if any("\0" in message.content for message in found.messages):
             raise UsageError(f"line {number:,} has a message with NUL", path=file.path, remedy="leave it out")
         text = msgspec.json.encode(found).decode()
-        # `_record_document` counts the characters of the JSON; those of the messages count.
+        # `_record_document` counts the characters of the JSON; the characters of the messages count.
         self.characters += sum(len(message.content) for message in found.messages) - len(text)
         return text
 
@@ -216,7 +215,7 @@ def write_conversations(
 
 
 def _pieces(reading: ConversationReader, rule: SplitRule, roles: deque[str]) -> Iterator[TextPiece]:
-    """Yield the texts of all messages; append the role of each."""
+    """Yield the texts of all messages; append their roles."""
     for name, found in reading.conversations():
         split = rule.of_document(name)
         for number, message in enumerate(found.messages, 1):

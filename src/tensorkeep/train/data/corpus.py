@@ -1,4 +1,7 @@
-"""The files of a corpus: a file, folder, glob, saved dataset, standard input or standard library."""
+"""The files of a corpus and their documents: found, read as text, and assigned to a split.
+
+A corpus is a file, a folder, a glob, a saved dataset, standard input or Python's standard library.
+"""
 
 import codecs
 import glob
@@ -52,13 +55,13 @@ _LEFT_OUT_OF_STDLIB = frozenset((
 ))
 # fmt: on
 
+# Endings of files with one document in each line or row.
 _RECORDS: dict[str, Literal["jsonl", "parquet", "arrow"]] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-"""Endings of the files whose lines or rows are documents."""
 DEFAULT_FIELD = "text"
 _MAGIC = frozenset("*?[")
 _COPIED_AT_ONCE = 1 << 20
@@ -77,13 +80,13 @@ class TextFile:
 
     @property
     def records(self) -> Literal["jsonl", "parquet", "arrow"] | None:
-        """The format of a file whose lines or rows are documents; None for a file of text."""
+        """The format of a file with one document in each line or row; None for a file of text."""
         return _RECORDS.get(self.path.suffix.lower())
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files of a corpus in the order in which they are read, found but not read; see `open_source`."""
+    """The files of a corpus in reading order, found but not read; see `open_source`."""
 
     spec: str
     """What the user gave."""
@@ -242,7 +245,7 @@ def _in_folder(folder: Path) -> list[TextFile]:
         raise UsageError(
             f"holds several datasets: {', '.join(splits)}",
             path=folder,
-            remedy=f"give one of them: {shlex.quote(str(folder / splits[0]))}",
+            remedy=f"give one, such as {shlex.quote(str(folder / splits[0]))}",
         )
     found = _sorted(folder, (path for path in _walk(folder, lambda name: True) if path.suffix.lower() in SUFFIXES))
     if not found:
@@ -313,11 +316,9 @@ def _walk(root: Path, enters: Callable[[str], bool]) -> Iterator[Path]:
         yield from (folder / each for each in others if not each.startswith("."))
 
 
-# Texts of tables: one column of a parquet or Arrow file, read by pyarrow a few rows at a time.
-
 _ROWS_AT_ONCE = 256
+# Bytes of a column of a parquet file; the library would read all of a row group.
 _READ_AT_ONCE = 1 << 20
-"""Bytes of a column of a parquet file; the library would read all of a row group."""
 _OPTION = "--field NAME (tensorkeep train: --data.field NAME)"
 
 
@@ -432,14 +433,12 @@ def _library(name: str) -> Any:
     return import_extra(name, "tables", "parquet files and saved datasets need pyarrow")
 
 
-# Documents of a corpus: streams of decoded text, each assigned to a split.
-
 UTF8_MARK = codecs.BOM_UTF8
 _MARK = UTF8_MARK.decode()
 CONVERSATION = '{"messages": [{"role": "user", "content": "..."}, ...]}'
 """A line with a conversation, for errors."""
+# Part of a remedy.
 _FIELD_OPTION = "--field NAME (tensorkeep train: --data.field NAME) states the field"
-"""Part of a remedy."""
 PIECE = 1 << 16
 """Bytes or characters that are handled at once."""
 LONGEST_RECORD = 1 << 26
@@ -448,8 +447,8 @@ WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss", "loss_mask", "train", 
 """Fields of other trainers that state what is trained."""
 MASKS = ("mask", "masked")
 """Fields that state what is not trained."""
+# Characters of a value in an error.
 _MOST_SHOWN = 60
-"""Characters of a value in an error."""
 
 
 def contradicts_training(name: str, value: object, trained: bool) -> bool:
@@ -470,8 +469,8 @@ def shortened(value: object) -> str:
 class Document:
     """One document, or the whole text of a corpus without documents.
 
-    Its name is that of its file, followed by the number of the line or row if the file holds several. Its texts, pieces
-    of the document, must be consumed before the next document.
+    It is named after its file, with the number of the line or row if the file holds several documents. Its texts are
+    pieces of the document, and must be consumed before the next document.
     """
 
     name: str

@@ -40,8 +40,8 @@ SPLITS = (TRAIN, VALIDATION)
 CONVERSATIONS = "conversations"
 """The kind of a source of conversations; see `tensorkeep.train.data.conversations`."""
 
+# Bytes.
 _VERIFIED_AT_ONCE = 1 << 22
-"""Bytes."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
@@ -59,7 +59,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 class CorpusRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The corpus that the data was made from, a `tensorkeep.train.data.corpus.Corpus`.
 
-    The checksum is that of the names and the bytes of its files.
+    The checksum covers the names and the bytes of its files.
     """
 
     spec: str
@@ -73,7 +73,7 @@ class CorpusRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MixturePart(msgspec.Struct, frozen=True, kw_only=True):
-    """One source of a mixture: its weight, the sum of which is 1, the number of its training tokens, and its data."""
+    """One source of a mixture: its weight (all weights add up to 1), its number of training tokens, and its data."""
 
     source: str
     weight: Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -85,7 +85,7 @@ class DataManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The body of ``data.json``.
 
     ``tensorkeep`` is the version that wrote it, ``tokenizer`` the result of `Tokenizer.as_dict`, ``validation`` the
-    fraction of the text that was meant for validation, and ``seed`` that by which documents were assigned to splits.
+    fraction of the text that was meant for validation, and ``seed`` the seed that assigned documents to splits.
     """
 
     format: Literal["tensorkeep-data"]
@@ -98,7 +98,7 @@ class DataManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     validation: float
     seed: Annotated[int, msgspec.Meta(ge=0)]
     splits: dict[str, Split]
-    mixture: list[MixturePart] | None = None  # in the order in which the training split holds them
+    mixture: list[MixturePart] | None = None  # in the order of the training split
 
     def description(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return all fields as plain values, with only the name of the tokenizer, and the fingerprint."""
@@ -142,11 +142,11 @@ class Dataset:
     fingerprint : str
         16 hexadecimal digits that depend on every token, the tokenizer and the weights of a mixture, and nothing else.
     mixture : tuple of (int, float)
-        The number of training tokens and the weight of each source of a mixture, in order; empty without one.
+        The numbers of training tokens and the weights of the sources of a mixture, in order; empty without a mixture.
     description : dict
         The contents of ``data.json`` as plain values, with the name of the tokenizer and the fingerprint.
     verified : dict of str to FileStatus
-        By split: the status of each file whose tokens were verified, now or earlier.
+        The status of the files with verified tokens, by split.
     """
 
     path: Path
@@ -165,7 +165,7 @@ class Dataset:
 
     @property
     def chat_tokenizer(self) -> ChatTokenizer | None:
-        """The tokenizer of conversations, of which only answers are trained; None if the data is other text."""
+        """The tokenizer of conversations, if the data is conversations: then only answers are trained."""
         is_chat = self.description["source"]["kind"] == CONVERSATIONS and isinstance(self.tokenizer, ChatTokenizer)
         return cast(ChatTokenizer, self.tokenizer) if is_chat else None
 

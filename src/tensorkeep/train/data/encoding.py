@@ -1,7 +1,6 @@
-"""Encoding of a corpus: pieces of text become tokens, in order, in this process or in several.
+"""Encoding of a corpus: pieces of text become tokens, in order, in this process or in several, and token files.
 
-This process reads the corpus, passes pieces to processes that run `tensorkeep.train.data.encoding`, and receives
-their tokens. The pieces, and so the tokens, do not depend on the number of processes.
+x
 """
 
 import os
@@ -43,14 +42,14 @@ from tensorkeep.train.data.tokenizers.registry import tokenizer_from_dict
 from tensorkeep.version import __version__
 
 _WORKER = "tensorkeep.train.data.encoding"
+# Bytes of a corpus that is tokenized before other processes have started and shared the work.
 _SMALL_CORPUS = 16 << 20
-"""Bytes of a corpus that is tokenized before other processes have started and shared the work."""
+# Characters that are passed to a process at once.
 _JOB = 1 << 18
-"""Characters that are passed to a process at once."""
+# Jobs that are computed or wait for each process; more would only take memory.
 _JOBS_PER_PROCESS = 3
-"""Jobs that are computed or wait for each process; more would only take memory."""
+# Seconds that a process has to end after its connection was closed.
 _PATIENCE = 10.0
-"""Seconds that a process has to end after its connection was closed."""
 
 
 class TextPiece(NamedTuple):
@@ -198,15 +197,12 @@ def _import_path() -> str:
     return os.pathsep.join(map(os.path.abspath, sys.path))
 
 
-# A process that tokenizes: ``python -m tensorkeep.train.data.encoding DESCRIPTOR``.
-#
-# `tensorkeep.train.data.encoding` starts it with the descriptor of a socket, over which it sends the tokenizer and then
-# lists of texts. The answer to a list is the number of tokens of each text, and all their tokens; or nothing, and the
-# message and the remedy of the error that a text cannot be encoded.
-
-
 def main(descriptor: int) -> None:
-    """Answer until the connection is closed."""
+    """Encode texts for another process until it closes the connection: ``python -m tensorkeep.train.data.encoding FD``.
+
+    The descriptor is a socket. It carries the tokenizer, and then lists of texts. The answer to a list is the numbers
+    of tokens and all tokens; or nothing, and the message and the remedy of an error.
+    """
     with suppress(EOFError, ConnectionError), Connection(descriptor) as connection:
         tokenizer = tokenizer_from_dict(msgspec.json.decode(connection.recv_bytes()))
         read_texts = msgspec.msgpack.Decoder(list[str])
@@ -220,12 +216,6 @@ def main(descriptor: int) -> None:
             connection.send_bytes(np.array([len(each) for each in tokens], np.int64))
             connection.send_bytes(np.concatenate(tokens))
 
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
-
-
-# Writing of the token files of prepared data, and of what ``data.json`` says of them.
 
 _WRITTEN_AT_ONCE = 1 << 20
 
@@ -321,7 +311,7 @@ def token_files(folder: Path, tokenizer: Tokenizer) -> Iterator[dict[str, TokenF
 
 
 def origin_of(reading: CorpusReader, splits: dict[str, Split], kind: str | None = None) -> CorpusRecord:
-    """Return what is recorded of a corpus that was read; the kind is that of its source by default."""
+    """Return the record of a corpus that was read. ``kind`` replaces the kind of the corpus."""
     source = reading.source
     return CorpusRecord(
         spec=recorded_path(source.spec),
@@ -336,7 +326,7 @@ def origin_of(reading: CorpusReader, splits: dict[str, Split], kind: str | None 
 
 
 def splits_of(files: dict[str, TokenFile], documents: Mapping[str, int | None]) -> dict[str, Split]:
-    """Make the token files of the splits durable, and return what is recorded of them and their documents."""
+    """Make the token files of the splits durable, and return their records."""
     return {
         split: Split(tokens=file.tokens, documents=documents[split], xxh3_64=file.finish())
         for split, file in files.items()
@@ -369,3 +359,7 @@ def layout_of(
         splits=splits,
         mixture=None if mixture is None else [*mixture],
     )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

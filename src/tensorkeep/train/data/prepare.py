@@ -1,7 +1,11 @@
 """Preparation of data: a corpus becomes a folder of tokens for training and validation.
 
-One pass checks that all of it is text, encodes it and writes the tokens. If the tokenizer learns from the text, or the
+One pass checks that everything is text, encodes it and writes the tokens. If the tokenizer learns from the text, or the
 text is one stream, which is cut at a number of characters, a pass before that learns and counts.
+
+A mixture has several sources, each with a weight: the fraction of the training windows, and so of the tokens, that come
+from the source, in every run of any length. A source that is small for its weight is repeated, and one that is large is
+used in part. The validation split holds the sources in the same proportions, as far as there is text.
 """
 
 import codecs
@@ -51,8 +55,8 @@ from tensorkeep.train.data.dataset import (
     file_name,
 )
 from tensorkeep.train.data.encoding import layout_of, origin_of, recorded_path, splits_of, token_files, write_tokens
-from tensorkeep.train.data.tokenizers.base import Tokenizer
-from tensorkeep.train.data.tokenizers.registry import TokenizerFactory, adopted, make_tokenizer, tokenizer_at
+from tensorkeep.train.data.tokenizers.base import Tokenizer, TokenizerFactory
+from tensorkeep.train.data.tokenizers.registry import make_tokenizer, tokenizer_at
 
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 5
@@ -97,9 +101,9 @@ def prepare(
     out : path-like
         The folder to make; it appears when it is complete.
     tokenizer : str or Tokenizer
-        ``"char"``, ``"byte"``, ``"bpe"``, ``"tiktoken:NAME"``, or ``"from:FOLDER"``: that of a run, of a Hugging
-        Face model or of prepared data. With ``"+chat"`` after it, and always for conversations, it also has
-        the tokens that begin and end messages.
+        ``"char"``, ``"byte"``, ``"bpe"``, ``"tiktoken:NAME"``, or ``"from:FOLDER"``: the tokenizer of a run, of a
+        Hugging Face model or of prepared data. With ``"+chat"`` after it, and always for conversations, it also has the
+        tokens that begin and end messages.
     vocab_size : int, optional
         For ``"bpe"``: the largest number of tokens, by default 4096.
     validation : float
@@ -111,7 +115,7 @@ def prepare(
     field : str
         The field of JSON objects, or the column of tables, that holds the text of a document.
     conversations : bool, optional
-        Whether each line of JSON is a conversation, of which answers are trained; see
+        Whether each line of JSON is a conversation; then only answers are trained. See
         `tensorkeep.train.data.conversations`. By default the first line decides.
     processes : int, optional
         How many processes encode; the tokens do not depend on it. By default a large corpus is encoded by as many as
@@ -193,11 +197,11 @@ def _notes(corpus: Corpus, layout: DataManifest, seed: int) -> Iterator[str]:
     if codecs.lookup(corpus.encoding).name != "utf-8" and records <= {"parquet", "arrow"}:
         yield f"the encoding {corpus.encoding!r} has no effect: tables are in UTF-8"
     if seed and not corpus.has_documents:
-        yield f"the seed {seed} has no effect: the text is one stream, whose end is for validation"
+        yield f"the seed {seed} has no effect: the text is one stream, and its end is for validation"
 
 
 def _other_fields(corpus: Corpus) -> Collection[str]:
-    """Return the names of the fields, or columns, of the first document, of which the reading took no notice."""
+    """Return the names of the fields, or columns, of the first document that are not read."""
     if corpus.files[0].records in ("parquet", "arrow"):
         with TextColumn.open(corpus.files[0], corpus.field) as table:
             return table.columns
@@ -223,8 +227,8 @@ def _write_text(
         raise UsageError(
             f"consists of documents, and the tokenizer ({learned.name}) has no token that ends one",
             path=corpus.spec,
-            remedy="take the tokenizer of data that consists of documents as well; for that of a Hugging Face model, "
-            "state eos_token in its tokenizer_config.json",
+            remedy="take the tokenizer of data that consists of documents as well; for the tokenizer of a Hugging Face "
+            "model, state eos_token in its tokenizer_config.json",
         )
     reading, splits = _encode(first, CorpusReader(corpus, meter), folder, learned, rule, processes)
     return layout_of(origin_of(reading, splits), learned, splits, rule), learned
@@ -236,12 +240,12 @@ def is_prepared(source: PathLike) -> bool:
 
 
 def learner_of(choice: str | Tokenizer, vocab_size: int | None) -> TokenizerFactory:
-    """Return what makes a tokenizer, which may be that of prepared data; see `make_tokenizer`."""
+    """Return what makes a tokenizer; see `make_tokenizer`. A folder may be prepared data."""
     if isinstance(choice, str):
         return make_tokenizer(choice, vocab_size, _tokenizer_of)
     if vocab_size is not None:
         raise UsageError(f"the tokenizer {choice.name!r} has a fixed vocabulary size", remedy="leave the size out")
-    return adopted(choice)
+    return TokenizerFactory.of(choice)
 
 
 def _tokenizer_of(folder: Path) -> Tokenizer | None:
@@ -337,15 +341,9 @@ def is_replaceable(path: Path) -> bool:
     )
 
 
-# Mixtures: several sources become one folder of prepared data, of which each has a weight.
-#
-# A weight is the fraction of the training windows, and so of the tokens, that come from a source, in every run of any
-# length: a source that is small for its weight is repeated, and one that is large is used in part. The validation split
-# holds the sources in the same proportions, as much as there is, so that its loss is that of the training text.
-
 logger = logging.getLogger(__name__)
+# Tokens.
 _COPIED_AT_ONCE = 1 << 22
-"""Tokens."""
 
 
 def parse_mixture(source: PathLike) -> dict[str, float]:
@@ -388,7 +386,7 @@ def parse_mixture(source: PathLike) -> dict[str, float]:
 
 
 def absolute_source(source: str) -> str:
-    """Return a source, or those of a mixture, as absolute paths where they exist: to be found from any folder."""
+    """Return a source or a mixture with absolute paths where they exist: to be found from any folder."""
     if parts := parse_mixture(source):
         return ",".join(f"{absolute_source(name)}:{weight!r}" for name, weight in parts.items())
     source = os.fspath(checked_path(source))
@@ -491,7 +489,7 @@ def _refuse_mixtures(weights: dict[str, float]) -> None:
 
 
 def _shared_tokenizer(names: list[str], choice: str, vocab_size: int | None, options: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer of the prepared data among some sources, else one for all of them."""
+    """Return the tokenizer of the prepared data among some sources, else a tokenizer for all sources."""
     prepared = {name: Dataset.open(name).tokenizer for name in names if is_prepared(name)}
     for name, tokenizer in prepared.items():
         first = next(iter(prepared))
@@ -499,14 +497,14 @@ def _shared_tokenizer(names: list[str], choice: str, vocab_size: int | None, opt
             raise UsageError(
                 f"was prepared with other tokens ({tokenizer.name}) than {first} ({prepared[first].name})",
                 path=name,
-                remedy="prepare both with one tokenizer: --tokenizer from:FOLDER takes that of prepared data",
+                remedy="prepare both with one tokenizer: --tokenizer from:FOLDER takes the tokenizer of prepared data",
             )
     if prepared:
         return next(iter(prepared.values()))
     learn = learner_of(choice, vocab_size)
     if learn.reads and STDIN in names:
         raise UsageError(
-            "standard input can be read once, and a mixture whose tokenizer learns from its sources reads them twice",
+            "standard input can be read once, and a tokenizer that learns from a mixture reads its sources twice",
             path=STDIN,
             remedy="write it to a file, or give a tokenizer that does not learn, such as --tokenizer byte",
         )

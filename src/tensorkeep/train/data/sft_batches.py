@@ -1,4 +1,4 @@
-"""Rows of conversations in which only answers count.
+"""Rows of conversations for supervised fine-tuning (SFT): only answers count.
 
 A row begins with a conversation, and holds as many whole ones as fit, so that no answer is trained without its
 question. Of a conversation that is longer than the context, the beginning is trained. Each answer that fits counts once
@@ -32,18 +32,18 @@ from tensorkeep.train.model.gpt import IGNORED
 
 _SCANNED_AT_ONCE = 1 << 24
 
+# Techniques that conversations cannot be trained with, and why.
 _REFUSED = {
     "length-curriculum": "draws windows of the text, and rows of conversations begin with one",
     "progressive-length": "cuts rows into pieces, and an answer would be trained without its question",
     "pipeline-parallel": "weights micro-batches equally, whichever tokens count, and of conversations only answers do",
 }
-"""Techniques that conversations cannot be trained with, and why."""
 
 Places = npt.NDArray[np.int64]
 
 
 class AnswerRows:
-    """The rows of a text of conversations: inputs and targets, in which all but answers is ignored.
+    """The rows of a text of conversations: inputs and targets. Targets outside of answers are ignored.
 
     Parameters
     ----------
@@ -120,8 +120,8 @@ class AnswerRows:
         left_out = cut & (np.bincount(conversation, fitting, len(ends)) == 0)
         return (
             f"{what}: {cut.sum():,} of {len(ends):,} conversations are longer than the context of {self._length:,} "
-            f"tokens: the beginning of {(cut & ~left_out).sum():,} is used, and {left_out.sum():,} are left out, whose "
-            f"answers begin later; {every - used:,} of {every:,} tokens of answers are not used"
+            f"tokens: the beginning of {(cut & ~left_out).sum():,} is used, and {left_out.sum():,} with "
+            f"later answers are left out; {every - used:,} of {every:,} tokens of answers are not used"
         )
 
     def __len__(self) -> int:

@@ -17,8 +17,8 @@ Polynomial = tuple[float, float, float]
 Orthogonal = Callable[[Tensor, Sequence[Polynomial], float, bool, torch.dtype], Tensor]
 """Computes `orthogonal`."""
 
+# By how much rounding in bfloat16 may enlarge a singular value: beyond their range, these polynomials diverge.
 _MARGIN = 1.01
-"""By how much rounding in bfloat16 may enlarge a singular value: beyond their range, these polynomials diverge."""
 
 POLAR_EXPRESS: tuple[Polynomial, ...] = tuple(
     (a / _MARGIN, b / _MARGIN**3, c / _MARGIN**5)
@@ -34,8 +34,8 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = tuple(
 )
 """The best polynomial for each step in turn (Amsel et al., arXiv 2505.16932); the last one is repeated."""
 
+# Elements of a batch: the temporary memory stays small compared to a larger model.
 _AT_ONCE = 1 << 26
-"""Elements of a batch: the temporary memory stays small compared to a larger model."""
 
 
 class Muon(torch.optim.Muon):
@@ -46,7 +46,7 @@ class Muon(torch.optim.Muon):
 
     More keys of a parameter group change them: ``projections``, how many matrices of equal shape each parameter has one
     above the other, which are orthogonalised each by itself; ``polar_express``, true if the steps take the polynomials
-    of `POLAR_EXPRESS` in place of ``ns_coefficients``; and ``beta2``, with which the rows of an update are normalised
+    of `POLAR_EXPRESS` in place of ``ns_coefficients``; and ``beta2``, the decay that normalises the rows of an update
     (see `normalise_rows`). Then the state of a parameter also has ``row_variance``, float32 of shape [rows, 1], which
     is whole where the parameter is sharded.
 
@@ -169,7 +169,7 @@ class Muon(torch.optim.Muon):
             each.to_local().add_(placed.to_local())
 
     def _orthogonalised(self, matrices: list[Tensor], group: dict[str, Any]) -> Tensor:
-        """Return the orthogonal matrices of a batch; with several ranks each computes some of them."""
+        """Return the orthogonal matrices of a batch; with several ranks each computes some."""
         polynomials, express = tuple(_polynomials(group)), bool(group.get("polar_express"))
         ranks, dtype = self.ranks, dtype_of_steps(matrices[0].device.type)
         size = 1 if ranks is None else dist.get_world_size(ranks)
@@ -202,7 +202,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _polynomials(group: dict[str, Any]) -> list[Polynomial]:
-    """Return the polynomial of each step."""
+    """Return the polynomials, one for each step."""
     steps: int = group["ns_steps"]
     if not group.get("polar_express"):
         return [group["ns_coefficients"]] * steps
@@ -210,7 +210,7 @@ def _polynomials(group: dict[str, Any]) -> list[Polynomial]:
 
 
 def _batches(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the positions of the parameters of each batch."""
+    """Yield the positions of the parameters, batch by batch."""
     by_shape: dict[tuple[Any, ...], list[int]] = {}
     for position, each in enumerate(parameters):
         by_shape.setdefault((each.device, *each.shape), []).append(position)
@@ -255,7 +255,7 @@ def orthogonal(
 def normalise_rows(matrices: Tensor, variances: Sequence[Tensor], beta2: float) -> Tensor:
     """Divide the rows of a batch of updates by the root of the mean of their squares, over all steps so far.
 
-    Orthogonal matrices of fewer columns than rows have rows of very different norms, of which the largest would decide
+    Orthogonal matrices of fewer columns than rows have rows of very different norms, and the largest would decide
     the learning rate of all. Each matrix keeps its norm (NorMuon; Li et al., arXiv 2510.05491). ``variances``, of shape
     [rows, 1] each, are running means that forget with ``beta2``, and are changed in place.
     """

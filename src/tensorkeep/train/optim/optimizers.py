@@ -1,4 +1,4 @@
-"""Optimizers: which parameters each updates, with which learning rate and weight decay."""
+"""Optimizers and their settings: learning rates and weight decays by parameter; the average of the weights."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from tensorkeep.settings import Decay, NonNegative, Positive, Section
 from tensorkeep.train.optim.muon import Muon
 
 Optimizers = dict[str, torch.optim.Optimizer]
-"""The optimizers of a run by name; each training step steps all of them."""
+"""The optimizers of a run by name; a training step steps all optimizers."""
 
 _PEAK = "peak_lr"
 KINDS = {
@@ -25,7 +25,7 @@ KINDS = {
     "biases": ("*.bias",),
     "matrices": tuple(f"blocks.*.{layer}.weight" for layer in ("qkv", "q", "kv", "out", "up", "gate", "down")),
 }
-"""Patterns of the names of the parameters of each kind."""
+"""Patterns of the names of parameters, by kind."""
 FUSED_PROJECTIONS = {".attention.qkv.weight": 3, ".attention.kv.weight": 2}
 """How many matrices of equal shape are stacked in one weight, by the end of its name."""
 
@@ -49,7 +49,7 @@ class OptimConfig(Section, frozen=True):
     muon_lr, muon_momentum : float
         The peak learning rate and the momentum of Muon.
     muon_steps : int
-        Newton-Schulz steps of each update: fewer are faster and less exact.
+        Newton-Schulz steps in an update: fewer are faster and less exact.
     muon_polynomials : str
         ``"quintic"``, the same in each step, or ``"polar-express"``, the best one for each (see `POLAR_EXPRESS`): four
         of its steps are about as good as five ``"quintic"`` ones.

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the rate of each step as a factor of its peak, and the range test that suggests a peak.
+"""Learning-rate schedules: the rate of a step as a factor of its peak, and the range test that suggests a peak.
 
 A new schedule is an entry of `SCHEDULES`.
 """
@@ -13,14 +13,14 @@ from msgspec import Meta
 from tensorkeep.errors import UsageError
 from tensorkeep.settings import Count, Fraction, Section, Steps
 
+# The fraction of the test over which the loss is smoothed: less is noisy, more notices a rise too late.
 _SMOOTHED_OVER = 0.05
-"""The fraction of the test over which the loss is smoothed: less is noisy, more notices a rise too late."""
 
+# The test ends when the smoothed loss is this many times its lowest value, as in fastai: the weights diverged.
 _DIVERGED_RATIO = 4.0
-"""The test ends when the smoothed loss is this many times its lowest value, as in fastai: the weights diverged."""
 
+# The lowest loss counts as a minimum once the smoothed loss has risen to this many times it.
 _MINIMUM_RATIO = 1.1
-"""The lowest loss counts as a minimum once the smoothed loss has risen to this many times it."""
 
 _SAFETY = 10.0
 
@@ -69,16 +69,16 @@ class ScheduleConfig(Section, frozen=True):
     name : str
         ``"cosine"``, ``"linear"``, ``"wsd"`` (warm-up, stable, decay), ``"constant"``, ``"plateau"``, or ``"range"``: a
         range test, which rises from ``final`` to the peak, ends early when the loss diverges, and suggests a tenth of
-        the rate at which the smoothed loss was lowest.
+        the rate with the lowest smoothed loss.
     start : int
         The step after which the schedule begins: it covers the steps from there to ``loop.steps``, warm-up included.
     warmup_steps : int
-        Steps in which the rate rises from 0.
+        Steps of the rise from 0.
     final : float
         The rate of the last step as a fraction of the peak; for ``"range"``, the rate of the first step. 0 is reached
         one step after the last one, so that the last step still changes the weights.
     decay : float
-        For ``"wsd"``: the fraction of the steps in which the rate decays.
+        For ``"wsd"``: the fraction of the steps that decay.
     patience, factor : int, float
         For ``"plateau"``: after this many evaluations without a better loss, the rate is multiplied by the factor.
     """
@@ -124,7 +124,7 @@ def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float
 
 
 class Plateau:
-    """Lowers ``factor``, by which the learning rate is multiplied, when the validation loss has stopped improving.
+    """Lowers ``factor``, a factor of the learning rate, when the validation loss has stopped improving.
 
     Its state is part of a checkpoint. It has no effect on schedules other than ``"plateau"``.
     """
@@ -169,7 +169,7 @@ class Plateau:
 class RangeTest:
     """Records the loss while the learning rate rises (Smith, arXiv 1506.01186); its fields are part of a checkpoint.
 
-    It suggests a tenth of the rate at which the smoothed loss was lowest, the rule that fastai calls ``"minimum"``:
+    It suggests a tenth of the rate with the lowest smoothed loss, the rule that fastai calls ``"minimum"``:
     at the minimum, training is about to become unstable, and a run takes many more steps at its peak rate. The test is
     over when the loss has diverged, so that higher rates need not be tried.
     """

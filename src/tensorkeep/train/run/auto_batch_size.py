@@ -20,12 +20,12 @@ from tensorkeep.train.step.world import World
 from tensorkeep.train.techniques.stack import Stack
 from tensorkeep.units import format_bytes
 
+# The fraction of the free memory that a step may take: allocations leave gaps between them.
 _FRACTION = 0.9
-"""The fraction of the free memory that a step may take: allocations leave gaps between them."""
 
+# The fraction with several ranks. If one rank ran out of memory, the others would wait for it, so the choice is not
+# tried.
 _FRACTION_UNTRIED = 0.8
-"""The fraction with several ranks. If one rank ran out of memory, the others would wait for it, so the choice is not
-tried."""
 
 
 class Peaks(NamedTuple):
@@ -66,7 +66,7 @@ class GpuMemory:
         return torch.cuda.max_memory_allocated(self._device)
 
     def release(self) -> None:
-        """Give back what is not used, and what cuBLAS keeps for each stream, as of those of earlier trials."""
+        """Give back what is not used, and what cuBLAS keeps for the streams of earlier trials."""
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
@@ -79,7 +79,7 @@ def gpu_memory(device: torch.device) -> GpuMemory | None:
 
 
 def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tuple[Config, str]:
-    """Return a configuration whose batches fill the memory, and a note on the choice; a collective.
+    """Return a configuration with batches that fill the memory, and a note on the choice; a collective.
 
     Raises OutOfMemoryError if there is not enough memory for the smallest batches; UsageError if a technique cannot
     accumulate batches, as the trials do.
@@ -118,7 +118,7 @@ def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tup
 
 
 def largest_batch(sequences: int, memory: int, measure: Measure, *, tried: bool = True) -> int | None:
-    """Return the largest divisor of a number of sequences with which a step fits into the memory; None if none does.
+    """Return the largest batch, a divisor of ``sequences``, that fits into the memory; None if none does.
 
     The two smallest are measured. The peaks of all others follow from them, because activations grow with the batch and
     nothing else does. With ``tried``, the result is measured as well.

@@ -28,8 +28,8 @@ ShowProgress = Callable[[str], AbstractContextManager[Progress | None]]
 
 logger = logging.getLogger(__name__)
 
+# The settings of the preparation of data.
 _PREPARATION = ("data.tokenizer", "data.vocab_size", "data.validation")
-"""The settings by which data is prepared."""
 
 
 def open_data(
@@ -46,8 +46,8 @@ def open_data(
     run takes the data that it started with: from ``data.source`` if that is in ``given``, else from the run's folder,
     from where the data was, or it prepares the source again.
 
-    ``given`` holds the dotted names of the settings that the user gave. If one of them describes the preparation, it
-    must fit the data. ``resume`` resumes the run in the folder, if there is one.
+    ``given`` holds the dotted names of the settings that the user gave. If a setting describes the preparation, it must
+    fit the data. ``resume`` resumes the run in the folder, if there is one.
 
     Raises UsageError if the data is not what the user asked for, or not the data of the run; NotACheckpointError if
     there is no data; and the errors of `prepare` and `Dataset.open`.
@@ -106,7 +106,7 @@ def _verified_again(place: PathLike, folder: RunFolder, meter: ShowProgress) -> 
 
 
 def _preparation(dataset: Dataset, *, asked: int | None = None) -> dict[str, Any]:
-    """Return the settings by which data was prepared.
+    """Return the settings of the preparation of data.
 
     The vocabulary size of ``"bpe"`` is an upper bound, so ``asked`` may be larger than the vocabulary.
     """
@@ -226,12 +226,12 @@ def _is_on(config: Config, name: str, off: object) -> bool:
     return config.setting(f"model.{name}") not in (off, False)
 
 
+# Elements of the logits of a batch of ``eval.batches``.
 _LARGEST_LOGITS = 2**26
-"""Elements of the logits of a batch of ``eval.batches``."""
 
 
 def validation_windows(config: Config, dataset: Dataset) -> EvaluationWindows:
-    """Return the windows of the validation split on which a run is evaluated; they do not depend on its ranks."""
+    """Return the windows of the validation split that a run is evaluated on; they do not depend on its ranks."""
     model, most = config.model, config.eval.tokens
     if config.eval.batches is not None:
         rows = max(1, min(LARGEST_TOKENS, _LARGEST_LOGITS // model.vocab_size) // model.context_length)

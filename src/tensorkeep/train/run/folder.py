@@ -39,9 +39,9 @@ TOKENIZER = "tokenizer.json"
 LOG = "log.jsonl"
 DATA = "data"
 METRIC = "validation_loss"
-"""The metric that is saved with each checkpoint, and by which the best one is chosen."""
+"""The metric that is saved with a checkpoint, and chooses the best one."""
+# The number of the first checkpoint of a run that has no record yet.
 _STARTING = "starting"
-"""The number of the first checkpoint of a run that has no record yet."""
 
 
 class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class GitState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a run after a step, from which it computes with changed settings.
+    """The part of a run after a step that computes with changed settings.
 
     ``settings`` has the changed settings, ``config`` all settings.
     """
@@ -135,11 +135,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_config(self) -> Config:
-        """The configuration with which its last segment began."""
+        """The configuration of its last segment."""
         return self.segments[-1].config if self.segments else self.config
 
     def config_after(self, step: int) -> Config:
-        """Return the configuration with which a step of the run was computed."""
+        """Return the configuration of a step of the run."""
         return next((each.config for each in reversed(self.segments) if each.step < step), self.config)
 
 
@@ -326,7 +326,7 @@ def now() -> str:
 
 
 def _earlier_identity(record: RunRecord) -> str:
-    """Return the identity of a run whose record has none; it is stored when the run resumes."""
+    """Return an identity for a record without one; it is stored when the run resumes."""
     start = [record.config.as_dict(), record.data.fingerprint, record.started, record.environment]
     return checksummed_json.digest(msgspec.json.encode(start, order="sorted"))
 

@@ -22,12 +22,12 @@ from tensorkeep.train.run.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
+# Seconds between two requests to an MLflow server, which each take a while.
 _SECONDS_BETWEEN = 5.0
-"""Seconds between two requests to an MLflow server, which each take a while."""
+# MLflow's limit on the parameters of a request; that on metrics is larger.
 _LARGEST_BATCH = 100
-"""MLflow's limit on the parameters of a request; that on metrics is larger."""
+# Characters that MLflow refuses in names. Patterns of parameter groups contain them.
 _NOT_IN_NAMES = re.compile(r"[^\w/ .:-]")
-"""Characters that MLflow refuses in names. Patterns of parameter groups contain them."""
 
 
 class Tracker(Protocol):
@@ -43,7 +43,7 @@ class Tracker(Protocol):
         """Begin or resume, after the last step that the run has done."""
 
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
-        """Receive the figures of an event, whose names begin with its kind: ``"train/loss"``."""
+        """Receive the figures of an event. Their names begin with its kind: ``"train/loss"``."""
 
     def close(self, *, failed: bool) -> None:
         """End, with what was written."""
@@ -85,7 +85,7 @@ class TensorBoard:
 
     def begin(self, last_step: int) -> None:
         """Open a file."""
-        # TensorBoard ignores the events of these steps in its earlier files.
+        # TensorBoard then ignores later steps in its earlier files.
         self._writer = self._writer_class(str(self._folder.path / "tensorboard"), purge_step=last_step + 1)
 
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
@@ -124,7 +124,7 @@ class Wandb:
                 dir=str(self._folder.path),
                 config=flat(self._folder.record().config.as_dict()),
                 resume="allow",
-                # Not that of other code in this process.
+                # Not the run of other code in this process.
                 reinit="create_new",
                 # Standard output may be one JSON document.
                 settings=self._wandb.Settings(console="off"),
@@ -148,7 +148,7 @@ class Wandb:
 class Mlflow:
     """MLflow: a run of an experiment, found again by a tag. It resumes when the run does.
 
-    The server is that of ``MLFLOW_TRACKING_URI``. In names of settings, characters that it refuses become ``_``;
+    ``MLFLOW_TRACKING_URI`` names the server. In names of settings, characters that it refuses become ``_``;
     the tag ``tensorkeep.names`` maps such names to the settings, as JSON.
     """
 
@@ -204,7 +204,7 @@ class Mlflow:
         return run_id
 
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
-        """Send the figures, those of several events at once."""
+        """Send the figures, several events at once."""
         metric, milliseconds = self._mlflow.entities.Metric, int(time.time() * 1000)
         self._waiting += [metric(name, float(value), milliseconds, step) for name, value in figures.items()]
         # A run that is killed repeats the steps after its last checkpoint, and no others.

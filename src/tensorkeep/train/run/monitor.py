@@ -21,10 +21,10 @@ from tensorkeep.train.step.state import check_steps
 logger = logging.getLogger(__name__)
 
 _PROFILES = "profile"
+# Steps of a process that are not profiled: they compile, allocate, and prove that techniques are active.
 _SKIPPED = 2
-"""Steps of a process that are not profiled: they compile, allocate, and prove that techniques are active."""
+# Steps with a discarded profile: the profiler is slow at first.
 _WARM_UP = 1
-"""Steps whose profile is discarded: the profiler is slow at first."""
 
 
 @contextmanager
@@ -38,15 +38,15 @@ def timed_step(run: OpenRun) -> Iterator[None]:
             check_steps(run)
     if not first:
         trained = run.progress.tokens - tokens
-        # Positions whose targets do not count are computed as well. Attention over a shorter context, as techniques may
-        # draw, takes fewer operations.
+        # Positions without a target that counts are computed as well. Techniques may draw windows of a shorter context,
+        # which take fewer operations.
         flops = run.positions * run.config.model.flops_per_token(run.batches.context_length)
         seconds = run.clock.seconds["train"] - before
         _count(run, trained, flops, seconds, steps=1)
 
 
 def settle(run: OpenRun) -> None:
-    """Check the steps since the last call. The wait for the GPU counts as time of these steps."""
+    """Check the steps since the last call. The wait for the GPU counts as their time."""
     if run.unchecked:
         before = run.clock.seconds.get("train", 0.0)
         with run.clock.spent_on("train"):
@@ -69,7 +69,7 @@ def _count(run: OpenRun, tokens: int, flops: int, seconds: float, *, steps: int)
 
 
 def observe_gradient_norms(run: OpenRun) -> None:
-    """Make a run record, in the steps that are logged, the norm of each layer's gradient before it is clipped."""
+    """Make a run record, in logged steps, the norms of the gradient by layer before clipping."""
     clip = run.operations.clip
 
     def observed_clip() -> Tensor:

@@ -132,7 +132,7 @@ def on_segment(number: int, segment: Segment, before: Config, reduced: float) ->
 
 
 def on_rates(before: Config, config: Config, step: int, reduced: float) -> str:
-    """Return how the learning rate continues after a step, given the factor to which "plateau" has reduced it."""
+    """Return how the learning rate continues after a step, given the factor that "plateau" has reduced it by."""
     # The evaluation after the step may have reduced the rate of "plateau": the step itself had a higher rate.
     earlier = "" if before.schedule.name == "plateau" else f"from {_rate(before, step):.3g} "
     return (

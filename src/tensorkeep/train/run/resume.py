@@ -1,6 +1,6 @@
 """How a run begins: new, with initial weights, as a branch of another run, or resumed; and what may change then.
 
-A *segment* is the part of a run after a step, from which it computes with other settings. ``run.json`` lists the
+A *segment* is the part of a run after a step that computes with other settings. ``run.json`` lists the
 segments, so that a run resumes exactly in any segment. A branch may change the same settings as a segment.
 
 Where a segment begins, the restored state was made with other settings, and `_adapt` changes what depends on them. A
@@ -43,18 +43,19 @@ from tensorkeep.train.techniques.distributed import PARALLEL_TECHNIQUES
 
 logger = logging.getLogger(__name__)
 
+# Prefixes of the settings that a resumed run may change, and that later resumes keep. They do not affect the weights
+# of a step, with the exception in `_begins_segment`.
 _KEPT = ("log.", "eval.", "sample.", "checkpoint.", "loop.on_divergence", "loop.auto_batch_size")
-"""Prefixes of the settings that a resumed run may change, and that later resumes keep. They do not affect the weights
-of a step, with the exception in `_begins_segment`."""
 
+# Prefixes of the settings that depend on where a run is resumed; they affect rounding only.
 _OF_ONE_RESUME = (
     "loop.device",
     "loop.threads",
     "data.source",
     *(f"{TECHNIQUES}{name}" for name in PARALLEL_TECHNIQUES),
 )
-"""Prefixes of the settings that depend on where a run is resumed; they affect rounding only."""
 
+# Prefixes of the settings that begin a segment, because the state of a run fits them; restoring checks techniques.
 # fmt: off
 _OF_A_SEGMENT = (
     "schedule.", "loop.steps", "loop.batch_size", "loop.gradient_accumulation_steps", "data.order", "model.dropout",
@@ -62,10 +63,9 @@ _OF_A_SEGMENT = (
     "optim.beta1", "optim.beta2", "optim.eps", "optim.grad_clip", TECHNIQUES,
 )
 # fmt: on
-"""Prefixes of the settings that begin a segment, because the state of a run fits them; restoring checks techniques."""
 
+# Prefixes of the settings that a branch may change, too. Its data must have the tokenizer of the run.
 _OF_A_BRANCH = ("data.", "loop.seed")
-"""Prefixes of the settings that a branch may change, too. Its data must have the tokenizer of the run."""
 
 
 def current_config(record: RunRecord) -> Config:
@@ -174,7 +174,7 @@ def check_steps(config: Config, step: int, folder: RunFolder) -> None:
 
 
 def with_schedule_start(config: Config, before: Config, given: Collection[str], step: int) -> Config:
-    """Return a configuration whose schedule begins after a step, without warm-up, if its schedule is another one.
+    """Let the schedule begin after a step, without warm-up, if it is another schedule than before.
 
     Settings in ``given``, by dotted name, stay as the user gave them.
     """
@@ -186,7 +186,7 @@ def with_schedule_start(config: Config, before: Config, given: Collection[str], 
 
 @dataclass(frozen=True)
 class BranchPoint:
-    """A checkpoint of a run, its metrics, and the configuration with which its step was computed."""
+    """A checkpoint of a run, its metrics, and the configuration of its step."""
 
     folder: RunFolder
     step: int
@@ -214,7 +214,7 @@ class BranchPoint:
 
 
 def branch_point(address: PathLike) -> BranchPoint:
-    """Return the checkpoint at the address of a run or one step of it, such as ``run``, ``run@1200`` or ``run@best``.
+    """Return the checkpoint at the address of a run or a step, such as ``run``, ``run@1200`` or ``run@best``.
 
     Raises NotACheckpointError if it is not a run, or has no such checkpoint; UsageError if the address is malformed.
     """
@@ -230,7 +230,7 @@ def branch_point(address: PathLike) -> BranchPoint:
 class NewRun:
     """How a run with random weights begins. The subclasses begin with other weights.
 
-    ``before`` is the configuration with which the first weights were trained, if there is one.
+    ``before`` is the configuration that trained the first weights, if they are not new.
     """
 
     before: Config | None = None
@@ -445,7 +445,7 @@ def _environment(run: OpenRun) -> dict[str, Any]:
 
 
 def _group_settings(run: OpenRun) -> dict[str, list[dict[str, Any]]]:
-    """Return the settings of the parameter groups of each optimizer: rates, decay and others."""
+    """Return the settings of the parameter groups, by optimizer: rates, decay and others."""
     return {
         name: [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         for name, optimizer in run.optimizers.items()

@@ -62,7 +62,7 @@ def open_run(
 ) -> Iterator[OpenRun]:
     """Open a new run, or resume the one in the folder after its last undamaged checkpoint.
 
-    If settings differ that decide what a resumed run computes, a new segment of it begins; see
+    If settings differ that decide what a resumed run computes, a new segment begins; see
     `tensorkeep.train.run.resume`.
 
     It seeds the global generators of Python, numpy and torch (dropout), and sets the number of torch's CPU threads. On
@@ -78,7 +78,7 @@ def open_run(
     resume : bool
         Resume the run in the folder, if there is one.
     branch : BranchPoint, optional
-        The checkpoint of another run with which a new run begins, and continues to count steps.
+        The checkpoint of another run that a new run begins with. It continues to count steps.
     initial : InitialWeights, optional
         The weights that a new run starts from. They are saved as step 0, so that a resumed run does not need them.
 
@@ -137,7 +137,7 @@ def open_run(
             keep_freed_memory()
         # Until here, every rank has only read. The lock first: another process may be working on this run.
         run.manager.claim()
-        # Not with `run.config`, in which techniques shard the batch.
+        # Not with `run.config`: techniques shard its batch.
         start.begin(run, final)
         notes = (off, filling, run.batches.note, run.validation.note, *ineffective_settings(final))
         run.notes += tuple(note for note in notes if note is not None)
@@ -260,7 +260,7 @@ def _build(config: Config, techniques: Stack, parts: _Parts, values: Mapping[str
     if config.loop.threads is not None:
         torch.set_num_threads(config.loop.threads)
     seed_random_states(config.loop.seed)
-    # Techniques that shard a model make its weights themselves: no rank has all of them.
+    # Techniques that shard a model make its weights themselves: no rank has all weights.
     sharded = any(isinstance(each, ParallelTechnique) and each.fills_model for each in techniques.techniques)
     with memory_errors_reported(config.model):
         generator = torch.Generator().manual_seed(config.loop.seed)

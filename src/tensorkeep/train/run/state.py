@@ -136,7 +136,7 @@ class OpenRun(Run):
     notes : tuple of str
         Warnings for the user, known when the run was opened.
     gradient_norms : dict of str to float
-        The norm of each layer's gradient in the last step, if it is to be logged.
+        The norms of the gradient by layer in the last step, if it is to be logged.
     """
 
     folder: RunFolder

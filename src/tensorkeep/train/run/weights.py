@@ -103,8 +103,8 @@ def mask_documents(model: GPT, config: Config, tokenizer: Tokenizer) -> None:
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+# Settings of a model that a run may choose, whatever the weights are.
 _FREE = ("dropout", "init_std", "context_length", "vocab_multiple", "vocab_padding")
-"""Settings of a model that a run may choose, whatever the weights are."""
 _ROWS_BY_TOKEN = ("tokens.weight", "head.weight")
 
 
@@ -238,7 +238,7 @@ class InitialWeights:
             raise UsageError(
                 f"token {min(untrained)} of the tokenizer occurs in text, and the initial weights have {rows:,} rows",
                 path=self.record.path,
-                remedy="give a folder in which the tokenizer and the weights belong together",
+                remedy="give a folder with a tokenizer and weights that belong together",
             )
 
     def values(self, model: ModelConfig) -> dict[str, Tensor]:

@@ -31,21 +31,21 @@ logger = logging.getLogger(__name__)
 
 INTERVAL = 0.25
 """Seconds between two looks at how long the threads of this process waited for a processor."""
+# Spinning is limited if all threads together wait more seconds per second than this.
 _CONTENDED = 0.05
-"""Spinning is limited if all threads together wait more seconds per second than this."""
+# Spinning is no longer limited if they wait fewer seconds per second than this.
 _FREE = 0.02
-"""Spinning is no longer limited if they wait fewer seconds per second than this."""
+# So many looks in a row must find that threads wait, so that the save of a small model does not limit spinning.
 _LOOKS = 3
-"""So many looks in a row must find that threads wait, so that the save of a small model does not limit spinning."""
 
 _SPIN_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
+# Elements per thread of torch: another thread for as many more (``at::internal::GRAIN_SIZE``).
 _GRAIN = 32768
-"""Elements for which torch uses one thread, and another one for as many more (``at::internal::GRAIN_SIZE``)."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+# Bytes: glibc takes no larger threshold on 64 bits. Larger blocks are always returned.
 _LARGEST_THRESHOLD = 32 << 20
-"""Bytes: glibc takes no larger threshold on 64 bits. Larger blocks are always returned."""
 _ALL = 2**31 - 1
 
 _ALLOCATOR_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")

@@ -25,7 +25,7 @@ def chosen_device(name: str) -> torch.device:
         # Tensors on torch's "meta" device have no values to read back.
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        # Some of these messages are pages long.
+        # Some messages are pages long.
         reason = first_line(error).partition(". ")[0]
         raise UsageError(
             f"the device {name!r} cannot be used: {reason}", remedy='give "auto", "cpu" or "cuda"'
@@ -91,13 +91,14 @@ def memory_errors_reported(config: ModelConfig) -> Iterator[None]:
 
 
 _SIZES = (512, 1024, 2048, 4096, 8192)
+# How long each matrix size is measured.
 _SECONDS = 0.1
-"""How long each matrix size is measured."""
+# Once a matmul takes this many seconds, larger ones are not tried: on such a slow CPU they are not faster.
 _MAX_SECONDS = 0.02
-"""Once a matmul takes this many seconds, larger ones are not tried: on such a slow CPU they are not faster."""
 _TERA = 1e12
+# Dense bfloat16 TFLOP/s by the words of a device's name: what others report MFU against.
 _DATA_SHEETS: dict[str, float] = {
-    # NVIDIA's data sheets; where they give a figure with sparsity only, half of it.
+    # NVIDIA's data sheets; half of a figure that is for sparse matrices only.
     "B200": 2250,
     "H200": 989,
     "H200 NVL": 835,
@@ -123,9 +124,8 @@ _DATA_SHEETS: dict[str, float] = {
     "MI300X": 1307,
     "MI250X": 383,
 }
-"""Dense bfloat16 TFLOP/s by the words of a device's name: what others report MFU against."""
+# Words in the name of another card, with another peak.
 _OTHER_CARDS = {"Ti", "SUPER", "D", "Laptop", "MIG", "Max-Q"}
-"""Words in the name of another card, with another peak."""
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
@@ -143,7 +143,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype = torch.float32) -> f
         if seconds > _MAX_SECONDS:
             break
     if device.type == "cuda":
-        # The memory of these matrices must not count as memory of the training.
+        # The memory of the matrices must not count as memory of the training.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return best

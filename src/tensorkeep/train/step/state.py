@@ -37,7 +37,7 @@ A skipped update changes no weight: if this many batches fail, the cause is the 
 
 @dataclass
 class Operations:
-    """The operations of a step, in the order in which `tensorkeep.train.step.train_step.train_step` calls them.
+    """The operations of a step, in the order of the calls of `tensorkeep.train.step.train_step.train_step`.
 
     A technique assigns its own function in place of one; most call the function that was there before. An operation
     that no technique has replaced is called directly, so that techniques that are off cost nothing.
@@ -227,8 +227,8 @@ def check_finite(run: Run, loss: Tensor, norm: Tensor) -> bool:
 
     For a run that checks later, it is always true, and the optimizers skip the update on the device.
 
-    Raises DivergedError if one of them is not finite, and ``loop.on_divergence`` is ``"stop"`` or `MOST_SKIPPED`
-    updates in a row were skipped.
+    Raises DivergedError if the loss or the norm is not finite, and ``loop.on_divergence`` is ``"stop"`` or
+    `MOST_SKIPPED` updates in a row were skipped.
     """
     run.unchecked.append(UncheckedStep(run.progress.step, run.drawn, loss, norm))
     if not run.checks_later:
@@ -267,7 +267,7 @@ def check_steps(run: Run) -> bool:
 
 
 def _read(steps: Sequence[UncheckedStep]) -> list[list[float]]:
-    """Return the loss and the norm of each step. One copy for all steps, so that the CPU waits once."""
+    """Return the losses and the norms of the steps. One copy for all steps, so that the CPU waits once."""
     if len(steps) == 1:
         return [[steps[0].loss.item(), steps[0].norm.item()]]
     pairs = [torch.stack((each.loss, each.norm)) for each in steps]

@@ -99,7 +99,7 @@ def evaluate(
     loss : callable, optional
         Returns the mean loss of a batch; by default ``model.loss``.
     world : World, optional
-        The ranks whose batches count together. A collective: each rank has as many batches as the others.
+        The ranks that evaluate together. A collective: each rank has as many batches as the others.
 
     Examples
     --------

@@ -16,8 +16,8 @@ from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError, f
 
 T = TypeVar("T")
 
+# For a collective: ranks also wait while rank 0 alone prepares data.
 _TIMEOUT = timedelta(minutes=30)
-"""For a collective: ranks also wait while rank 0 alone prepares data."""
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """The environment variables that torchrun sets in each process that it starts."""
@@ -92,7 +92,7 @@ def launched_ranks() -> int:
 
 
 def launched_machines() -> int:
-    """Return the number of machines on which torchrun started ranks; 1 if it did not start this process."""
+    """Return the number of machines with ranks that torchrun started; 1 if it did not start this process."""
     return max(1, launched_ranks() // int(os.environ.get("LOCAL_WORLD_SIZE", launched_ranks() or 1)))
 
 

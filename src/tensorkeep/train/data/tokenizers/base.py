@@ -2,9 +2,10 @@
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -30,6 +31,33 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerFactory:
+    """Makes a tokenizer for a corpus, given whether that has documents; ``reads`` if it learns from the corpus."""
+
+    make: Callable[[Documents, bool], "Tokenizer"]
+    reads: bool
+
+    def __call__(self, corpus: Documents, documents: bool) -> "Tokenizer":
+        return self.make(corpus, documents)
+
+    @classmethod
+    def of(cls, tokenizer: "Tokenizer") -> "TokenizerFactory":
+        """Return the factory of a tokenizer that exists. It checks that the tokenizer encodes the corpus.
+
+        Without a first pass over the corpus, encoding finds a character that is not in the vocabulary.
+        """
+
+        def check(corpus: Documents, documents: bool) -> Tokenizer:
+            if not tokenizer.encodes_any_text:
+                for texts in corpus:
+                    for text in texts:
+                        tokenizer.encode(text)
+            return tokenizer
+
+        return cls(check, reads=False)
+
+
 class Tokenizer(ABC):
     """Converts text to tokens and back. Tokenizers are immutable."""
 
@@ -41,6 +69,10 @@ class Tokenizer(ABC):
     """The token that follows each document, if there is one. No text is encoded as it."""
     begin_of_document: int | None = None
     """The token that precedes each document, and each prompt, if there is one. No text is encoded as it."""
+    kind: ClassVar[str]
+    """Its name in `as_dict`."""
+    is_sized: ClassVar[bool] = False
+    """Whether the user may choose the size of the vocabulary."""
     merges: bool = False
     """Whether a token may stand for several characters, so that the tokens of a text depend on where it is cut."""
     encodes_any_text: bool = True
@@ -105,7 +137,7 @@ class Tokenizer(ABC):
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Yield the text of ids as soon as its characters are complete; joined, it is the text of `decode`.
 
-        A token may end within a character, of which UTF-8 has up to four bytes.
+        A token may end within a character, which has up to four bytes in UTF-8.
 
         Raises UsageError if an id is not in the vocabulary.
         """
@@ -117,7 +149,7 @@ class Tokenizer(ABC):
             yield rest
 
     def token_bytes(self, id: int) -> bytes:
-        """Return the UTF-8 of a token, which may end within a character; that of `END_OF_DOCUMENT` for its token.
+        """Return the UTF-8 of a token, which may end within a character; the end of a document is `END_OF_DOCUMENT`.
 
         Raises UsageError if the id is not in the vocabulary.
         """
@@ -128,7 +160,7 @@ class Tokenizer(ABC):
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]
         if outside.size:
             raise UsageError(
-                f"{outside[0]} is not a token of {self.name}, whose vocabulary has {self.vocab_size:,}",
+                f"{outside[0]} is not a token of {self.name}, which has {self.vocab_size:,} tokens",
                 remedy="use the tokenizer that the tokens were made with",
             )
 
@@ -136,9 +168,22 @@ class Tokenizer(ABC):
         """Return the ``tokenizer.json`` of Hugging Face's libraries; None if this tokenizer cannot be written so."""
         return None
 
+    @classmethod
+    @abstractmethod
+    def from_dict(cls, stored: dict[str, Any]) -> "Tokenizer":
+        """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
+
+    @classmethod
+    def factory(cls, argument: str, vocab_size: int | None) -> TokenizerFactory | None:
+        """Return what makes the tokenizer of a choice such as ``"tiktoken:gpt2"``; None if it has no such argument.
+
+        ``vocab_size`` is None unless the class has `is_sized`.
+        """
+        return None
+
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON values, from which it can be made again; ``"kind"`` names the class."""
+        """Return it as JSON values for `from_dict`; ``"kind"`` names the class."""
 
     @abstractmethod
     def _encode(self, text: str) -> Tokens:
@@ -158,7 +203,7 @@ LONGEST_UNCUT = 1 << 20
 
 
 def at_line_ends(texts: Iterator[str]) -> Iterator[str]:
-    """Yield the same text in pieces that end at line ends, so that byte pairs are those of the whole text.
+    """Yield the same text in pieces that end at line ends, so that byte pairs are the same as for the whole text.
 
     The patterns that split text into words before byte pairs are merged (GPT-2's, cl100k's, o200k's) never join the
     text before and after a line end that follows a visible character and is followed by a letter, a digit or an

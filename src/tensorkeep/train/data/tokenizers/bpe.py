@@ -1,23 +1,25 @@
 """Byte-level byte-pair encoding, trained on the corpus by Hugging Face's ``tokenizers``.
 
-The scheme is GPT-2's: text is split into words by a pattern, and the bytes of each word are merged pair by pair, in the
-order in which the pairs were learned (Sennrich et al., 2016, https://arxiv.org/abs/1508.07909; Radford et al., 2019).
+The scheme is GPT-2's: text is split into words by a pattern, and the bytes of a word are merged pair by pair, in the
+order of learning (Sennrich et al., 2016, https://arxiv.org/abs/1508.07909; Radford et al., 2019).
 """
 
 import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Self
 
 import msgspec
 import numpy as np
 
+from tensorkeep.errors import UsageError
 from tensorkeep.structs import prepared
 from tensorkeep.train.data.tokenizers.base import (
     END_OF_DOCUMENT,
     Documents,
     Ids,
     Tokenizer,
+    TokenizerFactory,
     Tokens,
     at_line_ends,
     library,
@@ -27,25 +29,26 @@ DEFAULT_VOCAB_SIZE = 4096
 SMALLEST_VOCAB_SIZE = 257
 """256 bytes and the end of a document."""
 
+# Bytes of a word that pairs are learned from at once.
 _LONGEST_LEARNED = 1024
-"""Bytes of a word that pairs are learned from at once."""
 
+# Occurrences of a pair; merging a pair that occurs once saves nothing.
 _MIN_FREQUENCY = 2
-"""Occurrences of a pair; merging a pair that occurs once saves nothing."""
 
 
 class BpeTokenizer(Tokenizer):
     """Byte pairs learned from a corpus.
 
     ``vocabulary`` holds the tokens in the order of their ids, in GPT-2's notation of bytes, all single bytes among
-    them; ``merges`` the pairs in the order in which they were learned. With ``documents``, one more token, the last
+    them; ``merges`` the pairs in the order of learning. With ``documents``, one more token, the last
     one, ends a document.
 
     Raises ValueError if the vocabulary and the merges do not match; MissingExtraError if ``tokenizers`` is not
     installed.
     """
 
-    name = "bpe"
+    kind = name = "bpe"
+    is_sized = True
     merges = True
 
     def __init__(self, vocabulary: Sequence[str], merges: Sequence[tuple[str, str]], *, documents: bool) -> None:
@@ -66,6 +69,19 @@ class BpeTokenizer(Tokenizer):
         self._pipeline.decoder = tokenizers.decoders.ByteLevel()
         self.end_of_document = len(vocabulary) if documents else None
         self.vocab_size = len(vocabulary) + documents
+
+    @classmethod
+    def factory(cls, argument: str, vocab_size: int | None) -> TokenizerFactory | None:
+        if argument:
+            return None
+        library("tokenizers")
+        size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
+        if isinstance(size, bool) or not SMALLEST_VOCAB_SIZE <= size < 1 << 31:
+            raise UsageError(
+                f"a vocabulary of {size} is not possible: it must hold every byte and the end of a document",
+                remedy=f"give {SMALLEST_VOCAB_SIZE} or more",
+            )
+        return TokenizerFactory(partial(cls.learn, vocab_size=size), reads=True)
 
     @classmethod
     def learn(cls, corpus: Documents, documents: bool, *, vocab_size: int) -> Self:
@@ -91,20 +107,19 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
-        """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
         fields = msgspec.convert(stored, prepared(_Stored))
         return cls(fields.vocabulary, fields.merges, documents=fields.end_of_document)
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "kind": "bpe",
+            "kind": self.kind,
             "vocabulary": list(self._vocabulary),
             "merges": [list(pair) for pair in self._merges],
             "end_of_document": self.end_of_document is not None,
         }
 
     def hugging_face_json(self) -> str:
-        """Return the ``tokenizer.json`` of the same tokens, in which the end of a document is a special token."""
+        """Return the ``tokenizer.json`` of the same tokens, with the end of a document as a special token."""
         exported = library("tokenizers").Tokenizer.from_str(self._pipeline.to_str())
         if self.end_of_document is not None:
             exported.add_special_tokens([END_OF_DOCUMENT])

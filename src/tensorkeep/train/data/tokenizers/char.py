@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from tensorkeep.errors import UsageError
 from tensorkeep.structs import prepared
-from tensorkeep.train.data.tokenizers.base import Documents, Ids, Tokenizer, Tokens
+from tensorkeep.train.data.tokenizers.base import Documents, Ids, Tokenizer, TokenizerFactory, Tokens
 
 _BYTES = 256
 
@@ -20,7 +20,7 @@ class CharTokenizer(Tokenizer):
     Raises ValueError if the characters are not in ascending order without repeats.
     """
 
-    name = "char"
+    kind = name = "char"
     encodes_any_text = False
 
     def __init__(self, characters: str, *, documents: bool) -> None:
@@ -36,6 +36,10 @@ class CharTokenizer(Tokenizer):
         self._codes = codes
 
     @classmethod
+    def factory(cls, argument: str, vocab_size: int | None) -> TokenizerFactory | None:
+        return None if argument else TokenizerFactory(cls.learn, reads=True)
+
+    @classmethod
     def learn(cls, corpus: Documents, documents: bool) -> Self:
         """Return a tokenizer of all characters of a corpus."""
         occurs = np.zeros(sys.maxunicode + 1, bool)
@@ -46,13 +50,12 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
-        """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
         fields = msgspec.convert(stored, prepared(_StoredCharacters))
         return cls(fields.characters, documents=fields.end_of_document)
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "kind": "char",
+            "kind": self.kind,
             "characters": self.characters,
             "end_of_document": self.end_of_document is not None,
         }
@@ -77,19 +80,22 @@ class CharTokenizer(Tokenizer):
 class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8, which encode every text; with ``documents``, a 257th token ends a document."""
 
-    name = "byte"
+    kind = name = "byte"
 
     def __init__(self, *, documents: bool) -> None:
         self.end_of_document = _BYTES if documents else None
         self.vocab_size = _BYTES + documents
 
     @classmethod
+    def factory(cls, argument: str, vocab_size: int | None) -> TokenizerFactory | None:
+        return None if argument else TokenizerFactory(lambda corpus, documents: cls(documents=documents), reads=False)
+
+    @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
-        """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
         return cls(documents=msgspec.convert(stored, prepared(_Stored)).end_of_document)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"kind": "byte", "end_of_document": self.end_of_document is not None}
+        return {"kind": self.kind, "end_of_document": self.end_of_document is not None}
 
     def _encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)

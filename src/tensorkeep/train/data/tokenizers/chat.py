@@ -9,7 +9,7 @@ import numpy as np
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens, library
 
 SUFFIX = "+chat"
-"""What the name of such a tokenizer ends with, after that of the tokenizer of its text."""
+"""The end of the name of such a tokenizer, after the name of the tokenizer of its text."""
 
 ROLES = ("system", "user", "assistant")
 _RESERVED = (*(f"<|{role}|>" for role in ROLES), "<|end|>")
@@ -21,9 +21,9 @@ TEMPLATE = (
 
 
 class ChatTokenizer(Tokenizer):
-    """Another tokenizer with tokens that begin a message of each role, and one that ends a message.
+    """Another tokenizer with tokens that begin a message of a role, and one that ends a message.
 
-    Their ids follow those of the vocabulary. No text is encoded as them: characters such as ``<|end|>`` in a text are
+    Their ids follow the ids of the vocabulary. No text is encoded as them: characters such as ``<|end|>`` in a text are
     ordinary text. If the other tokenizer has no token that ends a document, one more is reserved for that.
 
     Attributes
@@ -45,6 +45,8 @@ class ChatTokenizer(Tokenizer):
     '<|user|>hi<|end|>'
     """
 
+    kind = "chat"
+
     def __init__(self, text: Tokenizer) -> None:
         self.text = text
         self.name = f"{text.name}{SUFFIX}"
@@ -63,9 +65,14 @@ class ChatTokenizer(Tokenizer):
         """Return a tokenizer with the reserved tokens; one that has them is returned as it is."""
         return tokenizer if isinstance(tokenizer, ChatTokenizer) else cls(tokenizer)
 
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> "ChatTokenizer":
+        # The registry reads the tokenizer of the text, which may be of any kind.
+        return cls(stored["text"])
+
     @cached_property
     def stops(self) -> frozenset[int]:
-        """The tokens at which the text of a message is over: all that are not text."""
+        """The tokens that end the text of a message: all that are not text."""
         reserved = {*self.begin.values(), self.end}
         return frozenset(reserved if self.end_of_document is None else {*reserved, self.end_of_document})
 
@@ -81,10 +88,10 @@ class ChatTokenizer(Tokenizer):
         return np.array([self.begin[role], *self.encode(content).tolist(), self.end], np.int64)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"kind": "chat", "text": self.text.as_dict()}
+        return {"kind": self.kind, "text": self.text.as_dict()}
 
     def hugging_face_json(self) -> str | None:
-        """Return the ``tokenizer.json`` of the same tokens, in which the reserved ones are special tokens.
+        """Return the ``tokenizer.json`` of the same tokens, with the reserved ones as special tokens.
 
         None if the other tokenizer has tokens with these names already, since names are unique there.
         """

@@ -24,8 +24,8 @@ FILE = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
 _OLD_FILES = ("vocab.json", "merges.txt")
 
+# Text of several scripts and kinds of white space, in NFC.
 _PROBE = "A b\tÜ\n  漢字 12!"
-"""Text of several scripts and kinds of white space, in NFC."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -38,7 +38,7 @@ class HuggingFaceTokenizer(Tokenizer):
     has no such token as ``end_of_document`` or ``begin_of_document``.
     """
 
-    name = "huggingface"
+    kind = name = "huggingface"
     merges = True
 
     def __init__(self, text: str, end_of_document: int | None, begin_of_document: int | None = None) -> None:
@@ -70,12 +70,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
-        """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
         fields = msgspec.convert(stored, prepared(_Stored))
         return cls(fields.tokenizer, fields.end_of_document, fields.begin_of_document)
 
     def as_dict(self) -> dict[str, Any]:
-        stored = {"kind": self.name, "tokenizer": self._text, "end_of_document": self.end_of_document}
+        stored = {"kind": self.kind, "tokenizer": self._text, "end_of_document": self.end_of_document}
         # Data of earlier versions has no such tokens.
         return stored if self.begin_of_document is None else {**stored, "begin_of_document": self.begin_of_document}
 
@@ -123,7 +122,7 @@ def added_tokens(text: str) -> tuple[list[int], list[int]]:
 
 
 def _pipeline(text: str, ends: list[int]) -> Any:
-    """Return the library's tokenizer, which encodes all of a text, and none of it as the ends of a document."""
+    """Return the library's tokenizer, which encodes a whole text, and nothing as the end of a document."""
     try:
         stored = json.loads(text)
         for token in stored.get("added_tokens", ()):
@@ -186,7 +185,7 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
         if path.exists():
             content = path.read_bytes()
         elif all((folder / name).exists() for name in _OLD_FILES):
-            # An error names the folder: the text is of both files.
+            # An error names the folder: the text comes from both files.
             path, content = folder, _from_old_files(folder).encode()
         else:
             return None
@@ -227,7 +226,7 @@ def read_tokenizer(folder: Path) -> HuggingFaceTokenizer | None:
 
 
 def _stated_begin(settings: _Settings, pipeline: Any, begins: list[int], path: Path) -> list[int]:
-    """Return the tokens that ``add_bos_token`` puts before each text, in place of those of the ``tokenizer.json``."""
+    """Return the tokens that ``add_bos_token`` puts before each text, in place of the ``tokenizer.json``."""
     name = settings.content("bos_token")
     begin = None if name is None else pipeline.token_to_id(name)
     if settings.add_bos_token and name is not None and begin is None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError, did_you_mean
 from tensorkeep.structs import prepared
-from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens, library
+from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, TokenizerFactory, Tokens, library
 
 _patching = threading.Lock()
 
@@ -25,6 +25,7 @@ _patching = threading.Lock()
 class TiktokenTokenizer(Tokenizer):
     """One of tiktoken's encodings; ValueError if it has no special token ``<|endoftext|>``, which ends a document."""
 
+    kind = "tiktoken"
     merges = True
 
     def __init__(self, encoding: Any) -> None:
@@ -34,6 +35,10 @@ class TiktokenTokenizer(Tokenizer):
         self.vocab_size = int(encoding.n_vocab)
         self.end_of_document = int(encoding._special_tokens[END_OF_DOCUMENT])
         self._encoding = encoding
+
+    @classmethod
+    def factory(cls, argument: str, vocab_size: int | None) -> TokenizerFactory | None:
+        return TokenizerFactory.of(cls.named(argument)) if argument else None
 
     @classmethod
     def named(cls, name: str) -> Self:
@@ -60,7 +65,6 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
-        """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
         fields = msgspec.convert(stored, prepared(_Stored))
         try:
             ranks = {base64.b64decode(token, validate=True): rank for token, rank in fields.ranks.items()}
@@ -85,7 +89,7 @@ class TiktokenTokenizer(Tokenizer):
         encoding = self._encoding
         ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
         return {
-            "kind": "tiktoken",
+            "kind": self.kind,
             "name": encoding.name,
             "pattern": encoding._pat_str,
             "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks},
