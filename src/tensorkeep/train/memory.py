@@ -1,7 +1,7 @@
 """The predicted memory of training, in bytes, computed from shapes.
 
 The peak is either at the start of the backward pass, when all activations exist, or in the step of the optimizers, when
-all gradients exist. `tests/train/memory/test_ledger.py` compares predictions with measurements.
+all gradients exist. `tests/train/test_memory.py` compares predictions with measurements.
 """
 
 from dataclasses import asdict, dataclass

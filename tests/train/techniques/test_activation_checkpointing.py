@@ -11,7 +11,7 @@ from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.technique_suite import TechniqueSuite, opened, with_techniques
 from tensorkeep.train.step.state import Run
 from tensorkeep.train.techniques.activation_checkpointing import ActivationCheckpointing
-from train.memory.test_ledger import counted_activations
+from train.test_memory import counted_activations
 
 
 def plain_forward(run: Run, block: torch.nn.Module) -> None:

@@ -8,11 +8,12 @@ import logging
 import math
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from tensorkeep.errors import StoreError, first_line, import_extra
 from tensorkeep.storage.commit import replace_file
@@ -30,23 +31,44 @@ _LARGEST_BATCH = 100
 _NOT_IN_NAMES = re.compile(r"[^\w/ .:-]")
 
 
-class Tracker(Protocol):
-    """Receives the figures of a run, on rank 0.
+class Tracker(ABC):
+    """Receives the figures of a run, on rank 0; ``target`` is its setting.
 
-    ``is_remote`` trackers may fail while the run continues.
+    Remote trackers may fail while the run continues.
     """
 
     name: ClassVar[str]
-    is_remote: ClassVar[bool]
+    is_remote: ClassVar[bool] = True
 
+    def __init__(self, folder: RunFolder, target: str = "") -> None:
+        self._folder = folder
+        self._target = target
+
+    @abstractmethod
     def begin(self, last_step: int) -> None:
         """Begin or resume, after the last step that the run has done."""
 
+    @abstractmethod
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         """Receive the figures of an event. Their names begin with its kind: ``"train/loss"``."""
 
+    @abstractmethod
     def close(self, *, failed: bool) -> None:
-        """End, with what was written."""
+        """Send or write what is left, and end."""
+
+    def _settings(self) -> dict[str, Any]:
+        return flat(self._folder.record().config.as_dict())
+
+    @contextmanager
+    def _errors(self, remedy: str) -> Iterator[None]:
+        """Raise any error of a package as StoreError. The record of the run was written before."""
+        try:
+            yield
+        except Exception as error:
+            raise StoreError(
+                f"{self.name}: the run cannot be logged there: {first_line(error)}",
+                remedy=f"{remedy}; then repeat the command with --resume",
+            ) from error
 
 
 def trackers_of(config: LogConfig, folder: RunFolder) -> list[Tracker]:
@@ -70,94 +92,81 @@ def figures_of(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, floa
             yield f"{kind}/{name}", value
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """TensorBoard's files, in the folder of the run."""
 
     name: ClassVar[str] = "log.tensorboard"
     is_remote: ClassVar[bool] = False
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._writer_class: Callable[..., Any] = import_extra(
-            "torch.utils.tensorboard", "train", f"{self.name} needs TensorBoard"
-        ).SummaryWriter
+        super().__init__(folder)
+        needed = f"{self.name} needs TensorBoard"
+        self._writer_class: Callable[..., Any] = import_extra("torch.utils.tensorboard", "train", needed).SummaryWriter
         self._writer: Any = None
 
     def begin(self, last_step: int) -> None:
-        """Open a file."""
         # TensorBoard then ignores later steps in its earlier files.
         self._writer = self._writer_class(str(self._folder.path / "tensorboard"), purge_step=last_step + 1)
 
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
-        """Write the figures."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self, *, failed: bool) -> None:
-        """Write what is left."""
         if self._writer is not None:
             self._writer.close()
 
 
-class Wandb:
+class Wandb(Tracker):
     """Weights & Biases: a run of a project. It resumes when the run does.
 
     The steps that a resumed run repeats are sent again, with the same values.
     """
 
     name: ClassVar[str] = "log.wandb"
-    is_remote: ClassVar[bool] = True
 
     def __init__(self, folder: RunFolder, project: str) -> None:
-        self._folder = folder
-        self._project = project
+        super().__init__(folder, project)
         self._wandb = import_extra("wandb", "wandb", f"{self.name} needs wandb")
         self._run: Any = None
 
     def begin(self, last_step: int) -> None:
-        """Make the run, or find it."""
-        try:
+        with self._errors("wandb login; or set WANDB_MODE=offline, and wandb sync later"):
             self._run = self._wandb.init(
-                project=self._project,
+                project=self._target,
                 id=self._folder.record().identity,
                 name=self._folder.path.name,
                 dir=str(self._folder.path),
-                config=flat(self._folder.record().config.as_dict()),
+                config=self._settings(),
                 resume="allow",
                 # Not the run of other code in this process.
                 reinit="create_new",
                 # Standard output may be one JSON document.
                 settings=self._wandb.Settings(console="off"),
             )
-            # Its own counter of steps must not go back, and a save is reported at the step that was saved.
+            # The step counter of W&B must not go back, and a save is reported at the step that was saved.
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
-        except Exception as error:
-            raise _refused(self.name, error, "wandb login; or set WANDB_MODE=offline, and wandb sync later") from error
 
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
-        """Send the figures, in the background."""
         self._run.log({**figures, "step": step})
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left."""
         if self._run is not None:
             self._run.finish(exit_code=int(failed))
 
 
-class Mlflow:
+class Mlflow(Tracker):
     """MLflow: a run of an experiment, found again by a tag. It resumes when the run does.
 
-    ``MLFLOW_TRACKING_URI`` names the server. In names of settings, characters that it refuses become ``_``;
-    the tag ``tensorkeep.names`` maps such names to the settings, as JSON.
+    ``MLFLOW_TRACKING_URI`` names the server. In names of settings, characters that it refuses become ``_``; the tag
+    ``tensorkeep.names`` maps such names to the settings, as JSON.
     """
 
     name: ClassVar[str] = "log.mlflow"
-    is_remote: ClassVar[bool] = True
 
     def __init__(self, folder: RunFolder, experiment: str, now: Callable[[], float] = time.monotonic) -> None:
-        self._folder = folder
-        self._experiment = experiment
+        super().__init__(folder, experiment)
         self._mlflow = import_extra("mlflow", "mlflow", f"{self.name} needs mlflow")
         self._now = now
         self._client: Any = None
@@ -166,45 +175,37 @@ class Mlflow:
         self._sent = now()
 
     def begin(self, last_step: int) -> None:
-        """Make the run, or find it."""
-        try:
+        with self._errors("set MLFLOW_TRACKING_URI to a server that runs, or leave it out"):
             self._client = self._mlflow.MlflowClient()
-            self._run_id = self._found() or self._made()
-        except Exception as error:
-            raise _refused(
-                self.name, error, "set MLFLOW_TRACKING_URI to a server that runs, or leave it out"
-            ) from error
+            experiment = self._client.get_experiment_by_name(self._target)
+            found = None if experiment is None else self._find_run(experiment.experiment_id)
+            self._run_id = found or self._create_run(experiment)
 
-    def _found(self) -> str | None:
+    def _find_run(self, experiment_id: str) -> str | None:
         """Return the id of the run that this one resumes; None if it is new."""
-        experiment = self._client.get_experiment_by_name(self._experiment)
-        if experiment is None:
-            return None
         wanted = f"tags.`tensorkeep.run` = '{self._folder.record().identity}'"
-        runs = self._client.search_runs([experiment.experiment_id], filter_string=wanted, max_results=1)
+        runs = self._client.search_runs([experiment_id], filter_string=wanted, max_results=1)
         if not runs:
             return None
         run_id: str = runs[0].info.run_id
         self._client.update_run(run_id, status="RUNNING")
         return run_id
 
-    def _made(self) -> str:
+    def _create_run(self, experiment: Any) -> str:
         client, param = self._client, self._mlflow.entities.Param
-        experiment = client.get_experiment_by_name(self._experiment)
-        place = client.create_experiment(self._experiment) if experiment is None else experiment.experiment_id
-        values = flat(self._folder.record().config.as_dict())
+        experiment_id = client.create_experiment(self._target) if experiment is None else experiment.experiment_id
+        values = self._settings()
         names = _accepted_names(values)
         changed = {sent: name for name, sent in names.items() if sent != name}
         tags = {"tensorkeep.run": self._folder.record().identity}
         tags |= {"tensorkeep.names": json.dumps(changed)} if changed else {}
-        run_id: str = client.create_run(place, run_name=self._folder.path.name, tags=tags).info.run_id
+        run_id: str = client.create_run(experiment_id, run_name=self._folder.path.name, tags=tags).info.run_id
         settings = [param(names[name], str(value)) for name, value in values.items()]
         for begin in range(0, len(settings), _LARGEST_BATCH):
             client.log_batch(run_id, params=settings[begin : begin + _LARGEST_BATCH])
         return run_id
 
     def write(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
-        """Send the figures, several events at once."""
         metric, milliseconds = self._mlflow.entities.Metric, int(time.time() * 1000)
         self._waiting += [metric(name, float(value), milliseconds, step) for name, value in figures.items()]
         # A run that is killed repeats the steps after its last checkpoint, and no others.
@@ -218,14 +219,13 @@ class Mlflow:
         self._sent = self._now()
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left, and the end."""
         if self._run_id:
             self._send()
             self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 def _accepted_names(names: Iterable[str]) -> dict[str, str]:
-    """Return different names that MLflow accepts, by the names that they are sent for."""
+    """Return distinct names that MLflow accepts, by the names of the settings."""
     found: dict[str, str] = {}
     for name in names:
         sent = _NOT_IN_NAMES.sub("_", name)
@@ -233,12 +233,6 @@ def _accepted_names(names: Iterable[str]) -> dict[str, str]:
             sent += "_"
         found[name] = sent
     return found
-
-
-def _refused(setting: str, error: Exception, remedy: str) -> StoreError:
-    # Its record was written before.
-    remedy = f"{remedy}; then repeat the command with --resume"
-    return StoreError(f"{setting}: the run cannot be logged there: {first_line(error)}", remedy=remedy)
 
 
 class TrainingLog:

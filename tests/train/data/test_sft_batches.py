@@ -70,8 +70,8 @@ def test_beginning_of_a_conversation_longer_than_the_context_is_trained() -> Non
     # The answer of the second one begins beyond the context, so that its row would have no target.
     assert len(rows) == 1
     assert rows.note == (
-        "text: 2 of 2 conversations are longer than the context of 12 tokens: the beginning of 1 is used, and 1 are "
-        "left out, whose answers begin later; 44 of 53 tokens of answers are not used"
+        "text: 2 of 2 conversations are longer than the context of 12 tokens: the beginning of 1 is used, and 1 with "
+        "later answers are left out; 44 of 53 tokens of answers are not used"
     )
     # All but the end of the conversation, which is not an answer.
     assert AnswerRows(text, 54, CHAT).note is None
