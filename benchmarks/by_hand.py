@@ -6,24 +6,20 @@ over bench, and bench over bench, which is what two measurements of the same thi
 has to contain 1, or to lie within the second.
 """
 
-import argparse
-import json
 import math
 import random
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from tensorkeep import machine
-from tensorkeep.bench.analysis.statistics import compare
+from figures import parser_of, write_samples
 from tensorkeep.bench.checkpoint.models import build
 from tensorkeep.bench.checkpoint.workload import SEED
-from tensorkeep.bench.experiment.workload import Task
 from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run.cell import run_cell
-from tensorkeep.bench.run.scratch import scratch_folder
+from tensorkeep.bench.run.runner import scratch_folder
+from tensorkeep.bench.statistics import compare
+from tensorkeep.bench.workload import Task
 from tensorkeep.checkpoint.saving import save
 from tensorkeep.units import format_seconds
 
@@ -55,11 +51,8 @@ print(seconds)
 
 def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__, rounds=15, folder="a folder on the disk to measure")
     parser.add_argument("--model", default="openllama-3b:layers=6:bfloat16")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to measure")
-    parser.add_argument("--out", type=Path, help="a JSON file for the samples")
     options = parser.parse_args()
     samples: dict[str, dict[str, list[float]]] = {}
     with scratch_folder(options.dir) as scratch:
@@ -73,12 +66,15 @@ def main() -> int:
                 seconds = measure(tool, source, scratch / "cell")
                 samples.setdefault(tool, {}).setdefault(method, []).append(seconds)
                 print(f"{number + 1}: {tool}, {method}: {format_seconds(seconds)}", file=sys.stderr)
-        document = _document(options, samples)
-    for tool, ratios in document["ratios"].items():
-        for method, found in ratios.items():
+    ratios = {
+        tool: {method: _ratio(found[_METHODS[0]], found[method]) for method in _METHODS[1:]}
+        for tool, found in samples.items()
+    }
+    for tool, by_method in ratios.items():
+        for method, found in by_method.items():
             print(f"{tool}: {method} / bench = {found['gain']:.3f} (95% {found['low']:.3f} to {found['high']:.3f})")
-    if options.out:
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    command = f"by_hand.py --model {options.model} --rounds {options.rounds}"
+    write_samples(options.out, command, folder=options.dir, samples=samples, ratios=ratios)
     return 0
 
 
@@ -97,19 +93,6 @@ def _by_hand(tool: str, source: Path, folder: Path) -> float:
         return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     finally:
         subprocess.run(["rm", "-r", str(folder)], check=True)
-
-
-def _document(options: argparse.Namespace, samples: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    return {
-        "command": f"benchmarks/by_hand.py --model {options.model} --rounds {options.rounds}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": machine.describe(options.dir),
-        "samples": samples,
-        "ratios": {
-            tool: {method: _ratio(found[_METHODS[0]], found[method]) for method in _METHODS[1:]}
-            for tool, found in samples.items()
-        },
-    }
 
 
 def _ratio(bench: list[float], other: list[float]) -> dict[str, float | None]:

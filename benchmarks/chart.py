@@ -1,13 +1,13 @@
-"""Write ``docs/durable-save.svg`` from ``results/peers-bfloat16.json``: ``python benchmarks/chart.py``.
+"""Write ``docs/durable-save.svg`` from ``results/peers-bfloat16.json.gz``: ``python benchmarks/chart.py``.
 
 The chart shows what its caption and its bars say, and a test checks that it is up to date.
 """
 
 from pathlib import Path
 
-from tensorkeep.bench.results_file import read_results
+from tensorkeep.bench.results import read_results
 
-RESULTS = Path(__file__).parent / "results" / "peers-bfloat16.json"
+RESULTS = Path(__file__).parent / "results" / "peers-bfloat16.json.gz"
 CHART = Path(__file__).parents[1] / "docs" / "durable-save.svg"
 ARMS = {
     "tensorkeep": "Tensorkeep",

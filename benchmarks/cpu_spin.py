@@ -17,13 +17,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from tensorkeep import machine
+from figures import busy_processes, parser_of, write_samples
 from tensorkeep.train.data.prepare import prepare
 
 _DEFAULT_OF_LIBGOMP = "300000"
@@ -58,31 +54,17 @@ def main() -> int:
                     rates[state][arm].append(rate)
                     print(f"round {number + 1}, {state}, {arm}: {rate:,.0f} tokens/s", file=sys.stderr)
     _print(rates)
-    if options.out:
-        options.out.write_text(json.dumps(_document(options, rates), indent=1) + "\n")
+    command = f"cpu_spin.py --rounds {options.rounds} --steps {options.steps} --busy {options.busy}"
+    write_samples(options.out, command, arms=ARMS, unit="tokens per second", rates=rates, ratios=ratios(rates))
     return 0
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--data", default="src", help="a text to train on; by default the sources of this project")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--busy", type=int, default=1, help="how many processes compute in the state 'busy'")
-    parser.add_argument("--out", type=Path, help="a JSON file for the samples")
     return parser.parse_args()
-
-
-@contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Run processes that compute all the time while the block runs."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def _trained(arm: str, data: Path, folder: Path, steps: int) -> float:
@@ -113,22 +95,6 @@ def _print(rates: Rates) -> None:
     for arm in ARMS:
         cells = (f"{statistics.median(rates[state][arm]):>20,.0f}{found[state][arm]:>7.2f}" for state in STATES)
         print(f"{arm:12}" + "".join(cells))
-
-
-def _document(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
-    return {
-        "command": f"benchmarks/cpu_spin.py --rounds {options.rounds} --steps {options.steps} --busy {options.busy}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": {
-            "versions": machine.versions(),
-            "processor": machine.processor(),
-            "memory": machine.memory(),
-        },
-        "arms": ARMS,
-        "unit": "tokens per second",
-        "rates": rates,
-        "ratios": ratios(rates),
-    }
 
 
 if __name__ == "__main__":

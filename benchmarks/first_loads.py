@@ -7,7 +7,6 @@ process that keeps one processor busy. Prints a table with PASS or MISS; the exi
 """
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -16,12 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from datetime import UTC, datetime
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tensorkeep import machine
+from figures import busy_processes, parser_of, write_samples
 from tensorkeep.cli.text import Table
 from tensorkeep.units import format_bytes, parse_bytes
 
@@ -64,25 +63,14 @@ def main() -> int:
                 results.append({"spec": spec, "bytes": nbytes, "state": name, "seconds": samples})
                 _print(results[-1])
     missed = sum(ratio > bound for result in results for _, _, ratio, bound in ratios(result))
-    if options.out:
-        document = {
-            "command": f"benchmarks/first_loads.py --rounds {options.rounds} --sizes {' '.join(options.sizes)}",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": {
-                "versions": machine.versions(), "processor": machine.processor(), "memory": machine.memory()
-            },
-            "results": results,
-        }  # fmt: skip
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    command = f"first_loads.py --rounds {options.rounds} --sizes {' '.join(options.sizes)}"
+    write_samples(options.out, command, results=results)
     return 1 if missed else 0
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__, rounds=7, folder="a folder on the disk to use")
     parser.add_argument("--sizes", nargs="+", default=["0.7GB", "2GB"], help="about this much of bfloat16 weights")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to use")
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
     parser.add_argument("--worker", choices=TOOLS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -160,21 +148,11 @@ def _use_memory(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@contextmanager
-def _busy_process() -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
 State = tuple[Callable[[Path], None], Callable[[], Any]]
 STATES: dict[str, State] = {
     "idle": (_settle, nullcontext),
     "memory just freed": (_use_memory, nullcontext),
-    "busy": (_settle, _busy_process),
+    "busy": (_settle, partial(busy_processes, 1)),
 }
 """What is done before each sample, and what runs beside it."""
 

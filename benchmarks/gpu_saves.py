@@ -9,8 +9,6 @@ goes to the file with its environment; the table has ratios to Tensorkeep in the
 * *step*: a training step on the device while a save is written, beside one without.
 """
 
-import argparse
-import json
 import random
 import shutil
 import statistics
@@ -20,7 +18,6 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +28,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import tensorkeep
-from tensorkeep import machine
+from figures import parser_of, write_samples
+from tensorkeep.bench.checkpoint.files import remove, sync_tree, warm
 from tensorkeep.bench.checkpoint.models import build, spec_of_size
-from tensorkeep.bench.checkpoint.probes import remove, sync_tree, warm
 from tensorkeep.cli.text import Table
 from tensorkeep.units import format_seconds, parse_bytes
 
@@ -46,12 +43,9 @@ Samples = dict[str, dict[str, list[float]]]
 
 def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__, rounds=5, folder="a folder on the disk to measure")
     parser.add_argument("--size", type=parse_bytes, default="2GB")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dir", type=Path, default=Path())
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is .*", category=UserWarning)
     device, order = torch.device(options.device), random.Random(SEED)
@@ -61,10 +55,6 @@ def main() -> int:
     samples: Samples = defaultdict(lambda: defaultdict(list))
     failed: dict[str, str] = {}
     try:
-        about = machine.describe(folder)
-        # The folder's path does not identify the disk.
-        for place in ("path", "mount_point"):
-            del about["storage"][place]
         saves_and_loads(state, folder, options.rounds, order, samples)
         blocked(state, folder, options.rounds, order, samples, failed)
         steps(state, folder, options.rounds, order, samples)
@@ -74,16 +64,8 @@ def main() -> int:
     Table(("", "tool", ">median", ">ratio to tensorkeep", ">spread"), rows(samples)).show()
     for name, error in failed.items():
         print(f"not measured: {name}: {error}")
-    if options.out:
-        document = {
-            "command": f"benchmarks/gpu_saves.py --size {options.size} --rounds {options.rounds}",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": about,
-            "bytes": nbytes,
-            "samples": samples,
-            "failed": failed,
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    command = f"gpu_saves.py --size {options.size} --rounds {options.rounds}"
+    write_samples(options.out, command, folder=options.dir, bytes=nbytes, failed=failed, samples=samples)
     return 0
 
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from tensorkeep import machine
-from tensorkeep.bench.analysis.statistics import compare
-from tensorkeep.bench.training.arms import measured_config
+from tensorkeep.bench.statistics import compare
+from tensorkeep.bench.training.workload import measured_config
 from tensorkeep.cli.text import Table
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe

@@ -17,19 +17,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import coder_rates
 import tensorkeep
-from ratios import Line
-from tensorkeep import machine
+from figures import Line, Samples, note, parser_of, ratios, show, write_samples
+from tensorkeep.bench.checkpoint.files import make_cold, remove, sync_tree, warm
 from tensorkeep.bench.checkpoint.models import build, spec_of_size
-from tensorkeep.bench.checkpoint.probes import make_cold, remove, sync_tree, warm
-from tensorkeep.cli.text import Table
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.units import parse_bytes
 
@@ -37,16 +33,11 @@ SEED = 20_261_122
 ARMS = {"torch": "compiled", "raw": "compiled", "lossless": "compiled", "lossless in Python": "python"}
 """The coder of the process that measures each arm."""
 
-Samples = dict[str, list[float]]
-
 
 def main() -> int:
     """Measure, print, write; return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__, rounds=7, folder="a folder on the disk to measure")
     parser.add_argument("--size", type=parse_bytes, default="2GB", help="about this many bytes of bfloat16 weights")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to measure")
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -58,29 +49,9 @@ def main() -> int:
     finally:
         shutil.rmtree(folder)
     lines = [line for name in options.only for line in LINES[name](samples[name])]
-    Table(("figure", ">median", ">spread", ">must reach", "verdict"), [line.row() for line in lines]).show()
-    if options.out:
-        environment = machine.describe(options.dir)
-        del environment["storage"]["path"]  # says nothing on another machine
-        document = {
-            "command": f"benchmarks/lossless.py --size {options.size} --rounds {options.rounds}",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": environment,
-            "lines": [{**vars_of(line), "reached": line.reached} for line in lines],
-            "samples": samples,
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if all(line.reached for line in lines) else 1
-
-
-def vars_of(line: Line) -> dict[str, Any]:
-    return {name: getattr(line, name) for name in line.__slots__}
-
-
-def ratios(samples: Samples, above: str, below: str) -> tuple[float, float, float]:
-    """Return median, lowest and highest of the ratios of two figures of the same rounds."""
-    found = [a / b for a, b in zip(samples[above], samples[below], strict=True)]
-    return statistics.median(found), min(found), max(found)
+    command = f"lossless.py --size {options.size} --rounds {options.rounds}"
+    write_samples(options.out, command, folder=options.dir, lines=lines, samples=samples)
+    return show(lines)
 
 
 # One core
@@ -253,10 +224,6 @@ def training_lines(samples: Samples) -> Iterator[Line]:
         "training step beside a lossless save / a raw one", 1.05, *ratios(samples, "lossless", "raw"), at_most=True
     )
     yield Line("training step beside a raw save / alone", None, *ratios(samples, "raw", "alone"), at_most=True)
-
-
-def note(text: str) -> None:
-    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
 
 
 PARTS: dict[str, Callable[[Path, argparse.Namespace], Samples]] = {

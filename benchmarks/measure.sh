@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The results that are committed under benchmarks/results/, measured again: `benchmarks/measure.sh FOLDER [NAME...]`.
-# FOLDER lies on the disk to measure and keeps reports and plots; what is committed is each results.json, as NAME.json.
+# FOLDER lies on the disk to measure and keeps reports and plots; what is committed is each results.json, as NAME.json.gz.
 # A NAME that has results already goes on where it stopped. All of it takes some hours; nothing else may run beside it.
 # Training is measured on TEXT, the file of tiny Shakespeare, and left out without it.
 set -euo pipefail
@@ -19,7 +19,7 @@ is_wanted() {
 
 keep() {
 	# Files of the folder by their names alone.
-	sed "s#$PWD/##g" "$1/results.json" >"$here/results/$1.json"
+	sed "s#$PWD/##g" "$1/results.json" | gzip -n9 >"$here/results/$1.json.gz"
 }
 
 run() {

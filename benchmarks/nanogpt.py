@@ -20,7 +20,6 @@ if that of *best* is not below it.
 import argparse
 import contextlib
 import importlib.util
-import json
 import math
 import os
 import pickle
@@ -33,7 +32,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,9 +39,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from figures import parser_of, write_samples
 from recipes import STACK, seeds, train_run
-from tensorkeep import machine
-from tensorkeep.bench.analysis.statistics import Comparison, compare
+from tensorkeep.bench.statistics import Comparison, compare
 from tensorkeep.train.data.batches import EvaluationWindows
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
@@ -111,21 +109,26 @@ def main() -> int:
                 )
     ratios = _ratios(samples)
     _print(samples, ratios)
-    if options.out:
-        options.out.write_text(json.dumps(_document(options, samples, ratios), indent=1) + "\n")
+    command = f"nanogpt.py --nanogpt nanoGPT --data {Path(options.data).name} --rounds {options.rounds}"
+    write_samples(
+        options.out,
+        f"{command} --steps {options.steps} --best-steps {options.best_steps}",
+        nanogpt_commit=_commit(options.nanogpt),
+        bounds=BOUNDS,
+        ratios={what: asdict(ratio) for what, ratio in ratios.items()},
+        runs=samples,
+    )
     loss = {name: statistics.mean(each["loss"] for each in runs) for name, runs in samples.items()}
     fast = all(ratio.gain >= BOUNDS[what] for what, ratio in ratios.items())
     return 0 if fast and loss["ours"] <= EQUAL_LOSS * loss["nanogpt"] and loss["best"] < loss["nanogpt"] else 1
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
     parser.add_argument("--data", required=True, help="the text of tiny Shakespeare")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000, help="of nanogpt and ours")
     parser.add_argument("--best-steps", type=int, default=600)
-    parser.add_argument("--out", type=Path, help="a JSON file for the samples")
     options = parser.parse_args()
     missing = [name for name in ("train.py", "model.py", "configurator.py") if not (options.nanogpt / name).is_file()]
     if missing:
@@ -220,23 +223,6 @@ def _print(samples: Samples, ratios: dict[str, Comparison]) -> None:
     for what, ratio in ratios.items():
         interval = "" if ratio.low is None else f", 95% {ratio.low:.2f} to {ratio.high:.2f}"
         print(f"{what}: {ratio.gain:.2f} (at least {BOUNDS[what]}{interval})")
-
-
-def _document(options: argparse.Namespace, samples: Samples, ratios: dict[str, Comparison]) -> dict[str, Any]:
-    command = f"benchmarks/nanogpt.py --nanogpt nanoGPT --data {Path(options.data).name} --rounds {options.rounds}"
-    return {
-        "command": f"{command} --steps {options.steps} --best-steps {options.best_steps}",
-        "nanogpt_commit": _commit(options.nanogpt),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": {
-            "versions": machine.versions(),
-            "processor": machine.processor(),
-            "memory": machine.memory(),
-        },
-        "bounds": BOUNDS,
-        "ratios": {what: asdict(ratio) for what, ratio in ratios.items()},
-        "runs": samples,
-    }
 
 
 def _commit(checkout: Path) -> str | None:

@@ -3,16 +3,15 @@
 Every figure on the page comes from a file in ``benchmarks/results/``; a test checks that the page is up to date.
 """
 
+import gzip
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.bench.results import Arm, Measure, Results
-from tensorkeep.bench.results_file import read_results
-from tensorkeep.report.design_tables import claims_table, design_tables
-from tensorkeep.report.headlines import headlines, noise_lines
-from tensorkeep.report.tables import ReportTable, verdict_table
+from tensorkeep.bench.results import Arm, Measure, Results, read_results
+from tensorkeep.report.sentences import headlines, noise_lines
+from tensorkeep.report.tables import ReportTable, claims_table, design_tables, verdict_table
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "measured.md"
@@ -48,18 +47,18 @@ def page() -> str:
     """Return the page, made of the results that exist."""
     parts = [_HEAD]
     for name, title in SECTIONS.items():
-        if (RESULTS / f"{name}.json").exists():
+        if (RESULTS / f"{name}.json.gz").exists():
             parts += [f"## {title}\n", *_section(name)]
-    if (RESULTS / "by-hand.json").exists():
+    if (RESULTS / "by-hand.json.gz").exists():
         parts += ["## The bench against a stopwatch\n", *_by_hand()]
     return "\n".join(parts)
 
 
 def _section(name: str) -> Iterator[str]:
-    results = read_results(RESULTS / f"{name}.json")
+    results = read_results(RESULTS / f"{name}.json.gz")
     subject = results.subject.description
     day = results.started[:10]
-    samples = f"[samples](../benchmarks/results/{name}.json)"
+    samples = f"[samples](../benchmarks/results/{name}.json.gz)"
     yield f"`{results.command}`: {subject}; {results.blocks} blocks; {day}; {samples}.\n"
     if results.experiment.about:
         yield f"{results.experiment.about}\n"
@@ -118,7 +117,7 @@ def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _by_hand() -> Iterator[str]:
-    found: dict[str, Any] = json.loads((RESULTS / "by-hand.json").read_text())
+    found: dict[str, Any] = json.loads(gzip.decompress((RESULTS / "by-hand.json.gz").read_bytes()))
     yield (
         f"`{found['command']}`: the same save, timed by the bench (twice) and by a script of a dozen lines that shares "
         "no code with it. The harness adds no measurable time if the second interval contains 1, or lies within the "

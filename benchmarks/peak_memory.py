@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorkeep.bench.checkpoint.probes import release_memory
+from tensorkeep.bench.checkpoint.files import release_memory
 from tensorkeep.checkpoint.loading import load
 from tensorkeep.checkpoint.saving import save
 from tensorkeep.errors import TensorkeepError

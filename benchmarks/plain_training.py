@@ -17,7 +17,6 @@ than a save costs, the time of the steps during a save, divided by the time of s
 
 import argparse
 import itertools
-import json
 import math
 import sys
 import tempfile
@@ -25,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tensorkeep import machine
-from tensorkeep.bench.analysis.statistics import Comparison, compare, describe
+from figures import parser_of, write_samples
+from tensorkeep.bench.statistics import Comparison, compare, describe
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
@@ -72,18 +70,25 @@ def main() -> int:
         BESIDE: compare([math.log(each) for each in samples["beside"]]),
     }
     _print(options, samples, ratios)
-    if options.out:
-        options.out.write_text(json.dumps(_document(options, samples, ratios), indent=1) + "\n")
+    write_samples(
+        options.out,
+        f"plain_training.py --data {Path(options.data).name} --rounds {options.rounds} --steps {options.steps}",
+        folder=options.dir,
+        threads=torch.get_num_threads(),
+        tokens_per_round=options.steps * BATCH * CONTEXT,
+        seconds=samples,
+        ratios={
+            what: {**asdict(ratio), "bound": BOUNDS.get(what), "reached": _reached(what, ratio)}
+            for what, ratio in ratios.items()
+        },
+    )
     return 0 if all(_reached(what, ratio) for what, ratio in ratios.items()) else 1
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__, rounds=15, folder="a folder on the disk that is saved to")
     parser.add_argument("--data", default="stdlib", help="any text; by default Python's standard library")
-    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=3 * SAVE_EVERY, help="of each loop in a round; a multiple of 10")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk that is saved to")
-    parser.add_argument("--out", type=Path, help="a JSON file for the samples")
     options = parser.parse_args()
     if options.rounds < 2 or options.steps < 2 * SAVE_EVERY or options.steps % TURN:
         parser.error(f"--rounds takes 2 or more, --steps {2 * SAVE_EVERY} or more, a multiple of {TURN}")
@@ -235,28 +240,6 @@ def _print(options: argparse.Namespace, samples: Samples, ratios: dict[str, Comp
             verdict = "PASS" if _reached(what, ratio) else "MISS"
             bound = f", must be {BOUNDS[what]} or {'more' if what == FASTER else 'less'}: {verdict}"
         print(f"{what}: {ratio.gain:.3f} (95% {ratio.low:.3f} to {ratio.high:.3f}){bound}")
-
-
-def _document(options: argparse.Namespace, samples: Samples, ratios: dict[str, Comparison]) -> dict[str, Any]:
-    storage = machine.storage(options.dir)
-    return {
-        "command": f"benchmarks/plain_training.py --data {Path(options.data).name} --rounds {options.rounds} "
-        f"--steps {options.steps}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": {
-            "versions": machine.versions(),
-            "processor": machine.processor(),
-            "memory": machine.memory(),
-            "storage": {key: storage[key] for key in ("file_system", "direct_io", "total_bytes", "free_bytes")},
-            "threads": torch.get_num_threads(),
-        },
-        "tokens_per_round": options.steps * BATCH * CONTEXT,
-        "seconds": samples,
-        "ratios": {
-            what: {**asdict(ratio), "bound": BOUNDS.get(what), "reached": _reached(what, ratio)}
-            for what, ratio in ratios.items()
-        },
-    }
 
 
 if __name__ == "__main__":

@@ -15,15 +15,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from figures import Line, median_line, note, parser_of, show, write_samples
 from ranks_planning import Planning, plan_by_dcp, plan_by_tensorkeep
-from ratios import Line
-from tensorkeep import machine
+from tensorkeep.bench.checkpoint.files import check_capacity, files_of, remove
 from tensorkeep.bench.checkpoint.models import parse, spec_of_size
-from tensorkeep.bench.checkpoint.probes import check_capacity, files_of, remove
 from tensorkeep.cli.text import Table
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.units import format_bytes, parse_bytes
@@ -59,32 +57,24 @@ def main() -> int:
     planning = _planning(options) if "planning" in options.only else []
     lines = [*_lines(samples, options), *_planning_lines(planning)]
     _print(spec, nbytes, samples)
-    Table(("figure", ">median", ">spread", ">must reach", "verdict"), [line.row() for line in lines]).show()
-    if options.out:
-        environment = machine.describe(options.dir)
-        del environment["storage"]["path"]  # says nothing on another machine
-        document = {
-            "command": f"benchmarks/ranks.py --size {options.size} --rounds {options.rounds}",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": environment,
-            "state": {"spec": spec, "bytes": nbytes},
-            "lines": [{**asdict(line), "reached": line.reached} for line in lines],
-            "samples": samples,
-            "planning": [asdict(each) for each in planning],
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if all(line.reached for line in lines) else 1
+    write_samples(
+        options.out,
+        f"ranks.py --size {options.size} --rounds {options.rounds}",
+        folder=options.dir,
+        lines=lines,
+        state={"spec": spec, "bytes": nbytes},
+        samples=samples,
+        planning=[asdict(each) for each in planning],
+    )
+    return show(lines)
 
 
 def _options() -> argparse.Namespace:
     parts = ("saves", "loads", "stalls", "replicas", "planning")
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__, rounds=5, folder="a folder on the disk to measure")
     parser.add_argument("--size", type=parse_bytes, default="2GB", help="about this many bytes of bfloat16 weights")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="measure these parts only")
     parser.add_argument("--arms", nargs="+", help="leave out all other ways to save and load")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to measure")
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
     return parser.parse_args()
 
 
@@ -140,10 +130,6 @@ def worlds(sizes: tuple[int, ...], spec: str, folder: Path) -> Iterator[dict[int
             found[size] = World(size, spec, folder)
             stack.callback(found[size].close)
         yield found
-
-
-def note(text: str) -> None:
-    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
 
 
 def _chosen(arms: tuple[str, ...], options: argparse.Namespace) -> list[str]:
@@ -229,7 +215,7 @@ def _lines(samples: list[Sample], options: argparse.Namespace) -> Iterator[Line]
     def faster(what: str, bound: float | None, key: Any, theirs: Any) -> Iterator[Line]:
         rounds = sorted(seconds.get(key, {}).keys() & seconds.get(theirs, {}).keys())
         if rounds:
-            yield _line(what, bound, [seconds[theirs][number] / seconds[key][number] for number in rounds])
+            yield median_line(what, bound, [seconds[theirs][number] / seconds[key][number] for number in rounds])
 
     for size in (2, 4):
         best = min(
@@ -251,7 +237,7 @@ def _lines(samples: list[Sample], options: argparse.Namespace) -> Iterator[Line]
     rounds = sorted(seconds.get(stall, {}).keys() & seconds.get(copy, {}).keys())
     if rounds:
         found = [seconds[stall][number] / seconds[copy][number] for number in rounds]
-        yield _line("stall of save_async, over a copy of the shards", 1.3, found, at_most=True)
+        yield median_line("stall of save_async, over a copy of the shards", 1.3, found, at_most=True)
     yield from _byte_lines(samples)
 
 
@@ -267,18 +253,18 @@ def _byte_lines(samples: list[Sample]) -> Iterator[Line]:
             bound = 1.1 if arm in OURS else None
             if found:
                 what = f"bytes read over those wanted, {savers} to {loaders} ranks, {arm}"
-                yield _line(what, bound, found, at_most=True)
+                yield median_line(what, bound, found, at_most=True)
     stored = [sum_of_files(each) for each in samples if each["arm"] == "tensorkeep lossless" and "stored" in each]
     if stored:
-        yield _line("lossless: stored bytes over raw", 0.67, stored, at_most=True)
+        yield median_line("lossless: stored bytes over raw", 0.67, stored, at_most=True)
     for each in samples:
         if each["what"] == "replicas":
             ours = each["arm"] in OURS
             written = each["written"]
             what = f"HSDP on 2 x 2 ranks, {each['arm']}"
-            yield _line(f"{what}: bytes written over the state's", 1.01 if ours else None,
+            yield median_line(f"{what}: bytes written over the state's", 1.01 if ours else None,
                         [sum(written) / each["bytes"]], at_most=True)  # fmt: skip
-            yield _line(f"{what}: most bytes of a rank over the mean", 1.05 if ours else None,
+            yield median_line(f"{what}: most bytes of a rank over the mean", 1.05 if ours else None,
                         [max(written) * len(written) / sum(written)], at_most=True)  # fmt: skip
     most = (DEFAULT_BUDGET + INTERPRETER_ALLOWANCE) / 1e6
     for arm in OURS:
@@ -302,12 +288,12 @@ def _planning_lines(planning: list[Planning]) -> Iterator[Line]:
     for (ranks, tensors), found in by_size.items():
         what = f"{ranks:,} ranks x {tensors:,} tensors (synthetic)"
         for tool, all_of_tool in found.items():
-            yield _line(f"planning of {what}, {tool}", None, [each.planning for each in all_of_tool], unit="s")
-            yield _line(f"finishing of {what}, {tool}", None, [each.finishing for each in all_of_tool], unit="s")
+            yield median_line(f"planning of {what}, {tool}", None, [each.planning for each in all_of_tool], unit="s")
+            yield median_line(f"finishing of {what}, {tool}", None, [each.finishing for each in all_of_tool], unit="s")
         if len(found) > 1:
             pairs = zip(found["tensorkeep"], found["dcp"], strict=True)
             ratios = [theirs.planning / ours.planning for ours, theirs in pairs]
-            yield _line(f"planning of {what}, against dcp", 20.0, ratios)
+            yield median_line(f"planning of {what}, against dcp", 20.0, ratios)
 
 
 def _seconds(samples: list[Sample]) -> dict[Any, dict[int, float]]:
@@ -317,10 +303,6 @@ def _seconds(samples: list[Sample]) -> dict[Any, dict[int, float]]:
         key = each["what"], each["arm"], each["ranks"], each.get("saved_by")
         found.setdefault(key, {})[each["round"]] = max(each["seconds"])
     return found
-
-
-def _line(what: str, bound: float | None, found: list[float], *, unit: str = "x", at_most: bool = False) -> Line:
-    return Line(what, bound, statistics.median(found), min(found), max(found), unit, at_most)
 
 
 def _print(spec: str, nbytes: int, samples: list[Sample]) -> None:

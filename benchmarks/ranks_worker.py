@@ -22,10 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tensorkeep
+from tensorkeep.bench.checkpoint.files import make_cold, release_memory, remove, sync_tree, warm
 from tensorkeep.bench.checkpoint.models import parse
-from tensorkeep.bench.checkpoint.probes import make_cold, release_memory, remove, sync_tree, warm
-from tensorkeep.distributed.reader import DcpReader
-from tensorkeep.distributed.writer import DcpWriter
+from tensorkeep.distributed import DcpReader, DcpWriter
 from tensorkeep.machine import peak_resident_bytes, reset_peak_resident, resident_bytes
 
 SEED = 20_261_122

@@ -23,12 +23,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tensorkeep import machine
-from tensorkeep.bench.analysis.statistics import compare, describe
+from figures import parser_of, write_samples
+from tensorkeep.bench.statistics import compare, describe
 from tensorkeep.train.config.config import LoopConfig
 from tensorkeep.train.data.prepare import prepare
 
@@ -57,18 +56,16 @@ def main() -> int:
                 run = train_run([*ARMS[name], "--loop.seed", str(seed)], data, Path(folder))
                 samples[name].append({"seed": seed} | run)
                 _print_run(name, samples[name][-1])
-                if options.out:
-                    options.out.write_text(json.dumps(_document(options, samples), indent=1) + "\n")
+                _write(options, samples)
     _print(samples)
     return 0
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--data", required=True, help="the text of tiny Shakespeare")
     parser.add_argument("--seeds", type=int, default=8, help="how many; the default seed is the first")
     parser.add_argument("--arms", default="reference,best", help="of reference, stack and best")
-    parser.add_argument("--out", type=Path, help="a JSON file for the samples")
     options = parser.parse_args()
     options.arms = options.arms.split(",")
     if options.seeds < 1:
@@ -135,26 +132,20 @@ def _print(samples: Samples) -> None:
         print(f"whole time of {name} / reference: {ratio['gain']:.3f} (95% {ratio['low']} to {ratio['high']})")
 
 
-def _document(options: argparse.Namespace, samples: Samples) -> dict[str, Any]:
-    command = f"benchmarks/recipes.py --data {Path(options.data).name} --seeds {options.seeds}"
-    return {
-        "command": f"{command} --arms {','.join(options.arms)}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": {
-            "versions": machine.versions(),
-            "processor": machine.processor(),
-            "memory": machine.memory(),
+def _write(options: argparse.Namespace, samples: Samples) -> None:
+    known = {name: runs for name, runs in samples.items() if runs}
+    command = f"recipes.py --data {Path(options.data).name} --seeds {options.seeds} --arms {','.join(options.arms)}"
+    write_samples(
+        options.out,
+        command,
+        arms={name: " ".join(ARMS[name]) for name in samples},
+        losses={name: asdict(describe([each["loss"] for each in runs])) for name, runs in known.items()},
+        whole_seconds={
+            name: asdict(describe([each["seconds"]["whole"] for each in runs])) for name, runs in known.items()
         },
-        "arms": {name: " ".join(ARMS[name]) for name in samples},
-        "losses": {name: asdict(describe([each["loss"] for each in runs])) for name, runs in samples.items() if runs},
-        "whole_seconds": {
-            name: asdict(describe([each["seconds"]["whole"] for each in runs]))
-            for name, runs in samples.items()
-            if runs
-        },
-        "times": {name: _ratios(samples, name) for name in list(samples)[1:]},
-        "runs": samples,
-    }
+        times={name: _ratios(samples, name) for name in list(samples)[1:]},
+        runs=samples,
+    )
 
 
 if __name__ == "__main__":

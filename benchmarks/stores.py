@@ -10,7 +10,6 @@ figure that must be reached is one line with PASS or MISS; raw samples and the e
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -24,7 +23,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,14 +32,12 @@ import torch
 from obstore.store import S3Store
 
 import tensorkeep
+from figures import Line, Samples, parser_of, ratios, show, write_samples
 from link import link_to
 from peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, measure_peak
-from ratios import Line
-from tensorkeep import machine
+from tensorkeep.bench.checkpoint.files import check_capacity
 from tensorkeep.bench.checkpoint.models import build, spec_of_size
-from tensorkeep.bench.checkpoint.probes import check_capacity
 from tensorkeep.checkpoint.arguments import STORE_THREADS
-from tensorkeep.cli.text import Table
 from tensorkeep.paths import StorePath
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.object_store import part_bytes
@@ -56,8 +52,6 @@ PARTS_AT_ONCE = 8
 
 LINK_RATE = 100e6
 
-Samples = dict[str, list[float]]
-
 
 def main() -> int:
     """Measure, print, write; return the exit code."""
@@ -66,36 +60,21 @@ def main() -> int:
     lines: list[Line] = []
     with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-", dir=options.dir) as folder:
         check_capacity(Path(folder), disk=5 * options.size, memory=4 * options.size + 4 * DEFAULT_BUDGET)
-        about = machine.describe(Path(folder))
         with server(Path(folder)) as store:
             for name in options.only:
                 print(name, file=sys.stderr)
                 samples[name] = PARTS[name](store, options)
                 lines += LINES[name](samples[name])
                 store.clear()
-    # The folder's path does not identify the disk.
-    for place in ("path", "mount_point"):
-        del about["storage"][place]
-    Table(("figure", ">measured", ">spread", ">must reach", ""), [line.row() for line in lines]).show()
-    if options.out:
-        document = {
-            "command": f"benchmarks/stores.py --size {options.size} --rounds {options.rounds}",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": about,
-            "samples": samples,
-            "lines": [{**asdict(line), "reached": line.reached} for line in lines],
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if all(line.reached for line in lines) else 1
+    command = f"stores.py --size {options.size} --rounds {options.rounds}"
+    write_samples(options.out, command, folder=options.dir, lines=lines, samples=samples)
+    return show(lines)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__, rounds=7, folder="a folder on the disk for objects and local saves")
     parser.add_argument("--size", type=parse_bytes, default="1GB", help="about this many bytes of bfloat16 weights")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk for objects and local saves")
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds takes 1 or more")
@@ -169,11 +148,6 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _ratios(samples: Samples, over: str, under: str) -> tuple[float, float, float]:
-    found = [a / b for a, b in zip(samples[over], samples[under], strict=True)]
-    return statistics.median(found), min(found), max(found)
-
-
 # Saves and loads
 
 
@@ -221,8 +195,8 @@ def transfers(store: Server, options: argparse.Namespace) -> Samples:
 def transfer_lines(samples: Samples) -> Iterator[Line]:
     """Return rates against those of obstore alone."""
     for kind, what in (("save", "a save, against uploads by obstore"), ("load", "a load, against reads by obstore")):
-        yield Line(f"{what}, raw", 0.9, *_ratios(samples, f"{kind} obstore", f"{kind} tensorkeep"))
-        yield Line(f"{what}, lossless", None, *_ratios(samples, f"{kind} obstore", f"{kind} lossless"))
+        yield Line(f"{what}, raw", 0.9, *ratios(samples, f"{kind} obstore", f"{kind} tensorkeep"))
+        yield Line(f"{what}, lossless", None, *ratios(samples, f"{kind} obstore", f"{kind} lossless"))
 
 
 # Memory
@@ -272,7 +246,7 @@ def slices(store: Server, options: argparse.Namespace) -> Samples:
 
 def slice_lines(samples: Samples) -> Iterator[Line]:
     """Return moved bytes against those of the blocks."""
-    yield Line("bytes moved by a slice / bytes of its blocks", 1.2, *_ratios(samples, "moved", "blocks"), at_most=True)
+    yield Line("bytes moved by a slice / bytes of its blocks", 1.2, *ratios(samples, "moved", "blocks"), at_most=True)
 
 
 # Training beside an upload
@@ -390,10 +364,10 @@ def training_lines(samples: Samples) -> Iterator[Line]:
         "elsewhere": "an upload by obstore in another process",
     }
     for name in ("upload", "tier"):
-        ratio = _ratios(samples, name, "local")
+        ratio = ratios(samples, name, "local")
         yield Line(f"training step beside {what[name]} / beside a local save", 1.05, *ratio, at_most=True)
     for name, words in what.items():
-        yield Line(f"training step beside {words} / alone", None, *_ratios(samples, name, "alone"))
+        yield Line(f"training step beside {words} / alone", None, *ratios(samples, name, "alone"))
 
 
 PARTS: dict[str, Callable[[Server, argparse.Namespace], Any]] = {

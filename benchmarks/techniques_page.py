@@ -1,6 +1,6 @@
 """Write ``docs/reference/techniques.md`` from the registry and the results: ``python benchmarks/techniques_page.py``.
 
-What a technique is comes from its class, what it did from each ``benchmarks/results/techniques*.json``, and what
+What a technique is comes from its class, what it did from each ``benchmarks/results/techniques*.json.gz``, and what
 several did together from the results of the experiments in `_COMBINED`. ``tensorkeep bench training`` wrote them; a
 test checks that the page is up to date.
 """
@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep.bench.analysis.verdicts import PRACTICAL
-from tensorkeep.bench.analysis.wording import NOTHING, difference, gain, interval
-from tensorkeep.bench.results import Arm, Results, Statistics
-from tensorkeep.bench.results_file import read_results
+from tensorkeep.bench.analysis.samples import PRACTICAL
+from tensorkeep.bench.results import Arm, ArmStatistics, Results, read_results
+from tensorkeep.bench.wording import NOTHING, difference, gain, interval
 from tensorkeep.report.tables import why_not_run
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Technique
 from tensorkeep.train.techniques.stack import COMBINATIONS
@@ -52,8 +51,8 @@ techniques that may change them.
 
 def page() -> str:
     """Return the page."""
-    measured = [read_results(path) for path in sorted(RESULTS.glob("techniques*.json"))]
-    together = [read_results(path) for name in _COMBINED for path in sorted(RESULTS.glob(f"{name}*.json"))]
+    measured = [read_results(path) for path in sorted(RESULTS.glob("techniques*.json.gz"))]
+    together = [read_results(path) for name in _COMBINED for path in sorted(RESULTS.glob(f"{name}*.json.gz"))]
     techniques: list[type[Technique]] = [TECHNIQUE_CLASSES.get(name) for name in TECHNIQUE_CLASSES.names()]
     combined = "".join(
         f"* `{name}`: {', '.join(f'`{each}`' for each in parts)}\n" for name, parts in COMBINATIONS.items()
@@ -139,7 +138,7 @@ def _row(results: Results, arm: Arm, label: str) -> list[str]:
     return [label, _figure(speed), verdict(speed), *memory, *losses]
 
 
-def verdict(speed: Statistics) -> str:
+def verdict(speed: ArmStatistics) -> str:
     """Return a verdict on speed in words: (a little) faster or slower, no difference within so much, or undecided."""
     words = {"helps": "faster", "hurts": "slower"}
     if speed.verdict in words or speed.gain_low is None or speed.gain_high is None:
@@ -159,7 +158,7 @@ def _bytes(results: Results, arm: Arm, measure: str) -> str:
     return format_bytes(round(found.median)) + (f" ({gain(1 / found.gain)})" if found.gain else "")
 
 
-def _figure(found: Statistics) -> str:
+def _figure(found: ArmStatistics) -> str:
     return NOTHING if found.gain is None else f"{gain(found.gain)} ({interval(found.gain_low, found.gain_high)})"
 
 

@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,9 @@ import numpy as np
 import torch
 
 import tensorkeep
-from ratios import Line
-from tensorkeep import machine
+from figures import Line, median_line, parser_of, ratios, show, write_samples
+from tensorkeep.bench.checkpoint.files import make_cold, warm
 from tensorkeep.bench.checkpoint.models import build, spec_of_size
-from tensorkeep.bench.checkpoint.probes import make_cold, warm
-from tensorkeep.cli.text import Table
 from tensorkeep.units import parse_bytes
 
 SEED = 20_241_121
@@ -41,12 +38,9 @@ SEED = 20_241_121
 
 def main() -> int:
     """Measure, print, write; return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__, rounds=7, folder="a folder on the disk to measure")
     parser.add_argument("--size", type=parse_bytes, default="2GB")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dir", type=Path, default=Path())
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="tensorkeep-bench-", dir=options.dir))
     samples: dict[str, Any] = {}
@@ -59,37 +53,17 @@ def main() -> int:
             samples[name] = PARTS[name](place, options)
             lines += list(LINES[name](samples[name]))
             shutil.rmtree(place)
-        about = machine.describe(folder)
-        # The folder's path does not identify the disk.
-        for place in ("path", "mount_point"):
-            del about["storage"][place]
     finally:
         shutil.rmtree(folder)
-    Table(("figure", ">measured", ">spread", ">must reach", ""), [line.row() for line in lines]).show()
-    if options.out:
-        document = {
-            "command": f"benchmarks/training_saves.py --size {options.size} --rounds {options.rounds}",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": about,
-            "samples": samples,
-            "lines": [
-                {"what": line.what, "measured": line.measured, "bound": line.bound, "reached": line.reached}
-                for line in lines
-            ],
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if all(line.reached for line in lines) else 1
+    command = f"training_saves.py --size {options.size} --rounds {options.rounds}"
+    write_samples(options.out, command, folder=options.dir, lines=lines, samples=samples)
+    return show(lines)
 
 
 def _seconds(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
-
-
-def _ratios(samples: dict[str, list[float]], over: str, under: str) -> tuple[float, float, float]:
-    found = [a / b for a, b in zip(samples[over], samples[under], strict=True)]
-    return statistics.median(found), min(found), max(found)
 
 
 # How long the loop is blocked
@@ -143,8 +117,8 @@ def stall(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def stall_lines(samples: dict[str, list[float]]) -> Iterator[Line]:
-    yield Line("stall / plain copy", 1.3, *_ratios(samples, "tensorkeep", "copy"), at_most=True)
-    yield Line("stall / DCP async_save", 0.7, *_ratios(samples, "tensorkeep", "dcp"), at_most=True)
+    yield Line("stall / plain copy", 1.3, *ratios(samples, "tensorkeep", "copy"), at_most=True)
+    yield Line("stall / DCP async_save", 0.7, *ratios(samples, "tensorkeep", "dcp"), at_most=True)
 
 
 # How much slower steps are
@@ -219,7 +193,7 @@ def slowdown_lines(samples: dict[str, list[float]]) -> Iterator[Line]:
     yield Line(
         "training step beside our save / beside another process's",
         1.15,
-        *_ratios(samples, "inside", "outside"),
+        *ratios(samples, "inside", "outside"),
         at_most=True,
     )
 
@@ -254,8 +228,8 @@ def incremental(folder: Path, options: argparse.Namespace) -> dict[str, list[flo
 
 
 def incremental_lines(samples: dict[str, list[float]]) -> Iterator[Line]:
-    yield Line("incremental, 5% changed: bytes / full", 0.06, *_ratios(samples, "bytes", "full bytes"), at_most=True)
-    yield Line("incremental, 5% changed: durable / full", 0.25, *_ratios(samples, "seconds", "full"), at_most=True)
+    yield Line("incremental, 5% changed: bytes / full", 0.06, *ratios(samples, "bytes", "full bytes"), at_most=True)
+    yield Line("incremental, 5% changed: durable / full", 0.25, *ratios(samples, "seconds", "full"), at_most=True)
 
 
 # Differences
@@ -372,18 +346,14 @@ def _restore(folder: Path, first: dict[str, Any], last: dict[str, Any], rounds: 
     return samples
 
 
-def _share_line(what: str, bound: float | None, shares: list[float]) -> Line:
-    return Line(what, bound, statistics.median(shares), min(shares), max(shares), at_most=True)
-
-
 def delta_lines(samples: dict[str, Any]) -> Iterator[Line]:
     bounds = {"bf16 weights": 0.37, "fp32 weights": 0.70, "second moments": 0.73}
     for name, bound in bounds.items():
-        yield _share_line(f"{name}, 10 steps apart: stored / raw", bound, samples[name])
+        yield median_line(f"{name}, 10 steps apart: stored / raw", bound, samples[name], at_most=True)
     for name in _PARTS:
         # Those that are differences: whole ones come at least every eighth time.
         found = [share for share, deep in zip(samples[f"{name}, in a chain"], samples["deepest"], strict=True) if deep]
-        yield _share_line(f"{name}, 10 to 70 steps apart: stored / raw", None, found)
+        yield median_line(f"{name}, 10 to 70 steps apart: stored / raw", None, found, at_most=True)
     worst = max(
         share / alone
         for name in _PARTS
@@ -392,8 +362,8 @@ def delta_lines(samples: dict[str, Any]) -> Iterator[Line]:
     )
     yield Line("differences / planes alone, at worst", 1.0, worst, at_most=True)
     for kind in ("warm", "cold"):
-        ratios = _ratios(samples, f"load chain, {kind}", f"load whole, {kind}")
-        yield Line(f"load of differences / of whole blocks, {kind}", 2.0, *ratios, at_most=True)
+        found = ratios(samples, f"load chain, {kind}", f"load whole, {kind}")
+        yield Line(f"load of differences / of whole blocks, {kind}", 2.0, *found, at_most=True)
 
 
 # Memory

@@ -45,10 +45,8 @@ _folders = itertools.count()
 
 def _note_start(event: str, given: tuple[Any, ...], starts: set[str] = STARTS, started: set[str] = _started) -> None:
     # The sets are bound here, as the interpreter clears this module at its end before it stops calling this.
-    # What libraries do by themselves: urllib3 binds a socket to that address when it is imported, to look for IPv6, and
-    # matplotlib lists the fonts where it has no cache of them yet, in a new home.
-    bound, listed = ("socket.bind", ("::1", 0)), ("subprocess.Popen", "fc-list")
-    if event in starts and (event, *given[1:2]) != bound and (event, *given[:1]) != listed:
+    # urllib3 binds a socket to that address when it is imported, to look for IPv6.
+    if event in starts and (event, *given[1:2]) != ("socket.bind", ("::1", 0)):
         started.add(event)
 
 

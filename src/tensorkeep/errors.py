@@ -243,7 +243,7 @@ class MissingExtraError(UnsupportedError, ImportError, kind="missing-extra"):
 def import_extra(module: str, extra: str, what: str) -> Any:
     """Import a module of an optional dependency.
 
-    Raises MissingExtraError if it is not installed. ``what`` begins the message: ``"the plots need matplotlib"``.
+    Raises MissingExtraError if it is not installed. ``what`` begins the message: ``"the statistics need scipy"``.
     """
     try:
         return importlib.import_module(module)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tensorkeep.bench.checkpoint.tools.torch_tools import TorchTool
+from tensorkeep.bench.checkpoint.tools import TorchTool
 
 
 class LoadsZeros(TorchTool, frozen=True):

@@ -2,13 +2,13 @@
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tensorkeep.bench.analysis import summary
-from tensorkeep.bench.results import Results
+from tensorkeep.bench.results import Arm, CellRecord, Experiment, Results
 
 GIB = 2**30
 
@@ -125,3 +125,10 @@ def summarise(made: Mapping[str, Any]) -> dict[str, Any]:
     """Return the summary of a document in the form in which its file stores it."""
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(summary.summarise(results(made))))
     return found
+
+
+def rounds(cells: Iterable[CellRecord]) -> Results:
+    """Return the results of rounds in one process with these cells."""
+    cells = tuple(cells)
+    arms = tuple(map(Arm, dict.fromkeys(cell.arm for cell in cells)))
+    return Results(experiment=Experiment("rounds", "", seed=0), measures=(), arms=arms, cells=cells)

@@ -1,5 +1,6 @@
 """Reading results files: what is refused, and with which message."""
 
+import gzip
 import json
 import os
 from collections.abc import Callable
@@ -11,8 +12,8 @@ import pytest
 from report import documents
 from report.documents import placed
 from tensorkeep import errors
-from tensorkeep.bench import results_file as module
-from tensorkeep.bench.results_file import read_results
+from tensorkeep.bench import results as module
+from tensorkeep.bench.results import read_results
 from tensorkeep.testing.cases import case
 
 
@@ -28,9 +29,20 @@ def test_results_file_must_be_a_regular_file_and_not_too_large(tmp_path: Path, m
     documents.write(documents.document(), tmp_path)
     assert read_results(tmp_path) == read_results(str(tmp_path / "results.json"))
     assert read_results(tmp_path).baseline == "baseline"
+    zipped = tmp_path / "results.json.gz"
+    zipped.write_bytes(gzip.compress((tmp_path / "results.json").read_bytes()))
+    assert read_results(zipped) == read_results(tmp_path)
     monkeypatch.setattr(module, "MAX_BYTES", 1000)
     with pytest.raises(errors.UnsupportedError, match="larger than"):
         read_results(tmp_path)
+    # A small file may expand to any size.
+    zipped.write_bytes(gzip.compress(bytes(10**6)))
+    monkeypatch.setattr(module, "MAX_BYTES", 10_000)
+    with pytest.raises(errors.CorruptCheckpointError, match="expands to more than"):
+        read_results(zipped)
+    zipped.write_bytes(gzip.compress(b"{}")[:-4])
+    with pytest.raises(errors.CorruptCheckpointError, match="not a valid results file"):
+        read_results(zipped)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

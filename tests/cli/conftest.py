@@ -13,13 +13,13 @@ import torch
 import tensorkeep
 from cli.calls import Call, RunJson, Shown
 from tensorkeep import machine
-from tensorkeep.bench.checkpoint.probes import remove
-from tensorkeep.bench.experiment.workload import Outcome, Task
+from tensorkeep.bench.checkpoint.files import remove
 from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run import runner
-from tensorkeep.bench.run.worker import run_task
+from tensorkeep.bench.run.cell import run_task
+from tensorkeep.bench.workload import Outcome, Task
 from tensorkeep.cli.main import main
-from tensorkeep.report import files as report_files
+from tensorkeep.report import html as report_files
 
 
 @pytest.fixture(scope="module")

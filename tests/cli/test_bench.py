@@ -17,9 +17,9 @@ import tensorkeep
 from bench.forked_modules import forks
 from cli.calls import Call, RunJson, results
 from forked import ended, start
-from tensorkeep.bench.run.scratch import NAME
+from tensorkeep.bench.run.runner import SCRATCH
 from tensorkeep.cli.main import main
-from tensorkeep.report import files as report_files
+from tensorkeep.report import html as report_files
 from tensorkeep.testing.cases import case
 
 SMALL = "openllama-3b:scale=0.0005:layers=1"
@@ -38,7 +38,7 @@ def test_run_reports_and_its_results_give_the_same_report_again(tmp_path: Path, 
     assert [cell["status"] for cell in found["cells"]] == ["ok"] * 8
     files = {"results.json", "report.html", "summary.csv", "samples.csv"}
     assert {path.name for path in out.iterdir() if path.suffix} == files
-    assert not (out / NAME).exists()
+    assert not (out / SCRATCH).exists()
     for text in ("durable save", "load, cold", "is too small to time", *ARMS, f"wrote {out / 'report.html'}"):
         assert text in output
     assert "Recommended" not in output
@@ -86,7 +86,7 @@ def test_interrupted_run_keeps_its_results_and_resumes(number: int, tmp_path: Pa
         assert text in printed
     kept = measured_cells(out)
     assert 2 <= kept < 10
-    assert not (out / NAME).exists()
+    assert not (out / SCRATCH).exists()
     found = results(out)
     found["cells"] = found["cells"][: kept + 1]
     (out / "results.json").write_text(json.dumps(found))

@@ -8,7 +8,7 @@ import pytest
 
 from cli.calls import Call, results
 from tensorkeep.cli.main import main
-from tensorkeep.report import files as report_files
+from tensorkeep.report import html as report_files
 
 SMALL = {"model.n_layers": 1, "model.d_model": 16, "model.n_heads": 2, "model.context_length": 16}
 SMALL |= {"loop.batch_size": 2, "loop.threads": 1, "loop.device": "cpu"}

@@ -19,8 +19,8 @@ from bench.documents import document, results, truth
 from cli.calls import Call
 from report.demo_results import demo_results
 from tensorkeep.bench.analysis.summary import summarise
-from tensorkeep.bench.checkpoint.first_load import FreshProcess
-from tensorkeep.bench.demo import six_way, training
+from tensorkeep.bench.checkpoint.measure import FreshProcess
+from tensorkeep.bench.demo import speed, training
 from tensorkeep.bench.demo.training import ComparedRuns, KilledRun, TrainingDemo
 from tensorkeep.cli.bench import demo
 from tensorkeep.cli.bench.demo import sparkline, training_demo
@@ -49,8 +49,8 @@ def test_demo_of_the_users_checkpoint_keeps_every_promise(
 ) -> None:
     losses = [4.0, 3.0, 2.0, 1.5]
     monkeypatch.setattr(training, "compare_runs", lambda *_, **__: ComparedRuns(losses, losses, 3, 2))
-    monkeypatch.setattr(six_way, "_MODEL", "openllama-3b:scale=0.001:float16")
-    monkeypatch.setattr(six_way, "_SLOW_MODEL", "openllama-3b:scale=0.0005:layers=1:float16")
+    models = {"model": "openllama-3b:scale=0.001:float16", "slow_model": "openllama-3b:scale=0.0005:layers=1:float16"}
+    monkeypatch.setattr(speed, "_MODELS", models)
     (tmp_path / "work").mkdir()
     page = tmp_path / "page.html"
     arguments = ["demo", "--from", own_checkpoint, "--rounds", "1", "--json", "--dir", tmp_path / "work", "--out", page]
@@ -101,7 +101,7 @@ def quick_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "compare_runs", lambda *_, **__: ComparedRuns(losses, losses, 3, 2))
     found = results(document({name: truth() for name in (*SIX_WAY, "tensorkeep")}, runs=1))
     found = msgspec.structs.replace(found, summary=summarise(found))
-    monkeypatch.setattr(six_way, "compare_six_ways", lambda *_, **__: found)
+    monkeypatch.setattr(speed, "compare_six_ways", lambda *_, **__: found)
 
 
 @pytest.mark.exhaustive

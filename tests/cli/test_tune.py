@@ -15,15 +15,22 @@ import torch
 
 import tensorkeep
 from bench.analysis.simulations import most
+from bench.documents import rounds
 from cli.calls import Call, RunJson
-from tensorkeep.bench.experiment.workload import Outcome
-from tensorkeep.bench.results import Cell
-from tensorkeep.bench.run import rounds as rounds_module
-from tensorkeep.bench.run.rounds import Rounds
+from tensorkeep.bench.results import CellRecord
+from tensorkeep.bench.run import runner
 from tensorkeep.bench.tune import checkpoint as tune_checkpoint
-from tensorkeep.bench.tune.checkpoint import Tuned, tune
-from tensorkeep.bench.tune.stage import FEWEST_ROUNDS, Setting, Stage
-from tensorkeep.bench.tune.tuned_file import check_writable, with_table, write_tuned
+from tensorkeep.bench.tune.checkpoint import (
+    FEWEST_ROUNDS,
+    Setting,
+    TunedSave,
+    TuningStage,
+    check_writable,
+    tune,
+    with_table,
+    write_tuned,
+)
+from tensorkeep.bench.workload import Outcome
 from tensorkeep.checkpoint import settings
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import FailingDisk, names_in
@@ -32,14 +39,14 @@ DEFAULT = Setting.default()
 A, B, C = DEFAULT, Setting("lossless", DEFAULT.threads, True), Setting("none", DEFAULT.threads, False)
 
 
-def stage(seconds: Mapping[Setting, list[float]]) -> Stage:
+def stage(seconds: Mapping[Setting, list[float]]) -> TuningStage:
     """Return a stage with the seconds of each setting, round by round."""
     cells = [
-        Cell(setting.name, block, "ok", figures={"save": value, "stored": 500.0})
+        CellRecord(setting.name, block, "ok", figures={"save": value, "stored": 500.0})
         for setting, row in seconds.items()
         for block, value in enumerate(row)
     ]
-    return Stage(list(seconds), Rounds(0, cells), 1000)
+    return TuningStage(list(seconds), rounds(cells), 1000)
 
 
 @pytest.mark.parametrize(
@@ -85,12 +92,12 @@ def test_equal_settings_are_rarely_called_faster(others: int, heavy: bool, count
 def test_fastest_of_several_wins_and_its_differences_are_written() -> None:
     measured = stage({A: [1.0] * 8, B: [0.8] * 8, C: [0.5] * 8})
     assert measured.winner() == C
-    tuned = Tuned("a state", 1000, (measured, stage({C: [1.0] * 8, A: [1.0] * 8})))
+    tuned = TunedSave("a state", 1000, (measured, stage({C: [1.0] * 8, A: [1.0] * 8})))
     assert tuned.choice == C
     assert tuned.sentence() == f"Save with {C.name}: 2.00x as fast as {A.name} (95% 2.00 to 2.00)."
     # The default is kept with a reason.
     noise = stage({A: [1.0] * 8, B: [0.99] * 8})
-    assert "no other setting is faster beyond the noise" in Tuned("a state", 1000, (noise,)).sentence()
+    assert "no other setting is faster beyond the noise" in TunedSave("a state", 1000, (noise,)).sentence()
     # Only differences from the default are written.
     assert A.table() == {"compression": "none"}
     many = Setting("lossless", 32, direct_io=False)
@@ -264,7 +271,7 @@ def test_unusable_place_is_refused_before_measuring(
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that only the test advances, which stands in for the module `time`."""
     clock = SimpleNamespace(now=1000.0, perf_counter=lambda: clock.now)
-    for module in (tune_checkpoint, rounds_module):
+    for module in (tune_checkpoint, runner):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -290,10 +297,10 @@ def test_loading_is_untimed_and_too_short_a_time_names_a_sufficient_one(tmp_path
     begin = slow.now
     first, second = tune(tmp_path, seconds=10.0, source=tmp_path / "own").stages
     # Each stage gets half the time, and its first round is not recorded.
-    assert (len(first.settings), first.rounds.count) == (4, 9)
-    assert second.rounds.count == int(5.0 / (0.125 * len(second.settings))) - 1
+    assert (len(first.settings), first.rounds.blocks) == (4, 9)
+    assert second.rounds.blocks == int(5.0 / (0.125 * len(second.settings))) - 1
     assert slow.now - begin <= 1010.0
-    assert "no other setting is faster" in Tuned("a state", 1, (first, second)).sentence()
+    assert "no other setting is faster" in TunedSave("a state", 1, (first, second)).sentence()
     # Too short a time names a sufficient one.
     tuned = tune(tmp_path, seconds=2.0, source=tmp_path / "own")
     assert "too few rounds" in tuned.sentence()
@@ -313,7 +320,7 @@ def test_a_random_state_allows_enough_rounds(tmp_path: Path, clock: Any, monkeyp
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
     tuned = tune(tmp_path, seconds=100.0, nbytes=3 * 10**7)
     assert 10**6 < tuned.nbytes < 12 * 10**6
-    assert all(stage.rounds.count >= FEWEST_ROUNDS for stage in tuned.stages)
+    assert all(stage.rounds.blocks >= FEWEST_ROUNDS for stage in tuned.stages)
 
 
 def test_tuning_saves_checkpoints(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from cli.calls import Call, RunJson
-from tensorkeep.bench.experiment.workload import Outcome
 from tensorkeep.bench.training.cell import MEMORY
-from tensorkeep.bench.tune import memory_choices, training
-from tensorkeep.bench.tune.memory_choices import Choice, choices
+from tensorkeep.bench.tune import training
+from tensorkeep.bench.tune.training import MemoryPlan, memory_plans
+from tensorkeep.bench.workload import Outcome
 from tensorkeep.errors import UsageError
 from tensorkeep.train import memory as ledger
 from tensorkeep.train.config.config import Config, given_settings
@@ -39,16 +39,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True, scope="module")
 def predicted_once() -> Iterator[None]:
     """Predict the choices for a configuration once for all tests, unless evaluations differ."""
-    known: dict[object, list[Choice]] = {}
+    known: dict[object, list[MemoryPlan]] = {}
 
-    def remembered(given: Config) -> list[Choice]:
+    def remembered(given: Config) -> list[MemoryPlan]:
         key = msgspec.json.encode(given), ledger.LARGEST_TOKENS
         if key not in known:
-            known[key] = choices(given)
+            known[key] = memory_plans(given)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(training, "choices", remembered)
+        patches.setattr(training, "memory_plans", remembered)
         yield
 
 
@@ -64,7 +64,7 @@ def chosen_for(memory: int) -> training.Tuned:
 
 @pytest.mark.usefixtures("small_evaluations")
 def test_cheapest_choice_that_fits_is_chosen() -> None:
-    candidates = training.choices(config())
+    candidates = training.memory_plans(config())
     previous = chosen_for(4000 * MB).chosen
     assert (previous.cost, previous.added, previous.config) == (1.0, {}, config()), "it fits without a change"
     # What fits changes only where a candidate's peak is passed.
@@ -86,16 +86,16 @@ def test_cheapest_choice_that_fits_is_chosen() -> None:
 
 
 def test_choices_keep_the_number_of_sequences_and_propose_only_what_can_be_turned_on() -> None:
-    for each in training.choices(config()):
+    for each in training.memory_plans(config()):
         loop = each.config.loop
         assert loop.batch_size * loop.gradient_accumulation_steps == 12
     with pytest.raises(UsageError, match="12 sequences do not divide into batches of 5"):
         with_batch_size(config(), 5)
     # Active techniques, and those that cannot run, are not proposed.
     on = config().changed({"techniques.fused-optimizer": "on", "techniques.activation-checkpointing": "on"})
-    for each in choices(on):
+    for each in memory_plans(on):
         assert not {"low-bit-optimizer", "activation-checkpointing", "activation-swapping"} & set(each.added)
-    assert {option.name for group in memory_choices.OPTIONS for option in group} > {"activation-swapping"}
+    assert {option.name for group in training.OPTIONS for option in group} > {"activation-swapping"}
 
 
 @pytest.mark.parametrize(("limit", "largest"), [(0, None), (1, 1), (3, 3), (5, 4), (11, 6), (12, 12), (99, 12)])
@@ -128,7 +128,7 @@ def test_choice_whose_trial_fits_replaces_one_that_only_the_prediction_fits(monk
     assert tuned.fits
     assert tuned.measured == 2 * seen[-1] <= 25 * MB
     assert len(seen) > 1 and seen == sorted(seen, reverse=True)
-    least = min(each.ledger.peak for each in training.choices(config()))
+    least = min(each.ledger.peak for each in training.memory_plans(config()))
     assert not training.tune(config(), Path("nowhere"), least).fits
 
 

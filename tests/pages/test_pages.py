@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from tensorkeep.pages.difference import Difference
 from tensorkeep.pages.page import Column, data_json, drawn_table, heat_map, title_of
 from tensorkeep.pages.run import read_run
 from tensorkeep.pages.statistics import Histogram
-from tensorkeep.report.charts.curves import Curve, chart
+from tensorkeep.report.canvas import Line, Point, Text
+from tensorkeep.report.curves import Chart, Curve, chart
 from tensorkeep.testing.cases import case
 
 
@@ -174,16 +176,27 @@ def drawn_chart(*points: tuple[float, float]) -> Any:
     return chart("loss", [Curve("train", "good", [*points])])
 
 
+def labels_of(found: Chart) -> tuple[list[str], list[str]]:
+    """Return the labels of the values and of the steps."""
+    texts = [shape for shape in found.canvas.shapes if isinstance(shape, Text)]
+    values = [shape.text for shape in texts if shape.anchor == "end"]
+    return values, [shape.text for shape in texts if shape.anchor == "middle"]
+
+
+def curve_of(found: Chart) -> Sequence[Point]:
+    [curve] = [shape.points for shape in found.canvas.shapes if isinstance(shape, Line) and shape.name == "curve"]
+    return curve
+
+
 def test_charts_have_round_ticks_leave_out_what_is_not_finite_and_keep_peaks() -> None:
     found = drawn_chart((0, 4.0), (50, math.nan), (100, 1.0))
-    assert [text for _, text in found.across] == ["0", "20", "40", "60", "80", "100"]
-    assert ([text for _, text in found.down], found.curves[0].path.count("L")) == (["1", "2", "3", "4"], 1)
+    assert labels_of(found) == (["1", "2", "3", "4"], ["0", "20", "40", "60", "80", "100"])
+    assert len(curve_of(found)) == 2
     assert chart("nothing", [Curve("train", "good", [(0, math.nan)])]) is None
-    assert drawn_chart((5, 2.0)).curves[0].single is not None
-    (long,) = drawn_chart(*((step, 9.0 if step == 54_321 else 1.0) for step in range(100_000))).curves
-    assert long.path.count("L") < 1000
-    top = min(float(point.split()[1]) for point in long.path[1:].split("L"))
-    assert top < 30 < 150
+    assert sum(isinstance(shape, Line) and bool(shape.fill) for shape in drawn_chart((5, 2.0)).canvas.shapes) == 1
+    long = curve_of(drawn_chart(*((step, 9.0 if step == 54_321 else 1.0) for step in range(100_000))))
+    assert len(long) < 1000
+    assert min(y for _, y in long) < 30 < 150
 
 
 def test_neighbouring_ticks_have_different_labels_where_values_hardly_differ() -> None:
@@ -196,12 +209,13 @@ def test_neighbouring_ticks_have_different_labels_where_values_hardly_differ() -
     ):
         found = drawn_chart(*zip(steps, values, strict=True))
         with case(values):
-            assert [text for _, text in found.down] == labels
-            across = [text for _, text in found.across]
+            down, across = labels_of(found)
+            assert down == labels
             assert len(set(across)) == len(across) > 1
             # No label is wider than its space.
-            assert found.box[0] >= 6 * max(map(len, labels)) and found.across[-1][0] + 3 * len(across[-1]) <= 440
-            assert found.data["box"] == [found.box[0] / 440, found.box[2] / 440]
+            assert found.box[0] >= 6 * max(map(len, labels))
+            assert max(shape.x + 3 * len(shape.text) for shape in found.canvas.shapes if isinstance(shape, Text)) <= 440
+            assert found.data["box"] == [side / 440 for side in found.box]
 
 
 def test_larger_values_are_darker() -> None:

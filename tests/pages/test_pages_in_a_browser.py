@@ -20,8 +20,8 @@ from tensorkeep.pages.checkpoint import read_contents
 from tensorkeep.pages.difference import Difference
 from tensorkeep.pages.page import drawn_table, write_page
 from tensorkeep.pages.run import read_run
-from tensorkeep.report.demo_page import write_demo_page
-from tensorkeep.report.files import write_report
+from tensorkeep.report.demo import write_demo_page
+from tensorkeep.report.html import write_report
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -2,15 +2,13 @@
 
 from msgspec.structs import replace
 
-from bench.documents import document, results, truth
+from bench.documents import document, results, rounds, truth
 from tensorkeep.bench.analysis.summary import summarise
-from tensorkeep.bench.demo.damage import BitFlip, DamageReport, PeerDamage
-from tensorkeep.bench.demo.killed_save import KilledSave
+from tensorkeep.bench.demo.faults import BitFlip, DamageReport, KilledSave, PeerDamage
 from tensorkeep.bench.demo.results import DemoResults
 from tensorkeep.bench.demo.speed import TOOLS, SmallRun
 from tensorkeep.bench.demo.training import ComparedRuns
-from tensorkeep.bench.results import Cell
-from tensorkeep.bench.run.rounds import Rounds
+from tensorkeep.bench.results import CellRecord
 from tensorkeep.checkpoint.verify import VerifyReport
 from tensorkeep.formats.base import Problem
 
@@ -21,7 +19,7 @@ NAME = "<b>layers.0</b>.weight"
 def demo_results() -> DemoResults:
     """Return the results; the names are hostile to HTML."""
     cells = [
-        Cell(arm, block, "ok", figures={"save": 1.0 + place, "load_first": 0.5 + place, "stored": GB * 1.0})
+        CellRecord(arm, block, "ok", figures={"save": 1.0 + place, "load_first": 0.5 + place, "stored": GB * 1.0})
         for block in range(3)
         for place, arm in enumerate(TOOLS)
     ]
@@ -32,7 +30,7 @@ def demo_results() -> DemoResults:
         description="1.00 GB of random weights",
         tensors=9,
         state_bytes=GB,
-        rounds=Rounds(0, cells),
+        rounds=rounds(cells),
         t5x=SmallRun(GB // 10, {"save": 4.0, "load_first": 1.0, "stored": GB / 12}),
         intact=VerifyReport("x", "native", True, "xxh3-64 of every block", 9, GB, []),
         damage=DamageReport(

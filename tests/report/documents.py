@@ -12,8 +12,7 @@ from typing import Any
 
 from bench.documents import GIB, broken, summarise, truth
 from bench.documents import document as made_from
-from tensorkeep.bench.results import Results
-from tensorkeep.bench.results_file import read_results
+from tensorkeep.bench.results import Results, read_results
 
 AMOUNT = 2_930_828_800
 MEASURES = [

@@ -9,12 +9,10 @@ from bench.documents import summarise
 from report import documents
 from report.documents import read
 from tensorkeep.bench.results import Results
-from tensorkeep.report.charts.bars import amount_bars, bars_note
-from tensorkeep.report.charts.gains import gain_map
-from tensorkeep.report.charts.losses import loss_charts, losses_note
-from tensorkeep.report.charts.scales import EVEN, GAIN_LEGEND, gain_colour
-from tensorkeep.report.html import report_page
-from tensorkeep.report.plots.drawing import PALETTE
+from tensorkeep.report.bars import amount_bars, bars_note
+from tensorkeep.report.canvas import EVEN, GAIN_LEGEND, PALETTE, gain_colour
+from tensorkeep.report.html import loss_charts, losses_note, report_page
+from tensorkeep.report.tables import gain_map
 
 
 def test_the_scale_of_gains_has_a_colour_and_a_word_for_each_step_and_losses_are_as_strong_as_gains() -> None:

@@ -10,8 +10,7 @@ from report.demo_results import NAME, demo_results
 from tensorkeep.bench.demo.results import facts
 from tensorkeep.bench.demo.training import ComparedRuns
 from tensorkeep.errors import DestinationExistsError
-from tensorkeep.report.demo_bars import speed_bars
-from tensorkeep.report.demo_page import demo_page, write_demo_page
+from tensorkeep.report.demo import demo_page, speed_bars, write_demo_page
 
 
 def test_bars_of_a_smaller_run_are_scaled_marked_and_cut_off() -> None:
@@ -44,7 +43,7 @@ def test_five_facts_state_what_was_measured_and_a_promise_that_was_not_kept_is_n
     assert len(lines) == 5
     assert "torch loaded 3e+36 for 0.0100, without a word" in lines[2]
     assert "safetensors loaded" not in lines[2]
-    assert lines[3].endswith("tensorkeep was whole, bit for bit; that of torch.save was broken.")
+    assert lines[3].endswith("tensorkeep was whole, bit for bit, and the checkpoint of torch.save was broken.")
     assert results.ok
     torch_kill, own_kill = results.kills
     for broken in (

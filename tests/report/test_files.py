@@ -15,14 +15,10 @@ from report.documents import placed, read
 from tensorkeep import errors
 from tensorkeep.cli.bench import report as command
 from tensorkeep.cli.output import Output
-from tensorkeep.report import files as module
-from tensorkeep.report.files import write_report
-from tensorkeep.report.html import report_page
+from tensorkeep.report import html as module
+from tensorkeep.report.html import report_page, write_report
 from tensorkeep.report.plots import draw_plots
 from tiers import exhaustive
-
-# One worker imports the package of plots, which takes seconds.
-pytestmark = pytest.mark.xdist_group("plots")
 
 
 def of_two_measures(**arms: tuple[float, float, float]) -> dict[str, Any]:
@@ -107,12 +103,12 @@ def test_only_a_report_is_replaced_and_a_failed_write_leaves_it(plain: Path, mon
         write_report(plain, plain / "results.json")
 
 
-def test_missing_packages_are_named(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("matplotlib", "jinja2"):
+def test_missing_packages_are_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, name in (("PIL", "Pillow"), ("jinja2", "jinja2")):
         with monkeypatch.context() as patched:
             patched.setitem(sys.modules, package, None)
-            with pytest.raises(errors.MissingExtraError, match=package) as caught:
-                module.write_report(plain, plain / "report.html")
+            with pytest.raises(errors.MissingExtraError, match=name) as caught:
+                module.write_report(run, run / "report.html", plots=run / "plots")
             assert caught.value.remedy == "in a clone of Tensorkeep: pip install '.[bench]'"
 
 

@@ -11,11 +11,11 @@ import pytest
 from bench.documents import GIB
 from report import documents
 from report.documents import read
-from tensorkeep.bench.analysis import wording
-from tensorkeep.bench.results_file import printable
-from tensorkeep.report import comparison, design_tables, tables
-from tensorkeep.report.files import samples_csv, summary_csv
-from tensorkeep.report.headlines import completeness, headlines, noise_lines
+from tensorkeep.bench import wording
+from tensorkeep.bench.results import printable
+from tensorkeep.report import tables
+from tensorkeep.report.html import samples_csv, summary_csv
+from tensorkeep.report.sentences import completeness, headlines, noise_lines
 from tensorkeep.testing.cases import case
 
 
@@ -34,7 +34,7 @@ def test_the_table_of_the_isolated_suite_exactly(tmp_path: Path) -> None:
         "baseline": [(131.78, 11.78, 2.57 * GIB), (134.23, 12.34, 2.58 * GIB), (136.68, 12.9, 2.59 * GIB)],
         "chunks_1mb": [(66.66, 14.89, 2.58 * GIB), (67.89, 15.67, 2.59 * GIB), (69.12, 16.45, 2.6 * GIB)],
     }
-    assert comparison.isolated_text(read(exact(document, figures), tmp_path)).splitlines() == [
+    assert tables.isolated_text(read(exact(document, figures), tmp_path)).splitlines() == [
         "test                      save (s)           cold load (s)      size (GiB)",
         "--------------------------------------------------------------------------------",
         "baseline                   134.23 ± 2.45      12.34 ± 0.56       2.58 ± 0.01",
@@ -53,7 +53,7 @@ def test_the_six_way_table_and_its_improvements(tmp_path: Path) -> None:
     found["t5x"]["save"]["change_percent"] = 53.57
     found["t5x"]["load_cold"]["change_percent"] = -67.45
     found["ts+chunks"] = {"save": {"n": 0}}
-    assert comparison.six_way_text(read(document, tmp_path)).splitlines() == [
+    assert tables.six_way_text(read(document, tmp_path)).splitlines() == [
         "method               save (ms)    cold load (ms) size (GiB)",
         "------------------------------------------------------------",
         "tensorstore          143118.0     17530.0        2.58",
@@ -69,9 +69,9 @@ def test_the_six_way_table_and_its_improvements(tmp_path: Path) -> None:
 
 def test_small_states_get_more_decimals_and_arms_on_a_smaller_state_are_compared_per_byte(tmp_path: Path) -> None:
     document = exact(documents.document({"a": (1, 1, 1)}, runs=1, control=False), {"a": [(0.0123, 0.004, 3e6)]})
-    assert "  0.0123 " in comparison.isolated_text(read(document, tmp_path))
+    assert "  0.0123 " in tables.isolated_text(read(document, tmp_path))
     document = documents.document({"a": (10, 1, 1), "b": (10, 1, 1)}, noise=0.0, runs=2, slow=("b",), control=False)
-    lines = comparison.isolated_text(read(document, tmp_path)).splitlines()
+    lines = tables.isolated_text(read(document, tmp_path)).splitlines()
     assert "save (s per GB of state)" in lines[0]
     assert "size (stored bytes per raw byte)" in lines[0]
     seconds = 10 / documents.AMOUNT * 1e9
@@ -81,7 +81,7 @@ def test_small_states_get_more_decimals_and_arms_on_a_smaller_state_are_compared
 def test_one_run_has_no_deviation_and_no_summary_no_verdict(tmp_path: Path) -> None:
     document = documents.document({"a": (10, 1, 1), "b": (20, 1, 1)}, runs=1, noise=0.0, control=False)
     found = read({**document, "summary": {}}, tmp_path)
-    assert comparison.isolated_text(found).splitlines()[2:] == [
+    assert tables.isolated_text(found).splitlines()[2:] == [
         "a                           10.00              1.00              2.73",
         "b                           20.00              1.00              2.73",
     ]
@@ -158,22 +158,22 @@ def test_noise_and_gains_beyond_it_are_reported(tmp_path: Path) -> None:
 
 
 def test_tables_of_designs(tmp_path: Path) -> None:
-    steps = design_tables.design_tables(read(documents.steps(), tmp_path / "a"))["steps"]
+    steps = tables.design_tables(read(documents.steps(), tmp_path / "a"))["steps"]
     assert [sheet.title for sheet in steps] == ["Steps: durable save", "Steps: cold load"]
     last = dict(zip((heading.lstrip(">=") for heading in steps[0].headings), steps[0].texts()[-1], strict=True))
     assert (last["change"], last["alone"]) == ("lossless", "-")
     assert last["notes"] == "needs the format, so it cannot be added alone"
     factorial = read(documents.factorial(), tmp_path / "b")
-    found = design_tables.design_tables(factorial)
+    found = tables.design_tables(factorial)
     effects = {("chunk", "4.10x", "3.69 to 4.51"), ("concurrency x compressor", "-", "-")}
     assert effects <= set(found["effects"][0].texts())
-    assert design_tables.aliases_lines(factorial) == ["chunk = concurrency x compressor"]
+    assert tables.aliases_lines(factorial) == ["chunk = concurrency x compressor"]
     interaction = ("chunk + concurrency", "6.70x", "4.90x", "1.37x", "1.20 to 1.50")
     assert found["interactions"][0].texts() == [interaction]
-    claims = design_tables.claims_table(read(documents.with_claims(), tmp_path / "c"))
+    claims = tables.claims_table(read(documents.with_claims(), tmp_path / "c"))
     assert claims.texts()[0][:5] == ("2", "reproduced", "T5X saves 54% faster than basic TensorStore", "-54%", "-49%")
     assert claims.texts()[1][5] == "the arm without a compressor was compressed with Blosc"
-    assert design_tables.claims_table(factorial) is None
+    assert tables.claims_table(factorial) is None
 
 
 def test_csv_has_a_row_per_cell_and_measure(tmp_path: Path) -> None:

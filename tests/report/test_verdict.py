@@ -5,8 +5,8 @@ from typing import Any
 
 from report import documents
 from report.documents import read
-from tensorkeep.report.subject import machine_name, subject_name
-from tensorkeep.report.verdict import verdict_sentence
+from tensorkeep.report.measures import machine_name, subject_name
+from tensorkeep.report.sentences import verdict_sentence
 
 
 def sentence(document: dict[str, Any], folder: Path) -> str:

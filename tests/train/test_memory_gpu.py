@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorkeep.bench.training.reference_losses import train_steps
+from tensorkeep.bench.training.cell import train_steps
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.memory import predict

@@ -1,33 +1,44 @@
-"""The schema of a results file.
+"""The schema of a results file, and reading and writing it.
 
-`tensorkeep.bench.results_file` validates every field against these structs. ``docs/reference/results.md`` explains them
-at length. All times of day are UTC, ISO 8601; all sizes are bytes.
+``docs/reference/results.md`` explains every field. Times of day are UTC in ISO 8601, sizes are bytes. A results file
+may come from a stranger: `read_results` limits its size and depth, validates every field and number, and replaces
+unprintable characters, which could drive a terminal.
 """
 
+import errno
+import gzip
+import io
+import math
+import os
+import stat
+import zlib
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError, UnsupportedError, UsageError
+from tensorkeep.storage.commit import replace_file
+from tensorkeep.structs import prepared
+
 KIND = "tensorkeep-results"
 SCHEMA = 1
-
 Status = Literal["ok", "planned", "gate", "failed", "timeout", "memory", "disk", "not-run"]
 Role = Literal["baseline", "control", "arm"]
+# The verdicts on an arm that was compared with the baseline often enough, on a state that is large enough.
 Judged = Literal["helps", "hurts", "about the same", "within noise"]
-"""The verdicts on an arm that was compared with the baseline often enough, on a state that is large enough."""
 Verdict = Literal["baseline", "control", Judged, "too few runs", "too small", "not run"]
 ClaimVerdict = Literal["reproduced", "not reproduced", "confounded", "not run"]
 PlaceKind = Literal["arm", "control", "base", "full", "alone", "without", "step", "point", "combination"]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Index = Annotated[int, Meta(ge=0)]
-Settings = dict[str, Any]
-"""JSON values that only the workload interprets."""
+Settings = dict[str, Any]  # JSON values that only the workload interprets
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """What is measured: a key of each cell's figures."""
+    """A measured quantity; its name is a key of `CellRecord.figures`."""
 
     name: Name
     label: Name  # in tables and plots, such as "durable save"
@@ -40,9 +51,9 @@ class Measure(msgspec.Struct, frozen=True):
 class Place(msgspec.Struct, frozen=True, omit_defaults=True):
     """A position in the experiment's design.
 
-    ``arm`` and ``control`` stand outside a design. ``base`` and ``full`` have none and all of the changes, ``alone``
-    and ``without`` have one change and all but one, ``step`` has all changes up to one, ``combination`` has several,
-    and ``point`` is a point of a factorial design.
+    ``arm`` and ``control`` stand outside a design. ``base`` has no change, ``full`` has all changes, ``alone`` has one,
+    ``without`` has all but one, ``step`` has all up to one, and ``combination`` has several. ``point`` is a point of a
+    factorial design.
     """
 
     kind: PlaceKind
@@ -59,11 +70,11 @@ class Arm(msgspec.Struct, frozen=True):
     role: Role = "arm"  # the control is the baseline measured again under another name (A/A)
     settings: Settings = {}
     about: str = ""
-    places: tuple[Place, ...] = (Place("arm"),)  # its own, then those of other arms with the same settings
+    places: tuple[Place, ...] = (Place("arm"),)  # its own place, then places of arms with the same settings
     slow: bool = False  # whether it works on the smaller model, if the experiment has one
 
 
-class Cell(msgspec.Struct, frozen=True):
+class CellRecord(msgspec.Struct, frozen=True):
     """One process: one arm in one block."""
 
     arm: str
@@ -78,14 +89,14 @@ class Cell(msgspec.Struct, frozen=True):
     subject: str | None = None
     figures: dict[str, float | None] = {}  # by measure, in the measure's unit
     clocks: dict[str, float | None] = {}  # seconds of import, build, gate, which no figure contains
-    observed: dict[str, str] = {}  # technique to what the first training step showed of it
-    # By measure: this cell's figure and the baseline's, again and again, in processes that take turns.
+    observed: dict[str, str] = {}  # technique -> what the first training step showed
+    # By measure: (this cell, baseline) for each turn, where both processes took turns.
     turns: dict[str, tuple[tuple[float, float], ...]] = {}
     # Of training: step, and mean training loss of the steps since the one before. Earlier files do not have it.
     losses: tuple[tuple[Index, float], ...] = ()
 
 
-class Statistics(msgspec.Struct, frozen=True):
+class ArmStatistics(msgspec.Struct, frozen=True):
     """The statistics of one arm in one measure; the verdict is None for measures that are not primary."""
 
     n: int = 0
@@ -107,7 +118,7 @@ class Statistics(msgspec.Struct, frozen=True):
 
 
 class Noise(msgspec.Struct, frozen=True):
-    """The 95% interval of the A/A control's gain over ``n`` blocks; ``floor`` is its larger distance from 1."""
+    """The 95% interval of the A/A control's gain over ``n`` blocks; ``floor`` is the larger distance from 1."""
 
     low: float
     high: float
@@ -115,7 +126,7 @@ class Noise(msgspec.Struct, frozen=True):
     n: int
 
 
-class Step(msgspec.Struct, frozen=True):
+class StackStep(msgspec.Struct, frozen=True):
     """One change on the way from the base to the full stack, in one measure; ``notes`` give the reasons for None."""
 
     change: str
@@ -143,7 +154,7 @@ class Effect(msgspec.Struct, frozen=True):
 
 
 class Interaction(msgspec.Struct, frozen=True):
-    """The gain of a combination of changes, the product of their single gains, and the ratio of both."""
+    """The gain of a combination of changes, the product of their single gains, and the ratio of the two."""
 
     changes: tuple[str, ...]
     arm: str
@@ -185,12 +196,12 @@ class Claim(msgspec.Struct, frozen=True):
     gain_high: float | None = None
 
 
-class Summary(msgspec.Struct, frozen=True):
+class ResultsSummary(msgspec.Struct, frozen=True):
     """Everything that is computed from the cells, and can be computed again."""
 
-    arms: dict[str, dict[str, Statistics]] = {}  # arm -> measure
+    arms: dict[str, dict[str, ArmStatistics]] = {}  # arm -> measure
     noise: dict[str, Noise | None] = {}  # by measure
-    steps: tuple[Step, ...] = ()
+    steps: tuple[StackStep, ...] = ()
     effects: tuple[Effect, ...] = ()
     interactions: tuple[Interaction, ...] = ()
     warnings: tuple[Caution, ...] = ()
@@ -226,7 +237,7 @@ class Experiment(msgspec.Struct, frozen=True):
     control: bool = False  # whether the baseline is measured again as an A/A control
     # An arm is not measured again once the 95% interval of its gain in the first primary measure spans no more.
     precision: float | None = None
-    budget: int | None = None  # seconds; no block begins that would end later
+    budget: float | None = None  # seconds; no block begins that would end later
     limits: Limits = Limits()
     factors: Annotated[dict[str, tuple[str, ...]], Meta(max_length=64)] = {}  # to levels, the base's first
     aliases: tuple[tuple[tuple[str, ...], ...], ...] = ()  # groups of effects that cannot be separated
@@ -258,13 +269,13 @@ class Results(msgspec.Struct, frozen=True, dict=True, kw_only=True):
     subject: Subject = Subject()
     measures: tuple[Measure, ...]  # in the order of tables
     arms: Annotated[tuple[Arm, ...], Meta(min_length=1, max_length=2000)]
-    cells: Annotated[tuple[Cell, ...], Meta(max_length=200_000)]
-    summary: Summary = Summary()
+    cells: Annotated[tuple[CellRecord, ...], Meta(max_length=200_000)]
+    summary: ResultsSummary = ResultsSummary()
 
     @cached_property
-    def cells_by_arm(self) -> dict[str, list[Cell]]:
-        """All cells of each arm, by block."""
-        found: dict[str, list[Cell]] = {arm.name: [] for arm in self.arms}
+    def cells_by_arm(self) -> dict[str, list[CellRecord]]:
+        """The cells by arm, in the order of the blocks."""
+        found: dict[str, list[CellRecord]] = {arm.name: [] for arm in self.arms}
         for cell in sorted(self.cells, key=lambda cell: (cell.block, cell.order)):
             found[cell.arm].append(cell)
         return found
@@ -279,6 +290,24 @@ class Results(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         """How many blocks have cells."""
         return len({cell.block for cell in self.cells})
 
+    def figures(self, arm: str, measure: str) -> dict[int, float]:
+        """Return the finite figures of an arm's ``ok`` cells in a measure, by block."""
+        return {
+            cell.block: value
+            for cell in self.cells_by_arm.get(arm, ())
+            if cell.status == "ok" and (value := cell.figures.get(measure)) is not None and 0 <= value < math.inf
+        }
+
+    def ratios(self, above: tuple[str, str], below: tuple[str, str]) -> list[float]:
+        """Return the ratio of two figures, each given by arm and measure, in each block that has both."""
+        numerators, denominators = self.figures(*above), self.figures(*below)
+        return [numerators[block] / denominators[block] for block in sorted(numerators.keys() & denominators.keys())]
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """The arms that failed or could not run, with the first reason."""
+        return {cell.arm: cell.reason or "" for cell in reversed(self.cells) if cell.status not in ("ok", "planned")}
+
     def ran(self, arm: str) -> bool:
         """Return whether a cell of the arm has figures."""
         return any(cell.status == "ok" for cell in self.cells_by_arm[arm])
@@ -288,10 +317,127 @@ class Results(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         return next((measure for measure in self.measures if measure.name == name), None)
 
     def primary(self) -> list[Measure]:
-        """Return the primary measures of which at least one cell has a figure."""
+        """Return the primary measures that at least one cell has a figure for."""
         taken = {name for cell in self.cells for name, value in cell.figures.items() if value is not None}
         return [measure for measure in self.measures if measure.primary and measure.name in taken]
 
-    def statistics(self, arm: str, measure: str) -> Statistics:
+    def statistics(self, arm: str, measure: str) -> ArmStatistics:
         """Return the summary of an arm in a measure; an empty one if it has none."""
-        return self.summary.arms.get(arm, {}).get(measure) or Statistics()
+        return self.summary.arms.get(arm, {}).get(measure) or ArmStatistics()
+
+
+FILE_NAME = "results.json"
+MAX_BYTES = 64 * 1024**2
+MAX_DEPTH = 50
+_LARGEST_INTEGER = 2**63
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def read_results(path: str | os.PathLike[str], *, printable: bool = True) -> Results:
+    """Read and validate a results file, ``*.json`` or ``*.json.gz``, or the ``results.json`` of a folder.
+
+    Unless ``printable`` is false, every unprintable character is replaced. Only a resumed run needs the texts as the
+    file has them, because its settings may name odd paths.
+
+    Raises NotFoundError if nothing is there; UsageError if it is a file of another kind; UnsupportedError if a later
+    version wrote it, or it is too large; CorruptCheckpointError if it breaks the schema; StoreError if the operating
+    system refuses.
+    """
+    file = Path(path)
+    file = file / FILE_NAME if file.is_dir() else file
+    content = _content(file)
+    try:
+        document = _checked(msgspec.json.decode(_decompressed(content)), printable)
+    except (msgspec.DecodeError, ValueError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise _corrupt(file, error) from None
+    kind, schema = (document.get("kind"), document.get("schema")) if isinstance(document, dict) else (None, None)
+    if kind != KIND:
+        raise UsageError(
+            "is not a results file of Tensorkeep", path=file, remedy="give the results.json of `tensorkeep bench`"
+        )
+    if not isinstance(schema, int) or schema > SCHEMA:
+        message = f"has schema {schema}; this version reads up to {SCHEMA}"
+        raise UnsupportedError(message, path=file, remedy="install a later Tensorkeep")
+    try:
+        results = msgspec.convert(document, prepared(Results))
+        _check_references(results)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise _corrupt(file, error) from None
+    return results
+
+
+def write_results(results: Results, path: Path) -> None:
+    """Replace the file atomically and durably, or raise StoreError; NaN and infinity become null."""
+    replace_file(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+
+
+def printable(text: str) -> str:
+    """Return a text on one line, with a blank or an escape sequence for each unprintable character."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _content(file: Path) -> bytes:
+    try:
+        # With O_NONBLOCK, opening a named pipe without a writer does not block.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as opened:
+            regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            content = opened.read(MAX_BYTES + 1) if regular else b""
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            remedy = "give the folder that `tensorkeep bench` wrote; a first run starts without --resume"
+            raise NotFoundError("the results file does not exist", path=file, remedy=remedy) from None
+        raise StoreError(f"cannot read the results: {error.strerror}", path=file) from error
+    if not regular:
+        raise UsageError("is not a regular file", path=file, remedy="give a results.json, or its folder")
+    if len(content) > MAX_BYTES:
+        raise UnsupportedError(f"is larger than {MAX_BYTES >> 20} MiB", path=file, remedy="give a results.json")
+    return content
+
+
+def _decompressed(content: bytes) -> bytes:
+    if not content.startswith(_GZIP_MAGIC):
+        return content
+    # Read through a file object, which stops at the limit: a small file may expand to any size.
+    with gzip.open(io.BytesIO(content)) as stream:
+        expanded = stream.read(MAX_BYTES + 1)
+    if len(expanded) > MAX_BYTES:
+        raise ValueError(f"it expands to more than {MAX_BYTES >> 20} MiB")
+    return expanded
+
+
+def _checked(value: Any, clean: bool, depth: int = 0) -> Any:
+    """Return JSON values, with printable texts if ``clean``; ValueError if they are nested too deeply or too large."""
+    if depth > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    if isinstance(value, str):
+        return printable(value) if clean else value
+    if isinstance(value, dict):
+        return {_checked(key, clean): _checked(item, clean, depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_checked(item, clean, depth + 1) for item in value]
+    if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+        raise ValueError("a number is out of range")
+    return value
+
+
+def _check_references(results: Results) -> None:
+    """Raise ValueError if names are ambiguous or refer to nothing."""
+    arms = {arm.name for arm in results.arms}
+    if len(arms) < len(results.arms) or len({one.name for one in results.measures}) < len(results.measures):
+        raise ValueError("two arms or two measures have the same name")
+    if sum(arm.role == "baseline" for arm in results.arms) > 1:
+        raise ValueError("two arms have the role of the baseline")
+    if results.experiment.baseline != results.baseline:
+        raise ValueError(f"its baseline {results.experiment.baseline!r} is not an arm with that role")
+    for cell in results.cells:
+        if cell.arm not in arms:
+            raise ValueError(f"a cell belongs to {cell.arm[:200]!r}, which is not an arm")
+
+
+def _corrupt(file: Path, error: Exception) -> CorruptCheckpointError:
+    reason = "it is nested too deeply" if isinstance(error, RecursionError) else printable(str(error))
+    remedy = "measure again, or use another copy of the file"
+    return CorruptCheckpointError(f"is not a valid results file: {reason}", path=file, remedy=remedy)

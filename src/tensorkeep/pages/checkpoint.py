@@ -15,7 +15,7 @@ from tensorkeep.pages.page import MOST_MODULES, Column, Findings, PageSubject, d
 from tensorkeep.pages.statistics import DEFAULT_SAMPLE, Sample, TensorStatistics, choose_sample, measure
 from tensorkeep.pages.treemap import grouped, module_sums
 from tensorkeep.report.html import facts_of
-from tensorkeep.report.tables import Entry, ReportTable
+from tensorkeep.report.tables import ReportTable, TableEntry
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.parallel import Progress
 from tensorkeep.units import counted, format_bytes, format_moment
@@ -257,7 +257,7 @@ def _style(left: float, top: float, width: float, height: float) -> str:
 
 def _totals(what: str, totals: dict[str, Total]) -> ReportTable:
     rows = [
-        (Entry(name), _count(total.tensors), _count(total.elements), *_sizes(total.nbytes, total.stored_bytes))
+        (TableEntry(name), _count(total.tensors), _count(total.elements), *_sizes(total.nbytes, total.stored_bytes))
         for name, total in _largest_first(totals)
     ]
     return ReportTable(f"By {what}", (f"={what}", ">tensors", ">elements", ">raw", ">stored", ">ratio"), rows)
@@ -268,19 +268,23 @@ def _sums(title: str, entries: Iterable[Tensor], most: int = _MOST_SUMS, *, rati
     headings = ("module", ">tensors", ">raw", ">stored", ">ratio")
     width = len(headings) - (not ratio)
     rows = [
-        (Entry(each.name), _count(each.tensors), *_sizes(each.nbytes, each.stored_bytes))[:width]
+        (TableEntry(each.name), _count(each.tensors), *_sizes(each.nbytes, each.stored_bytes))[:width]
         for each in module_sums(entries, most)
     ]
     return ReportTable(title, headings[:width], rows)
 
 
-def _count(count: int) -> Entry:
-    return Entry(f"{count:,}", count)
+def _count(count: int) -> TableEntry:
+    return TableEntry(f"{count:,}", count)
 
 
-def _sizes(nbytes: int, stored_bytes: int) -> tuple[Entry, Entry, Entry]:
+def _sizes(nbytes: int, stored_bytes: int) -> tuple[TableEntry, TableEntry, TableEntry]:
     ratio = f"{nbytes / stored_bytes:.2f}x" if stored_bytes else "-"
-    return (Entry(format_bytes(nbytes), nbytes), Entry(format_bytes(stored_bytes), stored_bytes), Entry(ratio))
+    return (
+        TableEntry(format_bytes(nbytes), nbytes),
+        TableEntry(format_bytes(stored_bytes), stored_bytes),
+        TableEntry(ratio),
+    )
 
 
 def _about(info: InfoReport) -> str:

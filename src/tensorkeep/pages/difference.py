@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensorkeep.bench.analysis.wording import clipped
+from tensorkeep.bench.wording import clipped
 from tensorkeep.checkpoint.diff import DiffReport, TensorDiff, together
 from tensorkeep.pages.page import MOST_MODULES, Column, Findings, PageSubject, drawn_table, show_page, title_of
-from tensorkeep.report.charts.bars import Bar, Bars
-from tensorkeep.report.tables import Entry, ReportTable
+from tensorkeep.report.bars import Bars, ChartBar
+from tensorkeep.report.tables import ReportTable, TableEntry
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.units import counted
 
@@ -64,7 +64,7 @@ class Difference(PageSubject):
             (layer.name, f"{layer.relative_l2:.3g}", f"{layer.largest:.4g}", f"{layer.share:.2%}") for layer in layers
         ]
         headings = ("layer", ">rel. L2", ">max |a-b|", ">different")
-        return ReportTable("Layers", headings, [tuple(map(Entry, row)) for row in rows])
+        return ReportTable("Layers", headings, [tuple(map(TableEntry, row)) for row in rows])
 
     def as_dict(self) -> dict[str, Any]:
         return {"kind": "difference", **self.report.as_dict()}
@@ -122,7 +122,7 @@ def _bars(layers: Sequence[TensorDiff]) -> list[Bars]:
     found = []
     for part, own in _by_part(layers)[:_MOST_PARTS]:
         bars = [
-            Bar(layer.name, layer.relative_l2, f"{layer.relative_l2:.3g}")
+            ChartBar(layer.name, layer.relative_l2, f"{layer.relative_l2:.3g}")
             for layer in own
             if layer.floating and 0 < layer.relative_l2 < math.inf
         ]
@@ -134,5 +134,5 @@ def _bars(layers: Sequence[TensorDiff]) -> list[Bars]:
 
 def _listed(title: str, headings: tuple[str, ...], rows: Sequence[Sequence[str]]) -> ReportTable:
     note = f"{len(rows) - _MOST_LISTED:,} more are in --json." if len(rows) > _MOST_LISTED else ""
-    shown = [tuple(Entry(clipped(text, _LONGEST_TEXT)) for text in row) for row in rows[:_MOST_LISTED]]
+    shown = [tuple(TableEntry(clipped(text, _LONGEST_TEXT)) for text in row) for row in rows[:_MOST_LISTED]]
     return ReportTable(title, headings, shown, note)

@@ -14,7 +14,7 @@ from tensorkeep.formats.finding import open_reader
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.pages.page import HeatMap, heat_map
 from tensorkeep.pages.statistics import read_ranges
-from tensorkeep.report.tables import Entry, ReportTable
+from tensorkeep.report.tables import ReportTable, TableEntry
 from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Meter, Progress
@@ -92,7 +92,7 @@ class Motion:
             moved = _finite(row)
             total = math.fsum(moved)
             figures = (moved[0], moved[-1], max(moved)) if moved else (None, None, None)
-            rows.append((Entry(layer), *(_figure(value) for value in (*figures, total))))
+            rows.append((TableEntry(layer), *(_figure(value) for value in (*figures, total))))
         headings = ("layer", ">first move", ">last move", ">largest move", ">sum of moves")
         return ReportTable(
             "Moves of the layers", headings, rows, "Relative L2 differences between the steps that were read."
@@ -103,8 +103,8 @@ def _finite(row: Sequence[float | None]) -> list[float]:
     return [value for value in row if value is not None and math.isfinite(value)]
 
 
-def _figure(value: float | None) -> Entry:
-    return Entry("-") if value is None else Entry(f"{value:.3g}", value)
+def _figure(value: float | None) -> TableEntry:
+    return TableEntry("-") if value is None else TableEntry(f"{value:.3g}", value)
 
 
 @dataclass(frozen=True, slots=True)

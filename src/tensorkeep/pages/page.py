@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tensorkeep.pages.statistics import Histogram
-from tensorkeep.report.charts.scales import amount_opacity
+from tensorkeep.report.canvas import amount_opacity
 from tensorkeep.report.rendering import PageKind, render_page
 from tensorkeep.report.tables import ReportTable
 from tensorkeep.runs.address import CHECKPOINTS

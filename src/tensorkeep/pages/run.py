@@ -15,8 +15,8 @@ from tensorkeep.formats.torch_file.unpickle import Allow
 from tensorkeep.pages.motion import Motion, read_motion
 from tensorkeep.pages.page import Column, Findings, HeatMap, PageSubject, drawn_table, heat_map, show_page, title_of
 from tensorkeep.paths import as_path
-from tensorkeep.report.charts.curves import Chart, Curve, chart
-from tensorkeep.report.tables import Entry, ReportTable
+from tensorkeep.report.curves import Chart, Curve, chart
+from tensorkeep.report.tables import ReportTable, TableEntry
 from tensorkeep.storage import first_bytes
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.parallel import Progress
@@ -122,7 +122,7 @@ class RunContents(PageSubject):
                 title = f"{each.title}: {curve.name}" if len(each.curves) > 1 else each.title
                 values = [value for _, value in curve.points]
                 figures = values[0], values[-1], min(values), max(values)
-                rows.append((Entry(title), *(Entry(f"{value:.5g}") for value in figures)))
+                rows.append((TableEntry(title), *(TableEntry(f"{value:.5g}") for value in figures)))
         return ReportTable("Figures", ("figure", ">first", ">last", ">smallest", ">largest"), rows)
 
     def as_dict(self) -> dict[str, Any]:

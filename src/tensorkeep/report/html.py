@@ -1,29 +1,45 @@
-"""The report as one offline page of HTML: which tables it has; fills the templates of ``report/page``."""
+"""The report of a results file: one offline page of HTML, the plots as PNG and SVG, and the figures as CSV.
 
+The templates, style and script of the page are in ``report/page``.
+"""
+
+import csv
+import io
 import json
-import re
+import math
+import os
 import shlex
-from html import escape
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tensorkeep.bench.analysis.wording import capitalised, number
-from tensorkeep.bench.results import Results, Subject
-from tensorkeep.report.charts.bars import BAR_LEGEND, amount_bars, bars_note
-from tensorkeep.report.charts.gains import gain_map
-from tensorkeep.report.charts.losses import loss_charts, losses_note
-from tensorkeep.report.charts.scales import GAIN_LEGEND
-from tensorkeep.report.comparison import isolated_table
-from tensorkeep.report.design_tables import aliases_lines, claims_table, design_tables
-from tensorkeep.report.headlines import completeness, headlines, measured_by, noise_lines, purpose
-from tensorkeep.report.measures import GIB
-from tensorkeep.report.plots import FILES_ONLY
-from tensorkeep.report.plots.drawing import PALETTE, Plot
-from tensorkeep.report.rendering import render_page
-from tensorkeep.report.subject import subject_and_machine
-from tensorkeep.report.tables import STATUS, Entry, ReportTable, not_run_table, observed_table, verdict_table
-from tensorkeep.report.verdict import verdict_sentence
+from tensorkeep.bench.results import ArmStatistics, CellRecord, Results, Subject, read_results
+from tensorkeep.bench.wording import capitalised, clipped, number
+from tensorkeep.report.bars import BAR_LEGEND, amount_bars, bars_note
+from tensorkeep.report.canvas import GAIN_LEGEND, Point
+from tensorkeep.report.curves import Chart, Curve, chart
+from tensorkeep.report.measures import GIB, compared_arms, subject_and_machine, subject_name
+from tensorkeep.report.plots import FILES_ONLY, NAME_LENGTH, Plot, draw_plots
+from tensorkeep.report.rendering import check_page, render_page
+from tensorkeep.report.sentences import completeness, headlines, measured_by, noise_lines, purpose, verdict_sentence
+from tensorkeep.report.tables import (
+    STATUS,
+    ReportTable,
+    TableEntry,
+    aliases_lines,
+    claims_table,
+    design_tables,
+    gain_map,
+    isolated_table,
+    not_run_table,
+    observed_table,
+    verdict_table,
+)
+from tensorkeep.storage.commit import replace_file
 from tensorkeep.units import format_bytes
 
 _MOST_CELLS = 3000
@@ -39,23 +55,12 @@ def report_page(results: Results, plots: list[Plot]) -> str:
     picture = next((name for name in ("steps", "effects") if name in names), "")
     return render_page(
         "template.html.j2",
-        plots={plot.name: (plot.title, themed(plot)) for plot in plots if plot.name not in FILES_ONLY},
+        plots={
+            plot.name: (plot.title, plot.canvas.page_svg(plot.title)) for plot in plots if plot.name not in FILES_ONLY
+        },
         picture=picture or ("gains" if results.experiment.workload == "training" else "bars"),
         **_content(results),
     )
-
-
-def themed(plot: Plot) -> str:
-    """Return a figure's SVG for the page: as wide as its box, with colours that the page's style sheet defines."""
-    svg = plot.svg[plot.svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)
-    # Group ids repeat from figure to figure, and nothing refers to them.
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    head, body = svg.split(">", 1)
-    head = re.sub(r'\s(?:width|height)="[^"]*"', "", head)
-    for name, colour in PALETTE.items():
-        body = body.replace(colour, f"var(--plot-{name})")
-    return f'{head} role="img" aria-label="{escape(plot.title)}">{body}'
 
 
 def _content(results: Results) -> dict[str, Any]:
@@ -145,33 +150,176 @@ def arms_table(results: Results) -> ReportTable:
     """Return the arms and their settings."""
     rows = []
     for arm in results.arms:
-        settings = Entry(json.dumps(arm.settings, ensure_ascii=False), code=True)
-        rows.append((Entry(arm.name), Entry(arm.role), Entry(arm.about), settings))
+        settings = TableEntry(json.dumps(arm.settings, ensure_ascii=False), code=True)
+        rows.append((TableEntry(arm.name), TableEntry(arm.role), TableEntry(arm.about), settings))
     return ReportTable("Arms", ("=arm", "=role", "about", "settings"), rows)
 
 
 def _cells(results: Results) -> ReportTable:
     """Return every cell with its raw samples and the command that runs it again."""
-    rows: list[tuple[Entry, ...]] = []
+    rows: list[tuple[TableEntry, ...]] = []
     for cell in sorted(results.cells, key=lambda cell: cell.order)[:_MOST_CELLS]:
         figures = [_raw(cell.figures.get(measure.name)) for measure in results.measures]
         rows.append(
             (
-                Entry(cell.arm),
-                Entry(str(cell.block + 1), cell.block),
-                Entry(str(cell.order + 1), cell.order),
-                Entry(STATUS[cell.status], tone="" if cell.status == "ok" else "bad"),
+                TableEntry(cell.arm),
+                TableEntry(str(cell.block + 1), cell.block),
+                TableEntry(str(cell.order + 1), cell.order),
+                TableEntry(STATUS[cell.status], tone="" if cell.status == "ok" else "bad"),
                 *figures,
                 _raw(cell.seconds),
-                Entry(shlex.join(cell.command), code=True),
+                TableEntry(shlex.join(cell.command), code=True),
             )
         )
     measures = [f">{one.label} ({one.unit})" for one in results.measures]
     headings = ("=arm", ">block", ">order", "=status", *measures, ">process (s)", "=command")
-    return ReportTable("Every cell", headings, rows, "Raw samples in the order in which they were taken.")
+    return ReportTable("Every cell", headings, rows, "Raw samples in the order of the runs.")
 
 
-def _raw(value: float | None) -> Entry:
+def _raw(value: float | None) -> TableEntry:
     if value is None:
-        return Entry("-")
-    return Entry(f"{value:,.0f}" if value == round(value) and abs(value) >= 1000 else number(value, 4), value)
+        return TableEntry("-")
+    return TableEntry(f"{value:,.0f}" if value == round(value) and abs(value) >= 1000 else number(value, 4), value)
+
+
+# Writing the files
+
+_SAMPLES = ("arm", "role", "block", "order", "status", "reason", "started", "amount_bytes", "measure", "unit", "value")
+
+
+def write_report(
+    results: str | os.PathLike[str] | Results,
+    out: str | os.PathLike[str],
+    *,
+    plots: str | os.PathLike[str] | None = None,
+    csv: str | os.PathLike[str] | None = None,
+) -> list[Path]:
+    """Write the page, and plots and CSV files where a folder for them is given; return the files, the page first.
+
+    Only an earlier report is replaced at ``out``, a page ``*.html``. The folder ``plots`` gets each plot as PNG and
+    SVG, the folder ``csv`` gets ``summary.csv`` and ``samples.csv``; existing files are replaced.
+
+    Raises UsageError if ``out`` does not end in ``.html``; DestinationExistsError if ``out`` is a file other than a
+    report; MissingExtraError if jinja2, or Pillow for PNG, is not installed; StoreError if a file cannot be written.
+    """
+    page = Path(out)
+    check_page(page)
+    found = results if isinstance(results, Results) else read_results(results)
+    drawn = draw_plots(found, for_files=plots is not None)
+    files: dict[Path, bytes] = {page: report_page(found, drawn).encode()}
+    if plots is not None:
+        for plot in drawn:
+            files[Path(plots) / f"{plot.name}.png"] = plot.canvas.png(plot.title)
+            files[Path(plots) / f"{plot.name}.svg"] = plot.canvas.file_svg(plot.title).encode()
+    if csv is not None:
+        files[Path(csv) / "summary.csv"] = summary_csv(found).encode()
+        files[Path(csv) / "samples.csv"] = samples_csv(found).encode()
+    for path, content in files.items():
+        replace_file(path, content)
+    return list(files)
+
+
+def samples_csv(results: Results) -> str:
+    """Return every raw sample as CSV; a cell without figures has one row, with empty measure and value."""
+    roles = {arm.name: arm.role for arm in results.arms}
+    units = {measure.name: measure.unit for measure in results.measures}
+    rows: list[Sequence[object]] = []
+    for cell in sorted(results.cells, key=lambda cell: cell.order):
+        about = (cell.block, cell.order, cell.status, cell.reason, cell.started, cell.amount)
+        figures: dict[str, float | None] = {name: value for name, value in cell.figures.items() if value is not None}
+        for name, value in (figures or {"": None}).items():
+            rows.append((cell.arm, roles[cell.arm], *about, name, units.get(name, ""), value))
+    return _csv(_SAMPLES, rows)
+
+
+def summary_csv(results: Results) -> str:
+    """Return the statistics of every arm and measure as CSV, in the units of the results file."""
+    fields = [field.name for field in msgspec.structs.fields(ArmStatistics)]
+    rows = [
+        (arm.name, arm.role, measure.name, measure.unit, *msgspec.structs.astuple(found))
+        for arm in results.arms
+        for measure in results.measures
+        if (found := results.summary.arms.get(arm.name, {}).get(measure.name))
+    ]
+    return _csv(("arm", "role", "measure", "unit", *fields), rows)
+
+
+def _csv(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(headings)
+    writer.writerows([_harmless(value) for value in row] for row in rows)
+    return out.getvalue()
+
+
+def _harmless(value: object) -> object:
+    """Return a value that no spreadsheet evaluates as a formula: texts come from files that may be hostile."""
+    if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
+        return f"'{value}"
+    return value
+
+
+# Loss curves
+
+# The names of the measures are not imported from the workload, which needs torch.
+_LOSS, _STEP = "loss", "step"
+_COLOURS = ("base", "first", "second", "third", "fourth")
+
+
+def loss_charts(results: Results) -> list[Chart]:
+    """Return the training loss by step and by second of training; nothing if the results have no losses."""
+    cells = {
+        arm.name: [cell for cell in results.cells_by_arm[arm.name] if cell.status == "ok" and cell.losses]
+        for arm in compared_arms(results)
+    }
+    arms = [name for name, own in cells.items() if own]
+    # The baseline, then the arms with the most different losses: equal curves hide each other.
+    arms.sort(key=lambda name: (name != results.baseline, -_distance(results, name)))
+    # The colour of the baseline is only its own.
+    colours = _COLOURS if results.baseline in arms else _COLOURS[1:]
+    drawn = {name: cells[name] for name in arms[: len(colours)]}
+    name = subject_name(results)
+    found = [_chart(f"Training loss (nats) by step: {name}", "step", drawn, colours, lambda cell: 1.0)]
+    if all(cell.figures.get(_STEP) for own in drawn.values() for cell in own):
+        title = f"Training loss (nats) by second: {name}"
+        found.append(_chart(title, "second", drawn, colours, lambda cell: cell.figures[_STEP] or 0.0))
+    return [each for each in found if each is not None]
+
+
+def losses_note(results: Results) -> str:
+    """Return what the curves show, and which arms they omit."""
+    count = sum(any(cell.losses for cell in results.cells_by_arm[arm.name]) for arm in compared_arms(results))
+    text = "Mean of the blocks. Seconds: of training alone, at the median step."
+    if count > len(_COLOURS):
+        text += (
+            f" The baseline and the {len(_COLOURS) - 1} of {count - 1} arms with the most different validation loss."
+        )
+    return text
+
+
+def _distance(results: Results, arm: str) -> float:
+    gain = results.statistics(arm, _LOSS).gain
+    return abs(math.log(gain)) if gain and gain > 0 else 0.0
+
+
+def _chart(
+    title: str,
+    by: str,
+    cells: dict[str, list[CellRecord]],
+    colours: Sequence[str],
+    scale: Callable[[CellRecord], float],
+) -> Chart | None:
+    curves = [
+        Curve(clipped(name, NAME_LENGTH), colour, _mean(own, statistics.fmean(map(scale, own))))
+        for (name, own), colour in zip(cells.items(), colours, strict=False)
+    ]
+    return chart(title, curves, by=by)
+
+
+def _mean(cells: list[CellRecord], scale: float) -> list[Point]:
+    """Return the mean loss of the cells at the steps that all cells have."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for cell in cells:
+        for step, loss in cell.losses:
+            found[step].append(loss)
+    return [(step * scale, statistics.fmean(own)) for step, own in sorted(found.items()) if len(own) == len(cells)]

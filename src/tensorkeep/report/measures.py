@@ -4,16 +4,21 @@ Arms that worked on a smaller subject have smaller figures. Where amounts differ
 raw bytes that their cell worked on.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
-from tensorkeep.bench.analysis.statistics import Description, describe
-from tensorkeep.bench.analysis.wording import capitalised
-from tensorkeep.bench.results import Arm, Cell, Measure, Results
+import msgspec
+
+from tensorkeep.bench.results import Arm, CellRecord, Measure, Results
+from tensorkeep.bench.statistics import Description, describe
+from tensorkeep.bench.wording import capitalised
+from tensorkeep.structs import prepared
+from tensorkeep.units import counted
 
 _SECONDS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 _BYTES = (("TB", 1e-12), ("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3), ("B", 1.0))
 GIB = 1024.0**3
-
 # A cold load is what a restarted job waits for, so it is preferred.
 _LOADS = {"load_cold": "cold load", "load_warm": "warm load"}
 
@@ -72,8 +77,8 @@ def compared_arms(results: Results) -> list[Arm]:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """The unit in which the figures of a measure are shown."""
+class FigureScale:
+    """The unit of the shown figures of a measure."""
 
     measure: Measure
     unit: str  # behind a figure and in an axis label, such as ``s``, ``GB`` or ``s per GB of state``
@@ -85,7 +90,7 @@ class Scale:
         """The measure and its unit, such as ``durable save (s)``."""
         return f"{self.measure.label} ({self.unit})"
 
-    def figure(self, cell: Cell) -> float | None:
+    def figure(self, cell: CellRecord) -> float | None:
         """Return a cell's figure in this unit, or None if it has none or failed."""
         value = cell.figures.get(self.measure.name)
         if value is None or cell.status != "ok" or (self.per_byte and not cell.amount):
@@ -106,15 +111,17 @@ def amounts_differ(results: Results) -> bool:
     return len({cell.amount for cell in results.cells if cell.status == "ok" and cell.figures}) > 1
 
 
-def scale_of(results: Results, measure: Measure) -> Scale:
-    """Return the scale that suits all figures of a measure; the largest of them is at least 1 in its unit."""
+def scale_of(results: Results, measure: Measure) -> FigureScale:
+    """Return the scale that suits all figures of a measure: the largest figure is at least 1 in its unit."""
     per_byte = amounts_differ(results) and measure.unit in ("s", "B")
     if per_byte and measure.unit == "B":
-        return Scale(measure, "stored bytes per raw byte" if measure.name == "stored" else "B per raw byte", 1.0, True)
-    plain = Scale(measure, measure.unit, 1e9 if per_byte else 1.0, per_byte)
+        return FigureScale(
+            measure, "stored bytes per raw byte" if measure.name == "stored" else "B per raw byte", 1.0, True
+        )
+    plain = FigureScale(measure, measure.unit, 1e9 if per_byte else 1.0, per_byte)
     largest = max((abs(v) for cell in results.cells if (v := plain.figure(cell)) is not None), default=0.0)
     unit, factor = _unit(measure.unit, largest)
-    return Scale(measure, f"{unit} per GB of state" if per_byte else unit, factor * plain.factor, per_byte)
+    return FigureScale(measure, f"{unit} per GB of state" if per_byte else unit, factor * plain.factor, per_byte)
 
 
 def _unit(unit: str, largest: float) -> tuple[str, float]:
@@ -123,3 +130,46 @@ def _unit(unit: str, largest: float) -> tuple[str, float]:
     if unit == "B":
         return next((choice for choice in _BYTES if largest * choice[1] >= 1), _BYTES[-1])
     return unit, 1.0
+
+
+# Titles: what was measured, and where
+
+
+class _Processor(msgspec.Struct, frozen=True):
+    model: str = ""
+    usable_cores: int = 0
+
+
+class _Device(msgspec.Struct, frozen=True):
+    name: str = ""
+
+
+class _Machine(msgspec.Struct, frozen=True):
+    processor: _Processor = _Processor()
+    devices: tuple[_Device, ...] = ()
+
+
+def subject_name(results: Results) -> str:
+    """Return the model or the recipe; the name of the experiment if the subject has no description."""
+    return results.subject.description.partition(": ")[0] or results.experiment.name
+
+
+def subject_and_machine(results: Results) -> str:
+    """Return both, such as ``openllama-3b:bfloat16 on AMD EPYC, 2 cores``."""
+    return " on ".join(filter(None, (subject_name(results), machine_name(results.environment))))
+
+
+def machine_name(environment: dict[str, Any]) -> str:
+    """Return the GPUs and the processor, such as ``AMD EPYC, 2 cores``; nothing if the environment lacks them."""
+    try:
+        found = msgspec.convert(environment, prepared(_Machine))
+    except msgspec.ValidationError:
+        # The schema of a results file allows any environment.
+        return ""
+    devices = Counter(device.name for device in found.devices if device.name)
+    parts = [f"{count} x {name}" if count > 1 else name for name, count in devices.items()]
+    if found.processor.model:
+        parts.append(found.processor.model)
+    if found.processor.usable_cores:
+        parts.append(counted(found.processor.usable_cores, "core"))
+    return ", ".join(parts)

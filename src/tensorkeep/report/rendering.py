@@ -1,6 +1,6 @@
 """Pages of HTML that need no other file: fills a template, inlines style and script, marks the page.
 
-The templates, style and script of all pages are in ``report/page``; a `PageKind` adds those of another package.
+The templates, style and script of all pages are in ``report/page``; a `PageKind` adds files of another package.
 """
 
 import base64
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import DestinationExistsError, MissingExtraError, StoreError, UsageError, installation_of
-from tensorkeep.report.plots.drawing import PALETTE
+from tensorkeep.report.canvas import PALETTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class PageKind:
     extra : str
         The extra that installs what it needs.
     package : str or None
-        The package whose folder ``page`` has its template, and the style and script that it adds.
+        The package that has, in its folder ``page``, the template and more style and script.
     """
 
     command: str

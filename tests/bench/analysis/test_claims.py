@@ -11,7 +11,7 @@ import pytest
 from bench.documents import Truth, broken, document, results, summarise, truth
 from tensorkeep.bench.analysis import claims as module
 from tensorkeep.bench.analysis.samples import Samples
-from tensorkeep.bench.experiment.library import read_experiment
+from tensorkeep.bench.experiment import read_experiment
 from tensorkeep.testing.cases import case
 
 Claims = dict[str, dict[str, Any]]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.analysis.simulations import SIMULATIONS, most
-from tensorkeep.bench.analysis import statistics
+from tensorkeep.bench import statistics
 from tensorkeep.errors import MissingExtraError
 
 logs = st.lists(st.floats(-5, 5, allow_nan=False), min_size=2, max_size=12)
@@ -91,7 +91,7 @@ def test_the_bootstrap_widens_the_interval_of_many_skewed_blocks() -> None:
 
 def moderated(samples: np.ndarray[Any, Any]) -> list[statistics.Comparison]:
     """Compare arms (rows) of several blocks (columns) of log-ratios, each with the spread of all."""
-    spread = statistics.Spread.of(samples)
+    spread = statistics.SharedVariance.of(samples)
     return [statistics.compare(row, spread) for row in samples]
 
 
@@ -99,13 +99,13 @@ def test_the_spread_of_many_arms_is_found() -> None:
     # Variances from a scaled inverse chi-squared distribution, as the method assumes: 8 degrees of freedom, 0.02 ** 2.
     random = np.random.default_rng(0)
     stds = 0.02 * np.sqrt(8 / random.chisquare(8, size=(4000, 1)))
-    spread = statistics.Spread.of(random.normal(size=(4000, 4)) * stds)
+    spread = statistics.SharedVariance.of(random.normal(size=(4000, 4)) * stds)
     assert (spread.df, spread.variance) == (pytest.approx(8, rel=0.15), pytest.approx(0.02**2, rel=0.05))
     # Half of an estimate is the arm's own if it has as many degrees of freedom; all of it if it is larger.
-    assert spread.shrink(0.01, spread.df)[0] == pytest.approx(math.sqrt((0.01**2 + spread.variance) / 2))
-    assert spread.shrink(0.06, spread.df)[0] == 0.06
+    assert spread.moderate(0.01, spread.df)[0] == pytest.approx(math.sqrt((0.01**2 + spread.variance) / 2))
+    assert spread.moderate(0.06, spread.df)[0] == 0.06
     # Arms of one spread lend each other all their degrees of freedom.
-    spreads = [statistics.Spread.of(random.normal(size=(30, 3))) for _ in range(100)]
+    spreads = [statistics.SharedVariance.of(random.normal(size=(30, 3))) for _ in range(100)]
     # Chance makes some variances look different: then fewer are lent.
     assert np.median([each.df for each in spreads]) > 20
     assert all(each.df <= each.most == 60 for each in spreads)
@@ -151,8 +151,10 @@ def test_with_the_spread_of_many_arms_holm_keeps_its_promise(count: int) -> None
 def test_one_block_and_equal_blocks_have_a_gain_without_an_interval() -> None:
     two = [[0.1, 0.2], [0.3, 0.1]]
     # Fewer than three arms with noise have no spread.
-    assert statistics.Spread.of([*two, [0.5], []]) is statistics.Spread.of([*two, [0.5, 0.5, 0.5]]) is None
-    for spread in (None, statistics.Spread.of([*two, [0.5, 0.6, 0.4]])):
+    assert (
+        statistics.SharedVariance.of([*two, [0.5], []]) is statistics.SharedVariance.of([*two, [0.5, 0.5, 0.5]]) is None
+    )
+    for spread in (None, statistics.SharedVariance.of([*two, [0.5, 0.6, 0.4]])):
         found = statistics.compare([math.log(2)], spread)
         assert found == statistics.Comparison(1, pytest.approx(2.0), None, None, None, None)
     # Equal figures have no interval width.
@@ -187,8 +189,8 @@ def test_the_detectable_gain_is_found_four_times_in_five_and_lent_degrees_of_fre
         values = np.random.default_rng(n).normal(math.log(gain), 0.05, size=(20_000, n))
         found = scipy.stats.ttest_1samp(values, 0, axis=1).pvalue < 0.05 / tests
         assert found.mean() == pytest.approx(0.8, abs=0.012), (n, tests)
-    assert statistics.detectable_gain(0.05, 3, 8, lent=17) < statistics.detectable_gain(0.05, 3, 8)
-    assert statistics.blocks_needed(0.05, 1.1, 8, lent=17) < statistics.blocks_needed(0.05, 1.1, 8)
+    assert statistics.detectable_gain(0.05, 3, 8, borrowed=17) < statistics.detectable_gain(0.05, 3, 8)
+    assert statistics.blocks_needed(0.05, 1.1, 8, borrowed=17) < statistics.blocks_needed(0.05, 1.1, 8)
     assert statistics.detectable_gain(100.0, 2, 20) is None, "it overflows"
     assert statistics.detectable_gain(0.0, 2) == 1.0
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.documents import GIB, MEASURES, broken, document, results, summarise, truth
-from tensorkeep.bench.analysis.recommendations import candidates
+from tensorkeep.bench.analysis.advice import candidates
 from tensorkeep.bench.analysis.samples import Samples
-from tensorkeep.bench.results_file import read_results
-from tensorkeep.report.headlines import headlines
+from tensorkeep.bench.results import read_results
+from tensorkeep.report.sentences import headlines
 from tensorkeep.testing.cases import case
 
 ARMS = {"torch": truth(), "fast": truth(0.4, cold=0.5), "small": truth(1.0, stored=0.66), "slow": truth(3.0)}

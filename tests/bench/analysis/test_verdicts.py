@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.analysis.simulations import SIMULATIONS, most
-from tensorkeep.bench.analysis.statistics import Comparison, compare, holm
-from tensorkeep.bench.analysis.verdicts import PRACTICAL, judge, noise_of, threshold
+from tensorkeep.bench.analysis.samples import PRACTICAL, judge, noise_of, threshold
 from tensorkeep.bench.results import Measure, Noise
+from tensorkeep.bench.statistics import Comparison, compare, holm
 from tensorkeep.testing.cases import case
 
 

@@ -8,13 +8,17 @@ import torch
 
 from bench.broken_tools import LoadsZeros, Raises
 from bench.checkpoint.test_workload import state
-from tensorkeep.bench.checkpoint.first_load import FreshProcess, run_in_new_process
-from tensorkeep.bench.checkpoint.gate import digest
-from tensorkeep.bench.checkpoint.measure import FIRST, FIRST_LOADS, INTO_FIRST, measure_tool
-from tensorkeep.bench.checkpoint.state_pair import StatePair
-from tensorkeep.bench.checkpoint.tools.base import Tool
-from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
-from tensorkeep.bench.experiment.workload import GateError
+from tensorkeep.bench.checkpoint.measure import (
+    FIRST,
+    FIRST_LOADS,
+    INTO_FIRST,
+    FreshProcess,
+    measure_tool,
+    run_in_new_process,
+)
+from tensorkeep.bench.checkpoint.states import StatePair, digest
+from tensorkeep.bench.checkpoint.tools import COMMON_TOOLS, Tool
+from tensorkeep.bench.workload import GateError
 from tensorkeep.testing.cases import case
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
@@ -34,11 +38,11 @@ def test_each_call_has_its_own_process_and_errors_and_other_values_are_raised(tm
     assert len({os.getpid(), *(run_in_new_process(os.getpid) for _ in range(2))}) == 3
     tool: Tool = Raises()
     with pytest.raises(ValueError, match="no such thing"):
-        FreshProcess(tool, tmp_path / "x.pt", StatePair(state()).of(tool)).load("raises")
+        FreshProcess(tool, tmp_path / "x.pt", StatePair(state()).expected_from(tool)).load("raises")
     tool, states = LoadsZeros(), StatePair({"w": torch.ones(8)})
     for into in (False, True):
         with case(f"into={into}"), pytest.raises(GateError, match="zeros loaded values that differ"):
-            FreshProcess(tool, tmp_path / "x.pt", states.of(tool)).load("zeros", into=into)
+            FreshProcess(tool, tmp_path / "x.pt", states.expected_from(tool)).load("zeros", into=into)
     with pytest.raises(ChildProcessError, match="exit code 3"):
         run_in_new_process(os._exit, 3)
 

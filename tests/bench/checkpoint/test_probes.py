@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tensorkeep.bench.checkpoint import probes
+from tensorkeep.bench.checkpoint import files
 from tensorkeep.errors import StoreError
 from tensorkeep.machine import peak_resident_bytes, reset_peak_resident, resident_bytes, storage
 
@@ -26,26 +26,26 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_warm_file_is_not_cold(checkpoint: Path) -> None:
-    assert probes.cached_fraction(checkpoint / "empty") == 0.0
-    probes.warm(checkpoint)
-    assert probes.cached_fraction(checkpoint) == probes.cached_fraction(checkpoint / "a") == 1.0
+    assert files.cached_fraction(checkpoint / "empty") == 0.0
+    files.warm(checkpoint)
+    assert files.cached_fraction(checkpoint) == files.cached_fraction(checkpoint / "a") == 1.0
 
 
 def test_evicted_checkpoint_is_cold(checkpoint: Path) -> None:
     if storage(checkpoint)["file_system"] in MEMORY_FILE_SYSTEMS:
         pytest.skip("this folder's file system keeps its files in memory")
-    assert probes.make_cold(checkpoint)
-    assert probes.cached_fraction(checkpoint) <= probes.COLD_FRACTION
-    probes.warm(checkpoint / "a")
-    assert probes.cached_fraction(checkpoint) == pytest.approx(0.5, abs=0.01)
-    assert not probes.cached_fraction(checkpoint) <= probes.COLD_FRACTION
+    assert files.make_cold(checkpoint)
+    assert files.cached_fraction(checkpoint) <= files.COLD_FRACTION
+    files.warm(checkpoint / "a")
+    assert files.cached_fraction(checkpoint) == pytest.approx(0.5, abs=0.01)
+    assert not files.cached_fraction(checkpoint) <= files.COLD_FRACTION
     # Mapped pages are not cold.
     path = checkpoint / "a"
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         # The kernel keeps pages that a process has mapped and looked at.
         np.add.reduce(np.frombuffer(mapped, np.uint8)[:: mmap.PAGESIZE])
-        assert not probes.make_cold(path)
-    assert probes.make_cold(path)
+        assert not files.make_cold(path)
+    assert files.make_cold(path)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
@@ -55,7 +55,7 @@ def test_file_on_tmpfs_is_never_cold() -> None:
         pytest.skip("/dev/shm is on a disk")
     try:
         path.write_bytes(bytes(SIZE))
-        assert not probes.make_cold(path)
+        assert not files.make_cold(path)
     finally:
         path.unlink()
 
@@ -66,13 +66,13 @@ def test_sync_includes_every_file_and_directory(checkpoint: Path, monkeypatch: p
     synced: list[int] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd)))
-    probes.sync_tree(path)
+    files.sync_tree(path)
     below = [*checkpoint.rglob("*"), checkpoint, checkpoint.parent] if inside == "." else [path, checkpoint]
     assert sorted(synced) == sorted(found.stat().st_ino for found in below)
 
 
 def test_peak_includes_freed_memory_and_can_be_reset() -> None:
-    probes.release_memory()
+    files.release_memory()
     reset_peak_resident()
     before = resident_bytes()
     # A separate mapping, because free memory of the heap may already be resident.
@@ -86,8 +86,8 @@ def test_peak_includes_freed_memory_and_can_be_reset() -> None:
 
 
 def test_capacity_check_writes_nothing(tmp_path: Path) -> None:
-    probes.check_capacity(tmp_path, disk=1, memory=1)
+    files.check_capacity(tmp_path, disk=1, memory=1)
     for disk, memory, where in ((2**60, 1, "on the disk"), (1, 2**60, "of memory")):
         with pytest.raises(StoreError, match=where):
-            probes.check_capacity(tmp_path, disk=disk, memory=memory)
+            files.check_capacity(tmp_path, disk=disk, memory=memory)
     assert list(tmp_path.iterdir()) == []

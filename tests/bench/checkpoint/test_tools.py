@@ -11,10 +11,8 @@ import torch
 
 import tensorkeep
 from tensorkeep.bench.checkpoint.measure import LOADS, SAVE, STORED, WRITTEN, measure_tool
-from tensorkeep.bench.checkpoint.state_pair import StatePair
-from tensorkeep.bench.checkpoint.tools.array_tools import to_arrays, to_tensors
-from tensorkeep.bench.checkpoint.tools.registry import parse_tool
-from tensorkeep.bench.checkpoint.tools.torch_tools import TorchTool
+from tensorkeep.bench.checkpoint.states import StatePair
+from tensorkeep.bench.checkpoint.tools import TorchTool, parse_tool, to_arrays, to_tensors
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.bench.checkpoint.tools import whole_arrays
-from tensorkeep.bench.checkpoint.tools.whole_arrays import load_t5x, load_tensorstore
+from tensorkeep.bench.checkpoint import tools
+from tensorkeep.bench.checkpoint.tools import load_t5x, load_tensorstore
 from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.format_states import noise
@@ -41,7 +41,7 @@ def test_t5x_checkpoint_is_loaded_with_inline_values(tmp_path: Path) -> None:
 
 
 def test_bytes_in_flight_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_arrays, "_MAX_IN_FLIGHT", 100)
+    monkeypatch.setattr(tools, "_MAX_IN_FLIGHT", 100)
     state = {f"t{number}": torch.full((20,), float(number)) for number in range(9)}
     tensorkeep.save(state, tmp_path / "c", format="tensorstore")
     loaded = load_tensorstore(tmp_path / "c")

@@ -8,18 +8,14 @@ import pytest
 import torch
 
 from bench.broken_tools import LoadsZeros
-from tensorkeep.bench.checkpoint.gate import check_equal
-from tensorkeep.bench.checkpoint.measure import INTO_WARM, SAVE, STORED, WARM
+from tensorkeep.bench.checkpoint.files import files_of
+from tensorkeep.bench.checkpoint.measure import INTO_WARM, SAVE, STORED, WARM, measure_tool, outcome_of
 from tensorkeep.bench.checkpoint.models import parse
-from tensorkeep.bench.checkpoint.probes import files_of
-from tensorkeep.bench.checkpoint.state_pair import StatePair
-from tensorkeep.bench.checkpoint.tools.base import Tool
-from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
-from tensorkeep.bench.checkpoint.tools.torch_tools import TorchTool
+from tensorkeep.bench.checkpoint.states import StatePair, check_equal
+from tensorkeep.bench.checkpoint.tools import COMMON_TOOLS, Tool, TorchTool
 from tensorkeep.bench.checkpoint.workload import WORKLOAD
-from tensorkeep.bench.demo.damage import flip_bit
-from tensorkeep.bench.experiment.workload import GateError, Outcome
-from tensorkeep.bench.run.rounds import tool_measurements
+from tensorkeep.bench.demo.faults import flip_bit
+from tensorkeep.bench.workload import GateError, Outcome
 from tensorkeep.checkpoint.saving import save
 from tensorkeep.checkpoint.verify import verify
 from tensorkeep.errors import UsageError
@@ -36,7 +32,7 @@ def state() -> dict[str, Any]:
 
 
 def measured(tool: Tool, name: str, states: StatePair, folder: Path) -> Outcome:
-    return tool_measurements({name: tool}, states, folder)[name]()
+    return outcome_of(name, lambda: measure_tool(tool, name, states, folder / f"state{tool.suffix}"))
 
 
 @pytest.mark.parametrize("name", COMMON_TOOLS)

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorkeep.bench.experiment import design
-from tensorkeep.bench.experiment.design import Base, Change, Combination
-from tensorkeep.bench.experiment.file import read
-from tensorkeep.bench.experiment.fractional import alias_groups, fraction
-from tensorkeep.bench.experiment.plan import Plan
+from tensorkeep.bench import design
+from tensorkeep.bench.design import Base, Change, Combination, alias_groups, fraction
+from tensorkeep.bench.experiment import ExperimentPlan, read_design
 from tensorkeep.bench.results import Omitted, Place
 from tensorkeep.bench.run.runner import schedule
 
@@ -29,9 +27,9 @@ def settings_at(expansion: design.Expansion, *place: str) -> tuple[Any, ...]:
     return tuple(found.values())
 
 
-def experiment(count: int, runs: int, seed: int = 0, control: bool = True) -> Plan:
+def experiment(count: int, runs: int, seed: int = 0, control: bool = True) -> ExperimentPlan:
     arms = [{"name": f"arm {index}", "settings": {"index": index}} for index in range(count)]
-    return read({"arms": arms, "runs": runs, "seed": seed, "control": control}, Path("mine.json"))
+    return read_design({"arms": arms, "runs": runs, "seed": seed, "control": control}, Path("mine.json"))
 
 
 def test_one_at_a_time_and_leave_one_out() -> None:
@@ -148,21 +146,23 @@ def test_fractions_are_balanced_and_orthogonal_and_list_their_aliases(count: int
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 2**32), st.booleans())
 def test_every_arm_runs_once_in_every_block(count: int, runs: int, seed: int, control: bool) -> None:
     planned = experiment(count, runs, seed, control)
-    cells = schedule(planned)
+    cells = schedule(planned.experiment, planned.arms)
     names = sorted(arm.name for arm in planned.arms)
     assert len(names) == count + control
     assert [cell.order for cell in cells] == list(range(runs * len(names)))
     assert [cell.block for cell in cells] == sorted(cell.block for cell in cells)
     for block in range(runs):
         assert sorted(cell.arm for cell in cells if cell.block == block) == names
-    assert schedule(planned) == cells
+    assert schedule(planned.experiment, planned.arms) == cells
     # More runs begin with the same blocks.
-    assert schedule(planned.with_design(runs=runs + 1))[: len(cells)] == cells
+    more = planned.with_design(runs=runs + 1)
+    assert schedule(more.experiment, more.arms)[: len(cells)] == cells
 
 
 def test_order_is_random_and_depends_on_the_seed() -> None:
     def orders(seed: int, runs: int = 20) -> list[tuple[str, ...]]:
-        cells = schedule(experiment(5, runs, seed))
+        drawn = experiment(5, runs, seed)
+        cells = schedule(drawn.experiment, drawn.arms)
         return [tuple(cell.arm for cell in cells if cell.block == block) for block in range(runs)]
 
     assert orders(1) == orders(1)

@@ -12,12 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from tensorkeep.bench.analysis.verdicts import SMALLEST_STATE
+from tensorkeep.bench.analysis.samples import SMALLEST_STATE
 from tensorkeep.bench.checkpoint import models
-from tensorkeep.bench.checkpoint.tools.registry import parse_tool
+from tensorkeep.bench.checkpoint.tools import parse_tool
 from tensorkeep.bench.checkpoint.workload import DEFAULT_MODEL
-from tensorkeep.bench.experiment.library import read_experiment, shipped
-from tensorkeep.bench.experiment.plan import Plan
+from tensorkeep.bench.experiment import ExperimentPlan, read_experiment, shipped
 from tensorkeep.bench.results import Arm, Experiment, Limits, Place
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.cases import case
@@ -51,7 +50,7 @@ SIX = [
 ]
 
 
-def arm_of(plan: Plan, name: str) -> Arm:
+def arm_of(plan: ExperimentPlan, name: str) -> Arm:
     return next(arm for arm in plan.arms if arm.name == name)
 
 
@@ -174,8 +173,8 @@ def test_every_step_to_tensorkeep_changes_one_setting() -> None:
 
 @pytest.mark.integration
 def test_listing_experiments_imports_nothing_heavy() -> None:
-    code = "import sys; from tensorkeep.bench.experiment.library import read_experiment, shipped; shipped(); "
-    code += "read_experiment('peers'); print({'torch', 'matplotlib', 'scipy', 'tensorstore'} & set(sys.modules))"
+    code = "import sys; from tensorkeep.bench.experiment import read_experiment, shipped; shipped(); "
+    code += "read_experiment('peers'); print({'torch', 'PIL', 'scipy', 'tensorstore'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

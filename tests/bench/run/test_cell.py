@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 
 from bench.forked_modules import FORKING, forks
-from tensorkeep.bench.experiment.workload import GateError, Task
 from tensorkeep.bench.results import Limits
-from tensorkeep.bench.run import cell, worker
+from tensorkeep.bench.run import cell
 from tensorkeep.bench.run.cell import command_of, run_cell
+from tensorkeep.bench.workload import GateError, Task
 from tensorkeep.errors import StoreError
 from tensorkeep.machine import written_bytes
 from tensorkeep.testing.cases import case
@@ -56,7 +56,7 @@ def test_cell_has_figures_and_leaves_no_files(fork: bool, tmp_path: Path, reques
 @forks
 def test_command_of_a_cell_runs_it_again(tmp_path: Path) -> None:
     done = FORKING.run([sys.executable, *command_of(task(tmp_path))[1:]])
-    mark, last = done.stdout.splitlines()[-1].split(worker.MARK, 1)
+    mark, last = done.stdout.splitlines()[-1].split(cell.MARK, 1)
     assert (mark, json.loads(last)["status"]) == ("", "ok")
     assert not (tmp_path / "cell").exists()
 
@@ -82,7 +82,7 @@ def test_missing_package_is_not_run_and_process_ended_by_a_signal_has_failed(tmp
     code = "import importlib.util as u, os, sys\nold = u.find_spec\n"
     code += "u.find_spec = lambda name, *a: None if name == 'zipnn' else old(name, *a)\n"
     kill = "os.kill(os.getpid(), int(os.environ['END']))"
-    code += f"if 'END' in os.environ and 'tensorkeep.bench.run.worker' in sys.orig_argv: {kill}\n"
+    code += f"if 'END' in os.environ and 'tensorkeep.bench.run.cell' in sys.orig_argv: {kill}\n"
     (tmp_path / "sitecustomize.py").write_text(code)
     result = run_cell(task(tmp_path, {"tool": "zipnn"}), Limits())
     assert (result.status, result.reason) == ("not-run", "the package 'zipnn' is not installed")
@@ -107,8 +107,8 @@ def test_status_and_reason_of_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         (ValueError("no such dtype\nand more"), "failed", "ValueError: no such dtype"),
     ):
         failing = mock.Mock(**{"missing.return_value": None, "measure.side_effect": error})
-        monkeypatch.setattr(worker, "get_workload", mock.Mock(return_value=failing))
-        found = worker.run_task(task(tmp_path), time.perf_counter())
+        monkeypatch.setattr(cell, "get_workload", mock.Mock(return_value=failing))
+        found = cell.run_task(task(tmp_path), time.perf_counter())
         with case(repr(error)):
             assert found.status == status
             assert str(found.reason).startswith(reason) and "\n" not in str(found.reason)

@@ -8,13 +8,10 @@ from unittest import mock
 import msgspec
 import pytest
 
-from tensorkeep.bench.experiment.file import read
-from tensorkeep.bench.experiment.plan import Plan
-from tensorkeep.bench.experiment.workload import Outcome, Task
-from tensorkeep.bench.results import Limits, Results, Status
-from tensorkeep.bench.results_file import read_results
-from tensorkeep.bench.run.runner import ExperimentRun, plan_results
-from tensorkeep.bench.run.scratch import NAME, scratch_folder
+from tensorkeep.bench.experiment import ExperimentPlan, read_design
+from tensorkeep.bench.results import Limits, Results, Status, read_results
+from tensorkeep.bench.run.runner import SCRATCH, ExperimentRun, plan_results, scratch_folder
+from tensorkeep.bench.workload import Outcome, Task
 from tensorkeep.errors import BusyError, StoreError, UsageError
 
 ARMS = ["one", "one (again)", "two", "three"]
@@ -30,7 +27,7 @@ def planned() -> Results:
         {"name": "two", "settings": {"tool": "safetensors"}, "slow": True},
         {"name": "three", "settings": {"tool": "tensorkeep"}},
     ]
-    plan = read({"runs": 3, "settings": settings, "arms": arms}, Path("small.json"))
+    plan = read_design({"runs": 3, "settings": settings, "arms": arms}, Path("small.json"))
     return plan_results(plan, "tensorkeep bench")
 
 
@@ -57,7 +54,7 @@ def test_every_cell_is_run_once_in_blocks_on_the_model_of_its_arm(planned: Resul
     def run(task: Task, limits: Limits) -> Outcome:
         # Results are written after every cell.
         assert sum(cell.status == "ok" for cell in on_disk(tmp_path).cells) == len(tasks)
-        assert list((tmp_path / NAME).iterdir())
+        assert list((tmp_path / SCRATCH).iterdir())
         assert not (tmp_path / task.directory).exists()
         tasks.append(task)
         return measured(task, limits)
@@ -67,7 +64,7 @@ def test_every_cell_is_run_once_in_blocks_on_the_model_of_its_arm(planned: Resul
     assert (sorted(task.arm for task in tasks), len({task.directory for task in tasks})) == (sorted(ARMS * 3), 12)
     # A cell of an arm is given the settings of the baseline.
     assert {task.arm: task.baseline for task in tasks} == {**{arm: {"tool": "torch"} for arm in ARMS}, "one": None}
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / SCRATCH).exists()
     found = on_disk(tmp_path)
     assert found == results
     assert found.complete and str(found.finished) >= found.started
@@ -92,7 +89,7 @@ def test_interrupted_run_resumes_on_the_same_machine(planned: Results, tmp_path:
     with pytest.raises(KeyboardInterrupt):
         execute(planned, tmp_path, mock.Mock(side_effect=[*[ok] * 5, KeyboardInterrupt]))
     found = on_disk(tmp_path)
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / SCRATCH).exists()
     assert (found.complete, found.finished) == (False, None)
     assert found.statistics("one", "save").n >= 1
     done = [cell for cell in found.cells if cell.status == "ok"]
@@ -111,7 +108,7 @@ def test_interrupted_run_resumes_on_the_same_machine(planned: Results, tmp_path:
 def test_full_disk_ends_the_run_and_is_tried_again(planned: Results, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"the disk was full in arm 'two'.*\n.*--resume"):
         execute(planned, tmp_path, without_two("disk"))
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / SCRATCH).exists()
     found = on_disk(tmp_path)
     assert not found.complete and sum(cell.status == "disk" for cell in found.cells) == 1
     resumed = execute(found, tmp_path)
@@ -136,7 +133,7 @@ def test_failed_arm_is_not_repeated(status: Status, planned: Results, tmp_path: 
 
 
 def test_a_second_run_is_refused_and_files_of_a_killed_one_are_removed(planned: Results, tmp_path: Path) -> None:
-    left = tmp_path / NAME / "cell-3"
+    left = tmp_path / SCRATCH / "cell-3"
     left.mkdir(parents=True)
     (left / "state.pt").write_bytes(b"x")
     with scratch_folder(tmp_path) as scratch:
@@ -162,7 +159,7 @@ def test_folders_of_cells_do_not_depend_on_the_results_file(planned: Results, tm
     run = mock.Mock(side_effect=measured)
     execute(msgspec.structs.replace(planned, arms=arms, cells=cells), tmp_path, run)
     folders = [call.args[0].directory for call in run.mock_calls]
-    assert all(folder.startswith(str(tmp_path / NAME / "cell-")) and ".." not in folder for folder in folders)
+    assert all(folder.startswith(str(tmp_path / SCRATCH / "cell-")) and ".." not in folder for folder in folders)
     # Its settings are validated, too.
     arms = tuple(msgspec.structs.replace(arm, settings={"tool": "rm"}) for arm in planned.arms)
     with pytest.raises(UsageError, match="the tool 'rm' does not exist"):
@@ -181,7 +178,7 @@ def fixed(gains: dict[str, list[float]]) -> Measure:
 
 def sequential(planned: Results, **changes: Any) -> Results:
     """Return a planned experiment of 8 blocks with a precision or a budget."""
-    plan = Plan(msgspec.structs.replace(planned.experiment, runs=8, **changes), planned.arms)
+    plan = ExperimentPlan(msgspec.structs.replace(planned.experiment, runs=8, **changes), planned.arms)
     return plan_results(plan, "tensorkeep bench")
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tensorkeep.bench.training.arms import arm_config
-from tensorkeep.bench.training.memory import live_bytes, step_peak
+from tensorkeep.bench.training.cell import live_bytes, step_peak
+from tensorkeep.bench.training.workload import arm_config
 from tensorkeep.train.config.recipes import RECIPES
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.memory import predict

@@ -11,12 +11,17 @@ import msgspec
 import pytest
 
 from bench.forked_modules import FORKING, forks
-from tensorkeep.bench.experiment.library import read_experiment, shipped
-from tensorkeep.bench.experiment.workload import DoesNotApplyError, GateError, Task
+from tensorkeep.bench.experiment import read_experiment, shipped
 from tensorkeep.bench.training import cell as cell
-from tensorkeep.bench.training.arms import arm_config, check_arm, loss_tolerance, without_systems_techniques
-from tensorkeep.bench.training.reference_losses import LossGate, reference_losses, train_steps
-from tensorkeep.bench.training.workload import WORKLOAD
+from tensorkeep.bench.training.cell import LossGate, reference_losses, train_steps
+from tensorkeep.bench.training.workload import (
+    WORKLOAD,
+    arm_config,
+    check_arm,
+    loss_tolerance,
+    without_systems_techniques,
+)
+from tensorkeep.bench.workload import DoesNotApplyError, GateError, Task
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.cases import case
 from tensorkeep.train import loop
@@ -193,7 +198,7 @@ def test_gate_refuses_other_losses() -> None:
 
 @forks
 def test_reference_has_no_systems_techniques(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.bench.training.reference_losses.subprocess", FORKING)
+    monkeypatch.setattr("tensorkeep.bench.training.cell.subprocess", FORKING)
     arm = {"techniques.mixed-precision.dtype": "bf16", "techniques.fused-optimizer": "on"}
     config = arm_config("tiny", {**arm, "techniques.lr-plateau": "on", "eval.every": 4}, steps=STEPS)
     assert list(without_systems_techniques(config).techniques) == ["lr-plateau"]

@@ -10,12 +10,10 @@ import pytest
 
 from bench.forked_modules import FORKING, forks
 from bench.training.test_training import data, shared_references, task, tiny
-from tensorkeep.bench.experiment.workload import Outcome
 from tensorkeep.bench.training import cell as cell
-from tensorkeep.bench.training.arms import check_arm, missing_for
-from tensorkeep.bench.training.ranks import joined
-from tensorkeep.bench.training.turns import Partner, PartnerTask, StepTimer
-from tensorkeep.bench.training.workload import WORKLOAD
+from tensorkeep.bench.training.cell import Partner, PartnerTask, StepTimer, joined
+from tensorkeep.bench.training.workload import WORKLOAD, check_arm, missing_for
+from tensorkeep.bench.workload import Outcome
 from tensorkeep.errors import TensorkeepError, UsageError
 from train.tiny_training import CONFIG
 
@@ -44,7 +42,7 @@ def test_first_step_warm_up_and_first_step_of_a_turn_are_not_timed() -> None:
 @pytest.mark.exhaustive
 @forks
 def test_a_cell_takes_turns_with_the_baseline(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.bench.training.turns.subprocess", FORKING)
+    monkeypatch.setattr("tensorkeep.bench.training.cell.subprocess", FORKING)
     one = task(data, tmp_path, {"techniques.activation-checkpointing": "on"}, turn=0.001)
     alone = WORKLOAD.measure(one)
     assert alone.turns == {}
@@ -63,7 +61,7 @@ def test_a_cell_takes_turns_with_the_baseline(data: Path, tmp_path: Path, monkey
 def test_the_baseline_has_the_threads_of_a_cell_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in a rank
     start = mock.Mock(side_effect=OSError)
-    monkeypatch.setattr("tensorkeep.bench.training.turns.subprocess.Popen", start)
+    monkeypatch.setattr("tensorkeep.bench.training.cell.subprocess.Popen", start)
     for threads in (None, "3"):
         with pytest.raises(OSError):
             Partner(PartnerTask(CONFIG.as_dict(), "", "", 1, 0.1, threads))

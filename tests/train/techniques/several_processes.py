@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tensorkeep.train.run.folder
 import tensorkeep.train.run.setup
 from forked import ended, kill, start
-from tensorkeep.bench.training.memory import live_bytes
+from tensorkeep.bench.training.cell import live_bytes
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.testing.technique_suite import TINY, SilentListener, losses, opened, train_run
 from tensorkeep.train.config.config import Config

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tensorkeep.bench.experiment.library import read_experiment
-from tensorkeep.bench.training.arms import arm_config, missing_for
+from tensorkeep.bench.experiment import read_experiment
+from tensorkeep.bench.training.workload import arm_config, missing_for
 from tensorkeep.testing.technique_suite import TINY, opened, verified_step, with_techniques
 from tensorkeep.train.techniques import attention_kernel, base, mixed_precision
 from tensorkeep.train.techniques.base import Machine

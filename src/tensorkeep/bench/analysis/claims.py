@@ -5,10 +5,10 @@ The rules, for each figure of a claim:
 * A comparison *supports* the claim if its 95% interval overlaps the claimed gain within 25%, lies on the claimed side
   of 1, and spans at most a factor of 4. A claimed time within 6% of no change is a claim of no change: a comparison
   supports it if its whole interval lies within 25% of 1.
-* **reproduced**: all isolating comparisons support it, and their arms differ in nothing else.
-* **confounded**: the documented comparison supports it, but an isolating one does not; or the supporting arms differ in
-  more than what the claim names.
-* **not reproduced**: neither.
+* **reproduced**: all isolating comparisons support it, and their arms differ only in what the claim names.
+* **confounded**: the documented comparison supports it, but an isolating one does not; or the supporting arms also
+  differ in something else.
+* **not reproduced**: no comparison supports it.
 * **not run**: an arm is missing or has no figures, one block gives no interval, or arms that should differ in one
   setting differ in others.
 
@@ -21,11 +21,10 @@ from importlib import resources
 
 import msgspec
 
-from tensorkeep.bench.analysis.samples import Samples
-from tensorkeep.bench.analysis.statistics import Comparison
-from tensorkeep.bench.analysis.verdicts import SMALLEST
-from tensorkeep.bench.analysis.wording import difference, interval_95, listed, number
+from tensorkeep.bench.analysis.samples import SMALLEST, Samples
 from tensorkeep.bench.results import Claim, ClaimVerdict
+from tensorkeep.bench.statistics import Comparison
+from tensorkeep.bench.wording import difference, interval_95, listed, number
 from tensorkeep.structs import prepared
 
 _TOLERANCE = 1.25
@@ -38,7 +37,7 @@ _VAGUE = "an interval too wide to judge"
 
 
 class ArmPair(msgspec.Struct, frozen=True):
-    """One arm against another in one measure; they may differ only in the settings ``changed``, if it is given."""
+    """One arm against another in one measure. If ``changed`` is given, they may differ only in these settings."""
 
     measure: str
     baseline: str
@@ -56,10 +55,10 @@ class PublishedClaim(msgspec.Struct, frozen=True):
     after: tuple[float, float]  # lowest and highest, in the unit of `before`
     documented: ArmPair  # the comparison as it was published
     isolating: tuple[ArmPair, ...]  # arms that differ only in what the claim names
-    also: tuple[ArmPair, ...] = ()  # shown beside them, without influence on the verdict
+    also: tuple[ArmPair, ...] = ()  # shown as well, without influence on the verdict
     confounders: str = ""  # what else differs, even between the isolating arms
     error: str = ""  # the error in the claim, or in how it was measured
-    recipe: str | None = None  # of training: the model that it is about
+    recipe: str | None = None  # the model of a claim about training
 
     @property
     def gain(self) -> tuple[float, float]:
@@ -68,7 +67,7 @@ class PublishedClaim(msgspec.Struct, frozen=True):
 
 
 class PublishedClaims(msgspec.Struct, frozen=True):
-    """All claims: of checkpoints, of training, and those of training as checkpoints answer them."""
+    """Claims about checkpoints, claims about training, and where training claims are checked."""
 
     claims: tuple[PublishedClaim, ...]
     training: tuple[PublishedClaim, ...]
@@ -92,9 +91,9 @@ def published_claims() -> PublishedClaims:
 
 
 def check_claims(samples: Samples) -> Iterator[Claim]:
-    """Yield the result for each claim, if the experiment checks claims.
+    """Yield the result for each claim, if the experiment is named after the claims or has all arms that they need.
 
-    It does if it is named after them, or has all arms that the claims need. Claims that lack an arm are ``not run``.
+    Claims that lack an arm are ``not run``.
     """
     published, workload = published_claims(), samples.experiment.workload
     if samples.experiment.name in _EXPERIMENTS or published.arms(workload) <= {arm.name for arm in samples.arms}:
@@ -135,7 +134,7 @@ def _obstacle(samples: Samples, pair: ArmPair, found: Comparison | None) -> str 
     if found is None:
         if failures := [*samples.failures(pair.baseline), *samples.failures(pair.arm)]:
             return f"{failures[0].arm}: {failures[0].reason or failures[0].status}"
-        return f"{pair.baseline} and {pair.arm} have no block with {pair.measure} of both"
+        return f"{pair.baseline} and {pair.arm} have no block in common with {pair.measure}"
     one, other = arms[pair.baseline].settings, arms[pair.arm].settings
     differing = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
     if others := sorted(differing - (differing if pair.changed is None else pair.changed)):

@@ -1,15 +1,33 @@
-"""The measured values of a results file by arm, measure and block, and the comparison of two arms.
+"""The figures of a results file by arm, measure and block; comparisons of two arms, and the verdict on each.
 
-A figure counts only if its cell is ``ok``. Two figures are compared within one block and per raw byte, so that an arm
-that worked on a smaller subject compares fairly. A rate (``better: higher``) is already relative and is not divided.
-Where a cell took turns with the baseline, its pairs of turns are compared instead: they are less than a second apart.
+A figure counts only if its cell is ``ok``. Figures are compared within one block and per raw byte, so that an arm with
+a smaller subject compares fairly. A rate (``better: higher``) is relative already. Where a cell took turns with the
+baseline, its pairs of turns are compared instead, which are less than a second apart.
+
+A difference counts only if three things agree: the test, adjusted for all arms of the measure; the 95% interval, which
+must lie on one side of 1; and the A/A control, which is the baseline measured again and shows the noise. A difference
+of less than 5% does not matter (0.1% for losses): the arms are about the same.
 """
 
 import math
 from collections.abc import Sequence
 
-from tensorkeep.bench.analysis.statistics import Comparison, Spread, compare
-from tensorkeep.bench.results import Arm, Cell, Measure, Results, Statistics
+from tensorkeep.bench.results import Arm, ArmStatistics, CellRecord, Measure, Noise, Results, Verdict
+from tensorkeep.bench.statistics import LEVEL, Comparison, SharedVariance, compare
+from tensorkeep.bench.wording import difference, interval_95, number
+from tensorkeep.units import counted
+
+SMALLEST = 1.001  # the smallest gain that counts as a difference of losses
+
+PRACTICAL = 1.05  # the smallest gain in time, rate or bytes that is worth a verdict
+
+# Bytes of the smallest checkpoint that gets verdicts: opening files dominates the time of smaller ones.
+SMALLEST_STATE = 256_000_000
+
+TOO_SMALL = (
+    "a state of {} is too small to time: opening files, caches and the first use of memory dominate, so no tool is "
+    "called better or worse, and none is recommended; 256 MB is enough: --model openllama-3b:scale=0.1 has 700 MB"
+)
 
 
 class Samples:
@@ -21,21 +39,17 @@ class Samples:
         self.measures = results.measures
         self.arms = results.arms
         self.baseline = results.baseline
-        self._spreads: dict[str, Spread | None] = {}
-        self._in_turns = {name for cell in results.cells for name in cell.turns}
         self.primary = [measure for measure in results.measures if measure.primary]
+        self._shared: dict[str, SharedVariance | None] = {}
+        self._in_turns = {name for cell in results.cells for name in cell.turns}
 
-    def cells_of(self, arm: str) -> list[Cell]:
+    def cells_of(self, arm: str) -> list[CellRecord]:
         """Return an arm's cells, by block."""
         return self.results.cells_by_arm.get(arm, [])
 
     def raw(self, arm: str, measure: Measure) -> dict[int, float]:
         """Return the figures of an arm in a measure, by block."""
-        return {
-            cell.block: value
-            for cell in self.cells_of(arm)
-            if cell.status == "ok" and (value := cell.figures.get(measure.name)) is not None and 0 <= value < math.inf
-        }
+        return self.results.figures(arm, measure.name)
 
     def per_byte(self, arm: str, measure: Measure) -> dict[int, float]:
         """Return the figures divided by the raw bytes worked on, by block; rates as they are."""
@@ -46,11 +60,11 @@ class Samples:
         return {block: value / amount for block, value in figures.items() if (amount := amounts[block])}
 
     def logs(self, arm: str, measure: Measure) -> dict[int, float]:
-        """Return the log of each block's figure, with the sign that makes larger better.
+        """Return the logs of the figures by block, with the sign that makes larger better.
 
-        Figures of zero have no logarithm and are left out. An arm that failed its gate even once has none: the speed of
-        a wrong result is worthless. If cells take turns with the baseline, the logs are relative to it.
+        If cells take turns with the baseline, the logs are relative to the baseline.
         """
+        # The speed of a wrong result is worthless: an arm that failed its gate even once has no logs.
         if self.failed_gate(arm):
             return {}
         logs = self._logs(arm, measure)
@@ -79,27 +93,28 @@ class Samples:
         gains = self.log_gains(arm, over, measure)
         if not gains:
             return None
-        # Without turns, an arm shares the errors of the baseline's cells, and they are larger.
-        return compare(gains, self._spread(measure) if over == self.baseline and self.in_turns(arm, measure) else None)
+        # Without turns, all arms share the errors of the baseline's cells: the arms are not independent evidence.
+        return compare(
+            gains, self._shared_of(measure) if over == self.baseline and self.in_turns(arm, measure) else None
+        )
 
-    def _spread(self, measure: Measure) -> Spread | None:
-        """Return what the arms that took turns with the baseline show of the noise of a measure."""
-        if measure.name not in self._spreads:
+    def _shared_of(self, measure: Measure) -> SharedVariance | None:
+        if measure.name not in self._shared:
             others = [arm.name for arm in self.arms if arm.name != self.baseline and self.in_turns(arm.name, measure)]
             gains = [self.log_gains(name, self.baseline or "", measure) for name in others]
-            self._spreads[measure.name] = Spread.of(gains)
-        return self._spreads[measure.name]
+            self._shared[measure.name] = SharedVariance.of(gains)
+        return self._shared[measure.name]
 
     def arm_at(self, kind: str, change: str = "") -> Arm | None:
-        """Return the arm at a place of the design, such as ``("alone", "zstd")``; None if it has none."""
+        """Return the arm at a place of the design, such as ``("alone", "zstd")``, or None."""
         places = ((arm, place.kind, place.change) for arm in self.arms for place in arm.places)
         return next((arm for arm, *place in places if place == [kind, change]), None)
 
-    def statistics(self, arm: Arm, measure: Measure) -> Statistics:
-        """Return the statistics of an arm in a measure, which the summary of the results has."""
+    def statistics(self, arm: Arm, measure: Measure) -> ArmStatistics:
+        """Return the statistics of an arm in a measure from the summary of the results."""
         return self.results.statistics(arm.name, measure.name)
 
-    def failures(self, arm: str) -> list[Cell]:
+    def failures(self, arm: str) -> list[CellRecord]:
         """Return an arm's cells without figures, except those that are still planned."""
         return [cell for cell in self.cells_of(arm) if cell.status not in ("ok", "planned")]
 
@@ -123,3 +138,54 @@ def typical_log_ratio(pairs: Sequence[tuple[float, float]]) -> float:
 
 def _sign(measure: Measure) -> int:
     return 1 if measure.better == "higher" else -1
+
+
+def threshold(measure: Measure) -> float:
+    """Return the smallest gain in a measure that is worth a verdict."""
+    return SMALLEST if measure.unit == "nats" else PRACTICAL
+
+
+def too_small(results: Results) -> bool:
+    """Return whether checkpoints were measured on a state that is too small for verdicts and recommendations."""
+    nbytes = results.subject.bytes
+    return results.experiment.workload == "checkpoint" and nbytes is not None and nbytes < SMALLEST_STATE
+
+
+def noise_of(controls: Sequence[Comparison]) -> Noise | None:
+    """Return the noise floor that A/A controls show; None without a control that ran in at least two blocks."""
+    shown = [(one.low, one.high, one.n) for one in controls if one.low is not None and one.high is not None]
+    if not shown:
+        return None
+    lows, highs, blocks = zip(*shown, strict=True)
+    return Noise(min(lows), max(highs), max(1 / min(lows), max(highs), 1.0), min(blocks))
+
+
+def judge(
+    comparison: Comparison, p_holm: float | None, noise: Noise | None, least: float = PRACTICAL
+) -> tuple[Verdict, str]:
+    """Return the verdict on an arm that was compared with the baseline, and a sentence that explains it.
+
+    ``p_holm`` is the p-value, adjusted across the arms of the measure. A gain must exceed the noise and ``least``.
+    """
+    low, high = comparison.low, comparison.high
+    if p_holm is None or low is None or high is None:
+        return "too few runs", f"{counted(comparison.n, 'block')} cannot separate a difference from noise"
+    p = f"adjusted p {p_holm:.2g}" if p_holm >= 0.0001 else "adjusted p below 0.0001"
+    if (noise is None or noise.floor <= least) and 1 / least < low and high < least:
+        return "about the same", f"any difference is below {difference(max(high, 1 / low))}: {interval_95(low, high)}"
+    if p_holm >= LEVEL or low <= 1 <= high:
+        return "within noise", f"no difference is shown: {interval_95(low, high)}, {p}"
+    size = math.exp(abs(math.log(comparison.gain)))
+    noisy = noise if noise is not None and noise.floor > SMALLEST else None
+    if noisy is not None and size <= noisy.floor:
+        reason = f"the difference, {difference(size)}, does not exceed the A/A control's: {difference(noisy.floor)}"
+        return "within noise", reason
+    if size <= least:
+        return (
+            "about the same",
+            f"the difference, {difference(size)}, is too small to matter: below {difference(least)}",
+        )
+    beyond = f", beyond the noise of {difference(noisy.floor)}" if noisy else ""
+    if comparison.gain > 1:
+        return "helps", f"{number(size)} times better ({interval_95(low, high)}, {p}){beyond}"
+    return "hurts", f"{number(size)} times worse ({interval_95(1 / high, 1 / low)}, {p}){beyond}"

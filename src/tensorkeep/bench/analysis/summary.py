@@ -1,53 +1,74 @@
-"""The summary of a results file, computed from its cells alone."""
+"""The summary of a results file, computed from its cells alone: statistics, verdicts, and the results of its design.
 
-from collections.abc import Mapping
+The results of a design (steps to the full stack, effects of factors, interactions) are computed within each block on a
+log scale, and summarised over the blocks like every other ratio.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from msgspec.structs import replace
 
+from tensorkeep.bench.analysis.advice import recommendations, warnings
 from tensorkeep.bench.analysis.claims import check_claims
-from tensorkeep.bench.analysis.effects import effects_of, interactions_of, steps_of
-from tensorkeep.bench.analysis.recommendations import recommendations
-from tensorkeep.bench.analysis.samples import Samples
-from tensorkeep.bench.analysis.statistics import Comparison, describe, detectable_gain, holm
-from tensorkeep.bench.analysis.verdicts import SMALLEST_STATE, judge, noise_of, threshold, too_small
-from tensorkeep.bench.analysis.warnings import cautions
-from tensorkeep.bench.analysis.wording import gate_words
-from tensorkeep.bench.results import Arm, Measure, Noise, Results, Statistics, Summary, Verdict
+from tensorkeep.bench.analysis.samples import SMALLEST_STATE, Samples, judge, noise_of, threshold, too_small
+from tensorkeep.bench.results import (
+    Arm,
+    ArmStatistics,
+    Effect,
+    Interaction,
+    Measure,
+    Noise,
+    Results,
+    ResultsSummary,
+    StackStep,
+    Verdict,
+)
+from tensorkeep.bench.statistics import Comparison, compare, describe, detectable_gain, holm
+from tensorkeep.bench.wording import gate_words
 from tensorkeep.units import format_bytes
 
+Levels = tuple[int, ...]  # a point of a factorial design: the index of the level, factor by factor
 
-def summarise(results: Results) -> Summary:
-    """Return the summary of a results file, with verdicts on primary measures only; an earlier one is ignored.
+
+def summarise(results: Results) -> ResultsSummary:
+    """Return the summary of a results file, with verdicts on primary measures only; an earlier summary is ignored.
 
     Raises MissingExtraError if scipy is not installed.
     """
     samples = Samples(results)
     noise: dict[str, Noise | None] = {}
-    statistics: dict[str, dict[str, Statistics]] = {arm.name: {} for arm in samples.arms}
+    statistics: dict[str, dict[str, ArmStatistics]] = {arm.name: {} for arm in samples.arms}
     for measure in samples.measures:
         others = [arm for arm in samples.arms if arm.role != "baseline"]
         found = {arm.name: samples.compare(arm.name, samples.baseline, measure) for arm in others}
         compared = {name: one for name, one in found.items() if one is not None}
-        noise[measure.name] = noise_of(
-            [compared[arm.name] for arm in others if arm.role == "control" and arm.name in compared]
-        )
-        arms = [arm.name for arm in others if arm.role == "arm" and arm.name in compared]
-        tested = {name: p for name in arms if (p := compared[name].p) is not None}
+        controls = [compared[arm.name] for arm in others if arm.role == "control" and arm.name in compared]
+        noise[measure.name] = noise_of(controls)
+        tested = {
+            arm.name: p for arm in others if arm.role == "arm" and (p := _p_value(compared.get(arm.name))) is not None
+        }
         adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
         for arm in samples.arms:
             one = compared.get(arm.name)
             statistics[arm.name][measure.name] = _statistics(samples, arm, measure, one, adjusted, noise[measure.name])
-    samples = Samples(replace(results, summary=Summary(arms=statistics, noise=noise)))
+    samples = Samples(replace(results, summary=ResultsSummary(arms=statistics, noise=noise)))
     return replace(
         samples.results.summary,
         steps=tuple(steps_of(samples)),
         effects=tuple(effects_of(samples)),
         interactions=tuple(interactions_of(samples)),
-        warnings=tuple(cautions(samples)),
+        warnings=tuple(warnings(samples)),
         recommendations=tuple(recommendations(samples)),
         claims=tuple(check_claims(samples)),
     )
+
+
+def _p_value(found: Comparison | None) -> float | None:
+    return None if found is None else found.p
 
 
 def _statistics(
@@ -57,7 +78,7 @@ def _statistics(
     found: Comparison | None,
     adjusted: Mapping[str, float],
     noise: Noise | None,
-) -> Statistics:
+) -> ArmStatistics:
     raw = list(samples.raw(arm.name, measure).values())
     per_byte = list(samples.per_byte(arm.name, measure).values())
     p_holm = adjusted.get(arm.name)
@@ -68,14 +89,14 @@ def _statistics(
             if found
             else ("not run", _why_not_compared(samples, measure))
         )
-    return Statistics(
+    return ArmStatistics(
         **(asdict(describe(raw)) if raw else {}),
         per_byte=describe(per_byte).median if per_byte else None,
         gain=found and found.gain,
         gain_low=found and found.low,
         gain_high=found and found.high,
         change_percent=_change_percent(samples, arm, measure, found) if found else None,
-        p=found and found.p,
+        p=_p_value(found),
         p_holm=p_holm,
         detectable=_detectable(found, len(adjusted), noise, threshold(measure)) if found else None,
         verdict=verdict[0],
@@ -87,7 +108,7 @@ def _detectable(comparison: Comparison, tests: int, noise: Noise | None, least: 
     """Return the smallest gain that would have counted: shown by the test, above the noise floor and ``least``."""
     if comparison.std is None:
         return None
-    by_test = detectable_gain(comparison.std, comparison.n, tests, comparison.lent)
+    by_test = detectable_gain(comparison.std, comparison.n, tests, comparison.borrowed)
     return None if by_test is None else max(by_test, least, noise.floor if noise else 1.0)
 
 
@@ -118,7 +139,7 @@ def _unjudged(samples: Samples, arm: Arm, measure: Measure) -> tuple[Verdict, st
 
 
 def _why_not_run(samples: Samples, arm: str, measure: Measure) -> str | None:
-    """Return why an arm has no figures that count; None if it has some."""
+    """Return why an arm has no figures that count, or None if it has figures."""
     cells = samples.cells_of(arm)
     if samples.failed_gate(arm):
         bad = [cell for cell in cells if cell.status == "gate"]
@@ -139,4 +160,173 @@ def _why_not_compared(samples: Samples, measure: Measure) -> str:
     why_not = _why_not_run(samples, samples.baseline, measure)
     if why_not:
         return f"the baseline {samples.baseline} was not run: {why_not}"
-    return f"no block has a figure above zero of both this arm and {samples.baseline}"
+    return f"no block has figures above zero for this arm and for {samples.baseline}"
+
+
+# The design ``steps``
+
+
+def steps_of(samples: Samples) -> Iterator[StackStep]:
+    """Yield each step of the design ``steps``, for each primary measure."""
+    base = samples.arm_at("base")
+    steps = sorted(
+        (place.index, place.change, arm.name) for arm in samples.arms for place in arm.places if place.kind == "step"
+    )
+    if not steps or base is None:
+        return
+    arms = [base.name, *(arm for _, _, arm in steps)]
+    for measure in samples.primary:
+        for index, (_, change, _) in enumerate(steps, start=1):
+            yield _step(samples, change, arms, index, measure)
+
+
+def _step(samples: Samples, change: str, arms: Sequence[str], index: int, measure: Measure) -> StackStep:
+    base, before, arm, last = arms[0], arms[index - 1], arms[index], arms[-1]
+    step = samples.compare(arm, before, measure)
+    so_far = samples.compare(arm, base, measure)
+    alone, why_not_alone = _arm_at(samples, "alone", change)
+    without, why_not_without = _arm_at(samples, "without", change)
+    gain_alone = samples.compare(alone, base, measure)
+    gain_without = samples.compare(last, without, measure)
+    whole = samples.compare(last, base, measure)
+    fraction = _fraction(samples.log_gains(arm, before, measure), samples.log_gains(last, base, measure), whole)
+    notes = [
+        *([] if step else [f"{change}: {arm} and {before} have no block in common"]),
+        *([] if gain_alone else [f"alone: {why_not_alone}"]),
+        *([] if gain_without else [f"without: {why_not_without}"]),
+        *([f"fraction: {fraction}"] if isinstance(fraction, str) else []),
+    ]
+    return StackStep(
+        change=change,
+        arm=arm,
+        measure=measure.name,
+        gain_from_previous=step and step.gain,
+        gain_from_previous_low=step and step.low,
+        gain_from_previous_high=step and step.high,
+        gain_from_base=so_far and so_far.gain,
+        fraction=None if isinstance(fraction, str) else fraction,
+        alone=gain_alone and gain_alone.gain,
+        without=gain_without and gain_without.gain,
+        notes=tuple(notes),
+    )
+
+
+def _arm_at(samples: Samples, kind: str, change: str) -> tuple[str | None, str]:
+    """Return the arm that has only this change, or all but it, and the reason to give if it has no figures."""
+    arm = samples.arm_at(kind, change)
+    if arm is not None:
+        return arm.name, f"{arm.name} has no figures"
+    for omitted in samples.experiment.omitted:
+        if (omitted.place.kind, omitted.place.change) == (kind, change):
+            return None, omitted.reason
+    return None, "it was not planned"
+
+
+def _fraction(step: Sequence[float], total: Sequence[float], full: Comparison | None) -> float | str:
+    """Return the fraction of the total log gain that a step contributes, or why it is not defined."""
+    if not step or not total or full is None:
+        return "this step, or the full stack, has no figures"
+    if min(full.gain, full.low or full.gain) <= 1:
+        return "the full stack is not shown to be better than the base"
+    return (sum(step) / len(step)) / (sum(total) / len(total))
+
+
+# The design ``combinations``
+
+
+def interactions_of(samples: Samples) -> Iterator[Interaction]:
+    """Yield, for each combination and primary measure, its gain against the product of its changes' single gains."""
+    base = samples.arm_at("base")
+    for arm in samples.arms:
+        for place in arm.places:
+            if place.kind == "combination" and base is not None:
+                singles = [single.name for change in place.changes if (single := samples.arm_at("alone", change))]
+                if singles and len(singles) == len(place.changes):
+                    for measure in samples.primary:
+                        gains = _interaction(samples, arm.name, base.name, singles, measure)
+                        yield Interaction(place.changes, arm.name, measure.name, *gains)
+
+
+def _interaction(samples: Samples, arm: str, base: str, singles: list[str], measure: Measure) -> Sequence[float | None]:
+    """Return the gain of a combination, the product of its single gains, and their ratio with its interval."""
+    logs = {name: samples.logs(name, measure) for name in (base, arm, *singles)}
+    blocks = sorted(set.intersection(*(set(found) for found in logs.values())))
+    if not blocks:
+        return ()
+    together = [logs[arm][block] - logs[base][block] for block in blocks]
+    product = [sum(logs[single][block] - logs[base][block] for single in singles) for block in blocks]
+    ratio = compare([a - b for a, b in zip(together, product, strict=True)])
+    return compare(together).gain, compare(product).gain, ratio.gain, ratio.low, ratio.high
+
+
+# The designs ``factorial`` and ``fractional``
+
+
+def effects_of(samples: Samples) -> Iterator[Effect]:
+    """Yield main effects and two-factor interactions of factorial and fractional designs.
+
+    An effect compares the last level of a factor with its first level. In a full factorial it is the mean over all
+    settings of the other factors where a block has both levels. A fraction has no such pairs: the effect is the
+    contrast of a whole block, a block with a missing point does not count, and ``aliases`` lists the effects that it is
+    confounded with.
+    """
+    factors = samples.experiment.factors
+    points = _points(samples, factors)
+    if not points:
+        return
+    fractional = samples.experiment.design == "fractional"
+    names = list(factors)
+    sizes = [len(levels) for levels in factors.values()]
+    for measure in samples.primary:
+        blocks: dict[int, dict[Levels, float]] = defaultdict(dict)
+        for arm, levels in points.items():
+            for block, log in samples.logs(arm, measure).items():
+                blocks[block][levels] = log
+        for effect in [*((name,) for name in names), *itertools.combinations(names, 2)]:
+            axes = [names.index(name) for name in effect]
+            found = [
+                _contrast(block, axes, len(points)) if fractional else _paired(block, axes, sizes)
+                for block in blocks.values()
+            ]
+            logs = [value for value in found if value is not None]
+            aliases = next((group for group in samples.experiment.aliases if effect in group), ())
+            others = tuple(other for other in aliases if other != effect)
+            gain = compare(logs) if logs else None
+            interval = {"gain": gain.gain, "low": gain.low, "high": gain.high} if gain else {}
+            yield Effect(effect, measure.name, **interval, aliases=others)
+
+
+def _points(samples: Samples, factors: Mapping[str, Sequence[str]]) -> dict[str, Levels]:
+    """Return the point of the design by arm."""
+    points = {}
+    for arm in samples.arms:
+        for place in arm.places:
+            if place.kind == "point" and all(place.levels.get(name) in known for name, known in factors.items()):
+                points[arm.name] = tuple(known.index(place.levels[name]) for name, known in factors.items())
+    return points
+
+
+def _paired(block: Mapping[Levels, float], axes: list[int], sizes: Sequence[int]) -> float | None:
+    """Return the mean, over the settings of the other factors, of last level against first (or of an interaction)."""
+    values = []
+    for levels in block:
+        if any(levels[axis] for axis in axes):
+            continue
+        corners = []
+        for ends in itertools.product((0, 1), repeat=len(axes)):
+            corner = list(levels)
+            for axis, end in zip(axes, ends, strict=True):
+                corner[axis] = (sizes[axis] - 1) * end
+            # The sign of a corner: plus where all factors are at their last level, then alternating.
+            corners.append((block.get(tuple(corner)), (-1) ** (len(axes) - sum(ends))))
+        if all(value is not None for value, _ in corners):
+            values.append(sum(sign * value for value, sign in corners if value is not None))
+    return sum(values) / len(values) if values else None
+
+
+def _contrast(block: Mapping[Levels, float], axes: list[int], points: int) -> float | None:
+    """Return an effect as the contrast of the two-level points of a block, or None if a point is missing."""
+    if len(block) < points:
+        return None
+    signed = (math.prod(1 if levels[axis] else -1 for axis in axes) * value for levels, value in block.items())
+    return math.fsum(signed) * float(2 ** len(axes)) / points

@@ -1,20 +1,26 @@
-"""Measurement of one tool on one state: a durable save, then loads, which must return every bit of it.
+"""Measurement of one tool on one state: a durable save, then loads, which must return every bit of the state.
 
-First loads run in a new process each (`first_load`). Every other call runs twice: a warm-up that is not measured, then
-the measured call. A training run saves many times, and only its first save writes from memory that was never touched.
-On a virtual machine, which gets memory from its host on first touch, that first save can take several times as long.
+First loads run in a new process each. Every other call runs twice: a warm-up that is not measured, then the measured
+call. A training run saves many times, and only its first save writes from memory that was never touched; a virtual
+machine gets memory from its host on first touch, so that first save can take several times as long.
 """
 
 import errno
+import mmap
 import os
+import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from tensorkeep.bench.checkpoint.first_load import FreshProcess
-from tensorkeep.bench.checkpoint.gate import check_equal, read_state, touch_pages
-from tensorkeep.bench.checkpoint.probes import (
+import numpy as np
+
+from tensorkeep.bench.checkpoint.files import (
     evict,
     files_of,
     make_cold,
@@ -24,10 +30,12 @@ from tensorkeep.bench.checkpoint.probes import (
     sync_tree,
     warm,
 )
-from tensorkeep.bench.checkpoint.state_pair import StatePair, wipe
-from tensorkeep.bench.checkpoint.tools.base import Tool
-from tensorkeep.bench.experiment.workload import Outcome
+from tensorkeep.bench.checkpoint.states import Blueprint, Expected, StatePair, check_equal, digest, wipe
+from tensorkeep.bench.checkpoint.tools import Tool
+from tensorkeep.bench.workload import GateError, Outcome
+from tensorkeep.errors import TensorkeepError, first_line
 from tensorkeep.machine import peak_resident_bytes, reset_peak_resident, resident_bytes, written_bytes
+from tensorkeep.state.tree import flatten
 
 SAVE = "save"
 RETURNED = "returned"
@@ -44,39 +52,56 @@ PEAK = "peak_memory"
 
 FIRST_LOADS = (FIRST, INTO_FIRST)
 LOADS = (COLD, WARM, INTO_COLD, INTO_WARM)
+_INTO = (INTO_FIRST, INTO_COLD, INTO_WARM)
 
 _ALMOST_FULL_BYTES = 1024**2
+_WARM_UP_ELEMENTS = 4096
+
+# Starts new processes in milliseconds, from a server that has imported the libraries and loaded nothing.
+PROCESSES = get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "safetensors.torch", __name__])
 
 
 def measure_tool(tool: Tool, arm: str, states: StatePair, path: Path, loads: Collection[str] = LOADS) -> Outcome:
     """Save a state at ``path``, load it in the ways that are asked for, and remove it.
 
-    Errors call the tool ``arm``, and ``loads`` are among `FIRST_LOADS` and `LOADS`. The figure of a cold load is
-    missing where the file system keeps its files in memory, that of a load into existing tensors where the state has
-    values that cannot be filled.
+    Errors call the tool ``arm``; ``loads`` are names of `FIRST_LOADS` and `LOADS`. A cold load has no figure where the
+    file system keeps its files in memory. A load into existing tensors has none if the state has values that cannot be
+    filled.
 
     Raises GateError if a load does not return what was saved; OSError with ``ENOSPC`` if the disk is full, whatever the
     tool raises then.
     """
     outcome = Outcome()
+    wanted = [each for each in (*FIRST_LOADS, *LOADS) if each in loads and (states.fillable or each not in _INTO)]
     try:
         _save(tool, states, path, outcome)
-        for measure in FIRST_LOADS:
-            if measure in loads and (states.fillable or measure == FIRST):
+        for measure in wanted:
+            if measure in FIRST_LOADS:
                 _load_first(measure, tool, arm, states, path, outcome)
         _warm_up_load(tool, path, outcome)
-        for measure in LOADS:
-            if measure in loads and (states.fillable or measure not in (INTO_COLD, INTO_WARM)):
+        for measure in wanted:
+            if measure in LOADS:
                 _load(measure, tool, arm, states, path, outcome)
         return outcome
     except Exception as error:
-        # Some tools raise something else: torch's zip writer reports an unexpected position in the file.
+        # Not every tool raises ENOSPC: torch's zip writer reports an unexpected position in the file.
         if _is_full(path.parent):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise
     finally:
         with outcome.clock("remove"):
             remove(path)
+
+
+def outcome_of(arm: str, measure: Callable[[], Outcome]) -> Outcome:
+    """Measure an arm; it is not run if its tool cannot store the state, which each tool reports in its own way."""
+    try:
+        return measure()
+    except (TensorkeepError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        return Outcome("not-run", f"{arm} cannot store this state: {first_line(error)}")
 
 
 def _save(tool: Tool, states: StatePair, path: Path, outcome: Outcome) -> None:
@@ -118,7 +143,7 @@ def _load_first(measure: str, tool: Tool, arm: str, states: StatePair, path: Pat
     release_memory()
     with outcome.clock("first loads"):
         warm(path)
-        process = FreshProcess(tool, path, states.of(tool))
+        process = FreshProcess(tool, path, states.expected_from(tool))
         [outcome.figures[measure]] = process.load(arm, into=measure == INTO_FIRST)
 
 
@@ -128,19 +153,19 @@ def _warm_up_load(tool: Tool, path: Path, outcome: Outcome) -> None:
         evict(path)
         warm(path)
     with outcome.clock("warm-up"):
-        touch_pages(tool.load(path))
+        _touch_pages(tool.load(path))
 
 
 def _load(measure: str, tool: Tool, arm: str, states: StatePair, path: Path, outcome: Outcome) -> None:
     release_memory()
     with outcome.clock("prepare"):
-        if measure in (COLD, INTO_COLD) and not make_cold(path):
-            return
         if measure in (WARM, INTO_WARM):
             warm(path)
-        if measure in (INTO_COLD, INTO_WARM):
+        elif not make_cold(path):
+            return
+        if measure in _INTO:
             wipe(states.target)
-    existing = tool.view(states.target) if measure in (INTO_COLD, INTO_WARM) else None
+    existing = tool.view(states.target) if measure in _INTO else None
     begin = time.perf_counter()
     loaded = read_state(tool, path, existing)
     outcome.figures[measure] = time.perf_counter() - begin
@@ -148,6 +173,116 @@ def _load(measure: str, tool: Tool, arm: str, states: StatePair, path: Path, out
         check_equal(loaded, tool.view(states.source), arm)
 
 
+def read_state(tool: Tool, path: Path, existing: Any = None) -> Any:
+    """Load as a user would: into existing tensors if there are any, else into new ones; return them."""
+    if existing is not None:
+        tool.load_into(path, existing)
+        return existing
+    loaded = tool.load(path)
+    if tool.maps_files:
+        _touch_pages(loaded)
+    return loaded
+
+
+def _touch_pages(loaded: Any) -> None:
+    """Read one byte of every page of a state: a mapped file is read only then."""
+    for leaf in flatten(loaded).leaves.values():
+        memory = leaf.host_bytes()
+        if memory is not None:
+            np.add.reduce(memory[:: mmap.PAGESIZE])
+
+
 def _is_full(directory: Path) -> bool:
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize < _ALMOST_FULL_BYTES or status.f_favail == 0 < status.f_files
+
+
+# First loads, in a process that has imported the tool and loaded nothing before, as in every job that starts. A process
+# that has loaded once has memory, threads and buffers that make its next load faster.
+
+
+def call_once(tool: Tool, folder: Path) -> None:
+    """Save and load a few kilobytes, so that no figure contains imports and other work of the first call."""
+    import torch
+
+    path = folder / f"first-call{tool.suffix}"
+    state = tool.view({"a": torch.ones(_WARM_UP_ELEMENTS), "b": torch.ones(2, 2)})
+    try:
+        tool.save(state, path)
+        tool.load(path)
+    finally:
+        remove(path)
+
+
+@dataclass(frozen=True, slots=True)
+class FreshProcess:
+    """Loads a checkpoint with a tool in a new process."""
+
+    tool: Tool
+    path: Path
+    expected: Expected
+
+    def load(self, arm: str, *, into: bool = False, times: int = 1) -> list[float]:
+        """Return the seconds of the first load in the process, and of the loads that follow.
+
+        The loads go into new memory, or into tensors that exist before each load. Errors call the tool ``arm``.
+
+        Raises GateError if a load does not return what was saved; the error of the tool if it raises one.
+        """
+        blueprint = self.expected.blueprint if into else None
+        answer = run_in_new_process(_first_load, self.tool, self.path, blueprint, times)
+        if any(found != self.expected.digest for _, found in answer):
+            raise GateError(f"{arm} loaded values that differ from the saved ones, in a new process")
+        return [seconds for seconds, _ in answer]
+
+
+def run_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a function that runs in a new process, or raise its exception here.
+
+    Raises ChildProcessError if the process ends without an answer.
+    """
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=_answer, args=(theirs, function, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        answer = ours.recv()
+    except EOFError:
+        process.join()
+        raise ChildProcessError(f"the loading process ended with exit code {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def _answer(connection: Connection, function: Callable[..., Any], *arguments: Any) -> None:
+    # Ctrl-C reaches every process of a terminal; the parent ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        answer = function(*arguments)
+    except Exception as error:
+        answer = error
+    connection.send(answer)
+
+
+def _first_load(tool: Tool, path: Path, blueprint: Blueprint | None, times: int) -> list[tuple[float, str]]:
+    """Return, load by load, its seconds and the digest of the state that it returned."""
+    with TemporaryDirectory(dir=path.parent) as folder:
+        call_once(tool, Path(folder))
+    release_memory()
+    answer = []
+    for _ in range(times):
+        existing = None
+        if blueprint is not None:
+            existing = tool.view(blueprint.allocate())
+            wipe(existing)
+        begin = time.perf_counter()
+        loaded = read_state(tool, path, existing)
+        seconds = time.perf_counter() - begin
+        answer.append((seconds, digest(loaded)))
+        del loaded, existing
+    return answer

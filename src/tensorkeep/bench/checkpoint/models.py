@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 STANDARD_DEVIATION = 0.02
 _MODEL = "openllama-3b"
 DEFAULT_DTYPE = "bfloat16"
-DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-"""Bytes of an element."""
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes of an element
 
 _MULTIPLE = 64
 _LARGEST_SCALE = 16.0
@@ -44,7 +43,7 @@ class Llama:
     layers: int
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each parameter, named and ordered as in Hugging Face's LLaMA."""
+        """Return the shapes of the parameters, named and ordered as in Hugging Face's LLaMA."""
         attention = {f"self_attn.{name}_proj": (self.width, self.width) for name in "qkvo"}
         mlp = {f"mlp.{name}_proj": (self.mlp, self.width) for name in ("gate", "up")}
         norms = {f"{name}_layernorm": (self.width,) for name in ("input", "post_attention")}
@@ -57,8 +56,8 @@ class Llama:
     def scaled(self, scale: float) -> "Llama":
         """Return a model of the same depth with about ``scale`` times the weights.
 
-        The size of every matrix is the product of two of width, MLP and vocabulary. So each of them is multiplied by
-        the square root of the scale and rounded to the nearest multiple of 64, at least 64.
+        Every matrix has two sizes among width, MLP and vocabulary. Each size is multiplied by the square root of the
+        scale, and rounded to the nearest multiple of 64, at least 64.
         """
         factor = math.sqrt(scale)
         vocabulary, width, mlp = (
@@ -67,13 +66,12 @@ class Llama:
         return replace(self, vocabulary=vocabulary, width=width, mlp=mlp)
 
 
-OPENLLAMA_3B = Llama(vocabulary=32_000, width=3_200, mlp=8_640, layers=26)
-"""237 parameters, 3,426,473,600 weights."""
+OPENLLAMA_3B = Llama(vocabulary=32_000, width=3_200, mlp=8_640, layers=26)  # 237 parameters, 3,426,473,600 weights
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A parsed spec; ``shapes`` are those of the parameters, in order."""
+    """A parsed spec; ``shapes`` are the shapes of the parameters, in order."""
 
     shapes: dict[str, tuple[int, ...]]
     dtype: str
@@ -134,10 +132,7 @@ def _number(option: str, pattern: str, most: float) -> float:
 
 
 def spec_of_size(nbytes: int) -> str:
-    """Return the spec of a model of about ``nbytes`` bytes.
-
-    It has fewer layers, which keeps the tensors' shapes, or is scaled down if one layer is too large.
-    """
+    """Return the spec of a model of about ``nbytes`` bytes: with fewer layers, or scaled down if one is too large."""
     whole, one = parse(_MODEL), parse(f"{_MODEL}:layers=1")
     layer = (whole.nbytes - one.nbytes) / (OPENLLAMA_3B.layers - 1)
     layers = round((nbytes - one.nbytes) / layer) + 1

@@ -11,16 +11,13 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from tensorkeep.bench.checkpoint import measure
-from tensorkeep.bench.checkpoint.first_load import call_once
+from tensorkeep.bench.checkpoint.files import check_capacity
+from tensorkeep.bench.checkpoint.measure import call_once
 from tensorkeep.bench.checkpoint.models import add_adamw_state, build, parse
-from tensorkeep.bench.checkpoint.probes import check_capacity
-from tensorkeep.bench.checkpoint.state_pair import StatePair
-from tensorkeep.bench.checkpoint.tools.array_tools import TensorstoreTool
-from tensorkeep.bench.checkpoint.tools.base import Tool
-from tensorkeep.bench.checkpoint.tools.registry import parse_tool
-from tensorkeep.bench.experiment.validation import convert
-from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, Workload
+from tensorkeep.bench.checkpoint.states import StatePair
+from tensorkeep.bench.checkpoint.tools import TensorstoreTool, Tool, parse_tool
 from tensorkeep.bench.results import Measure, Subject
+from tensorkeep.bench.workload import Outcome, PreparedInputs, Task, Workload, convert
 from tensorkeep.checkpoint.info import info
 from tensorkeep.checkpoint.loading import load
 from tensorkeep.checkpoint.saving import save
@@ -29,15 +26,14 @@ from tensorkeep.state.tree import flatten
 from tensorkeep.structs import prepared
 from tensorkeep.units import format_bytes
 
-SEED = 20_240_601
-"""Of the random weights."""
+SEED = 20_240_601  # of the random weights
 
+# 44 MB in matrices of 0.3 to 3 million weights: an arm with chunks of 64 x 64 saves it in seconds.
 DEFAULT_MODEL = "openllama-3b:scale=0.03:layers=4:float16"
-"""44 MB in matrices of 0.3 to 3 million weights: an arm with chunks of 64 x 64 saves it in seconds."""
 
 _OVERHEAD_BYTES = 512 * 1024**2
+# Bytes on disk of a half-precision state stored as float32, in multiples of its own bytes, with a margin.
 _WIDENED = 2.1
-"""Bytes on disk of a half-precision state that is stored as float32, in multiples of its own, with a margin."""
 
 MEASURES = (
     Measure(measure.SAVE, "durable save", "s", "until the checkpoint is safely on the disk (fsync)", primary=True),
@@ -77,7 +73,7 @@ class CheckpointInput(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the tensors."""
         if self.model is None:
             return info(str(self.checkpoint)).total.nbytes
         return parse(self.model).nbytes * (3 if self.with_optimizer else 1)
@@ -120,7 +116,7 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
     def missing(self, arm: Tool) -> str | None:
         return arm.missing()
 
-    def prepare(self, settings: CheckpointSettings, arms: Collection[Tool], scratch: Path) -> Prepared:
+    def prepare(self, settings: CheckpointSettings, arms: Collection[Tool], scratch: Path) -> PreparedInputs:
         inputs = [CheckpointInput(settings.model, settings.with_optimizer, settings.source)]
         if settings.slow_model is not None:
             inputs.append(CheckpointInput(settings.slow_model, settings.with_optimizer))
@@ -135,7 +131,7 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
         places = (scratch / "model.ckpt", scratch / "slow-model.ckpt")
         stored_inputs = [_store(*each) for each in zip(inputs, places, strict=False)]
         (given, subject), (slow, slow_subject) = stored_inputs[0], stored_inputs[-1]
-        return Prepared(given, slow, subject, slow_subject)
+        return PreparedInputs(given, slow, subject, slow_subject)
 
     def measures_of(self, settings: CheckpointSettings) -> list[str]:
         optional = () if settings.into else (measure.INTO_FIRST, measure.INTO_COLD, measure.INTO_WARM)
@@ -154,7 +150,7 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
 
 
 def _store(given: CheckpointInput, path: Path) -> tuple[CheckpointInput, Subject]:
-    """Describe a state; one that is built is stored, so that each cell loads it in a second."""
+    """Describe a state. A model that is built is stored, so that each cell loads it in a second."""
     if given.model is None:
         return given, _describe(str(given.checkpoint), load(str(given.checkpoint)))
     state = given.build()

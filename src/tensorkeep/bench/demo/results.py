@@ -5,14 +5,12 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep.bench.analysis.wording import listed, number
 from tensorkeep.bench.checkpoint.measure import FIRST, SAVE, STORED
-from tensorkeep.bench.demo.damage import DamageReport, PeerDamage
-from tensorkeep.bench.demo.killed_save import KilledSave
+from tensorkeep.bench.demo.faults import DamageReport, KilledSave, PeerDamage
 from tensorkeep.bench.demo.speed import SmallRun, figures
 from tensorkeep.bench.demo.training import ComparedRuns
 from tensorkeep.bench.results import Results
-from tensorkeep.bench.run.rounds import Rounds
+from tensorkeep.bench.wording import listed, number
 from tensorkeep.checkpoint.verify import VerifyReport
 from tensorkeep.units import format_bytes, format_seconds
 
@@ -25,7 +23,7 @@ class DemoResults:
     description: str
     tensors: int
     state_bytes: int
-    rounds: Rounds
+    rounds: Results
     t5x: SmallRun
     intact: VerifyReport
     damage: DamageReport
@@ -49,7 +47,10 @@ class DemoResults:
             "tensors": self.tensors,
             "state_bytes": self.state_bytes,
             "measures": msgspec.to_builtins(figures(self.rounds)),
-            "rounds": msgspec.to_builtins(self.rounds),
+            "rounds": {
+                "seed": self.rounds.experiment.seed,
+                "cells": msgspec.to_builtins(self.rounds.cells),
+            },
             "t5x": asdict(self.t5x),
             "verify": self.intact.as_dict(),
             "damage": {
@@ -82,10 +83,10 @@ def facts(results: DemoResults) -> list[str]:
     left = {kill.tool: "whole, bit for bit" if kill.intact else "broken" for kill in results.kills}
     return [
         f"A durable save of {size}: {_times(save)}; lossless, in {fraction:.0%} of the bytes.",
-        f"The first load in a new process: {_times(load)}. Of these, only tensorkeep verifies what it reads.",
+        f"The first load in a new process: {_times(load)}. Only tensorkeep verifies what it reads.",
         f"One flipped bit: {unnoticed}tensorkeep named tensor {flip.name}, block {flip.block}, and refused to load it.",
-        f"kill -9 during a save: the checkpoint of tensorkeep was {left['tensorkeep']}; that of torch.save was "
-        f"{left['torch']}.",
+        f"kill -9 during a save: the checkpoint of tensorkeep was {left['tensorkeep']}, and the "
+        f"checkpoint of torch.save was {left['torch']}.",
         f"kill -9 during training: {training.same} of {len(training.unbroken)} losses are the same, bit for bit, as "
         "without the kill.",
     ]

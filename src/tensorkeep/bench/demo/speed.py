@@ -1,23 +1,53 @@
-"""Part 1 of the demo: saves, and first loads in new processes, with each tool, in interleaved rounds."""
+"""Parts 1 and 5 of the demo: how fast each tool saves and loads, and the six-way comparison with Tensorkeep beside it.
 
-import math
-from collections.abc import Callable
+Part 1 measures saves, and first loads in new processes, in interleaved rounds. Part 5 runs each arm of the experiment
+``six-way`` once.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tensorkeep.bench.analysis.statistics import Description, describe
-from tensorkeep.bench.checkpoint.first_load import FreshProcess
-from tensorkeep.bench.checkpoint.measure import FIRST, SAVE, STORED, save_durably
-from tensorkeep.bench.checkpoint.probes import remove, stored_bytes, warm
-from tensorkeep.bench.checkpoint.state_pair import StatePair
-from tensorkeep.bench.checkpoint.tools.base import Tool
-from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS, parse_tool
-from tensorkeep.bench.experiment.workload import Outcome
-from tensorkeep.bench.run.rounds import Rounds, outcome_of, run_rounds
+import msgspec
+from msgspec.structs import replace
+
+from tensorkeep.bench.checkpoint.files import check_capacity, remove, stored_bytes, warm
+from tensorkeep.bench.checkpoint.measure import (
+    FIRST,
+    SAVE,
+    STORED,
+    WARM,
+    FreshProcess,
+    outcome_of,
+    read_state,
+    save_durably,
+)
+from tensorkeep.bench.checkpoint.models import build, parse
+from tensorkeep.bench.checkpoint.states import COPIES_IN_MEMORY, StatePair, check_equal
+from tensorkeep.bench.checkpoint.tools import COMMON_TOOLS, TensorstoreTool, Tool, parse_tool
+from tensorkeep.bench.checkpoint.workload import CheckpointInput
+from tensorkeep.bench.experiment import ExperimentPlan, read_experiment
+from tensorkeep.bench.results import FILE_NAME, Arm, CellRecord, Limits, Results
+from tensorkeep.bench.run.runner import ExperimentRun, RunListener, plan_results, run_rounds
+from tensorkeep.bench.statistics import Description, describe
+from tensorkeep.bench.workload import GateError, Outcome, Task
+from tensorkeep.checkpoint.info import info
+from tensorkeep.checkpoint.loading import load
+from tensorkeep.errors import StoreError, TensorkeepError
+from tensorkeep.structs import prepared
 from tensorkeep.units import format_bytes
 
+DEFAULT_SCALE = 0.1
+SEED = 20_240_601
+LONGEST_SECONDS = 40.0  # seconds after which no further round starts
 SPEED_MEASURES = (SAVE, FIRST, STORED)
+
+T5X = parse_tool({"tool": "t5x"})
+# The common tools, and TensorStore with the fastest of its settings that detect damage.
 TOOLS: dict[str, Tool] = {
     **COMMON_TOOLS,
     "tensorstore": parse_tool(
@@ -32,13 +62,36 @@ TOOLS: dict[str, Tool] = {
         }
     ),
 }
-"""The common tools, and TensorStore with the fastest of its settings that detect damage."""
 
-T5X = parse_tool({"tool": "t5x"})
-LONGEST_SECONDS = 40.0
-"""Seconds after which no further round starts."""
-
+_COPIES_ON_DISK = 3
+_OVERHEAD_BYTES = 512 * 1024**2
 _T5X_FRACTION = 0.1
+
+
+@contextmanager
+def temporary_folder(directory: Path) -> Iterator[Path]:
+    """Make a folder in ``directory``, and remove it with its content at the end; StoreError if it cannot be made."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="tensorkeep-demo-", dir=directory)
+    except OSError as error:
+        message = f"cannot write here: {error.strerror}"
+        raise StoreError(message, path=directory, remedy="choose a folder with --dir") from error
+    with folder as path:
+        yield Path(path)
+
+
+def scale_of_size(nbytes: int) -> float:
+    """Return the scale that gives OpenLLaMA-3B about so many bytes."""
+    return nbytes / parse("openllama-3b").nbytes
+
+
+def build_states(folder: Path, source: Path | None, scale: float) -> StatePair:
+    """Load a checkpoint, or build OpenLLaMA-3B at a scale; StoreError if memory or disk do not suffice."""
+    spec = f"openllama-3b:scale={scale:.10f}"
+    nbytes = parse(spec).nbytes if source is None else info(source).total.nbytes
+    disk, memory = _COPIES_ON_DISK * nbytes, COPIES_IN_MEMORY * nbytes
+    check_capacity(folder, disk=disk + _OVERHEAD_BYTES, memory=memory + _OVERHEAD_BYTES)
+    return StatePair(build(spec, seed=SEED) if source is None else load(source))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +121,10 @@ def measure_rounds(
     folder: Path,
     rounds: int,
     *,
-    seconds: float = math.inf,
+    seconds: float | None = None,
     seed: int,
     progress: Callable[[str], None],
-) -> Rounds:
+) -> Results:
     """Save and load the state with each tool in every round."""
     arms = {name: partial(_save_and_load, tool, name, states, folder) for name, tool in TOOLS.items()}
     total = rounds * len(arms)
@@ -83,40 +136,16 @@ def measure_rounds(
 
 
 def measure_t5x(states: StatePair, folder: Path) -> SmallRun:
-    """Save and load the first tensors of the state, about a tenth of it, once with T5X's settings."""
+    """Save and load the first tensors of the state, about a tenth of the bytes, once with T5X's settings."""
     if reason := T5X.missing():
         return SmallRun(0, {}, reason)
-    part, nbytes = {}, 0
+    first, nbytes = {}, 0
     for name, tensor in T5X.view(states.source).items():
         if nbytes < states.nbytes * _T5X_FRACTION:
-            part[name] = tensor
+            first[name] = tensor
             nbytes += tensor.nbytes
-    outcome = _save_and_load(T5X, "t5x", StatePair(part), folder)
+    outcome = _save_and_load(T5X, "t5x", StatePair(first), folder)
     return SmallRun(nbytes, outcome.figures, outcome.reason or "")
-
-
-def figures(rounds: Rounds) -> dict[str, dict[str, Figure]]:
-    """Return the figures by measure and arm, without measures that no arm has."""
-    found: dict[str, dict[str, Figure]] = {}
-    for measure in SPEED_MEASURES:
-        for arm in TOOLS:
-            values = list(rounds.figures(arm, measure).values())
-            own, torch = (arm, measure), ("torch", measure)
-            ratios = rounds.ratios(own, torch) if measure == STORED else rounds.ratios(torch, own)
-            if values:
-                figure = Figure(describe(values).median, describe(ratios) if ratios else None)
-                found.setdefault(measure, {})[arm] = figure
-    return found
-
-
-def notes(rounds: Rounds, t5x: SmallRun) -> list[str]:
-    """Return the sentences on tools that did not run, and on T5X's smaller state."""
-    found = [f"{arm} was not run: {reason}." for arm, reason in rounds.not_run.items()]
-    if t5x.figures:
-        part = format_bytes(t5x.state_bytes)
-        scaled = f"one run on {part}, scaled to the full state; its longest bars are cut off"
-        found.append(f"* T5X's settings (gzip) take too long: {scaled}.")
-    return found
 
 
 def _save_and_load(tool: Tool, name: str, states: StatePair, folder: Path) -> Outcome:
@@ -128,10 +157,101 @@ def _save_and_load(tool: Tool, name: str, states: StatePair, folder: Path) -> Ou
     def measure() -> Outcome:
         _, saving = save_durably(tool, tool.view(states.source), path)
         warm(path)
-        [loading] = FreshProcess(tool, path, states.of(tool)).load(name)
+        [loading] = FreshProcess(tool, path, states.expected_from(tool)).load(name)
         return Outcome(figures={SAVE: saving, FIRST: loading, STORED: stored_bytes(path)})
 
     try:
         return outcome_of(name, measure)
     finally:
         remove(path)
+
+
+def figures(rounds: Results) -> dict[str, dict[str, Figure]]:
+    """Return the figures by measure and arm, without measures that no arm has and arms that failed."""
+    found: dict[str, dict[str, Figure]] = {}
+    for measure in SPEED_MEASURES:
+        for arm in [name for name in TOOLS if name not in rounds.failures]:
+            values = list(rounds.figures(arm, measure).values())
+            own, torch = (arm, measure), ("torch", measure)
+            ratios = rounds.ratios(own, torch) if measure == STORED else rounds.ratios(torch, own)
+            if values:
+                figure = Figure(describe(values).median, describe(ratios) if ratios else None)
+                found.setdefault(measure, {})[arm] = figure
+    return found
+
+
+def notes(rounds: Results, t5x: SmallRun) -> list[str]:
+    """Return the sentences on tools that did not run, and on T5X's smaller state."""
+    found = [f"{arm} was not run: {reason}." for arm, reason in rounds.failures.items()]
+    if t5x.figures:
+        size = format_bytes(t5x.state_bytes)
+        scaled = f"one run on {size}, scaled to the full state; its longest bars are cut off"
+        found.append(f"* T5X's settings (gzip) take too long: {scaled}.")
+    return found
+
+
+# Part 5
+
+_OURS = (
+    Arm("tensorkeep", settings={"tool": "tensorkeep"}, about="tensorkeep.save: raw, durable, verified."),
+    Arm("tensorkeep-lossless", settings={"tool": "tensorkeep", "compression": "lossless"}, about="A third smaller."),
+)
+_MODELS = {"model": "openllama-3b:scale=0.04:float16", "slow_model": "openllama-3b:scale=0.012:layers=2:float16"}
+
+
+def compare_six_ways(folder: Path, progress: Callable[[str], None]) -> Results:
+    """Save and load once with each arm of the experiment ``six-way``, and with Tensorkeep, in this process.
+
+    The arms of TensorStore are slow and work on a smaller state, so the figures are compared per byte. One run gives no
+    verdict; ``tensorkeep bench checkpoint --experiment six-way`` measures with confidence.
+    """
+    shipped = read_experiment("six-way")
+    arms = [
+        replace(arm, slow=isinstance(parse_tool(arm.settings), TensorstoreTool))
+        for arm in shipped.arms
+        if arm.role != "control"
+    ]
+    experiment = replace(
+        shipped.experiment,
+        title="Six ways to checkpoint, and Tensorkeep",
+        control=False,
+        settings={**shipped.experiment.settings, **_MODELS},
+    )
+    planned = plan_results(ExperimentPlan(experiment, (*arms, *_OURS)).with_design(runs=1), "tensorkeep demo")
+    measures = tuple(measure for measure in planned.measures if measure.name in (SAVE, WARM, STORED))
+    run = ExperimentRun(replace(planned, measures=measures), folder / FILE_NAME, folder, _run_once)
+    run.execute(_SixWayProgress(progress))
+    return run.results
+
+
+class _SixWayProgress(RunListener):
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self._progress = progress
+
+    def cell_started(self, cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
+        self._progress(f"six ways: {cell.arm} ({done + 1} of {total})")
+
+
+def _run_once(task: Task, limits: Limits) -> Outcome:
+    """Save, load and compare once; an arm that cannot run has the reason."""
+    tool = parse_tool(task.settings)
+    if reason := tool.missing():
+        return Outcome("not-run", reason)
+    folder = Path(task.directory)
+    folder.mkdir()
+    path = folder / f"state{tool.suffix}"
+    try:
+        state = tool.view(msgspec.convert(task.input, prepared(CheckpointInput)).load())
+        _, saving = save_durably(tool, state, path)
+        begin = time.perf_counter()
+        loaded = read_state(tool, path)
+        loading = time.perf_counter() - begin
+        check_equal(loaded, state, task.arm)
+    except GateError as error:
+        return Outcome("gate", error.message)
+    except TensorkeepError as error:
+        return Outcome("failed", error.message)
+    else:
+        return Outcome(seconds=saving + loading, figures={SAVE: saving, WARM: loading, STORED: stored_bytes(path)})
+    finally:
+        remove(folder)

@@ -1,4 +1,4 @@
-"""Part 4 of the demo: train a small GPT, kill it, resume it, compare the losses with those of an unbroken run."""
+"""Part 4 of the demo: train a small GPT, kill it, resume it, and compare its losses with an unbroken run."""
 
 import json
 import os
@@ -163,7 +163,7 @@ class TrainingDemo:
         return steps[-1] if steps else None
 
     def losses(self) -> dict[int, float]:
-        """Return the loss of each step in the log; of a step that was computed again, the later one."""
+        """Return the losses by step from the log; the later one for a step that was computed again."""
         log = self.folder.log
         lines = lines_of(log.read_bytes()) if log.exists() else ()
         return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
@@ -180,7 +180,7 @@ class ComparedRuns:
 
     @property
     def same(self) -> int:
-        """The number of steps whose losses are the same, bit for bit."""
+        """The number of steps with the same loss, bit for bit."""
         return sum(one == other for one, other in zip(self.unbroken, self.resumed, strict=False))
 
     @property

@@ -1,11 +1,19 @@
-"""Run an experiment: the order of its cells, random within blocks, and their limits.
+"""The runner: measures the cells of an experiment in randomised complete blocks.
 
-The results are written after each cell, so that an interrupted run can resume.
+Every arm runs once in each block, in random order, so that a drift of the machine affects all arms alike.
+`ExperimentRun` runs each cell in a process of its own and writes the results after each cell, so that an interrupted
+run can resume. `run_rounds` calls functions in this process, where processes would take too long.
+
+The number of blocks may follow from what was measured: an arm is not measured again once the interval of its gain is
+narrow enough (a sequential interval of fixed width; Chow and Robbins, 1965). Stopping depends on the width of the
+interval only, never on where it lies, so it favours neither outcome.
 """
 
 import random
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,35 +22,67 @@ from msgspec import to_builtins
 from msgspec.structs import asdict, replace
 
 from tensorkeep import machine
+from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.summary import summarise
-from tensorkeep.bench.experiment.plan import Plan
-from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, get_workload
-from tensorkeep.bench.results import Arm, Cell, Limits, Results, Settings, Status
-from tensorkeep.bench.results_file import write_results
+from tensorkeep.bench.checkpoint.files import remove
+from tensorkeep.bench.experiment import ExperimentPlan
+from tensorkeep.bench.results import (
+    Arm,
+    CellRecord,
+    Experiment,
+    Limits,
+    Results,
+    Status,
+    Subject,
+    write_results,
+)
 from tensorkeep.bench.run.cell import command_of, run_cell
-from tensorkeep.bench.run.enough import FINAL, arms_left_out
-from tensorkeep.bench.run.scratch import scratch_folder
+from tensorkeep.bench.workload import Outcome, Task, get_workload
 from tensorkeep.codecs import coder
-from tensorkeep.errors import StoreError, UsageError
+from tensorkeep.errors import BusyError, StoreError, UsageError
+from tensorkeep.storage.commit import FolderLock
+from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.version import __version__
 
+# Statuses that a second attempt would have again.
+FINAL: tuple[Status, ...] = ("gate", "failed", "timeout", "memory", "not-run")
+
 _PENDING: tuple[Status, ...] = ("planned", "disk")
+_FEWEST_BLOCKS = 3  # blocks before an arm counts as precise: two may agree by chance
+SCRATCH = ".tensorkeep-bench"
 
 
-class Listener:
+Measurement = Callable[[], Outcome]  # measures one arm once, in this process
+
+
+class RunListener:
     """Receives the progress of a run; this one ignores it."""
 
     def preparing(self) -> None:
         """Report that the subject of the cells is being created."""
 
-    def cell_started(self, cell: Cell, done: int, total: int, seconds_left: float | None) -> None:
+    def cell_started(self, cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
         """Report that a cell starts; ``seconds_left`` is None while it cannot be estimated."""
 
-    def cell_ended(self, cell: Cell) -> None:
+    def cell_ended(self, cell: CellRecord) -> None:
         """Report the outcome of a cell."""
 
 
-def plan_results(plan: Plan, command: str) -> Results:
+def schedule(experiment: Experiment, arms: Sequence[Arm]) -> list[CellRecord]:
+    """Return the planned cells in their order.
+
+    The order within a block depends only on the seed, the block's number and the arms: with more runs, the experiment
+    begins with the same blocks.
+    """
+    cells: list[CellRecord] = []
+    for block in range(experiment.runs or 0):
+        names = [arm.name for arm in arms]
+        random.Random(f"{experiment.seed}:{block}").shuffle(names)
+        cells += [CellRecord(name, block, "planned", len(cells) + place) for place, name in enumerate(names)]
+    return cells
+
+
+def plan_results(plan: ExperimentPlan, command: str) -> Results:
     """Return the results of a run that has not started, by a command line: every cell is planned."""
     workload = get_workload(plan.experiment.workload)
     names = workload.measures_of(workload.parse_settings(plan.experiment.settings))
@@ -53,126 +93,48 @@ def plan_results(plan: Plan, command: str) -> Results:
         experiment=plan.experiment,
         measures=tuple(measure for measure in workload.measures if measure.name in names),
         arms=plan.arms,
-        cells=tuple(schedule(plan)),
+        cells=tuple(schedule(plan.experiment, plan.arms)),
     )
 
 
-def schedule(plan: Plan) -> list[Cell]:
-    """Return the planned cells in their order: randomised complete blocks, every arm once in each.
+class BlockRun:
+    """Runs the pending cells of some results in their order; each arm is measured by a function in this process."""
 
-    A drift of the machine then affects all arms alike. The order within a block depends only on the seed, the block's
-    number and the arms: with more runs, the experiment begins with the same blocks.
-    """
-    cells: list[Cell] = []
-    for block in range(plan.experiment.runs or 0):
-        names = [arm.name for arm in plan.arms]
-        random.Random(f"{plan.experiment.seed}:{block}").shuffle(names)
-        cells += [Cell(name, block, "planned", len(cells) + place) for place, name in enumerate(names)]
-    return cells
+    directory: Path | None = None  # the folder on the disk that is measured
 
-
-class ExperimentRun:
-    """A run of an experiment, new or resumed: ``results`` has what was measured so far, as does the file.
-
-    ``directory`` is a folder on the disk that is measured, ``measure`` runs a cell.
-    """
-
-    def __init__(
-        self,
-        results: Results,
-        file: Path,
-        directory: Path,
-        measure: Callable[[Task, Limits], Outcome] | None = None,
-    ) -> None:
+    def __init__(self, results: Results, measurements: Mapping[str, Measurement]) -> None:
         self.results = results
-        self._file = file
-        self._directory = directory
-        self._measure = measure or run_cell
+        self._measurements = measurements
 
-    def execute(self, listener: Listener) -> None:
-        """Run the cells that have no outcome yet, and write the results after each.
+    def describe(self, cell: CellRecord) -> CellRecord:
+        """Return a cell with everything that is known before it starts."""
+        return replace(cell, started=_now(), amount=self.results.subject.bytes)
 
-        Raises StoreError if the disk is full. What the cell wrote is removed, earlier figures are kept; BusyError if
-        another run uses the folder; UsageError if the results were measured on another machine.
-        """
-        workload = get_workload(self.results.experiment.workload)
-        settings = workload.parse_settings(self.results.experiment.settings)
-        arms = {arm.name: arm for arm in self.results.arms}
-        parsed = [workload.parse_arm(arm.settings) for arm in arms.values()]
-        with scratch_folder(self._directory) as scratch:
-            self._check_machine(scratch)
-            listener.preparing()
-            prepared = workload.prepare(settings, parsed, scratch)
-            # Only from here on, earlier results in the file are replaced.
-            self._save(subject=prepared.subject)
-            try:
-                while (index := self._next()) is not None:
-                    self._run(index, arms[self.results.cells[index].arm], prepared, scratch, listener)
-            finally:
-                complete = not self._pending()
-                self._save(complete=complete, finished=_now() if complete else None, summary=summarise(self.results))
+    def measure(self, cell: CellRecord) -> Outcome:
+        """Measure a cell; the outcome has the seconds that it took."""
+        begin = time.perf_counter()
+        outcome = self._measurements[cell.arm]()
+        return replace(outcome, seconds=time.perf_counter() - begin)
 
-    def _check_machine(self, scratch: Path) -> None:
-        found: dict[str, Any] = to_builtins(machine.describe(scratch))
-        # The path as it was given: a results file is passed on, and must not show where a user's folders are.
-        found["storage"]["path"] = str(scratch)
-        found["coder"] = coder.describe()
-        before = self.results.environment
-        # Results of earlier versions do not have all of these.
-        if any(before.get(key, found[key]) != found[key] for key in ("versions", "processor", "coder")):
-            raise UsageError(
-                "the machine or its software has changed since this run began", remedy="begin again with another --out"
-            )
-        self.results = replace(self.results, environment=found)
-
-    def _run(self, index: int, arm: Arm, prepared: Prepared, scratch: Path, listener: Listener) -> None:
-        subject = prepared.slow_subject if arm.slow else prepared.subject
-        task = Task(
-            workload=self.results.experiment.workload,
-            arm=arm.name,
-            settings=arm.settings,
-            input=to_builtins(prepared.slow_input if arm.slow else prepared.input),
-            measures=[measure.name for measure in self.results.measures],
-            directory=str(scratch / f"cell-{index}"),
-            block=self.results.cells[index].block,
-            baseline=self._baseline_settings(arm),
-        )
-        cell = replace(
-            self.results.cells[index],
-            amount=subject.bytes,
-            subject=subject.description,
-            command=command_of(task),
-            started=_now(),
-        )
-        total = len(self.results.cells)
-        listener.cell_started(cell, total - len(self._pending()), total, self._seconds_left())
-        outcome = self._repeated_failure(cell) or self._measure(task, self.results.experiment.limits)
-        cell = replace(cell, **asdict(outcome))
-        cells = self.results.cells
-        self._save(cells=(*cells[:index], cell, *cells[index + 1 :]))
-        listener.cell_ended(cell)
-        if cell.status == "disk":
-            raise StoreError(
-                f"the disk was full in arm {cell.arm!r}",
-                path=self._directory,
-                remedy="free some space or choose a smaller model, then use --resume",
-            )
-
-    def _baseline_settings(self, arm: Arm) -> Settings | None:
-        """Return the settings of the baseline, which a cell of any other arm may be compared with while it runs."""
-        return next((one.settings for one in self.results.arms if one.role == "baseline" and one is not arm), None)
-
-    def _repeated_failure(self, cell: Cell) -> Outcome | None:
-        """Return the outcome of a cell whose arm has already failed in a way that repeats."""
-        for other in self.results.cells:
-            if other.arm == cell.arm and other.order != cell.order and other.status in FINAL and other.seconds:
-                verb = "was not run" if other.status == "not-run" else "failed"
-                return Outcome("not-run", f"not repeated: in block {other.block + 1} it {verb} ({other.reason})")
-        return None
-
-    def _save(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> None:
+        """Change the results."""
         self.results = replace(self.results, **changes)
-        write_results(self.results, self._file)
+
+    def run_cells(self, listener: RunListener) -> None:
+        """Run every pending cell. Whole blocks and arms that need not be measured again are left out."""
+        while (index := self._next()) is not None:
+            cell, total = self.describe(self.results.cells[index]), len(self.results.cells)
+            listener.cell_started(cell, total - len(self._pending()), total, self._seconds_left())
+            cell = replace(cell, **asdict(self._repeated_failure(cell) or self.measure(cell)))
+            cells = self.results.cells
+            self.update(cells=(*cells[:index], cell, *cells[index + 1 :]))
+            listener.cell_ended(cell)
+            if cell.status == "disk":
+                raise StoreError(
+                    f"the disk was full in arm {cell.arm!r}",
+                    path=self.directory,
+                    remedy="free some space or choose a smaller model, then use --resume",
+                )
 
     def _next(self) -> int | None:
         """Return the index of the next cell, or None; before each block, leave out what need not be measured again."""
@@ -181,7 +143,7 @@ class ExperimentRun:
         if pending and not any(cell.block == cells[pending[0]].block and cell.seconds for cell in cells):
             left_out = arms_left_out(self.results, cells[pending[0]].block)
             if left_out:
-                self._save(cells=tuple(cell for cell in cells if cell.status != "planned" or cell.arm not in left_out))
+                self.update(cells=tuple(cell for cell in cells if cell.status != "planned" or cell.arm not in left_out))
                 pending = self._pending()
         return pending[0] if pending else None
 
@@ -190,6 +152,14 @@ class ExperimentRun:
         cells = self.results.cells
         pending = [index for index, cell in enumerate(cells) if cell.status in _PENDING]
         return sorted(pending, key=lambda index: cells[index].order)
+
+    def _repeated_failure(self, cell: CellRecord) -> Outcome | None:
+        """Return the outcome of a cell if its arm has already failed in a way that repeats."""
+        for other in self.results.cells:
+            if other.arm == cell.arm and other.order != cell.order and other.status in FINAL and other.seconds:
+                verb = "was not run" if other.status == "not-run" else "failed"
+                return Outcome("not-run", f"not repeated: in block {other.block + 1} it {verb} ({other.reason})")
+        return None
 
     def _seconds_left(self) -> float | None:
         """Estimate the rest of the run: each cell takes the mean of its arm, or the median of all."""
@@ -202,6 +172,187 @@ class ExperimentRun:
         usual = statistics.median([seconds for each in known.values() for seconds in each])
         pending = (self.results.cells[index] for index in self._pending())
         return sum(statistics.fmean(known.get(cell.arm, [usual])) for cell in pending)
+
+
+class ExperimentRun(BlockRun):
+    """A run of an experiment, new or resumed, with each cell in a process of its own.
+
+    ``results`` and the file have what was measured so far. ``measure`` runs a task.
+    """
+
+    def __init__(
+        self,
+        results: Results,
+        file: Path,
+        directory: Path,
+        measure: Callable[[Task, Limits], Outcome] | None = None,
+    ) -> None:
+        super().__init__(results, {})
+        self.directory = directory
+        self._file = file
+        self._run_task = measure or run_cell
+        self._arms = {arm.name: arm for arm in results.arms}
+
+    def execute(self, listener: RunListener) -> None:
+        """Run the cells that have no outcome yet, and write the results after each.
+
+        Raises StoreError if the disk is full: the files of the cell are removed, earlier figures are kept. Raises
+        BusyError if another run uses the folder; UsageError if the results were measured on another machine.
+        """
+        workload = get_workload(self.results.experiment.workload)
+        settings = workload.parse_settings(self.results.experiment.settings)
+        parsed = [workload.parse_arm(arm.settings) for arm in self.results.arms]
+        with scratch_folder(self.directory or Path()) as scratch:
+            self._check_machine(scratch)
+            listener.preparing()
+            self._scratch, self._prepared = scratch, workload.prepare(settings, parsed, scratch)
+            # Only from here on, earlier results in the file are replaced.
+            self.update(subject=self._prepared.subject)
+            try:
+                self.run_cells(listener)
+            finally:
+                complete = not self._pending()
+                self.update(complete=complete, finished=_now() if complete else None, summary=summarise(self.results))
+
+    def update(self, **changes: Any) -> None:
+        super().update(**changes)
+        write_results(self.results, self._file)
+
+    def describe(self, cell: CellRecord) -> CellRecord:
+        slow = self._arms[cell.arm].slow
+        subject = self._prepared.slow_subject if slow else self._prepared.subject
+        command = command_of(self._task(cell))
+        return replace(cell, amount=subject.bytes, subject=subject.description, command=command, started=_now())
+
+    def measure(self, cell: CellRecord) -> Outcome:
+        return self._run_task(self._task(cell), self.results.experiment.limits)
+
+    def _task(self, cell: CellRecord) -> Task:
+        arm, prepared = self._arms[cell.arm], self._prepared
+        # Cells of all other arms may compare themselves with the baseline while they run.
+        baseline = next(
+            (one.settings for one in self._arms.values() if one.role == "baseline" and one is not arm), None
+        )
+        return Task(
+            workload=self.results.experiment.workload,
+            arm=arm.name,
+            settings=arm.settings,
+            input=to_builtins(prepared.slow_input if arm.slow else prepared.input),
+            measures=[measure.name for measure in self.results.measures],
+            directory=str(self._scratch / f"cell-{cell.order}"),
+            block=cell.block,
+            baseline=baseline,
+        )
+
+    def _check_machine(self, scratch: Path) -> None:
+        found: dict[str, Any] = to_builtins(machine.describe(scratch))
+        # The path as it was given: a results file is passed on, and must not show where a user's folders are.
+        found["storage"]["path"] = str(scratch)
+        found["coder"] = coder.describe()
+        before = self.results.environment
+        # Results of earlier versions lack some keys.
+        if any(before.get(key, found[key]) != found[key] for key in ("versions", "processor", "coder")):
+            raise UsageError(
+                "the machine or its software has changed since this run began", remedy="begin again with another --out"
+            )
+        self.results = replace(self.results, environment=found)
+
+
+def run_rounds(
+    measurements: Mapping[str, Measurement],
+    rounds: int,
+    *,
+    seed: int = 0,
+    seconds: float | None = None,
+    nbytes: int | None = None,
+    progress: Callable[[int, str], None] | None = None,
+) -> Results:
+    """Measure every arm once a round by a function in this process; the first arm is the baseline.
+
+    The first round always runs. A later one starts only if it would end within ``seconds``, were it as long as the one
+    before. ``nbytes`` is the size of the state, and ``progress`` gets the number of cells done and the next arm.
+    """
+    names = list(measurements)
+    arms = tuple(Arm(name, "arm" if place else "baseline") for place, name in enumerate(names))
+    experiment = Experiment("rounds", "", baseline=names[0], runs=rounds, seed=seed, budget=seconds)
+    cells = tuple(schedule(experiment, arms))
+    run = BlockRun(
+        Results(experiment=experiment, subject=Subject(bytes=nbytes), measures=(), arms=arms, cells=cells), measurements
+    )
+    run.run_cells(_RoundsListener(progress))
+    return run.results
+
+
+class _RoundsListener(RunListener):
+    def __init__(self, progress: Callable[[int, str], None] | None) -> None:
+        self._progress = progress
+
+    def cell_started(self, cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
+        if self._progress is not None:
+            self._progress(done, cell.arm)
+
+
+def arms_left_out(results: Results, block: int) -> set[str]:
+    """Return the arms that need no cell in a block that has not begun.
+
+    All arms are left out if the block would exceed the budget, or if only baseline and control would need it.
+    """
+    every = {arm.name for arm in results.arms}
+    if _exceeds_budget(results, block):
+        return every
+    if results.experiment.precision is None:
+        return set()
+    samples = Samples(results)
+    enough = {arm.name for arm in results.arms if arm.role != "baseline" and _is_precise(samples, arm.name)}
+    failed = {cell.arm for cell in results.cells if cell.status in FINAL}
+    wanted = {arm.name for arm in results.arms if arm.role == "arm"} - enough - failed
+    return enough if wanted else every
+
+
+def _is_precise(samples: Samples, arm: str) -> bool:
+    precision = samples.experiment.precision
+    found = samples.compare(arm, samples.baseline, samples.primary[0])
+    if precision is None or found is None or found.low is None or found.high is None or found.n < _FEWEST_BLOCKS:
+        return False
+    return found.high <= precision * found.low
+
+
+def _exceeds_budget(results: Results, block: int) -> bool:
+    """Return whether a block would end after the budget, if its cells take as long as in the block before."""
+    budget = results.experiment.budget
+    if budget is None or block == 0:
+        return False
+    planned = {cell.arm for cell in results.cells if cell.block == block}
+    before = [cell for cell in results.cells if cell.block == block - 1 and cell.arm in planned]
+    spent = sum(cell.seconds or 0.0 for cell in results.cells)
+    return spent + sum(cell.seconds or 0.0 for cell in before) > budget
+
+
+@contextmanager
+def scratch_folder(directory: Path) -> Iterator[Path]:
+    """Yield an empty folder on the measured disk, locked and removed at the end; first remove files of killed runs.
+
+    Raises BusyError if another run uses it; StoreError if it cannot be written to.
+    """
+    path = directory / SCRATCH
+    try:
+        lock = FolderLock(path)
+    except BusyError as error:
+        remedy = "wait for it, or give --dir"
+        raise BusyError("another bench is running in this folder", path=path, remedy=remedy) from error
+    with store_errors(path, "use this folder"):
+        _clear(path)
+    try:
+        yield path
+    finally:
+        _clear(path)
+        path.rmdir()
+        lock.release()
+
+
+def _clear(path: Path) -> None:
+    for found in path.iterdir():
+        remove(found)
 
 
 def _now() -> str:

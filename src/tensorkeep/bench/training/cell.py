@@ -1,8 +1,24 @@
-"""One cell of a training comparison: trains a run, compares the losses with the reference."""
+"""One cell of a training comparison: trains a run, compares its losses with a reference, and returns its figures.
 
+Three other processes may take part, each ``python -m tensorkeep.bench.training.cell KIND TASK``:
+
+* ``reference`` trains the first steps without systems techniques, and prints their losses;
+* ``partner`` trains the baseline in turns with the cell, for a fraction of a second each. The speed of a machine drifts
+  within seconds by more than most techniques change it. Two runs that take turns see the same machine, so the ratio of
+  their speeds in each pair of turns is much less noisy than the ratio of two full runs;
+* ``rank`` is one of several ranks that torchrun starts to train the run together.
+"""
+
+import gc
+import hashlib
 import math
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,23 +27,32 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tensorkeep.bench.checkpoint.probes import release_memory
-from tensorkeep.bench.experiment.workload import DoesNotApplyError, GateError, Outcome
+from tensorkeep.bench.checkpoint.files import release_memory
 from tensorkeep.bench.results import Settings
-from tensorkeep.bench.training.memory import step_peak
-from tensorkeep.bench.training.reference_losses import LossGate
-from tensorkeep.bench.training.turns import Partner, PartnerTask, StepTimer
-from tensorkeep.errors import DivergedError, TechniqueNotActiveError, UnsupportedError, UsageError
+from tensorkeep.bench.run.cell import end_with_parent, failed_outcome
+from tensorkeep.bench.workload import DoesNotApplyError, GateError, Outcome
+from tensorkeep.closing import Closing
+from tensorkeep.errors import (
+    DivergedError,
+    RanksDisagreeError,
+    TechniqueNotActiveError,
+    TensorkeepError,
+    UnsupportedError,
+    UsageError,
+)
 from tensorkeep.machine import reset_peak_resident, resident_bytes
+from tensorkeep.structs import prepared
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.loop import TrainingSummary, train, validation_loss
+from tensorkeep.train.loop import Silent, TrainingSummary, train, validation_loss
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import OpenRun
 from tensorkeep.train.step.train_step import take_step
+from tensorkeep.train.step.world import LAUNCHER_VARIABLES
 
 SPEED = "tokens_per_second"
 MEMORY = "peak_memory"
@@ -40,20 +65,58 @@ FIRST = "first_step"
 MFU = "mfu"
 TOKENS = "tokens"
 
+THREADS = "OMP_NUM_THREADS"
+_MODULE = "tensorkeep.bench.training.cell"
 _MOST_POINTS = 100
+_TURN_MARK = "tensorkeep-turn "
+_MORE_STEPS = 20  # the partner can train this many times the steps of a cell, so that it never ends first
+_JOB = "job.json"
+_LOST = RanksDisagreeError.__name__
+
+
+class PartnerTask(msgspec.Struct, frozen=True):
+    """What a partner trains."""
+
+    config: Settings
+    data: str
+    folder: str
+    warmup: int  # steps after the first one that are not timed
+    turn: float  # seconds
+    # OMP_NUM_THREADS of a cell without ranks, or None. Where nothing limits the threads, torch must not get a number
+    # either: then MKL may use fewer threads for small matrices. With a number, the baseline was up to 7% slower than
+    # itself as an arm.
+    threads: str | None
 
 
 class Protocol(msgspec.Struct, frozen=True):
     """How a cell is measured."""
 
     warmup: int  # steps after the first one that are not timed
-    # After how many seconds of training the validation loss is measured, in addition to the end of the run. A run that
+    # Seconds of training after which the validation loss is measured, in addition to the end of the run. A run that
     # ends sooner has no such loss: it had less time than the others.
     seconds: float | None = None
-    # Whether the peak of memory is that of the process, evaluations included, instead of that of the tensors of a step.
+    # Whether the peak of memory counts the process with evaluations, instead of the tensors of a step.
     with_evaluation: bool = False
     turn: float = 0.25  # seconds of a turn
     partner: PartnerTask | None = None  # the baseline that the run takes turns with
+
+
+@dataclass(frozen=True, slots=True)
+class LossGate:
+    """Compares the losses of the first steps with expected ones; ``tolerance`` is the allowed relative difference."""
+
+    expected: list[float]
+    tolerance: float
+
+    def check(self, step: int, loss: float) -> None:
+        """Raise GateError if the loss of a step, counted from 1, differs by more than the tolerance."""
+        if step > len(self.expected):
+            return
+        expected = self.expected[step - 1]
+        # Written with `not <=`, because every comparison with NaN is false.
+        if not abs(loss - expected) <= self.tolerance * abs(expected):
+            allowed = f"at most {self.tolerance:.2%} may differ" if self.tolerance else "they must be equal"
+            raise GateError(f"the loss of step {step} is {loss:.6g}, without the technique {expected:.6g}; {allowed}")
 
 
 class TrainingJob(msgspec.Struct, frozen=True):
@@ -84,7 +147,7 @@ def run_training(config: Config, data: Path, folder: Path, protocol: Protocol, g
             built = time.perf_counter()
             recorder = _Recorder(run, protocol, gate, others=_reset_peak(run))
             summary = train(run, recorder, stop=recorder.stop)
-            outcome = _outcome(run, recorder, summary, protocol)
+            outcome = _outcome(run, recorder, summary)
             outcome.figures |= _memory(run, recorder)
     except TechniqueNotActiveError as error:
         raise GateError(error.message) from error
@@ -95,40 +158,6 @@ def run_training(config: Config, data: Path, folder: Path, protocol: Protocol, g
             recorder.partner.close()
     outcome.clocks["build"] = built - begin
     return outcome
-
-
-def _memory(run: OpenRun, recorder: "_Recorder") -> dict[str, float]:
-    """Return the peak of memory; on a CPU, that of its tensors in one more step, and that of the process."""
-    peak = float(max(0, recorder.peak - recorder.others))
-    if run.device.type == "cuda" or recorder.protocol.with_evaluation:
-        return {MEMORY: peak}
-    figures = {RESIDENT: peak}
-    # A range test ends where losses are no longer finite.
-    with suppress(DivergedError):
-        figures[MEMORY] = float(step_peak(lambda: take_step(run)))
-    return figures
-
-
-def _reset_peak(run: OpenRun) -> int:
-    """Restart the peak of memory, between two steps; return the bytes of it that do not belong to training.
-
-    On the CPU it is the resident memory of the process, which has loaded libraries and compiled code.
-    """
-    if run.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(run.device)
-        return 0
-    release_memory()
-    reset_peak_resident()
-    states = [value for each in run.optimizers.values() for state in each.state.values() for value in state.values()]
-    averages = run.average.state_dict().values()
-    return resident_bytes() - sum(_nbytes(each) for each in (*run.model.parameters(), *states, *averages))
-
-
-def _nbytes(value: Any) -> int:
-    """Return the bytes of a tensor; of a quantised one, those of the tensors that it consists of."""
-    if is_traceable_wrapper_subclass(value):
-        return sum(_nbytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 @dataclass
@@ -144,7 +173,7 @@ class _Recorder:
     others: int  # bytes of the process that do not belong to training
     begin: float = field(default_factory=time.perf_counter)  # before the first step
     first: float = 0.0  # seconds of the first step
-    pairs: list[tuple[float, float]] = field(default_factory=list)  # tokens per second: this run's, the baseline's
+    pairs: list[tuple[float, float]] = field(default_factory=list)  # tokens per second: (this run, baseline)
     peak: int = 0  # bytes
     loss_in_time: float | None = None
     observed: dict[str, str] = field(default_factory=dict)
@@ -176,7 +205,7 @@ class _Recorder:
     def stop(self) -> bool:
         speed, world = self.timer.add_step(), self.run.world
         if self.protocol.partner is not None and world.is_main:
-            # Not earlier: loading it would take time from the first step.
+            # Not earlier: loading the partner would take time from the first step.
             self.partner = self.partner or Partner(self.protocol.partner)
             if speed is not None:
                 self.pairs.append((speed, self.partner.train_turn()))
@@ -187,7 +216,7 @@ class _Recorder:
         return False
 
 
-def _outcome(run: OpenRun, recorder: _Recorder, summary: TrainingSummary, protocol: Protocol) -> Outcome:
+def _outcome(run: OpenRun, recorder: _Recorder, summary: TrainingSummary) -> Outcome:
     figures: dict[str, float] = {FIRST: recorder.first, TOKENS: float(run.progress.tokens)}
     if steps := recorder.timer.steps:
         seconds, tokens, flops = (sum(column) for column in zip(*steps, strict=True))
@@ -208,10 +237,8 @@ def _outcome(run: OpenRun, recorder: _Recorder, summary: TrainingSummary, protoc
 
 
 def thinned(losses: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return the losses by step as at most 100 points: a step, and the mean of the finite losses since the one before.
-
-    A results file has a curve for each cell, and must not become large.
-    """
+    """Return the losses as at most 100 points: a step, and the mean of the finite losses since the point before."""
+    # A results file has a curve for each cell, and must not become large.
     count = min(len(losses), _MOST_POINTS)
     ends = [place * len(losses) // count for place in range(1, count + 1)]
     points = []
@@ -220,3 +247,294 @@ def thinned(losses: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
         if finite:
             points.append((losses[end - 1][0], float(f"{statistics.fmean(finite):.6g}")))
     return tuple(points)
+
+
+# Memory
+
+
+def _memory(run: OpenRun, recorder: _Recorder) -> dict[str, float]:
+    """Return the peak of memory; on a CPU, the tensors of one more step and the process separately."""
+    peak = float(max(0, recorder.peak - recorder.others))
+    if run.device.type == "cuda" or recorder.protocol.with_evaluation:
+        return {MEMORY: peak}
+    figures = {RESIDENT: peak}
+    # A range test ends where losses are no longer finite.
+    with suppress(DivergedError):
+        figures[MEMORY] = float(step_peak(lambda: take_step(run)))
+    return figures
+
+
+def _reset_peak(run: OpenRun) -> int:
+    """Restart the peak of memory, between two steps; return its bytes that do not belong to training."""
+    if run.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.device)
+        return 0
+    # On the CPU it is the resident memory of the process, which has loaded libraries and compiled code.
+    release_memory()
+    reset_peak_resident()
+    states = [value for each in run.optimizers.values() for state in each.state.values() for value in state.values()]
+    averages = run.average.state_dict().values()
+    return resident_bytes() - sum(_nbytes(each) for each in (*run.model.parameters(), *states, *averages))
+
+
+def _nbytes(value: Any) -> int:
+    """Return the bytes of a tensor; for a quantised one, the sum over the tensors that it consists of."""
+    if is_traceable_wrapper_subclass(value):
+        return sum(_nbytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+def step_peak(step: Callable[[], object]) -> int:
+    """Return the peak bytes of CPU tensors in a step: tensors that exist before, and tensors that it allocates.
+
+    On a CPU the resident memory of a process depends on malloc, loaded libraries and earlier steps, so torch's profiler
+    records each allocation and release of the step instead. The count is exact, the same in every run, and comparable
+    with the memory ledger, which predicts it from shapes. A tensor that is freed within the step counts until its end.
+    """
+    before = live_bytes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    tree = recorded.profiler.kineto_results.experimental_event_tree()
+    allocations = sorted(_allocations(tree), key=lambda event: event.start_time_ns)
+    used = peak = 0
+    for event in allocations:
+        used += event.extra_fields.alloc_size  # negative where memory is released
+        peak = max(peak, used)
+    return before + peak
+
+
+def live_bytes() -> int:
+    """Return the bytes of the CPU tensors that Python objects hold; tensors that share storage count once."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for found in gc.get_objects():
+        # Not isinstance: it would call the properties of lazy modules and proxies.
+        if issubclass(type(found), torch.Tensor) and found.device.type == "cpu" and found.layout == torch.strided:
+            # Subclasses that wrap other tensors, such as quantised ones, have no memory of their own.
+            try:
+                storage = found.untyped_storage()
+                address = storage.data_ptr()
+            except RuntimeError:
+                continue
+            if address:
+                storages[address] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _allocations(events: Iterable[Any]) -> Iterator[Any]:
+    """Yield the events of allocations and releases in a profiler's tree."""
+    for event in events:
+        if event.typed[0].name == "Allocation" and event.extra_fields.device.type == "cpu":
+            yield event
+        yield from _allocations(event.children)
+
+
+# Turns with the baseline
+
+
+@dataclass
+class StepTimer:
+    """Times the steps of a run. The first step of a turn only warms caches and threads up and is not timed."""
+
+    run: OpenRun
+    warmup: int
+    turn: float  # the least seconds of a turn
+    steps: list[tuple[float, int, int]] = field(default_factory=list)  # (seconds, tokens, FLOPs) by timed step
+    seconds: float = 0.0  # of training, all steps but the first
+    _mark: tuple[float, int, int] = (0.0, 0, 0)
+    _untimed: int = -1  # steps that are still not timed; -1 before the first step
+    _first: int = 0  # index of the first timed step of this turn
+
+    def add_step(self) -> float | None:
+        """Count the step that has just ended; return the tokens per second of a turn if the step ends one."""
+        run = self.run
+        before, self._mark = self._mark, (run.clock.seconds.get("train", 0.0), run.progress.tokens, run.speed.flops)
+        self.seconds = self._mark[0]
+        if self._untimed < 0:
+            # The run's clock does not count its first step.
+            self._untimed = self.warmup
+        elif self._untimed:
+            self._untimed -= 1
+        else:
+            self.steps.append(tuple(now - then for now, then in zip(self._mark, before, strict=True)))  # type: ignore[arg-type]
+        seconds = sum(step[0] for step in self.steps[self._first :])
+        if seconds < self.turn or not seconds:
+            return None
+        speed = sum(step[1] for step in self.steps[self._first :]) / seconds
+        self._first, self._untimed = len(self.steps), 1
+        return speed
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether no step was timed yet, and the next one will not be either."""
+        return not self.steps and self._untimed != 0
+
+
+class Partner(Closing):
+    """The baseline's process, a context manager; when it is made, it has warmed up and waits.
+
+    Raises TensorkeepError if the process ends.
+    """
+
+    def __init__(self, task: PartnerTask) -> None:
+        # The partner of a rank is a run by itself, with as many threads as one.
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        environment.pop(THREADS, None)
+        environment |= {} if task.threads is None else {THREADS: task.threads}
+        command = [sys.executable, "-m", _MODULE, "partner", msgspec.json.encode(task).decode()]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self._read()
+
+    def train_turn(self) -> float:
+        """Let the baseline train for one turn; return its tokens per second."""
+        stdin = self._process.stdin
+        if stdin is not None:
+            stdin.write("\n")
+            stdin.flush()
+        return self._read()
+
+    def _read(self) -> float:
+        for line in self._process.stdout or ():
+            if line.startswith(_TURN_MARK):
+                return float(line.removeprefix(_TURN_MARK))
+        code = self._process.wait()
+        self.close()
+        raise TensorkeepError(f"the process of the baseline ended with exit code {code}")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def _run_partner(task: PartnerTask) -> None:
+    """Train the baseline for one turn for each line that stdin has, and print its speed."""
+    config = Config.from_dict(task.config)
+    config = config.changed({"loop.steps": _MORE_STEPS * config.loop.steps})
+    with open_run(config, RunFolder(Path(task.folder)), Dataset.open(task.data)) as run:
+        timer = StepTimer(run, task.warmup, task.turn)
+        ready = False
+
+        def stop() -> bool:
+            nonlocal ready
+            speed = timer.add_step()
+            if not ready and not timer.warming_up:
+                ready, speed = True, 0.0
+            if speed is None:
+                return False
+            print(f"{_TURN_MARK}{speed}", flush=True)
+            return not sys.stdin.readline()
+
+        train(run, Silent(), stop=stop)
+
+
+# The reference losses
+
+
+class _ReferenceTask(msgspec.Struct):
+    config: Settings
+    data: str
+    steps: int
+
+
+def reference_losses(config: Config, data: Path, steps: int, cache: Path) -> list[float]:
+    """Return the losses of the first steps of a run; the cells of an experiment share them in a folder, ``cache``.
+
+    Raises TensorkeepError if the run fails.
+    """
+    task = msgspec.json.encode(_ReferenceTask(config.as_dict(), str(data), steps)).decode()
+    path = cache / f"{hashlib.sha256(task.encode()).hexdigest()[:16]}.json"
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", _MODULE, "reference", task]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise TensorkeepError(f"the reference run without techniques failed: {_last_line(done.stderr)}")
+        path.write_text(done.stdout.splitlines()[-1])
+    return msgspec.json.decode(path.read_bytes(), type=list[float])
+
+
+def train_steps(config: Config, data: Path, steps: int, folder: Path) -> list[float]:
+    """Train the first steps of a run, and return their losses."""
+    with open_run(config, RunFolder(folder), Dataset.open(data)) as run:
+        with run.techniques.verified(run):
+            losses = [take_step(run)["loss"]]
+        return losses + [take_step(run)["loss"] for _ in range(steps - 1)]
+
+
+def _run_reference(task: _ReferenceTask) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        losses = train_steps(Config.from_dict(task.config), Path(task.data), task.steps, Path(folder, "run"))
+    print(msgspec.json.encode(losses).decode())
+
+
+# Several ranks
+
+
+def run_on_ranks(job: TrainingJob, ranks: int, folder: Path) -> Outcome:
+    """Train a job on so many ranks; return the outcome of rank 0, with the memory of the rank that needs most.
+
+    Raises TensorkeepError if torchrun fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _JOB).write_bytes(msgspec.json.encode(job))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", _MODULE, "rank"]
+    threads = max(1, torch.get_num_threads() // ranks)
+    done = subprocess.run(
+        [sys.executable, *command, str(folder)],
+        env={**os.environ, THREADS: str(threads)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    files = [_outcome_file(folder, rank) for rank in range(ranks)]
+    if done.returncode or not all(file.exists() for file in files):
+        raise TensorkeepError(f"torchrun with {ranks} ranks failed: {_last_line(done.stderr)}")
+    return joined([msgspec.json.decode(file.read_bytes(), type=prepared(Outcome)) for file in files])
+
+
+def joined(outcomes: list[Outcome]) -> Outcome:
+    """Return one outcome of all ranks: the cause if one failed, else rank 0's outcome with the largest memory."""
+    failed = [each for each in outcomes if each.status != "ok"]
+    if failed:
+        # Where one rank fails, the others only report that they lost the connection.
+        return min(failed, key=lambda each: _LOST in (each.reason or ""))
+    figures = {
+        name: max(each.figures[name] for each in outcomes)
+        for name in (MEMORY, RESIDENT)
+        if all(name in each.figures for each in outcomes)
+    }
+    return msgspec.structs.replace(outcomes[0], figures={**outcomes[0].figures, **figures})
+
+
+def _run_rank(folder: Path) -> None:
+    job = msgspec.json.decode((folder / _JOB).read_bytes(), type=prepared(TrainingJob))
+    try:
+        outcome = job.run()
+    except Exception as error:
+        outcome = failed_outcome(error)
+        if isinstance(error, RanksDisagreeError):
+            outcome.reason = f"{_LOST}: {outcome.reason}"
+    _outcome_file(folder, int(os.environ["RANK"])).write_bytes(msgspec.json.encode(outcome))
+
+
+def _outcome_file(folder: Path, rank: int) -> Path:
+    return folder / f"outcome-{rank}.json"
+
+
+def _last_line(errors: str) -> str:
+    return (errors.strip().splitlines() or ["without an error message"])[-1]
+
+
+if __name__ == "__main__":
+    _kind, _task = sys.argv[1:]
+    if _kind == "reference":
+        _run_reference(msgspec.json.decode(_task, type=prepared(_ReferenceTask)))
+    else:
+        end_with_parent()
+        if _kind == "partner":
+            _run_partner(msgspec.json.decode(_task, type=prepared(PartnerTask)))
+        else:
+            _run_rank(Path(_task))

@@ -4,43 +4,62 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import torch
 from msgspec import Meta
 
-from tensorkeep.bench.experiment.validation import convert
-from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, Workload
 from tensorkeep.bench.results import Measure, Settings, Subject
-from tensorkeep.bench.training import cell as cell
-from tensorkeep.bench.training.arms import (
-    DEFAULT_RECIPE,
-    RANKS,
-    arm_config,
-    check_arm,
-    loss_tolerance,
-    missing_for,
-    without_systems_techniques,
-)
-from tensorkeep.bench.training.ranks import run_on_ranks
-from tensorkeep.bench.training.reference_losses import LossGate, reference_losses
-from tensorkeep.bench.training.turns import THREADS, PartnerTask
-from tensorkeep.errors import UsageError
+from tensorkeep.bench.training import cell
+from tensorkeep.bench.training.cell import THREADS, LossGate, PartnerTask, reference_losses, run_on_ranks
+from tensorkeep.bench.workload import Outcome, PreparedInputs, Task, Workload, convert
+from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.structs import prepared
-from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.config import RENAMED, TECHNIQUES, Config, nearest, setting_names
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.dataset import FILE, Dataset
 from tensorkeep.train.data.prepare import absolute_source, prepare
 from tensorkeep.train.memory import predict
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.step.device import chosen_device
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Machine
+from tensorkeep.train.techniques.stack import Stack
 from tensorkeep.units import counted, format_bytes
 
+DEFAULT_RECIPE = "shakespeare-char-cpu"
+RANKS = "ranks"  # the setting of an arm that a recipe does not have: by how many processes torchrun trains it
+_MOST_RANKS = 1024
 _INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _BYTES_PER_WEIGHT = 4
-_PEAK = "most bytes of tensors at once in a step; of several ranks, that of the rank with most"
-_PREDICTED = "the same as the memory ledger predicts it from shapes; missing if a technique's effect is not predicted"
+
+_FIXED: Settings = {
+    "checkpoint.every": 0,
+    "checkpoint.keep_best": 0,
+    "checkpoint.asynchronous": False,
+    "sample.every": 0,
+    "log.every": 1,
+    "eval.patience": None,
+    # Arms are compared at equal batches.
+    "loop.auto_batch_size": False,
+    # An arm states what is on: the same experiment compares the same techniques on each machine.
+    "default_techniques": None,
+}
+# Settings that all arms share: arms are compared at equal steps, on equal data.
+_SET_BY_EXPERIMENT = (
+    "loop.steps",
+    "loop.seed",
+    "eval.batches",
+    "recipe",
+    "data.",
+    "log.",
+    "checkpoint.",
+    "sample.",
+    "default_techniques",
+)
+
+_PEAK = "most bytes of tensors at once in a step; with several ranks, on the rank that needs most"
+_PREDICTED = "the peak that the memory ledger predicts from shapes; missing if a technique's effect is not predicted"
 _RESIDENT = "of the process on a CPU, after the warm-up and without what it had loaded"
 _SPEED = "of training alone, after the first step and the warm-up; the baseline trains in turns with each arm"
 _IN_TIME = "after the given seconds of training (first step not counted); missing if the run ends sooner"
@@ -68,7 +87,7 @@ class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     data: str | None = None  # a source or a prepared folder; the recipe's source if None
     steps: Annotated[int, Meta(ge=3, le=1_000_000)] = 100
     warmup: Annotated[int, Meta(ge=0, le=1_000_000)] = 5  # steps after the first one that are not timed
-    gate_steps: Count = 6  # whose losses are compared with those of the run without systems techniques
+    gate_steps: Count = 6  # steps that must have the losses of the run without systems techniques
     evaluated: Count = 20  # batches of the validation loss
     seconds: Count | None = None  # of training, for the loss in equal time
     turn: Annotated[float, Meta(gt=0, le=3600)] = 0.25  # seconds that the baseline and another arm train in turns
@@ -124,14 +143,14 @@ class TrainingWorkload(Workload[TrainingSettings, Settings]):
     def missing(self, arm: Settings) -> str | None:
         return missing_for(arm)
 
-    def prepare(self, settings: TrainingSettings, arms: Collection[Settings], scratch: Path) -> Prepared:
+    def prepare(self, settings: TrainingSettings, arms: Collection[Settings], scratch: Path) -> PreparedInputs:
         source = absolute_source(settings.data or get_recipe(settings.recipe).data.source)
         given = TrainingInput(settings, source, settings.data, str(scratch / "references"))
         configs = [given.arm_config(arm) for arm in arms]
         data = given.open_data(scratch / "data")
         given = msgspec.structs.replace(given, data=str(data.path))
         subject = _describe(configs[0], given, data)
-        return Prepared(given, given, subject, subject)
+        return PreparedInputs(given, given, subject, subject)
 
     def measures_of(self, settings: TrainingSettings) -> list[str]:
         return [each.name for each in MEASURES if each.name != cell.LOSS_IN_TIME or settings.seconds is not None]
@@ -209,19 +228,100 @@ def _gate(config: Config, data: Path, given: TrainingInput, folder: Path) -> Los
 
 
 def _describe(config: Config, given: TrainingInput, data: Dataset) -> Subject:
-    """Describe the recipe of the baseline and the device, with threads, which a CPU's speed depends on."""
+    """Describe the recipe of the baseline and the device; the speed of a CPU depends on its threads."""
     model = GPT(config.model.with_tokens(data.vocab_size), device="meta")
     shapes = [each.numel() for each in model.parameters()]
     nbytes = _BYTES_PER_WEIGHT * sum(shapes)
     loop, device = config.loop, chosen_device(config.loop.device)
-    cpu = f"the CPU with {counted(loop.threads or torch.get_num_threads(), 'thread')}"
     accumulated = loop.gradient_accumulation_steps
+    cpu = f"the CPU with {counted(loop.threads or torch.get_num_threads(), 'thread')}"
     sentence = (
         f"{config.recipe}: {sum(shapes):,} parameters ({format_bytes(nbytes)}), {loop.steps:,} steps of "
         f"{f'{accumulated} x ' if accumulated > 1 else ''}{loop.batch_size} x "
         f"{config.model.context_length:,} tokens of {given.source}, on {device if device.type != 'cpu' else cpu}"
     )
     return Subject(sentence, len(shapes), nbytes, {"float32": nbytes})
+
+
+# Arms: changes to a recipe, and the losses that they must keep
+
+
+def arm_config(
+    recipe: str, arm: Mapping[str, Any], *, steps: int, evaluated: int | None = None, block: int = 0
+) -> Config:
+    """Return the configuration of an arm: changes to a recipe by dotted name, ``{"techniques.compile": "on"}``.
+
+    The run has ``steps`` and evaluates that many batches, by default the full split. Each block gets its own seed.
+
+    Raises UsageError if the recipe or a setting is unknown, or a value is not valid.
+    """
+    base = get_recipe(recipe)
+    own = {"loop.seed": base.loop.seed + block, "eval.every": 0}
+    changes = {name: value for name, value in arm.items() if name != RANKS}
+    return measured_config(base, steps=steps, evaluated=evaluated, changes={**own, **changes})
+
+
+def measured_config(
+    config: Config, *, steps: int, evaluated: int | None = None, changes: Mapping[str, Any] | None = None
+) -> Config:
+    """Return a configuration for a measurement, with other changes: every step is logged, without checkpoints."""
+    return config.changed({**_FIXED, "loop.steps": steps, "eval.batches": evaluated, **(changes or {})})
+
+
+def check_arm(arm: Mapping[str, Any]) -> None:
+    """Check the names of an arm's settings and its techniques. Their values are checked with the recipe.
+
+    Raises UsageError if a setting is unknown or belongs to the experiment, or techniques cannot be combined.
+    """
+    known = [*setting_names(), *RENAMED]
+    ranks = arm.get(RANKS, 1)
+    if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
+        raise UsageError(f"{RANKS} is {ranks!r}", remedy=f"give a number of processes, 1 to {_MOST_RANKS}")
+    for name in arm:
+        if name == RANKS:
+            continue
+        if name.startswith(_SET_BY_EXPERIMENT):
+            remedy = 'remove it from the arm; "steps" and "data" are settings of the experiment'
+            raise UsageError(f"{name} is the same for all arms", remedy=remedy)
+        if name not in known and not name.startswith(TECHNIQUES):
+            near = ", ".join(nearest(name, known))
+            remedy = f"did you mean {near}?" if near else "see tensorkeep train --list-settings"
+            raise UsageError(f"the setting {name!r} does not exist", remedy=remedy)
+    try:
+        _techniques(arm)
+    except UnsupportedError as error:
+        raise UsageError(error.message, remedy=error.remedy) from error
+
+
+def missing_for(arm: Mapping[str, Any]) -> str | None:
+    """Return the missing requirement of an arm's techniques on this machine, or None."""
+    if arm.get(RANKS, 1) > 1:
+        return None  # each rank checks it
+    machine = Machine(chosen_device(arm.get("loop.device", "auto")))
+    for technique in _techniques(arm).techniques:
+        lack = technique.missing(machine)
+        if lack is not None:
+            return f"{technique.name} {lack}"
+    return None
+
+
+def _techniques(arm: Mapping[str, Any]) -> Stack:
+    """Return the techniques of an arm; they do not depend on the recipe."""
+    own = {name: value for name, value in arm.items() if name.startswith(TECHNIQUES)}
+    return Stack.of(get_recipe(DEFAULT_RECIPE).changed(own).techniques)
+
+
+def without_systems_techniques(config: Config) -> Config:
+    """Return a configuration without its systems techniques, which must not change the losses."""
+    algorithmic = {name for name in config.techniques if TECHNIQUE_CLASSES.get(name).kind == "algorithmic"}
+    kept = {name: given for name, given in config.techniques.items() if name in algorithmic}
+    return msgspec.structs.replace(config, techniques=kept)
+
+
+def loss_tolerance(config: Config) -> float:
+    """Return how far losses may differ from `without_systems_techniques`, relatively: the techniques' sum."""
+    kinds = (TECHNIQUE_CLASSES.get(name) for name in config.techniques)
+    return float(sum(each.tolerance for each in kinds if each.kind == "systems"))
 
 
 WORKLOAD = TrainingWorkload()

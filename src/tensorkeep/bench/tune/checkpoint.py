@@ -1,52 +1,163 @@
-"""``tensorkeep tune checkpoint``: measures which settings save fastest on this machine.
+"""``tensorkeep tune checkpoint``: measure which settings save fastest on this machine, and write them to a file.
 
 Two stages in interleaved rounds: first raw and lossless, each with direct I/O and through the page cache; then, with
-the winner, the number of threads.
+the winner, the number of threads. A stage keeps its first setting unless another one is faster by the bench's
+statistics: a paired test of the log-ratios, adjusted for all settings of the stage, its 95% interval, and at least 5%
+gain.
 """
 
+import json
 import math
+import os
+import re
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from tensorkeep import machine
-from tensorkeep.bench.analysis.statistics import require_scipy
+from tensorkeep.bench.analysis.samples import judge
+from tensorkeep.bench.checkpoint.files import check_capacity, remove
 from tensorkeep.bench.checkpoint.measure import SAVE, STORED
 from tensorkeep.bench.checkpoint.models import build, spec_of_size
-from tensorkeep.bench.checkpoint.probes import check_capacity, remove
-from tensorkeep.bench.experiment.workload import Outcome
-from tensorkeep.bench.results import Settings
-from tensorkeep.bench.run.rounds import Rounds, run_rounds
-from tensorkeep.bench.run.scratch import scratch_folder
-from tensorkeep.bench.tune.stage import FEWEST_ROUNDS, Setting, Stage
+from tensorkeep.bench.results import Results, Settings
+from tensorkeep.bench.run.runner import run_rounds, scratch_folder
+from tensorkeep.bench.statistics import Comparison, compare, describe, holm, require_scipy
+from tensorkeep.bench.workload import Outcome
 from tensorkeep.checkpoint.loading import load
 from tensorkeep.checkpoint.saving import save
+from tensorkeep.checkpoint.settings import KEYS, TABLE, parse
 from tensorkeep.errors import UsageError
+from tensorkeep.formats.base import BLOCK_BYTES, thread_bytes
 from tensorkeep.state.tree import flatten
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
+from tensorkeep.storage.commit import replace_file
+from tensorkeep.storage.direct_io import store_errors
+from tensorkeep.storage.parallel import default_threads
+from tensorkeep.units import counted
 
 DEFAULT_SECONDS = 15.0
 DEFAULT_BYTES = 512 * 10**6
 FEWEST_BYTES = 64 * 10**6
 MOST_ROUNDS = 30
+# Fewer rounds give no verdict: times of a disk have outliers, against which a test of a few values is not robust.
+FEWEST_ROUNDS = 5
 
-_MARGIN = 1.25
-"""A round takes longer than its saves: each checkpoint is also removed."""
+_MARGIN = 1.25  # a round takes longer than its saves: each checkpoint is also removed
 _MOST_THREADS = 32
 _SEED = 20_250_301
+_PER_THREAD = thread_bytes(BLOCK_BYTES, buffers=3)
+
+TuneVerdict = Literal["default", "first", "faster", "slower", "within noise", "too few rounds"]
+Progress = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class Setting:
+    """One way to save: compression, number of threads, and whether writes bypass the page cache."""
+
+    compression: str
+    threads: int
+    direct_io: bool
+
+    @classmethod
+    def default(cls) -> "Setting":
+        """Return the default settings of `save`; the default memory budget limits its threads."""
+        return cls("none", min(default_threads(), DEFAULT_BUDGET // _PER_THREAD), direct_io=True)
+
+    @property
+    def memory_budget(self) -> int:
+        """The bytes of buffers that the threads need, at least the default."""
+        return max(DEFAULT_BUDGET, self.threads * _PER_THREAD)
+
+    @property
+    def name(self) -> str:
+        """Its name in tables."""
+        return f"{self.compression}, {counted(self.threads, 'thread')}, {'direct' if self.direct_io else 'page cache'}"
+
+    def table(self) -> Settings:
+        """Return the table ``[save]`` of ``tensorkeep.toml``: the compression, and settings other than the default."""
+        names, default = ("threads", "direct_io", "memory_budget"), Setting.default()
+        changed = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
+        return {"compression": self.compression, **changed}
+
+
+@dataclass(frozen=True)
+class TuningStage:
+    """Settings that were measured in the same rounds; the others are compared with the first."""
+
+    settings: Sequence[Setting]
+    rounds: Results
+    nbytes: int  # bytes of the state
+
+    @cached_property
+    def comparisons(self) -> dict[Setting, Comparison]:
+        """How many times faster than the first each other setting saves, if a round has both."""
+        first = (self.settings[0].name, SAVE)
+        ratios = {each: self.rounds.ratios(first, (each.name, SAVE)) for each in self.settings[1:]}
+        return {each: compare([math.log(ratio) for ratio in found]) for each, found in ratios.items() if found}
+
+    def verdict(self, setting: Setting) -> TuneVerdict:
+        """Return the verdict on a setting; the first is ``"default"`` or, if an earlier stage chose it, ``"first"``."""
+        if setting == self.settings[0]:
+            return "default" if setting == Setting.default() else "first"
+        comparison = self.comparisons.get(setting)
+        if comparison is None or comparison.n < FEWEST_ROUNDS:
+            return "too few rounds"
+        others = list(self.comparisons)
+        adjusted = holm([self.comparisons[each].p or 0.0 for each in others])[others.index(setting)]
+        word, _ = judge(comparison, adjusted, None)
+        return "faster" if word == "helps" else "slower" if word == "hurts" else "within noise"
+
+    def winner(self) -> Setting:
+        """Return the fastest of the settings that are faster than the first, or else the first."""
+        faster = [setting for setting in self.settings if self.verdict(setting) == "faster"]
+        return max(faster, key=lambda setting: self.comparisons[setting].gain, default=self.settings[0])
+
+    def seconds_needed(self) -> float:
+        """Estimate the seconds of `FEWEST_ROUNDS` rounds and the warm-up round before them."""
+        seconds = [self.rounds.figures(setting.name, SAVE).values() for setting in self.settings]
+        return sum(describe(list(each)).median for each in seconds if each) * (FEWEST_ROUNDS + 1)
+
+    def row(self, setting: Setting) -> Settings:
+        """Return the figures of a setting as plain values; rates are bytes of the state per second."""
+        seconds = list(self.rounds.figures(setting.name, SAVE).values())
+        stored = list(self.rounds.figures(setting.name, STORED).values())
+        time = describe(seconds) if seconds else None
+        comparison = self.comparisons.get(setting)
+        return {
+            **asdict(setting),
+            "name": setting.name,
+            "rate": self.nbytes / time.median if time else None,
+            "rate_low": self.nbytes / time.high if time else None,
+            "rate_high": self.nbytes / time.low if time else None,
+            "stored_bytes": describe(stored).median if stored else None,
+            "comparison": None if comparison is None else asdict(comparison),
+            "verdict": self.verdict(setting),
+        }
+
+    def as_dict(self) -> Settings:
+        """Return everything as plain values, with the raw samples."""
+        return {
+            "arms": [self.row(setting) for setting in self.settings],
+            "rounds": self.rounds.blocks,
+            "samples": {"seed": self.rounds.experiment.seed, "cells": msgspec.to_builtins(self.rounds.cells)},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TunedSave:
     """The result of tuning: a description of the state, its bytes, and the stages."""
 
     subject: str
     nbytes: int
-    stages: tuple[Stage, ...]
+    stages: tuple[TuningStage, ...]
 
     @property
     def choice(self) -> Setting:
@@ -78,14 +189,7 @@ class Tuned:
         """Return everything as plain values, with the raw samples."""
         return {
             "subject": {"description": self.subject, "bytes": self.nbytes},
-            "stages": [
-                {
-                    "arms": [stage.row(setting) for setting in stage.settings],
-                    "rounds": stage.rounds.count,
-                    "samples": msgspec.to_builtins(stage.rounds),
-                }
-                for stage in self.stages
-            ],
+            "stages": [stage.as_dict() for stage in self.stages],
             "recommendation": {"text": self.sentence(), "settings": self.choice.table()},
         }
 
@@ -96,8 +200,8 @@ def tune(
     seconds: float = DEFAULT_SECONDS,
     nbytes: int = DEFAULT_BYTES,
     source: Path | None = None,
-    progress: Callable[[int, str], None] | None = None,
-) -> Tuned:
+    progress: Progress | None = None,
+) -> TunedSave:
     """Measure which settings save a state fastest in an existing folder. All files written there are removed.
 
     Measuring takes about so many ``seconds``, after the state was built or loaded; the first round always runs. The
@@ -117,14 +221,14 @@ def tune(
         if size == 0:
             raise UsageError("there is nothing to measure: the state holds no tensor", path=source)
         check_capacity(directory, disk=2 * size, memory=DEFAULT_BUDGET)
-        stages: list[Stage] = []
+        stages: list[TuningStage] = []
         end = time.perf_counter() + seconds
         for vary in (_vary_writing, _vary_threads):
             settings = vary(stages[-1].winner() if stages else Setting.default())
             now = time.perf_counter()
             until = now + (end - now) / (2 - len(stages))
-            stages.append(Stage(settings, _measure(state, path, settings, until, progress), size))
-    return Tuned(subject, size, tuple(stages))
+            stages.append(TuningStage(settings, _measure(state, path, settings, until, progress), size))
+    return TunedSave(subject, size, tuple(stages))
 
 
 def _vary_writing(start: Setting) -> list[Setting]:
@@ -139,9 +243,9 @@ def _vary_threads(start: Setting) -> list[Setting]:
 
 
 def _measure(
-    state: object, path: Path, settings: Sequence[Setting], until: float, progress: Callable[[int, str], None] | None
-) -> Rounds:
-    # A warm-up, because the first save of each kind uses fresh memory.
+    state: object, path: Path, settings: Sequence[Setting], until: float, progress: Progress | None
+) -> Results:
+    # A warm-up, because the first save with a setting uses fresh memory.
     for setting in settings:
         _save(state, path, setting)
     arms = {setting.name: partial(_save, state, path, setting) for setting in settings}
@@ -186,3 +290,98 @@ def _affordable_bytes(directory: Path, path: Path, seconds: float) -> int:
     most = max(len(vary(Setting.default())) for vary in (_vary_writing, _vary_threads))
     saves = most * (FEWEST_ROUNDS + 1)
     return max(FEWEST_BYTES, int(FEWEST_BYTES * seconds / (seconds_per_save * saves * _MARGIN)))
+
+
+# The table ``[save]`` of a ``tensorkeep.toml``. In an existing table, the lines of its keys and the comments that begin
+# with ``#:`` are replaced; everything else in the file is kept byte by byte.
+
+_MARK = "#:"
+_MOST_BYTES = 1024**2
+_OWN_LINE = re.compile(rf"\s*(?:{_MARK}|(?:{'|'.join(KEYS)})\s*=)")
+_THIS_TABLE = re.compile(rf"\s*\[\s*{TABLE}\s*\]\s*(?:#.*)?$")
+_ANY_TABLE = re.compile(r"\s*\[")
+
+
+def write_tuned(path: Path, values: Mapping[str, object], comments: Sequence[str]) -> str:
+    """Write or change a ``tensorkeep.toml`` atomically, and return its text.
+
+    The comments are lines above the values of the table ``[save]``.
+
+    Raises UsageError if the existing file cannot be parsed, or cannot be changed without loss; StoreError if it cannot
+    be read or written.
+    """
+    text = with_table(read_text(path), values, comments, path)
+    replace_file(path, text.encode())
+    return text
+
+
+def check_writable(path: Path) -> None:
+    """Check that a ``tensorkeep.toml`` can be written, by creating and removing a file in its folder.
+
+    Raises UsageError if the folder does not exist; StoreError if no file can be created in it.
+    """
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        remedy = "make the folder, or give another file with --out"
+        raise UsageError(f"the folder {str(target.parent)!r} does not exist", path=path, remedy=remedy)
+    with store_errors(path, "write the settings"), tempfile.NamedTemporaryFile(dir=target.parent):
+        pass
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, or an empty one if it does not exist.
+
+    Raises UsageError if it is not a text file; StoreError if it cannot be read.
+    """
+    with store_errors(path, "read the settings"):
+        if not path.exists():
+            return ""
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            raise UsageError("is not a settings file", path=path, remedy="give another one with --out")
+        content = path.read_bytes()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file") from error
+
+
+def with_table(text: str, values: Mapping[str, object], comments: Sequence[str], path: Path) -> str:
+    """Return the text of a file with a table ``[save]`` that holds these values and no others.
+
+    Raises UsageError if the text cannot be parsed, or the table cannot be replaced line by line.
+    """
+    try:
+        before = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file, or remove it") from error
+    parse(before, path)  # Refuses unknown keys, as a save does.
+    # JSON's strings, integers and booleans are also TOML's.
+    lines = [
+        *(f"{_MARK} {line}" for line in comments),
+        *(f"{key} = {json.dumps(value)}" for key, value in values.items()),
+    ]
+    changed = _replace_table(text, lines)
+    try:
+        after = tomllib.loads(changed)
+    except ValueError:
+        after = {}
+    # Lines are replaced without a TOML parser, so the result is parsed and refused if it means something else.
+    if after != {**before, TABLE: dict(values)}:
+        raise UsageError(
+            f"the table [{TABLE}] is written in a way that cannot be changed without loss",
+            path=path,
+            remedy=f"write it below a line [{TABLE}], one key a line, or remove it",
+        )
+    return changed
+
+
+def _replace_table(text: str, block: list[str]) -> str:
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if _THIS_TABLE.match(line):
+            rest = lines[number + 1 :]
+            end = next((index for index, each in enumerate(rest) if _ANY_TABLE.match(each)), len(rest))
+            kept = [each for each in rest[:end] if not _OWN_LINE.match(each)]
+            return "\n".join([*lines[: number + 1], *block, *kept, *rest[end:]])
+    gap = [] if not text else ["", ""] if not text.endswith("\n") else [""]
+    return text + "\n".join([*gap, f"[{TABLE}]", *block, ""])

@@ -1,23 +1,23 @@
-"""``tensorkeep tune training``: the cheapest techniques that fit into a memory limit."""
+"""``tensorkeep tune training``: the cheapest techniques that fit into a memory limit, by prediction and by trials."""
 
+import itertools
+import math
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
-from tensorkeep.bench.experiment.workload import Outcome, Task
 from tensorkeep.bench.results import Limits, Settings
 from tensorkeep.bench.run.cell import run_cell
-from tensorkeep.bench.training.arms import measured_config
 from tensorkeep.bench.training.cell import MEMORY
-from tensorkeep.bench.training.workload import TrainingInput, TrainingSettings
-from tensorkeep.bench.tune.memory_choices import Choice, choices
-from tensorkeep.errors import UsageError
+from tensorkeep.bench.training.workload import TrainingInput, TrainingSettings, measured_config
+from tensorkeep.bench.workload import Outcome, Task
+from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.machine import resident_bytes
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.memory import predict
+from tensorkeep.train.memory import Ledger, predict
 from tensorkeep.train.run.auto_batch_size import with_batch_size
 from tensorkeep.train.step.device import chosen_device
 from tensorkeep.train.techniques.base import Machine
@@ -28,10 +28,52 @@ TRIAL_SECONDS = 600
 
 _MOST_TRIALS = 5
 _CLEARLY_LESS = 0.9
+# What a process may use beyond training in its first step, while it loads libraries and compiles.
 _STARTUP_BYTES = 1 << 30
-"""What a process may use beyond training in its first step, while it loads libraries and compiles."""
+_COST_OF_HALVING = 1.01  # the expected factor on the time of a step for each halving of the micro-batch
 
 RunTrial = Callable[[Config], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A technique that saves memory, with settings, and the expected factor on the time of a step."""
+
+    name: str
+    settings: Settings
+    cost: float
+
+
+# At most one option per group is chosen. The costs come from the techniques' papers and our own measurements.
+OPTIONS: tuple[tuple[Option, ...], ...] = (
+    (Option("fused-cross-entropy", {}, 1.02),),
+    (Option("low-bit-optimizer", {"bits": 8}, 1.04), Option("optimizer-offload", {}, 1.5)),
+    (
+        Option("activation-checkpointing", {"keep": "matmuls"}, 1.12),
+        Option("activation-checkpointing", {}, 1.3),
+        Option("activation-swapping", {}, 1.6),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """A configuration and its predicted memory and time."""
+
+    config: Config
+    ledger: Ledger  # the predicted memory
+    cost: float = 1.0  # the expected factor on the time of a step; 1.0 for the given configuration
+    added: dict[str, Settings] = field(default_factory=dict)  # techniques that the given one does not have
+
+    def settings(self) -> Settings:
+        """Return the changes to the given configuration, by dotted name."""
+        loop = self.config.loop
+        techniques = {f"techniques.{name}": settings or "on" for name, settings in self.added.items()}
+        return {
+            **techniques,
+            "loop.batch_size": loop.batch_size,
+            "loop.gradient_accumulation_steps": loop.gradient_accumulation_steps,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +86,20 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class TunedTraining:
     """The result of tuning."""
 
     memory: int  # bytes that training may use
-    before: Choice  # the given configuration
-    chosen: Choice  # the cheapest that fits; if none is predicted to fit, the one that needs the least memory
+    before: MemoryPlan  # the given configuration
+    chosen: MemoryPlan  # the cheapest that fits; if none is predicted to fit, the one that needs the least memory
     predicted_to_fit: bool
-    measured: int | None = None  # peak of the trial in bytes; None without one, or where it exceeded the limit
+    measured: int | None = None  # peak of the trial in bytes; None without a trial, or where it exceeded the limit
     tried: bool = False  # whether there was a trial
-    trials: Sequence[Trial] = ()  # those of the search for the largest batch
+    trials: Sequence[Trial] = ()  # trials of the search for the largest batch
 
     @property
     def fits(self) -> bool:
-        """Whether the trial fitted, or without one whether it is predicted to."""
+        """Whether the trial fitted; without a trial, whether the prediction fits."""
         if not self.tried:
             return self.predicted_to_fit
         return self.measured is not None and self.measured <= self.memory
@@ -78,12 +120,12 @@ class Tuned:
         }
 
 
-def tune(config: Config, data: Path, memory: int, *, run_trials: bool = True, largest: bool = False) -> Tuned:
-    """Choose techniques and a batch size for prepared data, whose vocabulary the configuration has.
+def tune(config: Config, data: Path, memory: int, *, run_trials: bool = True, largest: bool = False) -> TunedTraining:
+    """Choose techniques and a batch size for prepared data; the configuration has its vocabulary size.
 
-    ``memory`` is the bytes that training may use: on CUDA, those of tensors; on the CPU, those of the process beyond
-    what it needs without training. The choice is trained for some steps if ``run_trials``. With ``largest``, the
-    largest batch that fits is searched by trials.
+    ``memory`` is the bytes that training may use: the tensors on CUDA; on the CPU, the process beyond what it needs
+    without training. The choice is trained for some steps if ``run_trials``. With ``largest``, trials search the
+    largest batch that fits.
 
     Raises UsageError if a trial fails for another reason than memory, or techniques cannot be combined;
     UnsupportedError if a technique is unknown, or this machine lacks what it needs.
@@ -91,16 +133,16 @@ def tune(config: Config, data: Path, memory: int, *, run_trials: bool = True, la
     device = chosen_device(config.loop.device)
     config, _ = turn_on_defaults(config, Machine(device))
     Stack.of(config.techniques).check(Machine(device))
-    found = choices(config)
+    found = memory_plans(config)
     before = next(each for each in found if not each.added and each.config.loop == config.loop)
     fitting = [each for each in found if each.ledger.peak <= memory]
     if not fitting:
-        return Tuned(memory, before, min(found, key=lambda each: each.ledger.peak), predicted_to_fit=False)
-    tuned = Tuned(memory, before, fitting[0], predicted_to_fit=True)
+        return TunedTraining(memory, before, min(found, key=lambda each: each.ledger.peak), predicted_to_fit=False)
+    tuned = TunedTraining(memory, before, fitting[0], predicted_to_fit=True)
     if not run_trials:
         return tuned
     run_trial = trial_runner(data, memory, 0 if device.type == "cuda" else resident_bytes() + _STARTUP_BYTES)
-    tuned = _try_choices(tuned, fitting, run_trial)
+    tuned = _try_plans(tuned, fitting, run_trial)
     if not (largest and tuned.fits):
         return tuned
     best, trials = largest_batch(tuned.chosen.config, memory, run_trial)
@@ -111,21 +153,53 @@ def tune(config: Config, data: Path, memory: int, *, run_trials: bool = True, la
     return replace(tuned, chosen=chosen, measured=peak, trials=trials)
 
 
-def _try_choices(tuned: Tuned, fitting: Sequence[Choice], run_trial: RunTrial) -> Tuned:
-    """Return the first choice whose trial fits, or else the last one that was tried."""
+def memory_plans(config: Config) -> list[MemoryPlan]:
+    """Return the configuration as it is and with every set of techniques that can run here, the cheapest first.
+
+    The number of sequences in a step does not change: a smaller micro-batch is accumulated more often.
+    ``model.vocab_size`` is the vocabulary size of the data.
+    """
+    device = chosen_device(config.loop.device)
+    groups = [[None, *(each for each in group if each.name not in config.techniques)] for group in OPTIONS]
+    found: list[MemoryPlan] = []
+    for picked in itertools.product(*groups):
+        options = [each for each in picked if each is not None]
+        added = {each.name: each.settings for each in options}
+        together = msgspec.structs.replace(config, techniques={**config.techniques, **added})
+        try:
+            Stack.of(together.techniques).check(Machine(device))
+        except (UsageError, UnsupportedError):
+            continue
+        cost = math.prod(each.cost for each in options)
+        for halvings, batch_size in enumerate(_halved(config.loop.batch_size)):
+            smaller = with_batch_size(together, batch_size)
+            ledger = predict(smaller, device=device.type)
+            found.append(MemoryPlan(smaller, ledger, cost * _COST_OF_HALVING**halvings, added))
+    return sorted(found, key=lambda plan: (plan.cost, len(plan.added)))
+
+
+def _halved(size: int) -> Iterator[int]:
+    yield size
+    while size % 2 == 0:
+        size //= 2
+        yield size
+
+
+def _try_plans(tuned: TunedTraining, fitting: Sequence[MemoryPlan], run_trial: RunTrial) -> TunedTraining:
+    """Return the first plan that fits in its trial, or else the last one that was tried."""
     limit = tuned.memory
     for _ in range(_MOST_TRIALS):
-        choice = next((each for each in fitting if each.ledger.peak <= limit), None)
-        if choice is None:
+        plan = next((each for each in fitting if each.ledger.peak <= limit), None)
+        if plan is None:
             break
-        outcome = run_trial(choice.config)
+        outcome = run_trial(plan.config)
         fitted = fits(outcome, tuned.memory)
         peak = int(outcome.figures[MEMORY]) if MEMORY in outcome.figures else None
-        tuned = replace(tuned, chosen=choice, measured=peak, tried=True)
+        tuned = replace(tuned, chosen=plan, measured=peak, tried=True)
         if fitted:
             break
-        # A choice that is predicted to need nearly as much would not fit either.
-        limit = round(choice.ledger.peak * _CLEARLY_LESS)
+        # A plan that is predicted to need nearly as much would not fit either.
+        limit = round(plan.ledger.peak * _CLEARLY_LESS)
     return tuned
 
 
@@ -156,10 +230,7 @@ def largest_batch(config: Config, memory: int, run_trial: RunTrial) -> tuple[tup
 
 
 def fits(outcome: Outcome, memory: int) -> bool:
-    """Return whether a trial used no more than so many bytes.
-
-    Raises UsageError if it failed for another reason.
-    """
+    """Return whether a trial used no more than so many bytes; UsageError if it failed for another reason."""
     if outcome.status == "memory":
         return False
     if outcome.status != "ok":
@@ -170,8 +241,7 @@ def fits(outcome: Outcome, memory: int) -> bool:
 def trial_runner(data: Path, memory: int, overhead: int) -> RunTrial:
     """Return a function that trains a configuration for a few steps and evaluates it, in its own process.
 
-    Training may use ``memory`` bytes beyond the ``overhead`` of the process without it, which is ended when it exceeds
-    both.
+    The process is ended when it exceeds the ``memory`` for training and its ``overhead`` without training together.
     """
     limits = Limits(TRIAL_SECONDS, memory + overhead)
 

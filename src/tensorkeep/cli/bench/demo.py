@@ -14,23 +14,39 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from tensorkeep.bench.analysis.verdicts import SMALLEST_STATE
-from tensorkeep.bench.analysis.wording import number
-from tensorkeep.bench.checkpoint.state_pair import StatePair
-from tensorkeep.bench.demo.damage import DamageReport, PeerDamage, damage_and_verify, damage_peers, save_and_verify
-from tensorkeep.bench.demo.killed_save import KilledSave, kill_saves
+from tensorkeep.bench.analysis.samples import SMALLEST_STATE
+from tensorkeep.bench.checkpoint.states import StatePair
+from tensorkeep.bench.demo.faults import (
+    DamageReport,
+    KilledSave,
+    PeerDamage,
+    damage_and_verify,
+    damage_peers,
+    kill_saves,
+    save_and_verify,
+)
 from tensorkeep.bench.demo.results import DemoResults, facts
-from tensorkeep.bench.demo.speed import LONGEST_SECONDS, SmallRun, measure_rounds, measure_t5x, notes
-from tensorkeep.bench.demo.state import DEFAULT_SCALE, SEED, build_states, scale_of_size, temporary_folder
+from tensorkeep.bench.demo.speed import (
+    DEFAULT_SCALE,
+    LONGEST_SECONDS,
+    SEED,
+    SmallRun,
+    build_states,
+    measure_rounds,
+    measure_t5x,
+    notes,
+    scale_of_size,
+    temporary_folder,
+)
 from tensorkeep.bench.demo.training import ComparedRuns, RepeatedSteps, TrainingDemo
 from tensorkeep.bench.results import Results
-from tensorkeep.bench.run.rounds import Rounds
+from tensorkeep.bench.wording import number
 from tensorkeep.cli.options import SIZE, AtLeastOne, Checkpoint, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import columns
 from tensorkeep.errors import UsageError
-from tensorkeep.report.charts.bars import Bars
-from tensorkeep.report.demo_bars import six_way_bars, speed_bars
+from tensorkeep.report.bars import Bars
+from tensorkeep.report.demo import six_way_bars, speed_bars
 from tensorkeep.units import counted, format_bytes, format_seconds
 
 _DEFAULT_ROUNDS = 3
@@ -90,7 +106,7 @@ def demo(
             limits = f"{format_bytes(_SMALLEST)} to {format_bytes(_LARGEST)}"
             raise UsageError(f"--size is {format_bytes(size)}, out of range", remedy=f"give {limits}")
         scale = scale_of_size(size)
-    from tensorkeep.report.demo_page import write_demo_page
+    from tensorkeep.report.demo import write_demo_page
     from tensorkeep.report.rendering import check_page
 
     page = out or Path("tensorkeep-demo.html")
@@ -107,7 +123,7 @@ def demo(
 
 def _run(output: Output, folder: Path, states: StatePair, source: Path | None, rounds: int | None) -> DemoResults:
     """Run the parts, and print each as soon as it is done."""
-    from tensorkeep.bench.demo.six_way import compare_six_ways
+    from tensorkeep.bench.demo.speed import compare_six_ways
     from tensorkeep.bench.demo.training import compare_runs
 
     # Fewer rounds on a slow machine, unless the user asked for a number.
@@ -158,10 +174,10 @@ def _description(states: StatePair, source: Path | None) -> str:
     )
 
 
-def _print_speed(output: Output, description: str, nbytes: int, rounds: Rounds, t5x: SmallRun) -> None:
+def _print_speed(output: Output, description: str, nbytes: int, rounds: Results, t5x: SmallRun) -> None:
     """Print the bars of saves, first loads and bytes."""
     output.paragraph(
-        f"1. Save and load {description}: the median of {counted(rounds.count, 'round')}. In a round "
+        f"1. Save and load {description}: the median of {counted(rounds.blocks, 'round')}. In a round "
         "every tool runs once, in random order. A save ends when the checkpoint is on the disk (fsync, for every "
         "tool). Each load is the first in a new process, of files in the page cache."
     )

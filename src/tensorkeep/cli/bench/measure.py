@@ -11,11 +11,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from tensorkeep.bench.experiment.library import read_experiment, shipped
-from tensorkeep.bench.experiment.plan import Plan
-from tensorkeep.bench.results import Cell, Limits, Results
-from tensorkeep.bench.results_file import FILE_NAME, read_results
-from tensorkeep.bench.run.runner import ExperimentRun, Listener, plan_results
+from tensorkeep.bench.experiment import ExperimentPlan, read_experiment, shipped
+from tensorkeep.bench.results import FILE_NAME, CellRecord, Limits, Results, read_results
+from tensorkeep.bench.run.runner import ExperimentRun, RunListener, plan_results
 from tensorkeep.cli.bench.report import report
 from tensorkeep.cli.options import SIZE, AtLeastOne, Checkpoint, Switch
 from tensorkeep.cli.output import DEFAULT, Counter, Output
@@ -219,7 +217,7 @@ def run_experiment(
     return _start(plan, options, directory, output)
 
 
-def _start(plan: Plan, options: RunOptions, directory: Path | None, output: Output) -> int:
+def _start(plan: ExperimentPlan, options: RunOptions, directory: Path | None, output: Output) -> int:
     folder = options.out or Path(plan.experiment.settings.get("save_dir") or f"bench-{plan.experiment.name}")
     # Hours of measurements are not replaced by accident.
     results = folder / FILE_NAME
@@ -305,7 +303,7 @@ def _interrupt_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _CellProgress(Listener):
+class _CellProgress(RunListener):
     """Shows the current arm, and the time left if it can be estimated."""
 
     def __init__(self, bar: Counter) -> None:
@@ -314,10 +312,10 @@ class _CellProgress(Listener):
     def preparing(self) -> None:
         self._bar.update("preparing what is measured")
 
-    def cell_started(self, cell: Cell, done: int, total: int, seconds_left: float | None) -> None:
+    def cell_started(self, cell: CellRecord, done: int, total: int, seconds_left: float | None) -> None:
         left = "" if seconds_left is None else f", about {format_seconds(seconds_left)} left"
         self._bar.update(f"block {cell.block + 1}: {cell.arm}{left}", completed=done, total=total)
 
-    def cell_ended(self, cell: Cell) -> None:
+    def cell_ended(self, cell: CellRecord) -> None:
         if cell.status not in ("ok", "not-run"):
             self._bar.print(printable(f"{cell.arm}: {cell.status}: {cell.reason}"))

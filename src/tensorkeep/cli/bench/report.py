@@ -5,18 +5,24 @@ from typing import Annotated, Any
 
 import msgspec
 
-from tensorkeep.bench.analysis.verdicts import too_small
-from tensorkeep.bench.analysis.wording import capitalised
-from tensorkeep.bench.results import Results
-from tensorkeep.bench.results_file import read_results
+from tensorkeep.bench.analysis.samples import too_small
+from tensorkeep.bench.results import Results, read_results
+from tensorkeep.bench.wording import capitalised
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines
-from tensorkeep.report.comparison import isolated_text, six_way_text
-from tensorkeep.report.design_tables import aliases_lines, claims_table, design_tables
-from tensorkeep.report.headlines import completeness, headlines, measured_by, noise_lines
-from tensorkeep.report.tables import ReportTable, not_run_table, observed_table, verdict_table
-from tensorkeep.report.verdict import verdict_sentence
+from tensorkeep.report.sentences import completeness, headlines, measured_by, noise_lines, verdict_sentence
+from tensorkeep.report.tables import (
+    ReportTable,
+    aliases_lines,
+    claims_table,
+    design_tables,
+    isolated_text,
+    not_run_table,
+    observed_table,
+    six_way_text,
+    verdict_table,
+)
 
 # These two print milliseconds and improvements, as their original scripts did; all others print mean ± std.
 _MILLISECONDS = ("three-way", "six-way")
@@ -61,7 +67,7 @@ def report(
 
 
 def _write(found: Results, page: Path, plots: Path | None, csv: Path | None, output: Output) -> None:
-    from tensorkeep.report.files import write_report
+    from tensorkeep.report.html import write_report
     from tensorkeep.report.rendering import check_page
 
     check_page(page)

@@ -14,8 +14,17 @@ from cyclopts.validators import Number
 
 from tensorkeep import machine
 from tensorkeep.bench.tune import training as tune_memory
-from tensorkeep.bench.tune.checkpoint import DEFAULT_BYTES, DEFAULT_SECONDS, FEWEST_BYTES, Tuned, tune
-from tensorkeep.bench.tune.tuned_file import check_writable, read_text, with_table, write_tuned
+from tensorkeep.bench.tune.checkpoint import (
+    DEFAULT_BYTES,
+    DEFAULT_SECONDS,
+    FEWEST_BYTES,
+    TunedSave,
+    check_writable,
+    read_text,
+    tune,
+    with_table,
+    write_tuned,
+)
 from tensorkeep.checkpoint.settings import FILE_NAME
 from tensorkeep.cli.options import SIZE, Checkpoint, Size, Switch
 from tensorkeep.cli.output import DEFAULT, Output
@@ -115,7 +124,7 @@ def _machine(found: dict[str, Any]) -> str:
     return f"{cores} of {found['processor']['model']}, {found['storage']['file_system'] or 'unknown file system'}"
 
 
-def _comments(tuned: Tuned, found: dict[str, Any]) -> list[str]:
+def _comments(tuned: TunedSave, found: dict[str, Any]) -> list[str]:
     """Return comments for the file: when, where and how the values were measured."""
     lines = [
         f"tensorkeep {__version__} tune checkpoint, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {_machine(found)}",
@@ -135,14 +144,14 @@ def _rates(row: dict[str, Any]) -> str:
     return f"{format_rate(row['rate'], 1)} ({format_rate(row['rate_low'], 1)}, {format_rate(row['rate_high'], 1)})"
 
 
-def _print_rates(tuned: Tuned, found: dict[str, Any], path: Path, text: str | None) -> None:
+def _print_rates(tuned: TunedSave, found: dict[str, Any], path: Path, text: str | None) -> None:
     print_lines(f"{format_bytes(tuned.nbytes)}: {tuned.subject}", f"{_machine(found)}: {found['storage']['path']}")
     heads = ("=settings", ">durable save", ">smaller", ">relative to the first", "=verdict")
     for stage in tuned.stages:
         print()
         rows = [_cells(stage.row(setting), stage.nbytes) for setting in stage.settings]
         Table(heads, rows, spare=("smaller",)).show()
-        print_lines(f"{counted(stage.rounds.count, 'round')}, each in random order: median (lowest, highest)")
+        print_lines(f"{counted(stage.rounds.blocks, 'round')}, each in random order: median (lowest, highest)")
     print_lines("", tuned.sentence())
     if text is None:
         print_lines(
@@ -244,7 +253,7 @@ def training(
     return 0 if tuned.fits else 1
 
 
-def _print_memory(what: str, command: str, tuned: tune_memory.Tuned, out: Path | None) -> None:
+def _print_memory(what: str, command: str, tuned: tune_memory.TunedTraining, out: Path | None) -> None:
     before, after = tuned.before.ledger.as_dict(), tuned.chosen.ledger.as_dict()
     print_lines(f"{what}, in {format_bytes(tuned.memory)}")
     rows = [
@@ -266,7 +275,7 @@ def _print_memory(what: str, command: str, tuned: tune_memory.Tuned, out: Path |
         print_lines(f"Written to {out}: {command} -C {shlex.quote(str(out))}")
 
 
-def _verdict(tuned: tune_memory.Tuned) -> str:
+def _verdict(tuned: tune_memory.TunedTraining) -> str:
     if not tuned.predicted_to_fit:
         return (
             "No choice is predicted to fit. The one with the least memory is shown: it needs "
@@ -277,7 +286,7 @@ def _verdict(tuned: tune_memory.Tuned) -> str:
     return f"A step is expected to take {tuned.chosen.cost:.2f} times as long as it does now."
 
 
-def _measured(tuned: tune_memory.Tuned) -> str:
+def _measured(tuned: tune_memory.TunedTraining) -> str:
     if not tuned.tried:
         return ""
     predicted = f"the prediction was {format_bytes(tuned.chosen.ledger.peak)}"
@@ -287,7 +296,7 @@ def _measured(tuned: tune_memory.Tuned) -> str:
     return f"It {word}: the trial used {format_bytes(tuned.measured)}; {predicted}."
 
 
-def _write(path: Path, tuned: tune_memory.Tuned) -> None:
+def _write(path: Path, tuned: tune_memory.TunedTraining) -> None:
     """Write the settings as a file for ``tensorkeep train -C``."""
     loop = tuned.chosen.config.loop
     lines = [

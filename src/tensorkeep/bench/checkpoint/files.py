@@ -1,0 +1,122 @@
+"""Files of a checkpoint: sync them, drop them from the page cache or read them into it, and check free space.
+
+A save ends when its files and their directory entries are on the disk, so the clock of every format includes an
+``fsync`` of everything that was written. A load is *cold* if ``mincore(2)`` shows that none of the checkpoint is in the
+page cache, and *warm* if it was read completely just before.
+"""
+
+import ctypes
+import mmap
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from tensorkeep.errors import StoreError, UnsupportedError
+from tensorkeep.machine import available_bytes, libc
+from tensorkeep.storage.direct_io import sync_directory
+from tensorkeep.units import format_bytes
+
+# The fraction of a cold checkpoint that may be in the page cache: the kernel may keep a page that it is using.
+COLD_FRACTION = 0.01
+
+_READ_BYTES = 8 * 1024**2
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a checkpoint, which is a file or a directory, in a fixed order."""
+    return sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]
+
+
+def stored_bytes(path: Path) -> float:
+    """Return the bytes of the files of a checkpoint."""
+    return float(sum(file.stat().st_size for file in files_of(path)))
+
+
+def sync_tree(path: Path) -> None:
+    """Sync a checkpoint: each file, each directory, and the directory that holds it."""
+    for file in files_of(path):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    if path.is_dir():
+        for directory in (*(found for found in path.rglob("*") if found.is_dir()), path):
+            sync_directory(directory)
+    sync_directory(path.absolute().parent)
+
+
+def evict(path: Path) -> None:
+    """Drop a checkpoint from the page cache, where the file system can."""
+    for file in files_of(path):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())  # The kernel keeps dirty pages.
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def warm(path: Path) -> None:
+    """Read a checkpoint once, which brings it into the page cache."""
+    buffer = memoryview(bytearray(_READ_BYTES))
+    for file in files_of(path):
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+
+def cached_fraction(path: Path) -> float:
+    """Return the fraction of a checkpoint's pages that are in the page cache, 0 to 1, by ``mincore(2)``.
+
+    Raises UnsupportedError if the kernel refuses to report it.
+    """
+    flags = np.concatenate([np.zeros(0, np.uint8), *map(_page_flags, files_of(path))])
+    return float(np.mean(flags & 1)) if flags.size else 0.0
+
+
+def _page_flags(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    size = path.stat().st_size
+    flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    if size == 0:
+        return flags
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_READ) as mapped:
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        if libc().mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(flags.ctypes.data)):
+            raise UnsupportedError(f"mincore(2) failed: {os.strerror(ctypes.get_errno())}", path=path)
+    return flags
+
+
+def make_cold(path: Path) -> bool:
+    """Drop a checkpoint from the page cache; return whether ``mincore`` confirms it."""
+    evict(path)
+    return cached_fraction(path) <= COLD_FRACTION
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, a file or a directory, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
+
+
+def release_memory() -> None:
+    """Return freed memory to the kernel with ``malloc_trim``, where the C library has it.
+
+    A checkpoint is usually loaded when a process starts. Free memory that an earlier load left in the heap would make a
+    later one faster.
+    """
+    if hasattr(libc(), "malloc_trim"):
+        libc().malloc_trim(0)
+
+
+def check_capacity(directory: Path, *, disk: int, memory: int) -> None:
+    """Raise StoreError unless ``disk`` bytes are free in a folder, and ``memory`` bytes are available."""
+    if (free := shutil.disk_usage(directory).free) < disk:
+        raise StoreError(
+            f"the measurement needs {format_bytes(disk)} on the disk, {format_bytes(free)} are free",
+            path=directory,
+            remedy="choose another folder or a smaller state",
+        )
+    if (available := available_bytes()) < memory:
+        raise StoreError(
+            f"the measurement needs {format_bytes(memory)} of memory, {format_bytes(available)} are available",
+            remedy="close other programs or choose a smaller state",
+        )

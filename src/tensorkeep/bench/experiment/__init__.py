@@ -1,1 +1,0 @@
-"""Experiments: their designs, and the files that describe them."""
