@@ -7,12 +7,11 @@ A flag overrides the environment (``TENSORKEEP_MEMORY_BUDGET=1GiB``), which over
 import difflib
 import os
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from cyclopts import App, Parameter
 from cyclopts.argument import ArgumentCollection
@@ -147,8 +146,15 @@ def from_file(known: Collection[str], app: App, commands: tuple[str, ...], argum
     tokens = [argument.tokens for argument in arguments if argument.name == "--config" and argument.tokens]
     if not tokens:
         return
+    # Only here, because this module imports msgspec, which `tensorkeep --help` does without.
+    from tensorkeep.settings import read_toml
+
     path = tokens[0][-1].value
-    tables = {key: table for key, table in _read(path).items() if key != _SAVE_TABLE or not isinstance(table, dict)}
+    tables = {
+        key: table
+        for key, table in read_toml(Path(checked_path(path))).items()
+        if key != _SAVE_TABLE or not isinstance(table, dict)
+    }
     # A mistyped table would be ignored silently.
     for key, table in tables.items():
         if key not in known or not isinstance(table, dict):
@@ -159,13 +165,3 @@ def from_file(known: Collection[str], app: App, commands: tuple[str, ...], argum
         options = {name: value for name, value in tables[_TRAIN_TABLE].items() if not isinstance(value, dict)}
         tables[_TRAIN_TABLE] = options
     Dict(tables, source=path)(app, commands, arguments)
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        with Path(checked_path(path)).open("rb") as file:
-            return tomllib.load(file)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file") from error
-    except OSError as error:
-        raise UsageError(f"cannot read the configuration: {error.strerror}", path=path) from error
