@@ -187,23 +187,39 @@ def tasks_of(plan: FilePlan) -> list[list[Block]]:
     return groups
 
 
-class Cuts(Protocol):
-    """Where the C-order bytes of a box are cut into blocks.
+class TensorBox(NamedTuple):
+    """A box of a tensor: shape of the full tensor, offsets and sizes of the box, bytes per element."""
 
-    ``full`` is the shape of the full tensor; the box has ``sizes`` and begins at the element ``offsets``.
-    """
+    full: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of_source(cls, source: Source) -> "TensorBox":
+        """Return the box that a source stores: all of its tensor unless it is a shard."""
+        shape = tuple(source.shape)
+        if isinstance(source, TensorShard):
+            return cls(source.whole, source.offsets, shape, source.dtype.itemsize)
+        return cls(shape, (0,) * len(shape), shape, source.dtype.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.sizes) * self.itemsize
+
+
+class Cuts(Protocol):
+    """Where the C-order bytes of a box are cut into blocks."""
 
     @property
     def most_bytes(self) -> int:
         """The raw bytes of the largest block."""
 
-    def block_starts(
-        self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
-    ) -> Sequence[int]:
+    def block_starts(self, box: TensorBox) -> Sequence[int]:
         """Return the first byte of every block, counted from the start of the box."""
 
-    def block_count(self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int) -> int:
-        """Return the number of blocks without listing them: ``sizes`` may come from a damaged file."""
+    def block_count(self, box: TensorBox) -> int:
+        """Return the number of blocks without listing them: the sizes may come from a damaged file."""
 
     def read_bytes(self, full: Sequence[int], itemsize: int) -> int:
         """Return a size: reads that begin at its multiples decode no block twice."""
@@ -214,14 +230,12 @@ class ByteCuts(NamedTuple):
 
     most_bytes: int
 
-    def block_starts(
-        self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
-    ) -> Sequence[int]:
-        return range(0, prod(sizes) * itemsize, self.most_bytes)
+    def block_starts(self, box: TensorBox) -> Sequence[int]:
+        return range(0, box.nbytes, self.most_bytes)
 
-    def block_count(self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int) -> int:
+    def block_count(self, box: TensorBox) -> int:
         # Not `len` of the range: it fails for the absurd sizes of a damaged file.
-        return -(-prod(sizes) * itemsize // self.most_bytes)
+        return -(-box.nbytes // self.most_bytes)
 
     def read_bytes(self, full: Sequence[int], itemsize: int) -> int:
         return self.most_bytes
@@ -262,9 +276,7 @@ class Grid(NamedTuple):
         """
         return max(1, self.bytes_between_cuts(full, itemsize) // max(1, prod(full[1:]) * itemsize))
 
-    def block_starts(
-        self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
-    ) -> Sequence[int]:
+    def block_starts(self, box: TensorBox) -> Sequence[int]:
         """Return the first byte of every block of a box.
 
         A box is cut where the row number in the full tensor is a multiple of `rows_per_block`. If one row of the box
@@ -272,35 +284,33 @@ class Grid(NamedTuple):
 
         Examples
         --------
-        >>> list(Grid(80).block_starts((100, 4), (30, 0), (40, 4), itemsize=1))
+        >>> list(Grid(80).block_starts(TensorBox(full=(100, 4), offsets=(30, 0), sizes=(40, 4), itemsize=1)))
         [0, 40, 120]
         """
-        later = self._starts_after_first(full, offsets, sizes, itemsize)
+        later = self._starts_after_first(box)
         if isinstance(later, range):
             return later if not later.start else (0, *later)
         rows, cuts = later
         return [row + cut for row in rows for cut in cuts]
 
-    def block_count(self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int) -> int:
-        later = self._starts_after_first(full, offsets, sizes, itemsize)
+    def block_count(self, box: TensorBox) -> int:
+        later = self._starts_after_first(box)
         if isinstance(later, range):
             return len(later) + (later.start > 0)
         rows, cuts = later
         return len(rows) * len(cuts)
 
-    def _starts_after_first(
-        self, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
-    ) -> range | tuple[range, range]:
+    def _starts_after_first(self, box: TensorBox) -> range | tuple[range, range]:
         """Return the starts on the grid, perhaps without byte 0; or the starts of rows, and the starts in a row."""
-        nbytes = prod(sizes) * itemsize
-        if not sizes or not nbytes:
+        nbytes = box.nbytes
+        if not box.sizes or not nbytes:
             return range(0, nbytes, max(1, nbytes))
-        row = nbytes // sizes[0]
-        step = self.bytes_between_cuts(full, itemsize)
+        row = nbytes // box.sizes[0]
+        step = self.bytes_between_cuts(box.full, box.itemsize)
         if row > step:
             return range(0, nbytes, row), range(0, row, step)
-        rows = self.rows_per_block(full, itemsize)
-        return range(-offsets[0] % rows * row, nbytes, rows * row)
+        rows = self.rows_per_block(box.full, box.itemsize)
+        return range(-box.offsets[0] % rows * row, nbytes, rows * row)
 
     def read_bytes(self, full: Sequence[int], itemsize: int) -> int:
         row = prod(full[1:]) * itemsize
@@ -334,8 +344,7 @@ def plan_shards(
     stems = part_file_stems(dict.fromkeys(part for part, _ in parts.values()))
     by_part: dict[str, list[CutSource]] = {}
     for shard, key in zip(shards, _keys(shards, parts), strict=True):
-        starts = grid.block_starts(shard.whole, shard.offsets, shard.shape, shard.dtype.itemsize)
-        by_part.setdefault(parts[shard.name][0], []).append((shard, key, starts))
+        by_part.setdefault(parts[shard.name][0], []).append((shard, key, grid.block_starts(TensorBox.of_source(shard))))
     return [
         plan
         for part, leaves in by_part.items()

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ from tensorkeep.errors import (
 )
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.header import SMALLEST_DIFFERENCE, Description, describe, describe_longest
-from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, Cuts, FilePlan, coded_name
+from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, Cuts, FilePlan, TensorBox, coded_name
 from tensorkeep.formats.blockfile.read import StoredBlock, digest_as, scratch_bytes
 from tensorkeep.formats.blockfile.write import CompressedFile, EncodedBlock, HashedInput, WriteContext, encode
 from tensorkeep.formats.boxes import box_of, intersection
@@ -46,9 +45,7 @@ from tensorkeep.formats.native.manifest import (
 )
 from tensorkeep.formats.native.reader import OpenFiles, located
 from tensorkeep.paths import StorePath, absolute, as_path
-from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Source
-from tensorkeep.state.sharded import TensorShard
 from tensorkeep.storage import storage_of
 from tensorkeep.storage.base import MANIFEST_NAME
 from tensorkeep.storage.buffers import round_up
@@ -83,13 +80,6 @@ class DifferenceBase(NamedTuple):
     records: list[BaseRecord]
     stored: StoredBlock
     age: int
-
-
-def extent(source: Source) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of the full tensor that a source is a box of, and the offsets of the box."""
-    if isinstance(source, TensorShard):
-        return source.whole, source.offsets
-    return tuple(source.shape), (0,) * len(source.shape)
 
 
 class BaseCheckpoint(Closing):
@@ -137,21 +127,21 @@ class BaseCheckpoint(Closing):
         wanted = defaultdict(list)
         tensors = {leaf.name: leaf for leaf in self._opened.manifest.leaves}
         for source in sources:
-            full, offsets = extent(source)
+            own = TensorBox.of_source(source)
             found = tensors.get(source.name)
-            if found is not None and (found.dtype, found.shape) == (source.dtype.name, full):
-                wanted[source.name].append(box_of(offsets, source.shape))
-        for name, own in wanted.items():
-            tensor = tensors[name]
+            if found is not None and (found.dtype, found.shape) == (source.dtype.name, own.full):
+                wanted[source.name].append(own)
+        for name, boxes in wanted.items():
+            sides = [box_of(own.offsets, own.sizes) for own in boxes]
             for rank, record in self._opened.boxes[name]:
-                box = box_of(record.offsets, record.sizes)
-                if all(intersection(box, each) is None for each in own):
+                if all(intersection(box_of(record.offsets, record.sizes), own) is None for own in sides):
                     continue
-                itemsize = BY_NAME[tensor.dtype].itemsize
-                nbytes = prod(record.sizes) * itemsize
-                starts = cuts.block_starts(tensor.shape, record.offsets, record.sizes, itemsize)
-                for (block, place), start, stop in zip(record.located(), starts, (*starts[1:], nbytes), strict=True):
-                    cell = _cell(name, tensor.dtype, record.offsets, record.sizes, nbytes, start, stop)
+                box = boxes[0]._replace(offsets=record.offsets, sizes=record.sizes)
+                starts = cuts.block_starts(box)
+                for (block, place), start, stop in zip(
+                    record.located(), starts, (*starts[1:], box.nbytes), strict=True
+                ):
+                    cell = _cell(name, tensors[name].dtype, box, start, stop)
                     self._cells[cell] = block, place.renumbered(self._opened.numbers[rank])
 
     def share_with(self, directory: Path, own_files: int, *, ranks: int = 1) -> bool:
@@ -240,11 +230,8 @@ class BaseCheckpoint(Closing):
 
     def _earlier(self, block: Block) -> Located | None:
         source = block.leaf.source
-        _, offsets = extent(source)
-        cell = _cell(
-            source.name, source.dtype.name, offsets, tuple(source.shape), source.nbytes, block.start, block.stop
-        )
-        found = self._cells.get(cell)
+        box = TensorBox.of_source(source)
+        found = self._cells.get(_cell(source.name, source.dtype.name, box, block.start, block.stop))
         if found is None:
             return None
         record, place = found
@@ -262,13 +249,11 @@ class BaseCheckpoint(Closing):
         self._opened.close()
 
 
-def _cell(
-    name: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], nbytes: int, start: int, stop: int
-) -> Cell:
-    """Return the elements of the block ``start:stop`` of a box of ``nbytes``."""
-    row = nbytes // sizes[0] if sizes else nbytes
-    first = offsets[0] if offsets else 0
-    return name, dtype, first + start // row, start % row, stop - start, offsets[1:], sizes[1:]
+def _cell(name: str, dtype: str, box: TensorBox, start: int, stop: int) -> Cell:
+    """Return the elements of the block of the bytes ``start:stop`` of a box."""
+    row = box.nbytes // box.sizes[0] if box.sizes else box.nbytes
+    first = box.offsets[0] if box.offsets else 0
+    return name, dtype, first + start // row, start % row, stop - start, box.offsets[1:], box.sizes[1:]
 
 
 def _codecs(block: BlockRecord, place: BlockLocation) -> list[str]:

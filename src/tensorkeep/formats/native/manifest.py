@@ -21,7 +21,7 @@ from msgspec import Meta
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.base import AliasRecord, PartKey, StepRecord
-from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockRecord, ByteCuts, Cuts, Grid
+from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockRecord, ByteCuts, Cuts, Grid, TensorBox
 from tensorkeep.formats.boxes import find_flaw
 from tensorkeep.formats.checksummed_json import Body, Content
 from tensorkeep.formats.decoding import MAX_HEADER_BYTES
@@ -692,14 +692,12 @@ def check_fragment(fragment: Fragment, path: Path, tensors: Mapping[str, TensorD
         # A box of one process is the full tensor by construction, which may have no elements.
         if not fragment.may_be_empty:
             check_box(tensor, box.offsets, box.sizes, path)
-        nbytes = prod(box.sizes) * itemsize
+        found = TensorBox(tensor.shape, box.offsets, box.sizes, itemsize)
         # Counted before anything is listed: damaged sizes may stand for more blocks than memory can hold.
-        if fragment.cuts.block_count(tensor.shape, box.offsets, box.sizes, itemsize) != len(box.blocks):
-            raise rules.corrupt(f"{nbytes:,} bytes are not {len(box.blocks)} blocks", tensor.name)
-        starts = (
-            (0,) if len(box.blocks) == 1 else fragment.cuts.block_starts(tensor.shape, box.offsets, box.sizes, itemsize)
-        )
-        rules.check_blocks(box, tensor.name, [stop - start for start, stop in pairwise((*starts, nbytes))])
+        if fragment.cuts.block_count(found) != len(box.blocks):
+            raise rules.corrupt(f"{found.nbytes:,} bytes are not {len(box.blocks)} blocks", tensor.name)
+        starts = (0,) if len(box.blocks) == 1 else fragment.cuts.block_starts(found)
+        rules.check_blocks(box, tensor.name, [stop - start for start, stop in pairwise((*starts, found.nbytes))])
     rules.check_coverage(fragment)
 
 

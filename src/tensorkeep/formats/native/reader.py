@@ -13,7 +13,7 @@ import msgspec
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
 from tensorkeep.formats import checksummed_json
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Problem, Reader, StoredLeaf, Structure
-from tensorkeep.formats.blockfile.plan import BlockRecord
+from tensorkeep.formats.blockfile.plan import BlockRecord, TensorBox
 from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock, StoredTensor, read_ahead
 from tensorkeep.formats.boxes import (
     Box,
@@ -103,10 +103,11 @@ class OpenFiles:
     def stored_box(self, tensor: TensorDescription, number: int) -> StoredTensor:
         rank, box = self.boxes[tensor.name][number]
         dtype, files = BY_NAME[tensor.dtype], self._files_by_rank[rank]
-        starts = self.fragments[rank].cuts.block_starts(tensor.shape, box.offsets, box.sizes, dtype.itemsize)
+        found = TensorBox(tensor.shape, box.offsets, box.sizes, dtype.itemsize)
+        starts = self.fragments[rank].cuts.block_starts(found)
         blocks = tuple([located(block, place, files) for block, place in box.located()])
         file = blocks[0].file if blocks else files[box.file]
-        return StoredTensor(tensor.name, dtype, box.sizes, prod(box.sizes) * dtype.itemsize, file, starts, blocks)
+        return StoredTensor(tensor.name, dtype, box.sizes, found.nbytes, file, starts, blocks)
 
     def identity(self) -> str:
         """Return the checksum of the manifest, which has the checksums of all blocks or of all fragments."""
