@@ -97,8 +97,7 @@ def plan_by_tensorkeep(ranks: int, tensors: int) -> Planning:
     from tensorkeep.formats.native.directory import is_replaceable
     from tensorkeep.formats.native.manifest import FragmentReport
     from tensorkeep.formats.native.sharded import plan_root, write_plan, write_root
-    from tensorkeep.ranks.collective import assign
-    from tensorkeep.ranks.outline import BoxKey, RankOutline, Tensors, merge_tensors
+    from tensorkeep.ranks.merge import BoxKey, RankOutline, Tensors, assign, merge_tensors
     from tensorkeep.storage.commit import Commit
 
     encode = msgspec.msgpack.encode
@@ -128,7 +127,7 @@ def plan_by_tensorkeep(ranks: int, tensors: int) -> Planning:
 
 
 def _outline(rank: int, ranks: int, tensors: int) -> Any:
-    from tensorkeep.ranks.outline import RankOutline, TensorOutline, Tensors
+    from tensorkeep.ranks.merge import RankOutline, TensorOutline, Tensors
 
     box = rank * ROWS_EACH, 0, ROWS_EACH, COLUMNS
     shape, layout = (ranks * ROWS_EACH, COLUMNS), f"mesh (dp={ranks}): S(0)"

@@ -11,11 +11,11 @@ from tiers import exhaustive
 
 NAMES = """
 BusyError Checkpoint CheckpointManager CorruptCheckpointError DestinationExistsError DiffReport DivergedError
-EverySteps EveryTime InfoReport Keep KeepBest KeepEvery KeepLast KeepThinned LazyTensor MissingExtraError
+EverySteps EveryTime InfoReport Keep KeepBest KeepEvery KeepLast KeepThinned LazyTensor LocalTier MissingExtraError
 NotACheckpointError NotFoundError OnSignal OutOfMemoryError PendingSave Placeholder RandomState RanksDisagreeError
-RunLog SaveReport SaveWhen StateMismatchError StateMismatchWarning Step StoreError TechniqueNotActiveError
-TensorNotFoundError TensorkeepError UnsupportedError UnsupportedLeafError UploadStatus UsageError VerifyReport
-__version__ convert diff info load log open register save save_async verify
+Retention RunLog SaveOptions SaveReport SaveWhen StateMismatchError StateMismatchWarning Step StoreError
+TechniqueNotActiveError TensorNotFoundError TensorkeepError UnsupportedError UnsupportedLeafError UploadStatus
+UsageError VerifyReport __version__ convert diff info load log open register save save_async verify
 """
 
 

@@ -43,11 +43,12 @@ if TYPE_CHECKING:
         UnsupportedLeafError,
         UsageError,
     )
-    from tensorkeep.manager.manager import CheckpointManager
-    from tensorkeep.manager.triggers import EverySteps, EveryTime, OnSignal, SaveWhen
+    from tensorkeep.manager import CheckpointManager, SaveOptions
     from tensorkeep.placeholder import Placeholder
-    from tensorkeep.runs.retention import Keep, KeepBest, KeepEvery, KeepLast, KeepThinned
+    from tensorkeep.runs.retention import Keep, KeepBest, KeepEvery, KeepLast, KeepThinned, Retention
     from tensorkeep.runs.steps import Step, UploadStatus
+    from tensorkeep.runs.tiered import LocalTier
+    from tensorkeep.runs.triggers import EverySteps, EveryTime, OnSignal, SaveWhen
     from tensorkeep.state.skeleton import register
 
 _EXPORTS = {
@@ -58,10 +59,11 @@ _EXPORTS = {
     "checkpoint.verify": ("VerifyReport", "verify"),
     "checkpoint.lazy": ("Checkpoint", "LazyTensor", "open"),
     "checkpoint.loading": ("load",),
-    "manager.manager": ("CheckpointManager",),
-    "runs.retention": ("Keep", "KeepBest", "KeepEvery", "KeepLast", "KeepThinned"),
+    "manager": ("CheckpointManager", "SaveOptions"),
+    "runs.retention": ("Keep", "KeepBest", "KeepEvery", "KeepLast", "KeepThinned", "Retention"),
     "runs.steps": ("Step", "UploadStatus"),
-    "manager.triggers": ("EverySteps", "EveryTime", "OnSignal", "SaveWhen"),
+    "runs.tiered": ("LocalTier",),
+    "runs.triggers": ("EverySteps", "EveryTime", "OnSignal", "SaveWhen"),
     "checkpoint.stateful": ("RandomState",),
     "checkpoint.background": ("PendingSave", "SaveReport"),
     "checkpoint.saving": ("save", "save_async"),
@@ -73,12 +75,12 @@ _MODULES = {name: module for module, names in _EXPORTS.items() for name in names
 __all__ = [
     "BusyError", "Checkpoint", "CheckpointManager", "CorruptCheckpointError", "DestinationExistsError",
     "DiffReport", "DivergedError", "EverySteps", "EveryTime", "InfoReport", "Keep", "KeepBest", "KeepEvery",
-    "KeepLast", "KeepThinned", "LazyTensor", "MissingExtraError", "NotACheckpointError", "NotFoundError",
-    "OnSignal", "OutOfMemoryError", "PendingSave", "Placeholder", "RandomState", "RanksDisagreeError",
-    "RunLog", "SaveReport", "SaveWhen", "StateMismatchError", "StateMismatchWarning", "Step", "StoreError",
-    "TechniqueNotActiveError", "TensorNotFoundError", "TensorkeepError", "UnsupportedError",
-    "UnsupportedLeafError", "UploadStatus", "UsageError", "VerifyReport", "__version__", "convert", "diff",
-    "info", "load", "log", "open", "register", "save", "save_async", "verify"
+    "KeepLast", "KeepThinned", "LazyTensor", "LocalTier", "MissingExtraError", "NotACheckpointError",
+    "NotFoundError", "OnSignal", "OutOfMemoryError", "PendingSave", "Placeholder", "RandomState",
+    "RanksDisagreeError", "Retention", "RunLog", "SaveOptions", "SaveReport", "SaveWhen", "StateMismatchError",
+    "StateMismatchWarning", "Step", "StoreError", "TechniqueNotActiveError", "TensorNotFoundError",
+    "TensorkeepError", "UnsupportedError", "UnsupportedLeafError", "UploadStatus", "UsageError", "VerifyReport",
+    "__version__", "convert", "diff", "info", "load", "log", "open", "register", "save", "save_async", "verify"
 ]  # fmt: skip
 
 

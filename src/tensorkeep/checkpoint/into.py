@@ -35,7 +35,7 @@ from tensorkeep.checkpoint.targets import CopyPlan
 from tensorkeep.errors import PathLike, StateMismatchError, TensorkeepError, UnsupportedError, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.ranks.group import Ranks, together
+from tensorkeep.ranks.group import ONE_RANK, RankCoordinator
 from tensorkeep.state import names
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.leaf import Array, Device, DTypeLike, LeafKind, allocate, float_dtype
@@ -101,13 +101,13 @@ class LoadRequest:
     check_mapped: bool = False
     progress: ProgressOption = None
     threads: int | None = None
-    ranks: Ranks | None = None
+    ranks: RankCoordinator = ONE_RANK
 
 
 def load_path(path: PathLike, settings: OpenSettings, request: LoadRequest, format: str | None = None) -> Any:
     """Load the checkpoint at a path, with buffers that are freed afterwards; see `load_open`."""
-    with together(request.ranks, "loading"), settings.pool as pool, open_reader(path, settings, format) as reader:
-        if request.ranks is not None:
+    with request.ranks.collective("loading"), settings.pool as pool, open_reader(path, settings, format) as reader:
+        if request.ranks.is_distributed:
             check_same_checkpoint(reader, request.ranks)
         return load_open(reader, pool, request)
 
@@ -183,10 +183,10 @@ class _IntoState:
     def __init__(self, reader: Reader, request: LoadRequest) -> None:
         self._reader = reader
         ranks = request.ranks
-        self._rank = str(ranks.rank) if ranks else ""
-        state, self._per_rank = for_rank(request.into, ranks.rank if ranks else None)
+        self._rank = str(ranks.rank)
+        state, self._per_rank = for_rank(request.into, ranks)
         # Nothing is touched unless the states of all ranks fit.
-        with together(ranks, "comparing its state with the checkpoint"):
+        with ranks.collective("comparing its state with the checkpoint"):
             self._match = StateMatch(
                 reader,
                 wrap_objects(state),

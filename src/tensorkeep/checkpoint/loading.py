@@ -11,7 +11,7 @@ from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.paths import checked_path
-from tensorkeep.ranks.group import Ranks, ranks_of, reported_to_others
+from tensorkeep.ranks.group import RankCoordinator, ranks_of
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state.leaf import Device, DTypeLike
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
@@ -155,20 +155,20 @@ def load(
     check = not mmap if verify is None else verify
     ranks = ranks_of(group, timeout)
     # Ranks of one machine read the same blocks: from the disk once.
-    through_cache = page_cache or mmap or ranks is not None
+    through_cache = page_cache or mmap or ranks.is_distributed
     request = LoadRequest(into, select, device, strict, dtype, mmap, check, progress, threads, ranks)
-    with reported_to_others(ranks, "loading"):
+    with ranks.reporting_errors("loading"):
         settings = OpenSettings(
             verify=check, page_cache=through_cache, pool=budget_pool(memory_budget), allow=allowed_names(allow)
         )
         return load_path(_found(path, ranks), settings, request, format)
 
 
-def _found(path: PathLike, ranks: Ranks | None) -> PathLike:
+def _found(path: PathLike, ranks: RankCoordinator) -> PathLike:
     """Return the path of the checkpoint that an address names: for all ranks that give it, the one rank 0 finds."""
-    if ranks is None:
+    if not ranks.is_distributed:
         return checkpoint_path(path)
     given = os.fsencode(checked_path(path, stores=True))
-    own = os.fsencode(checkpoint_path(path)) if ranks.is_coordinator else None
-    address, found = ranks.caller.exchange([given, own], "loading")[0]
+    own = os.fsencode(checkpoint_path(path)) if ranks.is_main else None
+    address, found = ranks.broadcast([given, own], "loading")
     return os.fsdecode(found) if address == given else checkpoint_path(path)

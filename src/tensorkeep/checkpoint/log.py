@@ -11,10 +11,8 @@ from tensorkeep.checkpoint.verify import verify as verify_step
 from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError, UsageError
 from tensorkeep.formats.native.reader import occupied_bytes
 from tensorkeep.paths import as_path
-from tensorkeep.runs.address import run_root
-from tensorkeep.runs.backends import place_of
-from tensorkeep.runs.metrics import checked_mode, metric_names, mode_of, usual_metric
-from tensorkeep.runs.retention import best_step
+from tensorkeep.runs.address import backend_of, run_root
+from tensorkeep.runs.metrics import best_step, checked_mode, metric_names, mode_of, usual_metric
 from tensorkeep.runs.steps import Step, step_of
 from tensorkeep.storage.parallel import Progress
 
@@ -168,12 +166,12 @@ def log(
     seen: set[tuple[int, int]] = set()
     entries: list[LoggedStep] = []
     complete: list[Step] = []
-    place = place_of(root)
-    for number, summary in place.summaries():
-        path = place.path_of(number)
+    backend = backend_of(root)
+    for number, summary in backend.summaries():
+        path = backend.path_of(number)
         if isinstance(summary, TensorkeepError):
             entry = LoggedStep(number, os.fspath(path), problem=_problem(summary, path))
-            entries.append(_with_space(entry, place.files_of(path), seen))
+            entries.append(_with_space(entry, backend.files_of(path), seen))
             continue
         step = step_of(path, number, summary)
         entry = LoggedStep(

@@ -54,7 +54,7 @@ from tensorkeep.errors import (
 )
 from tensorkeep.formats.base import Entry, Reader
 from tensorkeep.placeholder import Placeholder
-from tensorkeep.ranks.group import Ranks
+from tensorkeep.ranks.group import ONE_RANK, RankCoordinator
 from tensorkeep.state import names
 from tensorkeep.state.aliases import find_aliases
 from tensorkeep.state.names import Key, KeyPath, display, select
@@ -398,9 +398,9 @@ def warn_of_attributes(reader: Reader) -> None:
 # Loading into DTensors: each rank reads its own boxes, and the ranks together load all of a checkpoint.
 
 
-def check_same_checkpoint(reader: Reader, ranks: Ranks) -> None:
+def check_same_checkpoint(reader: Reader, ranks: RankCoordinator) -> None:
     """Raise RanksDisagreeError unless all ranks have opened the same checkpoint, or equal copies."""
-    found = ranks.caller.exchange([reader.identity(), os.fsencode(reader.path)], "opening the checkpoint")
+    found = ranks.gather([reader.identity(), os.fsencode(reader.path)], "opening the checkpoint")
     paths = [os.fsdecode(path) for _, path in found]
     for rank, (identity, _) in enumerate(found):
         if identity != found[0][0]:
@@ -411,7 +411,7 @@ def check_same_checkpoint(reader: Reader, ranks: Ranks) -> None:
 
 
 def loaded_by_others(
-    ranks: Ranks, tensors: Mapping[str, KeyPath], extra: Collection[KeyPath], per_rank: Collection[KeyPath]
+    ranks: RankCoordinator, tensors: Mapping[str, KeyPath], extra: Collection[KeyPath], per_rank: Collection[KeyPath]
 ) -> tuple[set[str], list[KeyPath]]:
     """Return the names of saved tensors that this rank leaves to others, and the extra keys that remain.
 
@@ -419,7 +419,7 @@ def loaded_by_others(
     ``per_rank`` there are the values of other ranks.
     """
     keys = {display(path): path for path in extra}
-    received = ranks.caller.exchange([list(tensors), list(keys)], "comparing its state with the checkpoint")
+    received = ranks.gather([list(tensors), list(keys)], "comparing its state with the checkpoint")
     lacking = [set.intersection(*map(set, each)) for each in zip(*received, strict=True)]
     places = {*per_rank}
     elsewhere = {name for name, path in tensors.items() if name not in lacking[0] or is_below(path, places)}
@@ -483,7 +483,7 @@ class StateMatch:
         select: str | Iterable[str] | None,
         *,
         strict: bool = True,
-        ranks: Ranks | None = None,
+        ranks: RankCoordinator = ONE_RANK,
         per_rank: Collection[KeyPath] = (),
     ) -> None:
         self._reader = reader
@@ -491,7 +491,7 @@ class StateMatch:
         self._ranks = ranks
         self.partial = select is not None
         check_fillable(unwrap_states(state), reader.path)
-        given = state_leaves(unwrap_states(state), sharded=ranks is not None)
+        given = state_leaves(unwrap_states(state), sharded=ranks.is_distributed)
         self.saved_tensors = {
             name: SavedTensor(name, reader.leaf_specs[name].kind, entry) for name, entry in reader.entries.items()
         }
@@ -499,7 +499,7 @@ class StateMatch:
         self._saved = saved = rebuild(reader, self.skeleton, self.saved_tensors, as_given=self.saved_tensors)
         self.state = named_as_saved(state, saved, given)
         if self.state is not state:
-            state, given = self.state, state_leaves(unwrap_states(self.state), sharded=ranks is not None)
+            state, given = self.state, state_leaves(unwrap_states(self.state), sharded=ranks.is_distributed)
         self._given = given
         self._given_paths = {name: leaf.path for name, leaf in given.items()}
         paths = {tensor.name: path for path, tensor in paths_to(saved, SavedTensor)}
@@ -517,7 +517,7 @@ class StateMatch:
         if select is None:
             self.chosen = [name for name in self.chosen if not is_below(self._saved_paths[name], self._keys.left_out)]
         self._assign_to_objects()
-        if ranks is not None:
+        if ranks.is_distributed:
             self._leave_to_other_ranks(ranks, per_rank)
         self._check_objects()
         if not strict:
@@ -540,7 +540,7 @@ class StateMatch:
             elif self._is_scalar(name):
                 self._replaced.add(name)
 
-    def _leave_to_other_ranks(self, ranks: Ranks, per_rank: Collection[KeyPath]) -> None:
+    def _leave_to_other_ranks(self, ranks: RankCoordinator, per_rank: Collection[KeyPath]) -> None:
         """Leave tensors and keys that only other ranks have to them; those at ``per_rank`` are of one rank each."""
         others = (found.wanted for found in self.objects.values() if not is_module(found.stateful.value))
         own = {*self._given, *self.new}.union(*others)
@@ -561,7 +561,7 @@ class StateMatch:
 
     def divided_like_parameters(self) -> dict[str, Target]:
         """Return memory for new tensors of optimizers that are divided as their parameters are."""
-        if self._ranks is None:
+        if not self._ranks.is_distributed:
             return {}
         objects = {path: found.stateful for path, found in self.objects.items()}
         paths = {name: self._saved_paths[name] for name in self.chosen if name in self.new}

@@ -23,8 +23,9 @@ from tensorkeep.errors import DestinationExistsError, PathLike, UnsupportedError
 from tensorkeep.formats.base import FORMATS, StagedWrite, StepRecord, WriteSettings, check_saveable, format_by_suffix
 from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.paths import as_path, checked_path
-from tensorkeep.ranks.collective import PREPARING, CollectiveWrite, agree, as_flat
-from tensorkeep.ranks.group import Ranks, ranks_of, reported_to_others, together
+from tensorkeep.ranks.collective import CollectiveWrite
+from tensorkeep.ranks.group import ONE_RANK, GroupCoordinator, RankCoordinator, ranks_of
+from tensorkeep.ranks.merge import PREPARING, merge_rank_states
 from tensorkeep.state import cuda
 from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.tree import Flat, flatten
@@ -123,13 +124,14 @@ def default_format(path: PathLike) -> str:
     return DEFAULT_FORMAT if found is None else found.name
 
 
-def flat_state(state: object, ranks: Ranks | None = None) -> Flat[Leaf]:
+def flat_state(state: object, ranks: RankCoordinator = ONE_RANK) -> Flat[Leaf]:
     """Return a state taken apart into leaves that other threads may read now; raise as `flatten`.
 
-    Objects with a ``state_dict()`` are replaced by what it returns. With ``ranks`` it may have DTensors and `PerRank`.
+    Objects with a ``state_dict()`` are replaced by what it returns. With several ranks it may have DTensors and
+    `PerRank`.
     """
-    own, _ = for_rank(state, ranks.rank if ranks else None)
-    flat = flatten(expand(own), sharded=ranks is not None)
+    own, _ = for_rank(state, ranks)
+    flat = flatten(expand(own), sharded=ranks.is_distributed)
     cuda.wait_for_caller(flat.leaves.values())
     return flat
 
@@ -141,22 +143,19 @@ def begin_save(
     *,
     copy: bool = False,
     on_durable: Callable[[], None] | None = None,
-    ranks: Ranks | None = None,
+    ranks: RankCoordinator = ONE_RANK,
 ) -> SaveJob:
-    """Return a save that is ready to run; nothing is copied or written yet. With ``ranks`` this is collective.
+    """Return a save that is ready to run; nothing is copied or written yet. All ranks call this together.
 
     ``memory`` must stay open until the save is over. With ``copy`` the state will be copied, so that the caller need
     not wait for the writing. ``on_durable`` is called when the checkpoint is durable, by the thread that writes; its
     error becomes that of the save.
     """
-    begin = partial(_begin, flat, request, memory, copy=copy, on_durable=on_durable, ranks=ranks)
-    if ranks is None:
-        return begin()
-    with ranks.caller.lock:
-        with together(ranks, PREPARING):
-            job = begin()
-        assert isinstance(job.staged, CollectiveWrite)
-        job.staged.take_turn()
+    with ranks.lock:
+        with ranks.collective(PREPARING):
+            job = _begin(flat, request, memory, copy=copy, on_durable=on_durable, ranks=ranks)
+        if isinstance(job.staged, CollectiveWrite):
+            job.staged.enqueue()
     return job
 
 
@@ -167,16 +166,15 @@ def _begin(
     *,
     copy: bool,
     on_durable: Callable[[], None] | None,
-    ranks: Ranks | None,
+    ranks: RankCoordinator,
 ) -> SaveJob:
     path, settings = as_path(request.path), request.write
-    shared = None
-    if ranks is not None:
-        shared = agree(ranks, flat, _arguments_of_all(request))  # type: ignore[arg-type]  # of a state in memory
-        flat = as_flat(shared.pieces)
-    whole: Flat[Source] = flat if shared is None else shared.flat
+    whole, shared = flat, None
+    if isinstance(ranks, GroupCoordinator):
+        shared = merge_rank_states(ranks, flat, _arguments_of_all(request))  # type: ignore[arg-type]  # in memory
+        whole, flat = shared.flat, shared.own_flat()
     check_saveable(whole)
-    if (ranks is None or ranks.is_coordinator) and not settings.overwrite and storage_of(path).is_taken(path):
+    if ranks.is_main and not settings.overwrite and storage_of(path).is_taken(path):
         raise DestinationExistsError(
             "exists already", path=path, remedy="choose another path, or replace it (overwrite=True)"
         )
@@ -184,10 +182,9 @@ def _begin(
         settings = replace(settings, pool=memory.single_pool())
     decision: dict[str, Any] | None = None
     if settings.compression == "auto" and request.format in auto_compression.FORMATS:
-        if ranks is None or ranks.is_coordinator:
+        if ranks.is_main:
             decision = asdict(auto_compression.decide(flat, path, settings, measure=partial(_measure, memory)))
-        if ranks is not None:
-            decision = ranks.caller.exchange(decision, "measuring")[0]
+        decision = ranks.broadcast(decision, "measuring")
         assert decision is not None
         settings = replace(settings, compression=decision["compression"])
     if copy:
@@ -196,10 +193,10 @@ def _begin(
             settings, pool=memory.working(settings.threads, delta=delta, in_store=storage_of(path).remote)
         )
     write: StagedWrite
-    if ranks is None or shared is None:
+    if shared is None:
         write = FORMATS.get(request.format).begin(flat, path, settings)
     else:
-        write = CollectiveWrite(ranks, shared, path, settings)
+        write = CollectiveWrite(shared, path, settings)
     fits = True
     if copy:
         needed = write.staging_bytes()
@@ -223,7 +220,7 @@ def _begin(
 
 
 def _arguments_of_all(request: SaveRequest) -> dict[str, Any]:
-    """Return the arguments that must be the same on all ranks; of the others, those of the coordinator count."""
+    """Return the arguments that must be the same on all ranks; of the others, those of rank 0 count."""
     if request.format != "native":
         raise UsageError(
             f"format {request.format!r} is written by one process",
@@ -370,13 +367,13 @@ def save(
     """
     ranks = ranks_of(group, timeout)
     with drawn(progress, "saving") as callback, ExitStack() as stack:
-        with reported_to_others(ranks, PREPARING):
+        with ranks.reporting_errors(PREPARING):
             request = check_request(
                 path, compression, format, overwrite, metadata, callback, threads, memory_budget, settings, options
             )
             memory = stack.enter_context(closing(SaveMemory(request.memory_budget)))
             flat = flat_state(state, ranks)
-        return run_now(partial(begin_save, flat, request, memory, ranks=ranks), alone=ranks is None).result()
+        return run_now(partial(begin_save, flat, request, memory, ranks=ranks), alone=not ranks.is_distributed).result()
 
 
 def save_async(
@@ -440,14 +437,14 @@ def save_async(
     >>> folder.cleanup()
     """
     ranks = ranks_of(group, timeout)
-    with reported_to_others(ranks, PREPARING):
+    with ranks.reporting_errors(PREPARING):
         budget = checked_budget(memory_budget, delta=bool(options.get("delta")))
         callback = callback_only(progress)
         request = check_request(
             path, compression, format, overwrite, metadata, callback, threads, None, settings, options, copy=True
         )
         flat = flat_state(state, ranks)
-    queue = SaveQueue("wait", budget, keep_buffers=False, alone=ranks is None)
+    queue = SaveQueue("wait", budget, keep_buffers=False, alone=not ranks.is_distributed)
     try:
         return PendingSave(queue.add(lambda memory: begin_save(flat, request, memory, copy=True, ranks=ranks)))
     except BaseException:

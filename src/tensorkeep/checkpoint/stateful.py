@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, UsageError
+from tensorkeep.ranks.group import RankCoordinator
 from tensorkeep.state.names import Key, KeyPath, display
 from tensorkeep.state.skeleton import check_depth, is_namedtuple, registered_name
 
@@ -255,18 +256,18 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
-def for_rank(state: Any, rank: int | None) -> tuple[Any, dict[KeyPath, PerRank]]:
+def for_rank(state: Any, ranks: RankCoordinator) -> tuple[Any, dict[KeyPath, PerRank]]:
     """Replace every `PerRank` by a dict with its value under the rank; return the state and the `PerRank` by path.
 
-    Raises UsageError if there is one, and ``rank`` is None because one process saves or loads alone.
+    Raises UsageError if the state has a `PerRank`, and one process saves or loads alone.
     """
     found = dict(paths_to(state, PerRank))
-    if found and rank is None:
+    if found and not ranks.is_distributed:
         raise UsageError(
             f"the state has PerRank at {display(next(iter(found)))!r}, and no group was given",
             remedy="give group=torch.distributed.group.WORLD, on all ranks",
         )
-    return with_values_at(state, {path: {str(rank): each.value} for path, each in found.items()}), found
+    return with_values_at(state, {path: {str(ranks.rank): each.value} for path, each in found.items()}), found
 
 
 def with_values_at(state: Any, values: Mapping[KeyPath, Any]) -> Any:

@@ -10,12 +10,13 @@ from cyclopts import Parameter
 from tensorkeep.cli.options import STORE, StoreOptions, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError
-from tensorkeep.runs.address import run_root
-from tensorkeep.runs.folder import StepFolder
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError, warn_caller
+from tensorkeep.paths import absolute
+from tensorkeep.runs.address import backend_of, run_root
+from tensorkeep.runs.backends import SingleTierBackend
 from tensorkeep.runs.metrics import ranked
-from tensorkeep.runs.retention import Keep, KeepBest, KeepThinned, keep_rule, unwanted
-from tensorkeep.runs.steps import Garbage, Step, StepListing, StepPlace
+from tensorkeep.runs.retention import Keep, KeepBest, KeepThinned, Retention, unwanted
+from tensorkeep.runs.steps import Garbage, Step, StepListing
 from tensorkeep.units import counted, format_age, format_bytes
 
 _RULES = (
@@ -68,7 +69,9 @@ class KeepOptions:
     def rule(self, found: StepListing) -> Keep:
         """Return the retention rule; UsageError if it cannot rank the steps."""
         thinned = KeepThinned(tuple(map(_interval, self.keep_thinned))) if self.keep_thinned else None
-        return keep_rule(self.keep_last, self.keep_every, self._best(found), thinned)
+        return Retention(
+            keep_last=self.keep_last, keep_every=self.keep_every, keep_best=self._best(found), keep=thinned
+        ).rule
 
     def _best(self, found: StepListing) -> KeepBest | None:
         if self.keep_best is None:
@@ -114,12 +117,12 @@ def prune(
     """
     if not keep.given:
         raise UsageError("no rule says which steps to keep", remedy=_RULES)
-    run = StepFolder(run_root(root))
-    place = run.place.snapshot()
-    found, garbage = place.listing(), _garbage(place, output)
+    run = backend_of(absolute(run_root(root)))
+    backend = run.snapshot()
+    found, garbage = backend.listing(), _garbage(backend, output)
     if not (found.steps or found.broken or garbage):
         raise NotACheckpointError("contains no steps", path=root, remedy="give the folder that contains step-000100")
-    document = _plan(place, keep, found, garbage) | {"dry_run": dry_run}
+    document = _plan(backend, keep, found, garbage) | {"dry_run": dry_run}
     gone = [*(step["step"] for step in document["deleted"]), *document["deleted_broken"]]
     changes = bool(gone or document["leftovers"]["objects"])
     asks = not (dry_run or yes or output.json) and sys.stdin.isatty() and sys.stderr.isatty()
@@ -130,43 +133,44 @@ def prune(
     if changes:
         try:
             # The snapshot, because a step that was saved meanwhile must not be deleted.
-            run.delete(*sorted(gone), seen=place)
+            run.delete([run.path_of(number) for number in sorted(gone)], snapshot=backend)
         finally:
             run.release()
-        run.warn_of_undeleted(stacklevel=1)
+        for message in run.take_warnings():
+            warn_caller(message)
     output.show(document, lambda: print_lines(_summary(document)) if asks else _print(document))
     return 0
 
 
-def _plan(place: StepPlace, keep: KeepOptions, found: StepListing, garbage: Garbage) -> dict[str, Any]:
+def _plan(backend: SingleTierBackend, keep: KeepOptions, found: StepListing, garbage: Garbage) -> dict[str, Any]:
     """Return which steps are deleted and which are kept, as ``--json`` prints it."""
     # Damaged steps only: a step of a later version, or one that could not be read, may be intact. Other folders belong
     # to the user.
     damaged = {number for number, error in found.broken.items() if isinstance(error, CorruptCheckpointError)}
     candidates = {step.number for step in unwanted(keep.rule(found), found.steps)} | (damaged if keep.broken else set())
     # A folder with other files than the step's is left.
-    paths = {place.path_of(number): number for number in sorted(candidates)}
-    left = {paths[path]: error for path, error in place.not_removable([*paths]).items()}
+    paths = {backend.path_of(number): number for number in sorted(candidates)}
+    left = {paths[path]: error for path, error in backend.not_removable([*paths]).items()}
     gone = candidates - left.keys()
     return {
-        "root": str(place.root),
+        "root": str(backend.root),
         # What the steps to delete share with steps to keep is not freed.
-        "freed_bytes": place.freed_bytes([place.path_of(number) for number in gone]) if gone else 0,
+        "freed_bytes": backend.freed_bytes([backend.path_of(number) for number in gone]) if gone else 0,
         "deleted": [_describe(step) for step in found.steps if step.number in gone],
         "deleted_broken": [number for number in found.broken if number in gone],
         "kept": [_describe(step) for step in found.steps if step.number not in gone],
         "broken": {str(number): str(error) for number, error in found.broken.items() if number not in gone},
         "left": {str(number): str(error) for number, error in left.items()},
-        "grace_seconds": place.grace_seconds,
+        "grace_seconds": backend.grace_seconds,
         "leftovers": _amount(garbage.removable),
         "waiting": _amount(garbage.waiting),
         "unfinished": _amount(garbage.unfinished),
     }
 
 
-def _garbage(place: StepPlace, output: Output) -> Garbage:
+def _garbage(backend: SingleTierBackend, output: Output) -> Garbage:
     try:
-        return place.garbage()
+        return backend.garbage()
     except TensorkeepError as error:
         output.note(f"what deleted steps have left is not deleted: {error}")
         return Garbage()

@@ -34,7 +34,7 @@ from tensorkeep.formats.native.sharded import finish_saves, plan_root, write_roo
 from tensorkeep.formats.native.writer import ShardedWrite
 from tensorkeep.formats.path_items import nest
 from tensorkeep.paths import absolute, checked_path
-from tensorkeep.ranks.outline import FullTensor
+from tensorkeep.ranks.merge import FullTensor
 from tensorkeep.state import cuda, names
 from tensorkeep.state.dtypes import BY_NAME, DType, check_torch
 from tensorkeep.state.leaf import Leaf

@@ -1,76 +1,129 @@
-"""The order in which the saves of a process group are written: one after another, the same on all ranks."""
+"""The ranks that save or load one checkpoint together: how they exchange values and errors, and who is next to write.
+
+A process alone is a `RankCoordinator` of one rank, and exchanges nothing.
+"""
 
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
 import xxhash
 
 from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError
+from tensorkeep.storage.parallel import answer_within
 from tensorkeep.structs import prepared
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 
-# The order in which the saves of a process group are written: one after another, the same on all ranks.
+DEFAULT_TIMEOUT = 1800.0
+"""Seconds that a rank waits for the other ranks, which may still be writing."""
+_GRACE = 1.0
+"""Seconds until ranks that wait in the same exchange notice that a connection was closed."""
+_STORE_SECONDS = 5.0
+"""The store of the process group must answer within so many seconds."""
+_INTERRUPTED = "was interrupted"
+_PADDING_BYTES = 64 * 1024
+"""Values are padded to the longest one for a single all-gather, unless that adds more than this many bytes."""
 
 
-class Turn:
-    """The place of a save among those of its group, whose exchanges would mix if two of them were written at once.
+class RankCoordinator:
+    """One process alone: rank 0 of 1. `GroupCoordinator` has the ranks of a process group.
 
-    ``queue`` is the list of the group. `take` is called on all ranks in the same order. The turn ends with `end`, or
-    when the save is dropped without being written.
+    Every rank calls the same methods in the same order. ``what`` says what the ranks are doing, the same on all ranks;
+    errors quote it.
+    """
+
+    rank = 0
+    size = 1
+    is_distributed = False
+    """Whether the caller gave a process group, even one of a single rank: only then can a state be sharded."""
+    lock: AbstractContextManager[object] = nullcontext()
+    """Held for all exchanges of one operation."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone makes checkpoints visible and deletes steps."""
+        return self.rank == 0
+
+    @property
+    def lost(self) -> RanksDisagreeError | None:
+        """The error that ended the last connection to the other ranks."""
+        return None
+
+    def gather(self, value: Any, what: str, *, of: Any = Any) -> list[Any]:
+        """Return the values of all ranks, by rank; ``of`` is the type of a msgspec struct."""
+        return [value]
+
+    def broadcast(self, value: Any, what: str) -> Any:
+        """Return the value of rank 0."""
+        return self.gather(value if self.is_main else None, what)[0]
+
+    @contextmanager
+    def reporting_errors(self, what: str) -> Iterator[None]:
+        """Report an error of the block to the other ranks, which wait in their next exchange."""
+        yield
+
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        """Wait for all ranks at the end of the block; if it raised on one rank, it raises on all."""
+        yield
+
+
+ONE_RANK = RankCoordinator()
+
+
+# A save of a process group among the saves that are being written.
+
+
+class SaveTicket:
+    """The place of a save in the queue of its group: two saves at once would mix their exchanges.
+
+    `enqueue` is called on all ranks in the same order. The next save is written after `release`, or when the ticket is
+    garbage collected because its save was dropped.
     """
 
     def __init__(self, queue: list[threading.Event]) -> None:
         self._queue = queue
         self._earlier: list[threading.Event] = []
-        self._ended = threading.Event()
+        self._released = threading.Event()
 
     def __del__(self) -> None:
-        self._ended.set()
+        self._released.set()
 
-    def take(self) -> None:
-        """Queue the save behind those that were begun before it."""
+    def enqueue(self) -> None:
+        """Queue the save behind the saves that were begun before it."""
         self._earlier = [each for each in self._queue if not each.is_set()]
-        self._queue[:] = [*self._earlier, self._ended]
+        self._queue[:] = [*self._earlier, self._released]
 
     def wait(self) -> None:
         """Wait until all earlier saves are over, whether they succeed or fail."""
         for each in self._earlier:
             each.wait()
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Let the next save be written."""
-        self._ended.set()
+        self._released.set()
 
 
-# A gloo connection between the ranks of a process group, closed by all of them when one is missing.
-
-T = TypeVar("T")
-_GRACE = 1.0
-"""Seconds in which ranks that wait in the same exchange find that a connection was closed."""
-_STORE_SECONDS = 5.0
-"""Seconds in which the store of the process group must answer."""
-_INTERRUPTED = "was interrupted"
-_PADDING_BYTES = 64 * 1024
-"""Values of other lengths are sent as if all had the longest, unless that adds more than so many bytes."""
+# Exchanges over gloo. All ranks close a connection when one rank is missing.
 
 
-class Connection:
-    """Collective exchanges of bytes and numbers over gloo; every rank calls the same methods in the same order.
+class GlooConnection:
+    """Gathers bytes and numbers of all ranks over gloo; every rank calls the same methods in the same order.
 
-    Operations share it, each with a timeout of its own, in seconds. When a rank does not answer in time or is
-    interrupted in an exchange, all close the connection, and the next exchange makes a new one; when one has ended,
-    every later exchange fails at once. ``lost`` is the error with which it was closed last, ``shared_error`` the last
-    one that all ranks know of. Who uses the connection holds ``lock`` for all exchanges of one operation, and begins
+    Operations share the connection, each with its own timeout in seconds. When a rank does not answer in time, or is
+    interrupted in an exchange, all ranks close the connection, and the next exchange opens a new one. When a rank has
+    ended, every later exchange fails at once. ``lost`` is the error of the last closing; ``shared_error`` is the last
+    error that all ranks know. A user of the connection holds ``lock`` for all exchanges of one operation, and begins
     operations in the same order on all ranks.
     """
 
@@ -85,14 +138,14 @@ class Connection:
         self.has_ended = False
         self._name = name
         self._group_store = _get_process_group_store(group)
-        self._store: Store = self._group_store  # of the connection
-        self._gloo: Any = None  # a ProcessGroupGloo, whose stubs lack its collectives
+        self._store: Store = self._group_store  # of this connection
+        self._gloo: Any = None  # a ProcessGroupGloo; its stubs lack the collectives
         self._connections = 0
 
     def open(self, what: str, timeout: float) -> None:
-        """Connect the ranks unless they are connected, and wait for all. ``what`` says what the ranks are doing.
+        """Connect all ranks unless they are connected; ``what`` says what the ranks are doing.
 
-        Raises RanksDisagreeError if a rank does not, or has ended in an earlier call.
+        Raises RanksDisagreeError if a rank does not connect, or has ended in an earlier call.
         """
         from torch.distributed.distributed_c10d import ProcessGroupGloo
 
@@ -101,10 +154,10 @@ class Connection:
         if self.has_ended and self.lost is not None:
             raise RanksDisagreeError(f"{self.lost.message}, in an earlier call", remedy=self.lost.remedy)
         try:
-            self._store = _asked(self._next_store, _STORE_SECONDS)
+            self._store = _ask_store(self._next_store, _STORE_SECONDS)
             self._gloo = ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=timeout))
-            # Gloo would let a rank continue whose peers still connect; if it ended then, they would try until the
-            # timeout. All that return from here notice it at once.
+            # Gloo lets a rank continue while its peers still connect. If that rank ended now, the peers would try until
+            # the timeout. After this gather, all ranks are connected and notice at once when one ends.
             self.gather_numbers([self.rank], timeout)
         except RuntimeError as error:
             raise self.close(error, what, timeout) from error
@@ -113,7 +166,7 @@ class Connection:
             raise
 
     def _next_store(self) -> "Store":
-        """Return the store of the next connection that no rank has closed, having waited for this one in vain."""
+        """Return the store of the next connection that no rank has closed; a slow rank skips the closed ones."""
         from torch.distributed.distributed_c10d import PrefixStore
 
         while True:
@@ -123,17 +176,15 @@ class Connection:
                 return store
 
     def gather_numbers(self, own: Sequence[int], timeout: float) -> list[list[int]]:
-        """Return the integers of all ranks, by rank; as many of each. RuntimeError if a rank is missing."""
+        """Return the integers of all ranks, the same count from each; RuntimeError if a rank is missing."""
         import torch
 
         received = [torch.zeros(len(own), dtype=torch.int64) for _ in range(self.size)]
         self._all_gather(received, torch.tensor(own, dtype=torch.int64), timeout)
         return [each.tolist() for each in received]
 
-    def gather_bytes(
-        self, value: bytes, sizes: Sequence[int], timeout: float, *, to_coordinator: bool = False
-    ) -> list[bytes]:
-        """Return the bytes of all ranks, whose numbers are ``sizes``; with ``to_coordinator`` the others get none.
+    def gather_bytes(self, value: bytes, sizes: Sequence[int], timeout: float, *, to_main: bool = False) -> list[bytes]:
+        """Return the bytes of all ranks, with known sizes; with ``to_main`` only rank 0 gets them.
 
         RuntimeError if a rank is missing.
         """
@@ -144,7 +195,8 @@ class Connection:
         longest = max(sizes)
         received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         received[self.rank] = own
-        if to_coordinator:
+        if to_main:
+            # The reports of all ranks are long, and only rank 0 needs them.
             limit = timedelta(seconds=timeout)
             if self.rank != 0:
                 self._gloo.send([own], 0, 0).wait(limit)
@@ -152,6 +204,7 @@ class Connection:
             for work in [self._gloo.recv([received[rank]], rank, 0) for rank in range(1, self.size)]:
                 work.wait(limit)
         elif longest * self.size > 2 * sum(sizes) + _PADDING_BYTES:
+            # One broadcast from each rank: padded to the longest value, most bytes would be zeros.
             options = BroadcastOptions()
             options.timeout = timedelta(seconds=timeout)
             for rank, each in enumerate(received):
@@ -172,18 +225,19 @@ class Connection:
         self._gloo.allgather([received], [own], options).wait()
 
     def close(self, error: BaseException, what: str, timeout: float) -> RanksDisagreeError:
-        """Close the connection, so that no rank waits; return the error that names the ranks that are missing."""
+        """Close the connection, so that no rank waits; return the error that names the missing ranks."""
         reason = None
         if not isinstance(error, RuntimeError):
             reason = _INTERRUPTED
         elif "timed out" in str(error).lower() or "timeout" in str(error).lower():
             reason = f"did not answer within {timeout:g} s"
         try:
-            absent, reason = _asked(lambda: self._ask_who_is_there(reason), _GRACE + _STORE_SECONDS)
+            absent, reason = _ask_store(lambda: self._ask_who_is_there(reason), _GRACE + _STORE_SECONDS)
             absent_text = _ranks_text(absent)
         except RuntimeError:
             absent_text = "another rank, perhaps the one that serves the store of the process group,"
         self._abort()
+        # Without a timeout or an interrupt, gloo has failed because the process of a rank has ended.
         self.has_ended = reason is None
         remedy = "if it is only slow, give a longer timeout" if reason else "start the ranks again"
         self.lost = RanksDisagreeError(
@@ -192,14 +246,17 @@ class Connection:
         return self.lost
 
     def _ask_who_is_there(self, reason: str | None) -> tuple[list[int], str | None]:
-        """Report that this rank is there; return the ranks that do not, and why the first one closed the connection."""
+        """Report that this rank is there; return the missing ranks, and why the first rank closed the connection."""
         store = self._store
+        # The keys of the store outlive the connection: ranks that wait in gloo find them when their wait fails.
         store.set("closed", "")
         if reason is not None:
             store.set("reason", reason)
+        # An interrupted rank does not report itself, so the other ranks name it as missing.
         if reason is not _INTERRUPTED:
             store.set(f"rank {self.rank}", "there")
             store.add("there", 1)
+        # This wakes the ranks that wait for this one in gloo. They report themselves within the grace.
         self._abort()
         end = time.monotonic() + _GRACE
         while store.add("there", 0) < self.size and time.monotonic() < end:
@@ -213,40 +270,24 @@ class Connection:
             gloo.abort()
 
 
-def _asked(ask: Callable[[], T], seconds: float) -> T:
-    """Return what the store of the process group answers; RuntimeError if the process that serves it has hung or ended.
-
-    Some calls of `TCPStore` wait without limit.
-    """
-    found: list[tuple[T | None, RuntimeError | None]] = []
-
-    def run() -> None:
-        try:
-            found.append((ask(), None))
-        except RuntimeError as error:
-            found.append((None, error))
-
-    asking = threading.Thread(target=run, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    answer, error = found[0] if found else (None, RuntimeError("the store of the process group timed out"))
-    if error is not None:
-        raise error
-    return cast(T, answer)
+def _ask_store(question: Callable[[], T], seconds: float) -> T:
+    """Return an answer of the process group's store; RuntimeError if the process that serves it has hung or ended."""
+    try:
+        # In another thread: some calls of `TCPStore` wait without limit.
+        return answer_within(seconds, question)
+    except TimeoutError as error:
+        raise RuntimeError("the store of the process group timed out") from error
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """Return the subject of a sentence about ranks of which at least one is lost; others may only be busy."""
+    """Return the subject of a sentence about ranks that did not answer: at least one is lost, others may be busy."""
     if not ranks:
         return "another rank"
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"one or more of the ranks {shown}"
 
 
-# The ranks that save or load one checkpoint together, and how they exchange values and errors.
-
-DEFAULT_TIMEOUT = 1800.0
-"""Seconds that a rank waits for the others, which may still be writing."""
+# Exchanges of plain values and errors over a connection.
 
 
 class _State(msgspec.Struct, array_like=True):
@@ -257,84 +298,73 @@ class _State(msgspec.Struct, array_like=True):
 
 
 class Channel:
-    """Collective exchanges of plain values on a connection, with one timeout in seconds.
+    """Exchanges plain values on a connection, with one timeout in seconds.
 
-    Every rank calls the same methods in the same order. A rank that has failed calls `fail` in place of its next
-    exchange, so that no other one waits for it.
-
-    Raises RanksDisagreeError on all others, naming the ranks that have failed, have ended, or do not answer in time.
+    A rank that has failed calls `report` in place of its next exchange, so that no other rank waits for it. The
+    exchange then raises RanksDisagreeError on all other ranks. It also does so, and names the ranks, if ranks have
+    ended, do not answer in time, or are doing something else.
     """
 
-    def __init__(self, connection: Connection, timeout: float) -> None:
-        self.rank, self.size, self.lock = connection.rank, connection.size, connection.lock
-        self._connection = connection
+    def __init__(self, connection: GlooConnection, timeout: float) -> None:
+        self.connection = connection
         self._timeout = timeout
 
-    @property
-    def lost(self) -> RanksDisagreeError | None:
-        """The error with which the connection was closed last."""
-        return self._connection.lost
-
     def connect(self, what: str) -> None:
-        """Connect the ranks unless they are connected; none continues before all are."""
-        self._connection.open(what, self._timeout)
+        """Connect the ranks unless they are connected; no rank continues before all are connected."""
+        self.connection.open(what, self._timeout)
 
-    def exchange(self, value: Any, what: str, *, of: Any = Any, to_coordinator: bool = False) -> list[Any]:
-        """Return the values of all ranks, by rank; ``what`` says what the ranks are doing, the same on all of them.
-
-        Structs are decoded if ``of`` is their type. With ``to_coordinator`` the other ranks get an empty list.
-        """
+    def gather(self, value: Any, what: str, *, of: Any = Any, to_main: bool = False) -> list[Any]:
+        """Return the values of all ranks, by rank; with ``to_main`` the other ranks get an empty list."""
         self.connect(what)
         decoder = msgspec.msgpack.Decoder(prepared(of))
-        found = self._gather(msgspec.msgpack.encode(value), what, to_coordinator=to_coordinator)
+        found = self._gather(msgspec.msgpack.encode(value), what, to_main=to_main)
         return [decoder.decode(each) for each in found]
 
-    def fail(self, error: BaseException, what: str) -> None:
-        """Report an error to the other ranks in place of the next exchange, unless they know; the caller raises it."""
-        connection = self._connection
+    def report(self, error: BaseException, what: str) -> None:
+        """Report an error to the other ranks, unless they know it; the caller raises it."""
+        connection = self.connection
         if error is connection.shared_error or error is connection.lost or connection.has_ended:
             return
         text = error.message if isinstance(error, TensorkeepError) else str(error)
         where = [part for part in (getattr(error, "path", None), getattr(error, "name", None)) if part]
         described = type(error).__name__, ": ".join([*map(str, where), text])
-        with suppress(RanksDisagreeError):  # what the caller raises says more
+        with suppress(RanksDisagreeError):  # the error that the caller raises says more
             self.connect(what)
             self._gather(b"", what, described)
         connection.shared_error = error
 
     def _gather(
-        self, value: bytes, doing: str, error: tuple[str, str] | None = None, *, to_coordinator: bool = False
+        self, value: bytes, doing: str, error: tuple[str, str] | None = None, *, to_main: bool = False
     ) -> list[bytes]:
-        """Return the values of all ranks; with ``to_coordinator`` the others get none.
-
-        Raises RanksDisagreeError on all ranks alike if one of them has an error, or is doing something else.
-        """
-        connection, timeout = self._connection, self._timeout
+        connection, timeout = self.connection, self._timeout
         try:
-            # Not by torch's collectives of objects, which send pickles.
-            digest = xxhash.xxh3_64_intdigest(doing.encode()) >> 1  # of 63 bits
+            # Not by torch's collectives of objects, which send pickles. The first gather has a fixed size: the length
+            # of the value, a digest of what this rank is doing, and whether it has failed. So ranks in different
+            # operations notice it here, before they read values of the wrong kind.
+            digest = xxhash.xxh3_64_intdigest(doing.encode()) >> 1  # 63 bits: gloo sends int64
             heads = connection.gather_numbers([len(value), digest, error is not None], timeout)
             if len({digest for _, digest, _ in heads}) == 1 and not any(failed for *_, failed in heads):
                 sizes = [size for size, *_ in heads]
-                return connection.gather_bytes(value, sizes, timeout, to_coordinator=to_coordinator)
+                return connection.gather_bytes(value, sizes, timeout, to_main=to_main)
             own = msgspec.msgpack.encode(_State(doing, error))
             sizes = [size for (size,) in connection.gather_numbers([len(own)], timeout)]
             found = connection.gather_bytes(own, sizes, timeout)
         except RuntimeError as raised:
             raise connection.close(raised, doing, timeout) from raised
         except BaseException as raised:
-            # The others may be at any point of this exchange, so that no other one can follow.
+            # An interrupt: the other ranks may be anywhere in this exchange, so no other exchange can follow on this
+            # connection.
             connection.close(raised, doing, timeout)
             connection.shared_error = raised
             raise
-        connection.shared_error = known = _refusal(
+        connection.shared_error = known = _disagreement(
             msgspec.msgpack.decode(each, type=prepared(_State)) for each in found
         )
         raise known
 
 
-def _refusal(states: Iterable[_State]) -> RanksDisagreeError:
-    """Return the error of an exchange in which a rank has failed, or which is not the same one on all ranks."""
+def _disagreement(states: Iterable[_State]) -> RanksDisagreeError:
+    """Return the error of an exchange if a rank has failed, or the ranks are doing different things."""
     by_rank = list(states)
     for rank, state in enumerate(by_rank):
         if state.error is not None:
@@ -345,76 +375,83 @@ def _refusal(states: Iterable[_State]) -> RanksDisagreeError:
     first, other = by_rank[0], next(each for each in by_rank if each.doing != by_rank[0].doing)
     return RanksDisagreeError(
         f"rank 0 is {first.doing}, and rank {by_rank.index(other)} is {other.doing}",
-        remedy="save and load in the same order on all ranks, all of them with into= or none",
+        remedy="save and load in the same order on all ranks, with into= on all ranks or on none",
     )
 
 
-class Ranks:
-    """The ranks of a process group, as they save and load with one timeout.
+class _GroupState:
+    """What all operations of a process group share, with any timeout.
 
-    ``caller`` is the channel of the threads that call `save` or `load`, ``writer`` that of the threads that write,
-    which write one save after another: see `Turn`. ``remembered`` is for what all ranks agreed on in the save before.
+    The threads that call `save` and the threads that write have a connection each, since they run at the same time.
+    ``remembered`` has what all ranks agreed on in the last save, so that an equal state is not merged again.
     """
 
-    def __init__(self, group: "_Group", timeout: float) -> None:
-        self.caller, self.writer = Channel(group.caller, timeout), Channel(group.writer, timeout)
-        self.rank, self.size = self.caller.rank, self.caller.size
-        self.remembered = group.remembered
-        self._turns = group.turns
+    def __init__(self, group: "ProcessGroup") -> None:
+        self.caller, self.writer = GlooConnection(group, "caller"), GlooConnection(group, "writer")
+        self.remembered: dict[str, Any] = {}
+        self.tickets: list[threading.Event] = []
 
-    def turn(self) -> Turn:
-        """Return the place of a new save, not taken yet, among those that are being written."""
-        return Turn(self._turns)
+
+class GroupCoordinator(RankCoordinator):
+    """The ranks of a process group, in operations with one timeout.
+
+    Exchanges of this class are made by the threads that call `save` or `load`. ``writer`` is for the threads that
+    write, one save after another: see `SaveTicket`.
+    """
+
+    is_distributed = True
+
+    def __init__(self, state: _GroupState, timeout: float) -> None:
+        self._caller, self.writer = Channel(state.caller, timeout), Channel(state.writer, timeout)
+        self.rank, self.size, self.lock = state.caller.rank, state.caller.size, state.caller.lock
+        self.remembered = state.remembered
+        self._tickets = state.tickets
 
     @property
-    def is_coordinator(self) -> bool:
-        """Whether this is the rank that makes checkpoints visible."""
-        return self.rank == 0
+    def lost(self) -> RanksDisagreeError | None:
+        return self._caller.connection.lost
+
+    def ticket(self) -> SaveTicket:
+        """Return a ticket for a new save, not queued yet."""
+        return SaveTicket(self._tickets)
+
+    def connect(self) -> None:
+        """Connect both channels, so that a rank that ends later is missed at once and not at the timeout."""
+        for channel in (self._caller, self.writer):
+            channel.connect("connecting")
+
+    def gather(self, value: Any, what: str, *, of: Any = Any) -> list[Any]:
+        return self._caller.gather(value, what, of=of)
+
+    @contextmanager
+    def reporting_errors(self, what: str) -> Iterator[None]:
+        with self.lock:
+            try:
+                yield
+            except BaseException as error:
+                self._caller.report(error, what)
+                raise
+
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        with self.lock:
+            with self.reporting_errors(what):
+                yield
+            self.gather(None, what)
 
 
-@contextmanager
-def reported_to_others(ranks: Ranks | None, what: str) -> Iterator[None]:
-    """Report what the block raises to the other ranks, which wait in an exchange of their callers."""
-    with ranks.caller.lock if ranks is not None else nullcontext():
-        try:
-            yield
-        except BaseException as error:
-            if ranks is not None:
-                ranks.caller.fail(error, what)
-            raise
+_groups: "WeakKeyDictionary[ProcessGroup, _GroupState]" = WeakKeyDictionary()
 
 
-@contextmanager
-def together(ranks: Ranks | None, what: str) -> Iterator[None]:
-    """Wait at the end of the block until all ranks are there; if one of them has raised in it, all raise."""
-    with ranks.caller.lock if ranks is not None else nullcontext():
-        with reported_to_others(ranks, what):
-            yield
-        if ranks is not None:
-            ranks.caller.exchange(None, what)
+def ranks_of(group: "ProcessGroup | None", timeout: float | None) -> RankCoordinator:
+    """Return the ranks of a process group, or `ONE_RANK` without a group. The first call connects all ranks.
 
-
-class _Group:
-    """What all operations of a process group share, whatever their timeouts."""
-
-    def __init__(self, group: "ProcessGroup") -> None:
-        self.caller, self.writer = Connection(group, "caller"), Connection(group, "writer")
-        self.remembered: dict[str, Any] = {}
-        self.turns: list[threading.Event] = []
-
-
-_known: "WeakKeyDictionary[ProcessGroup, _Group]" = WeakKeyDictionary()
-
-
-def ranks_of(group: "ProcessGroup | None", timeout: float | None) -> Ranks | None:
-    """Return the ranks of a process group, connected on its first use, by all of them; None without a group.
-
-    Raises UsageError if it is not a process group, or this process is not in it, or the timeout is not positive.
+    Raises UsageError if it is not a process group, this process is not in it, or the timeout is not positive.
     """
     if group is None:
         if timeout is not None:
             raise UsageError("a timeout is for many ranks", remedy="give group= as well, or leave timeout out")
-        return None
+        return ONE_RANK
     from torch import distributed as dist
 
     if not isinstance(group, dist.ProcessGroup) or not dist.is_initialized() or dist.get_rank(group) < 0:
@@ -425,12 +462,11 @@ def ranks_of(group: "ProcessGroup | None", timeout: float | None) -> Ranks | Non
     seconds = DEFAULT_TIMEOUT if timeout is None else float(timeout)
     if not seconds > 0:
         raise UsageError(f"timeout is {timeout!r}", remedy="give a positive number of seconds")
-    known = _known.get(group)
-    if known is not None:
-        return Ranks(known, seconds)
-    _known[group] = known = _Group(group)
-    ranks = Ranks(known, seconds)
-    # Both now: a rank that is waited for while ranks connect is missed at the timeout only, and later at once.
-    for channel in (ranks.caller, ranks.writer):
-        channel.connect("connecting")
+    # All operations of a group share its two connections.
+    state = _groups.get(group)
+    if state is not None:
+        return GroupCoordinator(state, seconds)
+    _groups[group] = state = _GroupState(group)
+    ranks = GroupCoordinator(state, seconds)
+    ranks.connect()
     return ranks

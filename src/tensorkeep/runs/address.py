@@ -1,12 +1,11 @@
 """Addresses of checkpoints: a path, a run's folder, ``RUN@latest``, ``RUN@best``, ``RUN@best:METRIC`` or ``RUN@1200``.
 
-The folder of a run is the root of a `CheckpointManager`, or a folder that has it as ``checkpoints/``. Where one
-checkpoint is read, it stands for the last complete step. A path that exists is taken literally, ``@`` included.
+A run's folder is the root of a `CheckpointManager`, or a folder that contains it as ``checkpoints/``. As the address of
+one checkpoint it means the last complete step. A path that exists is taken literally, even with an ``@``.
 """
 
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,41 +15,46 @@ from tensorkeep.errors import (
     NotACheckpointError,
     NotFoundError,
     PathLike,
-    StoreError,
     TensorkeepError,
     UnsupportedError,
     UsageError,
-    stack_level_of_caller,
+    warn_caller,
 )
 from tensorkeep.formats.finding import is_checkpoint
 from tensorkeep.formats.native import FORMAT as NATIVE
-from tensorkeep.paths import as_path, checked_path
-from tensorkeep.runs.backends import place_of
-from tensorkeep.runs.metrics import metric_names, usual_metric
-from tensorkeep.runs.retention import best_step
-from tensorkeep.runs.steps import step_numbers
+from tensorkeep.paths import StorePath, as_path, checked_path
+from tensorkeep.runs.backends import LocalBackend, SingleTierBackend
+from tensorkeep.runs.metrics import best_step, metric_names, usual_metric
+from tensorkeep.runs.object_store import StoreBackend
+from tensorkeep.runs.steps import Step, step_numbers
 from tensorkeep.storage import exists, names_in, storage_of
 
 CHECKPOINTS = "checkpoints"
 
-# The name of a metric may have slashes: ``eval/loss``.
+# Metric names may contain slashes: ``eval/loss``.
 _ADDRESS = re.compile(r"(.+)@([^@/]*|best:[^@]*)", re.DOTALL)
 _FORMS = "write RUN@latest, RUN@best, RUN@best:METRIC, or RUN@1200 with the number of a step"
 
 
+def backend_of(root: PathLike) -> SingleTierBackend:
+    """Return the backend of the steps below a root, which need not exist."""
+    path = as_path(root)
+    return StoreBackend(path) if isinstance(path, StorePath) else LocalBackend(path)
+
+
 class Address(NamedTuple):
-    """What an address names.
+    """The checkpoint that an address means.
 
     Attributes
     ----------
     path : path-like
         The checkpoint.
     step : int or None
-        Its number, if it was found as a step of a run.
+        The number of the step, if the checkpoint was found in a run.
     reason : str or None
-        Why this step, if the address does not give its number: ``"the latest"``.
+        Why this step was chosen, if the address does not give a number: ``"the latest"``.
     skipped : mapping of int to TensorkeepError
-        Later steps that are damaged or incomplete.
+        Later steps that are damaged or incomplete, with the reason.
     """
 
     path: PathLike
@@ -60,30 +64,27 @@ class Address(NamedTuple):
 
 
 def checkpoint_path(path: PathLike) -> PathLike:
-    """Return the path of the checkpoint that an address names, and warn of later steps that are skipped.
-
-    Raises as `find_checkpoint`.
-    """
+    """Return the path of the checkpoint that an address means, and warn of skipped steps; see `find_checkpoint`."""
     address = find_checkpoint(path)
     for number, error in address.skipped.items():
-        warnings.warn(f"step {number} is skipped: {error}", stacklevel=stack_level_of_caller())
+        warn_caller(f"step {number} is skipped: {error}")
     return address.path
 
 
 def find_checkpoint(path: PathLike) -> Address:
-    """Return what an address names; a path that is neither a run nor a step of one is returned as it is.
+    """Find the checkpoint that an address means. A path that is not a run is returned as it is.
 
     Raises NotFoundError if the step or its run does not exist; NotACheckpointError if the folder has no steps;
     UsageError if a step is given in another form; the error of the last step if all are damaged.
     """
-    place, wanted = split_address(path)
+    given, wanted = split_address(path)
     if wanted is None:
-        root = find_run(place)
-        return Address(place) if root is None else _latest(root)
+        root = find_run(given)
+        return Address(given) if root is None else _latest(root)
     # Python converts no number of thousands of digits.
     if wanted.isdecimal() and len(wanted) < 100:
-        return _numbered(as_path(place), int(wanted))
-    root = run_root(place)
+        return _numbered(as_path(given), int(wanted))
+    root = run_root(given)
     if wanted == "latest":
         return _latest(root)
     best, colon, metric = wanted.partition(":")
@@ -93,9 +94,9 @@ def find_checkpoint(path: PathLike) -> Address:
 
 
 def split_address(path: PathLike) -> tuple[PathLike, str | None]:
-    """Return the path of an address, and what stands behind its ``@``, or None."""
+    """Split an address into its path, and the part after its ``@`` or None."""
     path = checked_path(path, stores=True)
-    # `Path` takes the empty string for the current folder, which may be a run.
+    # `Path("")` is the current folder, which may be a run.
     if not os.fspath(path):
         raise UsageError("the path is empty", remedy="give the path of a checkpoint or a run")
     match = _ADDRESS.fullmatch(os.fspath(path))
@@ -104,18 +105,18 @@ def split_address(path: PathLike) -> tuple[PathLike, str | None]:
 
 def steps_of_run(path: PathLike) -> list[Path]:
     """Return the paths of all steps of a run, damaged ones included; an empty list if the path is not a run."""
-    place, wanted = split_address(path)
-    root = find_run(place) if wanted is None else None
+    given, wanted = split_address(path)
+    root = find_run(given) if wanted is None else None
     if root is None:
         return []
-    steps = place_of(root)
-    return [steps.path_of(number) for number in steps.numbers()]
+    backend = backend_of(root)
+    return [backend.path_of(number) for number in backend.numbers()]
 
 
 def find_run(path: PathLike) -> Path | None:
     """Return the folder that contains the steps of a run; None if the path is a checkpoint, or not a run."""
     folder = as_path(path)
-    # Most paths are native checkpoints, which are recognised faster than their names are listed.
+    # Most paths are native checkpoints, and recognising one is faster than listing a folder.
     root = None if NATIVE.recognises(folder) else _root_of(folder)
     return None if root is not None and is_checkpoint(folder) else root
 
@@ -125,67 +126,60 @@ def run_root(path: PathLike) -> Path:
 
     Raises UsageError if the path is the address of one step; NotFoundError, NotACheckpointError if it is not a run.
     """
-    place, wanted = split_address(path)
+    given, wanted = split_address(path)
     if wanted is not None:
         raise UsageError("is one step, not a run", path=path, remedy=f"leave out @{wanted}")
-    root = _root_of(as_path(place))
+    folder = as_path(given)
+    root = _root_of(folder)
     if root is not None:
         return root
-    folder = as_path(place)
     if not storage_of(folder).lists(folder):
         raise UnsupportedError(
             "a web server lists no names, so the steps of a run are not found",
-            path=place,
+            path=given,
             remedy="give the number of a step: RUN@1200",
         )
     if not exists(folder):
-        raise NotFoundError("does not exist", path=place, remedy="check the path")
-    raise NotACheckpointError("contains no steps", path=place, remedy="give the folder that contains step-000100")
+        raise NotFoundError("does not exist", path=given, remedy="check the path")
+    raise NotACheckpointError("contains no steps", path=given, remedy="give the folder that contains step-000100")
 
 
 def _root_of(folder: Path) -> Path | None:
-    return next((place for place in (folder, folder / CHECKPOINTS) if _has_steps(place)), None)
+    return next((each for each in (folder, folder / CHECKPOINTS) if _has_steps(each)), None)
 
 
 def _has_steps(folder: Path) -> bool:
     try:
         return bool(step_numbers(names_in(folder)))
     except UnsupportedError:
-        # An object of another name that cannot be listed. A listing of the steps passes over some of those.
-        return bool(place_of(folder).numbers())
+        # One object has a name that cannot be listed. The backend lists the steps without it, if that is possible.
+        return bool(backend_of(folder).numbers())
 
 
 def _numbered(folder: Path, number: int) -> Address:
-    # Without a listing, which a web server does not give.
-    for steps in map(place_of, (folder, folder / CHECKPOINTS)):
-        path = steps.path_of(number)
-        if steps.exists(path):
+    # Without a listing, because web servers have none.
+    for backend in map(backend_of, (folder, folder / CHECKPOINTS)):
+        path = backend.path_of(number)
+        if backend.exists(path):
             return Address(path, number)
     if not storage_of(folder).lists(folder):
         raise NotFoundError(
             f"has no step {number}", path=folder, remedy="check the URL and the number: a web server lists no steps"
         )
-    return Address(place_of(run_root(folder)).existing(number), number)
+    return Address(backend_of(run_root(folder)).find(number), number)
 
 
 def _latest(root: Path) -> Address:
     skipped: dict[int, TensorkeepError] = {}
-    steps = place_of(root)
-    for number in reversed(steps.numbers()):
-        try:
-            return Address(steps.read(number).path, number, "the latest", skipped)
-        except TensorkeepError as error:
-            # A step that the store does not give may be whole: an earlier one is not the latest.
-            if isinstance(error, StoreError) and storage_of(root).remote:
-                raise
-            # Unless its writer has deleted it meanwhile.
-            if steps.exists(steps.path_of(number)):
-                skipped[number] = error
+    for number, found in backend_of(root).newest_first():
+        if isinstance(found, Step):
+            return Address(found.path, number, "the latest", skipped)
+        skipped[number] = found
     raise next(iter(skipped.values()), NotACheckpointError("contains no steps", path=root))
 
 
 def _best(root: Path, metric: str | None) -> Address:
-    steps = place_of(root).listing().steps
+    steps = backend_of(root).listing().steps
     metric = metric or usual_metric(metric_names(steps))
     step = best_step(steps, metric)
     if step is None:

@@ -1,16 +1,33 @@
-"""The steps of a run in a folder of a disk, and the place of the steps of any run."""
+"""Where the steps of a run are stored: the interface of all backends, and a folder of a disk.
+
+`object_store` has the backend of a bucket, `tiered` a disk in front of a bucket; `address.backend_of` chooses.
+"""
 
 import logging
+import operator
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Self, SupportsIndex, TypeVar
 
-from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError
+from tensorkeep.errors import NotACheckpointError, NotFoundError, TensorkeepError, UsageError
 from tensorkeep.formats.native.directory import CheckpointSummary, freed_bytes, summarise
 from tensorkeep.formats.native.sharded import finish_saves
-from tensorkeep.paths import StorePath, as_path
-from tensorkeep.runs.steps import StepPlace, check_is_step, step_numbers
-from tensorkeep.runs.store_backend import StorePlace
+from tensorkeep.paths import as_path
+from tensorkeep.runs.retention import Keep, KeepAll, unwanted
+from tensorkeep.runs.steps import (
+    Garbage,
+    Step,
+    StepListing,
+    UploadStatus,
+    check_is_step,
+    step_numbers,
+    step_of,
+    step_path,
+)
 from tensorkeep.storage import exists, names_in
 from tensorkeep.storage.commit import FolderLock, remove_abandoned, remove_checkpoint
 from tensorkeep.storage.direct_io import store_errors
@@ -18,15 +35,217 @@ from tensorkeep.storage.parallel import shielded
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-def place_of(root: PathLike) -> StepPlace:
-    """Return the place of the steps below a root, which need not exist."""
-    path = as_path(root)
-    return StorePlace(path) if isinstance(path, StorePath) else DiskPlace(path)
+_NEAREST = 4
+"""The most steps that an error suggests instead of a missing one."""
 
 
-class DiskPlace(StepPlace):
-    """A folder of steps, which one process at a time may change."""
+class StepBackend(ABC):
+    """The steps of a run as a `CheckpointManager` needs them: found, reserved for one writer, and deleted."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        # Two threads delete steps: the user's, and the thread that has saved a step.
+        self._deleting = threading.RLock()
+        self._undeleted: TensorkeepError | None = None
+
+    # Finding steps
+
+    @abstractmethod
+    def numbers(self) -> list[int]:
+        """Return the numbers of all steps in order, complete or not."""
+
+    @abstractmethod
+    def exists(self, path: Path) -> bool:
+        """Return whether a step is at a path, complete or not."""
+
+    @abstractmethod
+    def listing(self) -> StepListing:
+        """Check the manifest and the file sizes of every step; no tensor is read."""
+
+    def path_of(self, number: SupportsIndex) -> Path:
+        """Return the path of a step, which need not exist."""
+        return step_path(self.root, number)
+
+    def find(self, number: SupportsIndex) -> Path:
+        """Return the path of an existing step, complete or not; NotFoundError names the nearest steps."""
+        path = self.path_of(number)
+        if self.exists(path):
+            return path
+        found = sorted(sorted(self.numbers(), key=lambda other: abs(other - operator.index(number)))[:_NEAREST])
+        remedy = "it has no steps: check the folder"
+        if found:
+            remedy = f"the nearest step{'s are' if len(found) > 1 else ' is'} {', '.join(map(str, found))}"
+        raise NotFoundError(f"has no step {number}", path=self.root, remedy=remedy)
+
+    @abstractmethod
+    def newest_first(self) -> Iterator[tuple[int, Step | TensorkeepError]]:
+        """Yield each step number, the last one first, with the step or what is wrong with it.
+
+        A step is read when it is asked for.
+        """
+
+    def read_nearest(self, path: Path, read: Callable[[Path], T]) -> T:
+        """Call ``read`` with the path of the nearest undamaged copy of a step."""
+        return read(path)
+
+    # Saving steps
+
+    def claim(self) -> None:
+        """Reserve the run for this writer, and finish or remove what a killed writer has left.
+
+        Raises BusyError if another process has reserved it.
+        """
+        return
+
+    def release(self) -> None:
+        """Let other processes write."""
+        return
+
+    def finish_saves(self) -> None:
+        """Publish the saves of many ranks that were killed after all ranks had written their parts."""
+        return
+
+    def before_save(self, number: int, *, overwrite: bool) -> None:
+        """Prepare for the save of a step, which may replace another one."""
+        return
+
+    def after_save(self, number: int, rule: Keep) -> None:
+        """Delete the steps that a rule does not keep, once a step is durable; `take_warnings` reports errors."""
+        try:
+            # If all steps are kept, a save need not look at them.
+            if not isinstance(rule, KeepAll):
+                self.delete_unwanted(rule, protect=(number,))
+        except TensorkeepError as error:
+            self._undeleted = error
+
+    def wait_for_uploads(self) -> None:
+        """Wait until all saved steps are in the store; StoreError if an upload fails."""
+        return
+
+    def uploads(self) -> list[UploadStatus]:
+        """Return the steps that wait for their upload, or fail."""
+        return []
+
+    def take_warnings(self) -> list[str]:
+        """Return what has failed in the background since the last call."""
+        error, self._undeleted = self._undeleted, None
+        return [] if error is None else [f"an old step was not deleted: {error}"]
+
+    # Deleting steps
+
+    @abstractmethod
+    def remove_all(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
+        """Delete steps, complete or damaged; return the steps that could not be deleted, with the errors.
+
+        A step that is gone already is not an error.
+        """
+
+    def snapshot(self) -> Self:
+        """Return a backend that looks at the steps once, for a deletion that is first planned and then done."""
+        return self
+
+    def sweep(self) -> None:
+        """Delete what no step uses and nobody reads any more."""
+        return
+
+    def delete(self, paths: Sequence[Path], *, snapshot: "StepBackend | None" = None) -> None:
+        """Delete steps and raise the first error; ``snapshot`` is the backend that has chosen them."""
+        with self._deleting:
+            self.claim()
+            # Steps of a snapshot were checked when they were chosen; a step that was saved meanwhile is not in it.
+            failures = (snapshot or self).remove_all(paths)
+            self._sweep()
+        for error in failures.values():
+            raise error
+
+    def delete_unwanted(self, rule: Keep, protect: Collection[int] = ()) -> list[Step]:
+        """Delete the steps that a rule does not keep, except for protected ones; return the deleted steps.
+
+        If one step cannot be deleted, others still are; `take_warnings` reports the error.
+        """
+        with self._deleting:
+            seen = self.snapshot()
+            steps = unwanted(rule, seen.listing().steps, protect)
+            failures = seen.remove_all([as_path(step.path) for step in steps])
+            # Reported later: the save has succeeded, and the next one deletes the step again.
+            self._undeleted = next(iter(failures.values()), self._undeleted)
+            self._sweep()
+        return [step for step in steps if as_path(step.path) not in failures]
+
+    def _sweep(self) -> None:
+        try:
+            self.sweep()
+        except TensorkeepError as error:
+            self._undeleted = error
+
+
+class SingleTierBackend(StepBackend):
+    """Steps in one storage. `tensorkeep.log` and ``prune`` also look at the files of its steps."""
+
+    grace_seconds = 0.0
+    """How long the files of a deleted step remain for readers that have opened the step."""
+
+    @abstractmethod
+    def summaries(self) -> Iterator[tuple[int, CheckpointSummary | TensorkeepError]]:
+        """Yield each step number, in order, with the step's summary or what is wrong with it."""
+
+    @abstractmethod
+    def files_of(self, path: Path) -> list[os.stat_result]:
+        """Return the status of a damaged step's files; an empty list if they cannot be listed."""
+
+    @abstractmethod
+    def not_removable(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
+        """Return the paths that are not deleted, with the reasons.
+
+        UsageError: the step contains files that do not belong to it. NotACheckpointError: the path is not a step, but
+        another file or folder of that name, a link, or a step that has lost its manifest.
+        """
+
+    def remove(self, path: Path) -> None:
+        """Delete a step; raises the errors of `not_removable`. A step that is gone already is not an error."""
+        for error in self.remove_all([path]).values():
+            raise error
+
+    @abstractmethod
+    def freed_bytes(self, paths: Iterable[Path]) -> int:
+        """Return the bytes that deleting all given steps frees, once the grace period is over."""
+
+    def garbage(self) -> Garbage:
+        """Return what deleted steps and failed saves have left, and `sweep` deletes."""
+        return Garbage()
+
+    def read(self, number: int) -> Step:
+        """Return a step, having checked its manifest and the sizes of its files."""
+        path = self.path_of(number)
+        return step_of(path, number, summarise(path))
+
+    def newest_first(self) -> Iterator[tuple[int, Step | TensorkeepError]]:
+        for number in reversed(self.numbers()):
+            try:
+                yield number, self.read(number)
+            except TensorkeepError as error:
+                if self.is_broken(number, error):
+                    yield number, error
+
+    def is_broken(self, number: int, error: TensorkeepError) -> bool:
+        """Return whether a step that could not be read still exists: another process may have deleted it meanwhile."""
+        return not isinstance(error, NotACheckpointError) or self.exists(self.path_of(number))
+
+    def listing(self) -> StepListing:
+        steps: list[Step] = []
+        broken: dict[int, TensorkeepError] = {}
+        for number, found in self.summaries():
+            if isinstance(found, TensorkeepError):
+                broken[number] = found
+            else:
+                steps.append(step_of(self.path_of(number), number, found))
+        return StepListing(steps, MappingProxyType(broken))
+
+
+class LocalBackend(SingleTierBackend):
+    """A folder of steps on a disk, which one process at a time may change."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -40,37 +259,36 @@ class DiskPlace(StepPlace):
 
     def summaries(self) -> Iterator[tuple[int, CheckpointSummary | TensorkeepError]]:
         for number in self.numbers():
-            path = self.path_of(number)
-            found: CheckpointSummary | TensorkeepError
             try:
-                found = summarise(path)
+                yield number, summarise(self.path_of(number))
             except TensorkeepError as error:
-                # A step that its writer has deleted meanwhile is not broken.
-                if isinstance(error, NotACheckpointError) and not exists(path):
-                    continue
-                found = error
-            yield number, found
+                if self.is_broken(number, error):
+                    yield number, error
 
     def files_of(self, path: Path) -> list[os.stat_result]:
         try:
+            # Without its subfolders, which do not belong to a step.
             with os.scandir(path) as found:
                 return [file.stat(follow_symlinks=False) for file in found if not file.is_dir(follow_symlinks=False)]
         except OSError:
             return []
 
     def claim(self) -> None:
-        shielded(self._claim)
+        with self._deleting:
+            # In another thread: Ctrl-C between taking the lock and storing it would leave the folder locked.
+            shielded(self._claim)
 
     def _claim(self) -> None:
         if self._lock is None or not self._lock.is_valid():
             self._lock = FolderLock(self.root)
+            # A killed writer leaves staging folders. Many ranks may have completed one: it is published, not removed.
             finish_saves(self.root)
             remove_abandoned(self.root)
 
     def release(self) -> None:
         try:
             shielded(self._release)
-        except BaseException:  # an interrupt, perhaps before it began
+        except BaseException:  # an interrupt, perhaps before `_release` began
             shielded(self._release)
             raise
 
@@ -82,16 +300,13 @@ class DiskPlace(StepPlace):
     def finish_saves(self) -> None:
         finish_saves(self.root)
 
-    def check_removable(self, path: Path) -> None:
-        with store_errors(path, "look at the step"):
-            if path.is_symlink():
-                raise NotACheckpointError("is a link, so it is not deleted", path=path, remedy="remove it yourself")
-            check_is_step(path)
+    def not_removable(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
+        return _failures(_check_removable, paths, UsageError, NotACheckpointError)
 
     def remove(self, path: Path) -> None:
         if not exists(path):
             return
-        self.check_removable(path)
+        _check_removable(path)
         with store_errors(path, "delete the step"):
             try:
                 remove_checkpoint(path)
@@ -99,5 +314,29 @@ class DiskPlace(StepPlace):
                 return
         logger.info("deleted %s", path)
 
+    def remove_all(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
+        return _failures(self.remove, paths, TensorkeepError)
+
     def freed_bytes(self, paths: Iterable[Path]) -> int:
         return freed_bytes(paths)
+
+
+def _check_removable(path: Path) -> None:
+    with store_errors(path, "look at the step"):
+        if path.is_symlink():
+            # Deleting the link would not delete the step, and its target may be the only copy of something else.
+            raise NotACheckpointError("is a link, so it is not deleted", path=path, remedy="remove it yourself")
+        check_is_step(path)
+
+
+def _failures(
+    call: Callable[[Path], None], paths: Iterable[Path], *kinds: type[TensorkeepError]
+) -> dict[Path, TensorkeepError]:
+    """Call a function with each path; return the paths that raised errors of the given kinds."""
+    failures: dict[Path, TensorkeepError] = {}
+    for path in paths:
+        try:
+            call(path)
+        except kinds as error:
+            failures[path] = error
+    return failures

@@ -1,4 +1,4 @@
-"""Metrics of steps: which one ranks the steps, and whether its smallest or its largest value is best."""
+"""Metrics of steps: which metric ranks the steps, which of its values is best, and which step."""
 
 import json
 import math
@@ -16,17 +16,18 @@ _BY_MODE = {
         "reward"
     ),
 }
-# They reverse what another word of the name says, or make it a quantity that is not ranked.
+# These words reverse the meaning of another word of the name, or make it a quantity that does not rank steps.
 _REVERSED = re.compile("neg|negative|minus|inverse|reduction|improvement|drop|delta|change|scale|weight")
 
 
 def direction(name: str) -> str | None:
-    """Return "min" or "max", whichever is best of a metric of this name, or None if its words do not say.
+    """Return "min" or "max" for a metric, by the words of its name; None if they do not say which is best.
 
     >>> direction("eval/loss"), direction("top1_accuracy"), direction("score"), direction("neg_mse")
     ('min', 'max', None, None)
     """
     words = _words(name)
+    # A name with a word for each mode, such as "loss_accuracy", does not say.
     found = [mode for mode, known in _BY_MODE.items() if any(map(known.fullmatch, words))]
     return found[0] if len(found) == 1 and not any(map(_REVERSED.fullmatch, words)) else None
 
@@ -39,7 +40,7 @@ def checked_mode(mode: str | None) -> str | None:
 
 
 def mode_of(metric: str, mode: str | None) -> str:
-    """Return the mode of a metric, by default that of its name; UsageError if that is not known."""
+    """Return the mode of a metric, by default known from its name; UsageError if it is not."""
     found = mode or direction(metric)
     if found is None:
         raise UsageError(
@@ -61,9 +62,9 @@ def only_metric(names: Collection[str]) -> str | None:
 
 
 def usual_metric(names: Collection[str]) -> str | None:
-    """Return the metric to show the best step by: the only one, else the validation loss, else the loss.
+    """Return the metric that ranks steps if the user names none: the only one, the validation loss, or the loss.
 
-    Raises UsageError if there are several that might be meant.
+    Raises UsageError if several metrics are possible.
     """
     losses = [name for name in names if "loss" in _words(name) and direction(name)]
     validation = [name for name in losses if any(re.match("val|eval|test|dev", word) for word in _words(name))]
@@ -79,7 +80,7 @@ def metric_names(steps: Sequence[Step]) -> set[str]:
 
 
 def ranked(steps: Sequence[Step], metric: str, mode: str | None) -> list[Step]:
-    """Return the steps with a value of a metric that is not NaN, best first; of equally good ones the later first.
+    """Return the steps with a value of a metric, best first, without NaN; of equally good steps the later first.
 
     Raises UsageError if no step has the metric although some have others, or the mode is neither given nor known.
     """
@@ -88,15 +89,26 @@ def ranked(steps: Sequence[Step], metric: str, mode: str | None) -> list[Step]:
         names = ", ".join(sorted(known))
         raise UsageError(
             f"no step has the metric {metric!r}, only {names}",
-            remedy=did_you_mean(metric, sorted(known), "name one of them"),
+            remedy=did_you_mean(metric, sorted(known), "name a metric of the steps"),
         )
     sign = 1 if mode_of(metric, mode) == "min" else -1
     rated = [step for step in steps if not math.isnan(step.metrics.get(metric, math.nan))]
     return sorted(rated, key=lambda step: (sign * step.metrics[metric], -step.number))
 
 
+def best_step(steps: Sequence[Step], metric: str | None = None, mode: str | None = None) -> Step | None:
+    """Return the best step, by default by the `usual_metric`; None if no step has metrics, or all values are NaN.
+
+    Raises UsageError if no step has the metric although some have others, if several metrics are possible, or if the
+    mode is neither given nor known from the name.
+    """
+    checked_mode(mode)
+    metric = metric or usual_metric(metric_names(steps))
+    return None if metric is None else next(iter(ranked(steps, metric, mode)), None)
+
+
 def _words(name: str) -> set[str]:
-    """Return the words of a name in lower case: of ``eval/acc5`` "eval", "acc5" and "acc"."""
+    """Return the words of a name in lower case; ``eval/acc5`` has "eval", "acc5" and "acc"."""
     parts = re.split(r"[^A-Za-z0-9]+", name)
     camel = [word for part in parts for word in re.split(r"(?<=[a-z0-9])(?=[A-Z])", part)]
     words = {word.lower() for word in (*parts, *camel)}
@@ -104,7 +116,7 @@ def _words(name: str) -> set[str]:
 
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
-    """Return metrics as a `StepRecord` stores them: numbers, and the texts "nan", "inf" and "-inf".
+    """Return metrics as a `StepRecord` stores them: numbers, and "nan", "inf" and "-inf", which JSON lacks.
 
     Raises UsageError if one is not a number, or its name is not text.
     """

@@ -1,7 +1,7 @@
-"""Which steps to keep: rules that choose among all steps, and combinations of them.
+"""Which steps to keep: rules, and combinations of rules.
 
-A rule never deletes anything. The manager deletes what no rule keeps, after a later step is durable; the last step is
-never deleted.
+A rule only chooses. The manager deletes the steps that no rule keeps, after a later step is durable; it never deletes
+the last step.
 """
 
 from abc import ABC, abstractmethod
@@ -10,20 +10,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tensorkeep.errors import UsageError
-from tensorkeep.runs.metrics import (
-    checked_mode,
-    metric_names,
-    mode_of,
-    only_metric,
-    ranked,
-    usual_metric,
-)
+from tensorkeep.runs.metrics import checked_mode, metric_names, mode_of, only_metric, ranked
 from tensorkeep.runs.steps import Step
 from tensorkeep.units import check_count, parse_seconds
 
 
 class Keep(ABC):
-    """A rule for which steps to keep; ``first | second`` keeps what either of them keeps.
+    """A rule that chooses the steps to keep; ``first | second`` keeps a step if either rule keeps it.
 
     A rule of your own implements `wanted`.
 
@@ -58,7 +51,7 @@ class KeepAll(Keep):
 
 @dataclass(frozen=True)
 class KeepAny(Keep):
-    """Keeps what any of several rules keeps."""
+    """Keeps a step if any of several rules keeps it."""
 
     rules: tuple[Keep, ...]
 
@@ -97,7 +90,7 @@ class KeepLast(Keep):
 
 @dataclass(frozen=True)
 class KeepEvery(Keep):
-    """Keeps the steps whose number is a multiple of ``interval``.
+    """Keeps the steps with a number that is a multiple of ``interval``.
 
     Raises
     ------
@@ -123,19 +116,19 @@ class KeepEvery(Keep):
 class KeepBest(Keep):
     """Keeps the ``count`` best steps by a metric; of equally good steps the later ones.
 
-    Whether the smallest or the largest values are best is the ``mode``, or else known from the name of the metric:
-    ``loss``, ``perplexity``, ``error``, ``mse`` and others are best when small, ``accuracy``, ``f1``, ``bleu``,
-    ``auc``, ``reward`` and others when large, also within longer names such as ``val_loss`` or ``eval/top1_accuracy``.
-    The name of the metric may be omitted if the steps have only one.
+    The ``mode`` says whether the smallest (``"min"``) or the largest (``"max"``) value is best. Without a mode, the
+    name of the metric decides: ``loss``, ``perplexity``, ``error``, ``mse`` and others are best when small,
+    ``accuracy``, ``f1``, ``bleu``, ``auc``, ``reward`` and others when large, also within longer names such as
+    ``val_loss`` or ``eval/top1_accuracy``. The metric may be omitted if the steps have only one.
 
-    A step without the metric, or with NaN, is not among the best; another rule may keep it. As long as there is nothing
-    to compare, since no step has metrics or all values are NaN, all steps are kept.
+    A step without the metric, or with NaN, is not among the best; another rule may keep it. All steps are kept as long
+    as no step has metrics, or all values are NaN.
 
     Raises
     ------
     UsageError
-        If the count is below 1 or the mode is unknown, or is neither given nor known from the name. From `wanted`, if
-        no step has the metric although some have others, or they have several metrics and none is named.
+        If the count is below 1, or the mode is unknown, or is neither given nor known from the name. `wanted` raises
+        if no step has the metric although some have others, or if the steps have several metrics and none is named.
 
     Examples
     --------
@@ -172,13 +165,13 @@ class KeepBest(Keep):
 
 @dataclass(frozen=True)
 class KeepThinned(Keep):
-    """Keeps older steps further apart; age is the run's own time.
+    """Keeps older steps further apart.
 
-    Each of the ``intervals`` is a pair of an age and a distance, the youngest first: steps up to that age are kept at
-    least that far apart. ``(("1h", 0), ("1d", "1h"), ("30d", "1d"))`` keeps all steps of the last hour, one an hour of
-    the last day, one a day of the last month, and none beyond. Durations are texts such as ``"90s"``, ``"10min"``,
-    ``"2h"``, ``"1d"``, or seconds. Ages are in the run's own time, see `run_times`: a run that was stopped for a month
-    loses no step when it resumes, and neither does one whose clock was changed.
+    ``intervals`` are pairs of an age and a distance, the youngest first: steps up to this age are kept at least this
+    far apart. ``(("1h", 0), ("1d", "1h"), ("30d", "1d"))`` keeps all steps of the last hour, one an hour of the last
+    day, one a day of the last month, and no older steps. Durations are texts such as ``"90s"``, ``"10min"``, ``"2h"``,
+    ``"1d"``, or seconds. Ages are measured in the run's own time, see `run_times`: a run that resumes after a month
+    loses no step, and a wrong clock deletes no step.
 
     Raises
     ------
@@ -207,7 +200,8 @@ class KeepThinned(Keep):
         times = run_times(steps)
         kept: set[int] = {steps[-1].number}
         last: float | None = None
-        # From the oldest to the newest, so that a step that was kept once is kept until it leaves its interval.
+        # From the oldest to the newest: a step that is kept stays the first of its interval when new steps arrive, and
+        # is kept until it leaves the interval.
         for step, time in zip(steps, times, strict=True):
             age = times[-1] - time
             distance = next((distance for most, distance in self._seconds() if age <= most), None)
@@ -217,66 +211,92 @@ class KeepThinned(Keep):
         return kept
 
 
-def best_rule(keep_best: int | KeepBest | None, metric: str | None, mode: str | None) -> KeepBest:
-    """Return the rule of the best steps for the arguments of `CheckpointManager`, also if it shall not keep any."""
-    if not isinstance(keep_best, KeepBest):
-        return KeepBest(1 if keep_best is None else keep_best, metric, mode)
-    if metric is not None or mode is not None:
-        raise UsageError("metric and mode are given, and keep_best is a rule", remedy="give them to KeepBest")
-    return keep_best
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which steps a `CheckpointManager` keeps: a step that any of the rules keeps; without rules, all steps.
 
+    Parameters
+    ----------
+    keep_last, keep_every : int, optional
+        Keep the last N steps; keep every step with a number that is a multiple of N.
+    keep_best : int or KeepBest, optional
+        Keep the N best steps by ``metric``; all steps until one has metrics. See `KeepBest`.
+    metric : str, optional
+        The metric of ``keep_best`` and of `CheckpointManager.best`; may be omitted if the steps have only one.
+    mode : {"min", "max"}, optional
+        Which value of the metric is best. By default known from its name: small for ``val_loss``, large for
+        ``accuracy``.
+    keep : Keep, optional
+        Any other rule.
 
-def keep_rule(keep_last: int | None, keep_every: int | None, keep_best: KeepBest | None, keep: Keep | None) -> Keep:
-    """Return the rule for the arguments of `CheckpointManager`; all steps are kept if none is given."""
-    arguments = [
-        None if keep_last is None else KeepLast(keep_last),
-        None if keep_every is None else KeepEvery(keep_every),
-        keep_best,
-        keep,
-    ]
-    rules = tuple(rule for rule in arguments if rule is not None)
-    return KeepAny(rules) if rules else KeepAll()
+    Raises
+    ------
+    UsageError
+        If a count is below 1 or the mode is unknown, or if ``keep_best`` is a rule that has its own metric.
 
-
-def best_step(steps: Sequence[Step], metric: str | None = None, mode: str | None = None) -> Step | None:
-    """Return the best step by a metric, or None if no step has metrics or all its values are NaN.
-
-    Without a metric it is the only one that the steps have, or else their validation loss or their loss.
-
-    Raises UsageError if no step has the metric although some have others, if several may be meant, or if the mode is
-    neither given nor known from the name.
+    Examples
+    --------
+    >>> from tensorkeep import KeepThinned, Retention
+    >>> retention = Retention(keep_last=3, keep_best=2, metric="accuracy", keep=KeepThinned((("1d", "1h"),)))
+    >>> retention.best_rule
+    KeepBest(count=2, metric='accuracy', mode=None)
     """
-    checked_mode(mode)
-    metric = metric or usual_metric(metric_names(steps))
-    return None if metric is None else next(iter(ranked(steps, metric, mode)), None)
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | KeepBest | None = None
+    metric: str | None = None
+    mode: str | None = None
+    keep: Keep | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keep_best, KeepBest) and (self.metric is not None or self.mode is not None):
+            raise UsageError("metric and mode are given, and keep_best is a rule", remedy="give them to KeepBest")
+        _ = self.best_rule, self.rule  # both raise for wrong arguments
+
+    @property
+    def best_rule(self) -> KeepBest:
+        """The rule of the best steps, also if the retention does not keep any."""
+        if isinstance(self.keep_best, KeepBest):
+            return self.keep_best
+        return KeepBest(1 if self.keep_best is None else self.keep_best, self.metric, self.mode)
+
+    @property
+    def rule(self) -> Keep:
+        """All rules together."""
+        rules = [
+            None if self.keep_last is None else KeepLast(self.keep_last),
+            None if self.keep_every is None else KeepEvery(self.keep_every),
+            None if self.keep_best is None else self.best_rule,
+            self.keep,
+        ]
+        given = tuple(rule for rule in rules if rule is not None)
+        return KeepAny(given) if given else KeepAll()
 
 
 def unwanted(rule: Keep, steps: Sequence[Step], protect: Collection[int] = ()) -> list[Step]:
-    """Return the steps to delete: those that a rule does not keep, except for the last one.
-
-    Steps that were just saved are protected. After a return to step 500, the rule is also applied to the steps up to
-    the new one, so that new steps are kept although higher old ones exist: a run that returned from step 1000 keeps its
-    last two, 600 and 700, beside the last two of all, 900 and 1000, until it overtakes those.
-    """
+    """Return the steps that a rule does not keep, without the last step and the protected ones, which are new."""
     if len(steps) < 2:
         return []
     kept = rule.wanted(steps).union(protect)
+    # A run may return from step 1000 to 500, and save steps below old ones. The rule also applies to the steps up to
+    # the new one: `KeepLast(2)` keeps 600 and 700 beside 900 and 1000, until the run overtakes those.
     for number in protect:
         kept |= rule.wanted([step for step in steps if step.number <= number])
     return [step for step in steps[:-1] if step.number not in kept]
 
 
 def run_times(steps: Sequence[Step]) -> list[float]:
-    """Return when each step was saved, in seconds of the run's own time since the first one.
+    """Return when each step was saved, in seconds of the run's own time since the first step.
 
-    The time between two saves is the difference of their clocks, unless that is negative or more than twice the usual
-    time of so many training steps, the median over all pairs of neighbours. Then the clock was changed, or the run was
-    stopped, and the usual time is used instead. So a wrong clock never makes a step much older than it is. If a run
-    becomes slower, steps seem younger until the slow pairs are in the majority.
+    The time between two saves is the difference of their clocks. If that is negative, or more than twice the usual time
+    of so many training steps, the clock was changed or the run was stopped, and the usual time is used instead. The
+    usual time of a step is the median over all pairs of neighbours. If a run becomes slower, steps seem younger until
+    the slow pairs are in the majority.
     """
     gaps = [(after.saved_at - before.saved_at, after.number - before.number) for before, after in pairwise(steps)]
     paces = sorted(seconds / count for seconds, count in gaps if seconds > 0)
-    # One pair is not enough to detect a clock change. The lower median keeps a step rather than deletes it.
+    # One pair is not enough to detect a clock change. The lower median makes steps younger, which rather keeps them.
     pace = paces[(len(paces) - 1) // 2] if len(paces) > 1 else 0.0
     times = [0.0]
     for seconds, count in gaps:

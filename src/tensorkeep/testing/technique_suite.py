@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tensorkeep.errors import TechniqueNotActiveError
-from tensorkeep.manager.manager import CheckpointManager
+from tensorkeep.manager import CheckpointManager
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tensorkeep.manager.uploader import StoredCopy, Throttle, Transfer, copy_to_store
 from tensorkeep.paths import StorePath
+from tensorkeep.runs.transfer import StoredCopy, Throttle, Transfer, copy_to_store
 from tensorkeep.storage.parallel import Cancellation
 
 

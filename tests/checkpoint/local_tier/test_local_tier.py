@@ -22,10 +22,10 @@ from faults.injection import flip_bit
 from forked import ended, start
 from store_servers import Fault, FaultAt, JumpingClock, Proxy, always, damage, environment_of
 from tensorkeep import CheckpointManager
-from tensorkeep.manager import uploader
 from tensorkeep.paths import StorePath
-from tensorkeep.runs.backends import DiskPlace
-from tensorkeep.runs.store_backend import StorePlace
+from tensorkeep.runs import tiered
+from tensorkeep.runs.backends import LocalBackend
+from tensorkeep.runs.object_store import StoreBackend
 from tensorkeep.storage import names_in, store_requests
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
@@ -103,13 +103,13 @@ def save_each(manager: CheckpointManager, *numbers: int, upload: bool = True) ->
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Return what uploads wait for."""
     opened = threading.Event()
-    real = uploader.copy_to_store
+    real = tiered.copy_to_store
 
     def waits(*arguments: Any, **options: Any) -> Any:
         assert opened.wait(60)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(uploader, "copy_to_store", waits)
+    monkeypatch.setattr(tiered, "copy_to_store", waits)
     return opened
 
 
@@ -333,8 +333,8 @@ def test_a_store_that_fails_is_tried_again(tier: Tier, broken: Proxy) -> None:
 def test_no_save_waits_for_a_store_that_does_not_answer(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
     for function in ("numbers", "listing"):
-        real = getattr(StorePlace, function)
-        monkeypatch.setattr(StorePlace, function, lambda place, real=real: answered.wait() and real(place))
+        real = getattr(StoreBackend, function)
+        monkeypatch.setattr(StoreBackend, function, lambda place, real=real: answered.wait() and real(place))
     monkeypatch.setattr(JumpingClock, "patience", lambda clock, seconds: 0)
     with tier.manager() as manager:
         with pytest.warns(UserWarning, match="and uploaded later: .*no answer for 1 s"):
@@ -458,15 +458,15 @@ def test_a_step_that_is_saved_again_is_not_removed_with_old_ones(tier: Tier, mon
     with tier.manager(keep_local=5) as manager:
         save_each(manager, 1, 2, 3)
     removing, saved = threading.Event(), threading.Event()
-    real = DiskPlace.remove
+    real = LocalBackend.remove
 
-    def remove(self: DiskPlace, path: Path) -> None:
+    def remove(self: LocalBackend, path: Path) -> None:
         real(self, path)
         if path.name == "step-000001":
             removing.set()
             saved.wait(0.2)  # not longer: the save waits until this step is removed
 
-    monkeypatch.setattr(DiskPlace, "remove", remove)
+    monkeypatch.setattr(LocalBackend, "remove", remove)
     with tier.manager(keep_local=1) as manager:
         manager.save(4, state(4)).wait()
         assert removing.wait(60)
@@ -490,7 +490,7 @@ def test_a_failure_that_nobody_waits_for_is_logged_at_the_end(tier: Tier, broken
 
 def interrupt_in_wait(manager: CheckpointManager) -> None:
     """Call `wait`, and press Ctrl-C once it waits for an upload, so that it comes nowhere else."""
-    uploader = manager._folder.place._uploader  # type: ignore[attr-defined]
+    uploader = manager._backend._uploader  # type: ignore[attr-defined]
 
     def press() -> None:
         while not uploader._changed._waiters:
@@ -540,7 +540,7 @@ def test_ctrl_c_before_the_uploads_start(tier: Tier, monkeypatch: pytest.MonkeyP
         patches.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(Interrupted):
             manager.claim()
-    assert manager._folder.place._uploader._thread is None, "wait() would wait for ever"  # type: ignore[attr-defined]
+    assert manager._backend._uploader._thread is None, "wait() would wait for ever"  # type: ignore[attr-defined]
     manager.save(1, state(1))
     manager.close()
     assert tier.in_store() == [1]
@@ -548,7 +548,7 @@ def test_ctrl_c_before_the_uploads_start(tier: Tier, monkeypatch: pytest.MonkeyP
 
 def test_ctrl_c_cannot_leave_the_lock_of_the_uploads_held(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     with tier.manager() as manager:
-        uploader = manager._folder.place._uploader  # type: ignore[attr-defined]
+        uploader = manager._backend._uploader  # type: ignore[attr-defined]
         entered: list[Any] = []
         real = threading.Condition.__enter__
 

@@ -13,10 +13,10 @@ import torch
 import tensorkeep
 from checkpoint.local_tier.copies import copy
 from store_servers import Proxy
-from tensorkeep.manager import uploader
-from tensorkeep.manager.uploader import Throttle, Transfer, copy_to_store, find_copy
 from tensorkeep.paths import StorePath
-from tensorkeep.runs.backends import place_of
+from tensorkeep.runs import transfer
+from tensorkeep.runs.address import backend_of
+from tensorkeep.runs.transfer import Throttle, Transfer, copy_to_store, find_copy
 from tensorkeep.storage import names_in, object_store, store_requests
 from tensorkeep.storage.buffers import MINIMUM_BUDGET
 from tensorkeep.storage.parallel import Cancellation, Cancelled
@@ -104,7 +104,7 @@ def test_what_is_gone_or_may_be_deleted_soon_is_sent_again(tmp_path: Path, run: 
     if deleted == "objects":
         store_requests.delete([run / first.name / name for name in names_in(run / first.name)])
     else:
-        place_of(run).remove(run / first.name)
+        backend_of(run).remove(run / first.name)
     two, _ = copy(second, run / second.name, one)
     assert not any(name.startswith("../step-000001/") for name in two.references.values())
     assert same(tensorkeep.load(run / second.name), state(2))
@@ -113,13 +113,13 @@ def test_what_is_gone_or_may_be_deleted_soon_is_sent_again(tmp_path: Path, run: 
 def test_an_upload_over_a_deleted_step_fails(tmp_path: Path, run: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = steps(tmp_path / "run", 2)
     one, _ = copy(first, run / first.name)
-    real = uploader._copy_files
+    real = transfer._copy_files
 
     def copy_files(*arguments: Any) -> Any:
-        place_of(run).remove(run / first.name)
+        backend_of(run).remove(run / first.name)
         return real(*arguments)
 
-    monkeypatch.setattr(uploader, "_copy_files", copy_files)
+    monkeypatch.setattr(transfer, "_copy_files", copy_files)
     with pytest.raises(tensorkeep.StoreError, match=r"step-000001/manifest.json was deleted while"):
         copy(second, run / second.name, one)
 

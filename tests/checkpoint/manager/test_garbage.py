@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensorkeep.runs.object_store import ManifestReferences, find_garbage, freed_bytes
 from tensorkeep.runs.steps import Garbage
-from tensorkeep.runs.store_backend import Namer, find_garbage, freed_bytes
 from tensorkeep.storage.store_requests import ObjectStatus
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
@@ -25,21 +25,23 @@ def object_of(key: str, hours: float = 30) -> ObjectStatus:
     return ObjectStatus(key, 100, ago(hours), "tag")
 
 
-def manifest(step: int, *keys: str, damaged: bool = False) -> Namer:
+def manifest(step: int, *keys: str, damaged: bool = False) -> ManifestReferences:
     return namer(step, "manifest.json", 29, keys, damaged)
 
 
-def tombstone(step: int, hours: float, *keys: str, damaged: bool = False) -> Namer:
+def tombstone(step: int, hours: float, *keys: str, damaged: bool = False) -> ManifestReferences:
     return namer(step, "removed.json", hours, keys, damaged)
 
 
-def namer(step: int, name: str, hours: float, keys: tuple[str, ...], damaged: bool) -> Namer:
+def namer(step: int, name: str, hours: float, keys: tuple[str, ...], damaged: bool) -> ManifestReferences:
     prefix = f"run/step-{step:06d}/"
     named = None if damaged else frozenset((*keys, prefix + name))
-    return Namer(object_of(prefix + name, hours), prefix, named)
+    return ManifestReferences(object_of(prefix + name, hours), prefix, named)
 
 
-def garbage_of(others: list[ObjectStatus], manifests: list[Namer], tombstones: list[Namer]) -> Garbage:
+def garbage_of(
+    others: list[ObjectStatus], manifests: list[ManifestReferences], tombstones: list[ManifestReferences]
+) -> Garbage:
     found = [*others, *(each.status for each in (*manifests, *tombstones))]
     return find_garbage({each.key: each for each in found}, manifests, tombstones, now=NOW, grace=GRACE)
 
@@ -100,17 +102,17 @@ class Model:
         self.random = random.Random(seed)
         self.now = NOW
         self.objects: dict[str, ObjectStatus] = {}
-        self.steps: dict[int, Namer] = {}
-        self.deleted: dict[int, Namer] = {}
+        self.steps: dict[int, ManifestReferences] = {}
+        self.deleted: dict[int, ManifestReferences] = {}
         self.last = 0
 
     def put(self, key: str) -> ObjectStatus:
         self.objects[key] = ObjectStatus(key, 1, self.now, None)
         return self.objects[key]
 
-    def name(self, step: int, name: str, keys: frozenset[str]) -> Namer:
+    def name(self, step: int, name: str, keys: frozenset[str]) -> ManifestReferences:
         prefix = f"run/step-{step:06d}/"
-        return Namer(self.put(prefix + name), prefix, keys | {prefix + name})
+        return ManifestReferences(self.put(prefix + name), prefix, keys | {prefix + name})
 
     def save(self) -> Iterator[None]:
         """Save a step over another one; whatever else happens does so at the yields."""

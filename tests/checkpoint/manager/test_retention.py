@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep import EverySteps, EveryTime, KeepBest, KeepEvery, KeepLast, KeepThinned, OnSignal, Step, UsageError
-from tensorkeep.runs.retention import Keep, KeepAll, best_rule, best_step, keep_rule, run_times, unwanted
+from tensorkeep.runs.metrics import best_step
+from tensorkeep.runs.retention import Keep, KeepAll, Retention, run_times, unwanted
 from tensorkeep.testing.cases import case
 
 
@@ -68,7 +69,7 @@ SCORE = {"score": 1.0}
         (lambda: KeepBest(1, "score"), r"'score' does not say .*\n.*mode=\"max\"$"),
         (lambda: KeepBest(1).wanted([step(1, metrics=SCORE)]), "'score' does not say"),
         (lambda: KeepBest(1).check(SCORE), "'score' does not say"),
-        (lambda: best_rule(KeepBest(1, "loss"), None, "max"), "keep_best is a rule"),
+        (lambda: Retention(keep_best=KeepBest(1, "loss"), mode="max"), "keep_best is a rule"),
     ],
 )
 def test_a_metric_and_a_direction_that_are_not_clear_have_to_be_named(call: Callable[[], object], message: str) -> None:
@@ -189,8 +190,8 @@ def test_protected_steps_and_the_last_one_are_kept_whatever_the_rule() -> None:
 
 
 def test_arguments_make_one_rule() -> None:
-    assert keep_rule(None, None, None, None) == KeepAll()
-    rule = keep_rule(2, 500, KeepBest(1, "loss"), KeepLast(1))
+    assert Retention().rule == KeepAll()
+    rule = Retention(keep_last=2, keep_every=500, keep_best=KeepBest(1, "loss"), keep=KeepLast(1)).rule
     steps = [step(number, metrics={"loss": -float(number == 200)}) for number in range(100, 1100, 100)]
     assert rule.wanted(steps) == {200, 500, 900, 1000}
 

@@ -25,8 +25,8 @@ from tensorkeep.formats.finding import open_reader
 from tensorkeep.formats.native.directory import read_contents
 from tensorkeep.formats.native.writer import NativeWrite
 from tensorkeep.paths import StorePath
-from tensorkeep.runs import store_backend
-from tensorkeep.runs.backends import place_of
+from tensorkeep.runs import object_store as store_backend
+from tensorkeep.runs.address import backend_of
 from tensorkeep.storage import object_store, store_requests
 from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.storage.object_store import StoreDirectory
@@ -81,7 +81,7 @@ def save_all(root: StorePath, steps: range, **settings: Any) -> list[Any]:
 
 
 def numbers(root: StorePath) -> list[int]:
-    return [step.number for step in place_of(root).listing().steps]
+    return [step.number for step in backend_of(root).listing().steps]
 
 
 @pytest.mark.usefixtures("no_grace")
@@ -125,7 +125,7 @@ def test_a_run_is_shown_by_address_copied_whole_and_counts_shared_objects_once(
     found = tensorkeep.log(root)
     assert [step.new_bytes for step in found.steps] == [report.new_bytes for report in reports]
     assert [step.nbytes for step in found.steps] == [report.stored_bytes for report in reports]
-    own = [step.own_bytes for step in place_of(root).listing().steps]
+    own = [step.own_bytes for step in backend_of(root).listing().steps]
     assert 0 < own[0] < found.steps[0].nbytes
     assert main(["info", f"{root}@3"]) == 0
     assert "shared with others" in capsys.readouterr().out
@@ -157,7 +157,7 @@ def test_a_deleted_step_is_read_to_the_end_and_saved_again_in_the_grace_period(
         manager.save(2, state(7)).wait()
         assert same(manager.restore(2), state(7))
     monkeypatch.setenv("TENSORKEEP_STORE_GRACE", "0")
-    place_of(root).sweep()
+    backend_of(root).sweep()
     assert len(names(root)) == 4
     assert same(tensorkeep.load(f"{root}@2"), state(7))
 
@@ -169,10 +169,10 @@ def test_each_replaced_version_stays_for_the_grace_period(root: StorePath, monke
         for value in (2, 3):
             manager.save(1, state(value), overwrite=True).wait()
         manager.delete(1)
-        place_of(root).sweep()
+        backend_of(root).sweep()
         assert torch.equal(opened["model.w0"].load(), state(1)["model"]["w0"])
     monkeypatch.setenv("TENSORKEEP_STORE_GRACE", "0")
-    place_of(root).sweep()
+    backend_of(root).sweep()
     assert names(root) == []
 
 
@@ -189,7 +189,7 @@ def test_a_step_saved_again_during_its_deletion_remains(root: StorePath, monkeyp
 
     monkeypatch.setattr(store_backend, "put_tombstone", put_tombstone)
     with pytest.raises(tensorkeep.StoreError, match="was saved again while it was deleted"):
-        place_of(root).remove(root / "step-000001")
+        backend_of(root).remove(root / "step-000001")
     assert same(tensorkeep.load(f"{root}@1"), state(7))
 
 
@@ -211,7 +211,7 @@ def test_a_base_that_is_deleted_during_the_save_fails_it(root: StorePath, monkey
     real = NativeWrite._write_files
 
     def write_files(*arguments: Any) -> Any:
-        place_of(root).remove(root / "step-000001")
+        backend_of(root).remove(root / "step-000001")
         return real(*arguments)
 
     with CheckpointManager(root, incremental=True, asynchronous=False) as manager:
@@ -308,7 +308,7 @@ def test_a_damaged_step_is_skipped_and_saved_again_unless_it_was_replaced(root: 
 
 def test_steps_are_listed_by_few_requests_also_while_the_store_fails(root: StorePath, server: Proxy) -> None:
     save_all(root, range(1, 7))
-    place = place_of(root)
+    place = backend_of(root)
     for count in (7, 1):  # one for each manifest, the first time
         server.start_again(None)
         assert len(place.listing().steps) == 6

@@ -199,7 +199,9 @@ def failing(path: str, where: str, how: str) -> None:
             time.sleep(60)
         raise OSError(28, "No space left on device")
 
-    owner, name = (collective.CollectiveWrite, "_write_files") if where == "write" else (collective.Coordination, where)
+    owner, name = (
+        (collective.CollectiveWrite, "_write_files") if where == "write" else (collective.GroupSaveCoordinator, where)
+    )
     state = divided(full_state(), "rows")
     with pytest.MonkeyPatch.context() as patches:
         if dist.get_rank() == 1:

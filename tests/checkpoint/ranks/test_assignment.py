@@ -9,8 +9,17 @@ import pytest
 import torch
 
 from tensorkeep.errors import RanksDisagreeError
-from tensorkeep.ranks.collective import SPLIT_BYTES, Share, assign, own_pieces
-from tensorkeep.ranks.outline import RankOutline, TensorOutline, Tensors, merge_skeletons, merge_tensors
+from tensorkeep.ranks.merge import (
+    SPLIT_BYTES,
+    RankOutline,
+    TensorOutline,
+    Tensors,
+    WriteAssignment,
+    assign,
+    merge_skeletons,
+    merge_tensors,
+    own_pieces,
+)
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.cases import case
 
@@ -28,7 +37,7 @@ def whole(shape: tuple[int, ...]) -> Boxes:
     return (((0,) * len(shape), shape),)
 
 
-def shares_of(outlines: list[RankOutline]) -> list[list[Share]]:
+def shares_of(outlines: list[RankOutline]) -> list[list[WriteAssignment]]:
     merged = merge_tensors(outlines)
     return [assign(merged, len(outlines), rank) for rank in range(len(outlines))]
 

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,18 +19,18 @@ import tensorkeep
 from checkpoint.ranks import cases
 from ranks import outcomes, run_ranks
 from tensorkeep.ranks import collective, group
-from tensorkeep.ranks.group import Connection, ranks_of
+from tensorkeep.ranks.group import ranks_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 
 def several_in_flight(folder: str) -> list[str]:
     """Begin saves while the first one is being written; return those that this rank stages, in order."""
-    stage = collective.Coordination._stage
+    stage = collective.GroupSaveCoordinator._stage
     staged: list[str] = []
     others_begin = threading.Event()
 
-    def slow(self: collective.Coordination) -> tuple[str, str]:
+    def slow(self: collective.GroupSaveCoordinator) -> tuple[str, str]:
         if self._destination.name == "first":
             others_begin.wait()
         staged.append(self._destination.name)
@@ -39,7 +40,7 @@ def several_in_flight(folder: str) -> list[str]:
         return cases.divided({"model": {"w": torch.full((50, 4), float(number))}}, "rows")
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(collective.Coordination, "_stage", slow)
+        patches.setattr(collective.GroupSaveCoordinator, "_stage", slow)
         group = dist.group.WORLD
         first = tensorkeep.save_async(state(1), f"{folder}/first", group=group, timeout=100)
         manager = tensorkeep.CheckpointManager(f"{folder}/run", group=group, timeout=100)
@@ -72,8 +73,9 @@ def differently(path: str, what: str) -> None:
     """Load on rank 1, while rank 0 saves, or loads in another way; no error of a rank is waited for."""
     own, group = torch.zeros(4), dist.group.WORLD
     if what == "other saves":
-        mine: Any = collective.Coordination
-        stage = mine(ranks_of(group, 100), None, Path(path + str(dist.get_rank())), None)
+        mine: Any = collective.GroupSaveCoordinator
+        shared = SimpleNamespace(ranks=ranks_of(group, 100))
+        stage = mine(shared, Path(path + str(dist.get_rank())), None)
         stage._stage = lambda: (path, "")
         stage.begin()
     elif dist.get_rank() == 1:
@@ -103,7 +105,7 @@ def exchange_long_and_short(length: int) -> list[list[int]]:
     """Exchange values of other lengths; return the lengths that arrive, at all ranks and at the coordinator."""
     ranks = ranks_of(dist.group.WORLD, 100)
     own = b"x" * (length if dist.get_rank() == 1 else 3)
-    found = [ranks.caller.exchange(own, "testing", to_coordinator=only) for only in (False, True)]
+    found = [ranks.writer.gather(own, "testing", to_main=only) for only in (False, True)]
     return [[len(each) for each in received] for received in found]
 
 
@@ -165,20 +167,20 @@ def test_no_rank_goes_on_before_all_have_connected() -> None:
 
 def timeouts_of_operations(path: str) -> list[set[float]]:
     """Save and load, each rank and each operation with a timeout of its own; return those of the exchanges of each."""
-    rank, group = dist.get_rank(), dist.group.WORLD
-    real, found = Connection._all_gather, []
+    rank, world = dist.get_rank(), dist.group.WORLD
+    real, found = group.GlooConnection._all_gather, []
 
-    def noted(self: Connection, received: Any, own: Any, timeout: float) -> None:
+    def noted(self: group.GlooConnection, received: Any, own: Any, timeout: float) -> None:
         found[-1].add(timeout)
         real(self, received, own, timeout)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(Connection, "_all_gather", noted)
+        patches.setattr(group.GlooConnection, "_all_gather", noted)
         for seconds in (20, 30):
             found.append(set[float]())
-            tensorkeep.save({"w": torch.zeros(4)}, path, overwrite=True, group=group, timeout=seconds + rank)
+            tensorkeep.save({"w": torch.zeros(4)}, path, overwrite=True, group=world, timeout=seconds + rank)
         found.append(set[float]())
-        tensorkeep.load(path, group=group, timeout=40 + rank)
+        tensorkeep.load(path, group=world, timeout=40 + rank)
     return found
 
 
@@ -189,9 +191,9 @@ def test_each_operation_has_its_timeout(tmp_path: Path) -> None:
 
 def save_slowly(path: str, seconds: float, timeout: float) -> None:
     """Save ones, while rank 0 needs some time to begin."""
-    stage = collective.Coordination._stage
+    stage = collective.GroupSaveCoordinator._stage
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(collective.Coordination, "_stage", lambda self: (time.sleep(seconds), stage(self))[1])
+        patches.setattr(collective.GroupSaveCoordinator, "_stage", lambda self: (time.sleep(seconds), stage(self))[1])
         tensorkeep.save({"w": torch.ones(4)}, path, overwrite=True, group=dist.group.WORLD, timeout=timeout)
 
 

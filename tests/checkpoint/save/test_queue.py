@@ -255,7 +255,7 @@ def test_a_step_saved_after_going_back_is_kept(tmp_path: Path) -> None:
         for number in (500, 900, 1000):
             manager.save(number, {"step": number}).wait()
         assert numbers(manager) == [900, 1000]
-        with pytest.warns(UserWarning, match="up to step 1000, from which latest"):
+        with pytest.warns(UserWarning, match="up to step 1000: latest"):
             report = manager.save(600, {"step": 600}).wait()
         assert Path(report.path).exists()
         assert manager.restore(600) == {"step": 600}
@@ -333,7 +333,7 @@ def test_an_error_in_close_does_not_hide_that_of_the_block(tmp_path: Path, monke
 def test_steps_are_not_listed_if_all_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"w": zeros(1)}).wait()
-    monkeypatch.setattr("tensorkeep.runs.backends.DiskPlace.summaries", lambda place: pytest.fail("looked"))
+    monkeypatch.setattr("tensorkeep.runs.backends.LocalBackend.summaries", lambda place: pytest.fail("looked"))
     manager.save(2, {"w": zeros(1)}).wait()
     manager.close()
 

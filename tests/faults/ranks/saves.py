@@ -127,7 +127,7 @@ def save_again(rank: int, root: str, how: str) -> list[str]:
         return real(*arguments, **options)
 
     # Every exchange begins with zeros.
-    owner: Any = torch if how.startswith("interrupted") else collective.Coordination
+    owner: Any = torch if how.startswith("interrupted") else collective.GroupSaveCoordinator
     name = "zeros" if how.startswith("interrupted") else "finish"
     real = getattr(owner, name)
     with mock.patch.object(group, "_GRACE", GRACE_SECONDS):

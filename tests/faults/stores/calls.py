@@ -17,8 +17,8 @@ import tensorkeep
 from checkpoint.local_tier.copies import copy
 from faults.stores.buckets import Call
 from tensorkeep import CheckpointManager
-from tensorkeep.manager.uploader import find_copy
 from tensorkeep.paths import StorePath
+from tensorkeep.runs.transfer import find_copy
 from tensorkeep.storage import object_store
 from tensorkeep.testing.equality import same
 

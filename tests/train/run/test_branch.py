@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tensorkeep
-from tensorkeep.manager.manager import CheckpointManager
+from tensorkeep.manager import CheckpointManager
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config

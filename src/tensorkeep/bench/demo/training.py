@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import PathLike, StoreError, TensorkeepError
-from tensorkeep.manager.manager import CheckpointManager
+from tensorkeep.manager import CheckpointManager
 from tensorkeep.runs.steps import Step
 from tensorkeep.train.data.prepare import PreparedData, prepare
 from tensorkeep.train.run.folder import RunFolder

@@ -28,8 +28,8 @@ from tensorkeep.errors import (
     UsageError,
     is_out_of_memory,
 )
-from tensorkeep.manager.triggers import OnSignal
 from tensorkeep.runs.address import split_address
+from tensorkeep.runs.triggers import OnSignal
 from tensorkeep.train.config.config import TECHNIQUES, Config, flat, given_settings, read_words
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
 from tensorkeep.train.data.corpus import STDLIB

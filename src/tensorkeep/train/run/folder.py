@@ -20,8 +20,7 @@ from tensorkeep.errors import (
 )
 from tensorkeep.formats import checksummed_json
 from tensorkeep.paths import absolute, checked_path
-from tensorkeep.runs.address import CHECKPOINTS, split_address
-from tensorkeep.runs.backends import place_of
+from tensorkeep.runs.address import CHECKPOINTS, backend_of, split_address
 from tensorkeep.storage.commit import replace_file
 from tensorkeep.storage.direct_io import store_error
 from tensorkeep.storage.local import LocalDirectory
@@ -183,7 +182,7 @@ class RunFolder:
             raise DestinationExistsError(
                 "holds a run already", path=self.path, remedy="resume it with --resume, or choose another --out"
             )
-        if place_of(self.checkpoints).numbers() and self.unfinished_start() is None:
+        if backend_of(self.checkpoints).numbers() and self.unfinished_start() is None:
             raise DestinationExistsError(
                 f"holds the checkpoints of a run without its {RECORD}",
                 path=self.path,
@@ -204,7 +203,7 @@ class RunFolder:
         except (OSError, ValueError):
             return None
         # A run that went further is not replaced, whatever became of its record.
-        return step if place_of(self.checkpoints).numbers() == [step] else None
+        return step if backend_of(self.checkpoints).numbers() == [step] else None
 
     def record(self) -> RunRecord:
         """Return the record of the run; the file is read by the first call only.

@@ -26,9 +26,8 @@ from tensorkeep.errors import (
     StateMismatchError,
     UsageError,
 )
-from tensorkeep.manager.manager import CheckpointManager
-from tensorkeep.runs.address import find_checkpoint
-from tensorkeep.runs.backends import place_of
+from tensorkeep.manager import CheckpointManager
+from tensorkeep.runs.address import backend_of, find_checkpoint
 from tensorkeep.train.config.config import TECHNIQUES, Config, differences
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.model.config import ModelConfig
@@ -223,7 +222,7 @@ def branch_point(address: PathLike) -> BranchPoint:
     number = find_checkpoint(f"{folder.checkpoints}@{wanted or 'latest'}").step
     if number is None:
         raise NotACheckpointError("holds no checkpoint", path=folder.checkpoints, remedy="resume the run first")
-    step = place_of(folder.checkpoints).read(number)
+    step = backend_of(folder.checkpoints).read(number)
     return BranchPoint(folder, number, dict(step.metrics), record.config_after(number))
 
 

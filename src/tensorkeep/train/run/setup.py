@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.blockfile.write import find_codec
-from tensorkeep.manager.manager import CheckpointManager
+from tensorkeep.manager import CheckpointManager
 from tensorkeep.runs.retention import KeepBest
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset

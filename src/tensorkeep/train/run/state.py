@@ -14,7 +14,7 @@ import torch
 
 from tensorkeep.checkpoint.stateful import RandomState
 from tensorkeep.errors import DivergedError, TensorkeepError
-from tensorkeep.manager.manager import CheckpointManager
+from tensorkeep.manager import CheckpointManager
 from tensorkeep.train.data.batches import EvaluationWindows
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import TrainingLog

@@ -21,9 +21,8 @@ from tensorkeep.errors import (
     UsageError,
 )
 from tensorkeep.formats.checksummed_json import new_hasher
-from tensorkeep.manager.manager import CheckpointManager
-from tensorkeep.runs.address import find_checkpoint, split_address
-from tensorkeep.runs.backends import place_of
+from tensorkeep.manager import CheckpointManager
+from tensorkeep.runs.address import backend_of, find_checkpoint, split_address
 from tensorkeep.runs.steps import Step
 from tensorkeep.storage.direct_io import store_errors
 from tensorkeep.train.config.config import Config, flat
@@ -63,7 +62,7 @@ def load_trained_at(address: PathLike, *, which: Which = "last", device: str = "
     if which != "last":
         raise UsageError(f"both a step and {which!r} are given", path=address, remedy=f"leave out --which {which}")
     number = find_checkpoint(f"{folder.checkpoints}@{wanted}").step
-    return load_trained(folder, which=which, device=device, step=place_of(folder.checkpoints).read(number or 0))
+    return load_trained(folder, which=which, device=device, step=backend_of(folder.checkpoints).read(number or 0))
 
 
 def load_trained(

@@ -1,4 +1,4 @@
-"""When to save: rules that are asked after each training step, and combinations of them."""
+"""When to save: rules that are asked after every training step, and combinations of rules."""
 
 import signal
 import threading
@@ -16,7 +16,7 @@ from tensorkeep.units import check_count, parse_seconds
 
 
 class SaveWhen(ABC):
-    """A rule for when to save; ``first | second`` saves when either of them does.
+    """A rule that decides when to save; ``first | second`` saves when either rule does.
 
     A rule of your own implements `due`, and `saved` if it depends on earlier saves.
 
@@ -30,7 +30,7 @@ class SaveWhen(ABC):
 
     @property
     def is_by_number(self) -> bool:
-        """Whether `due` depends on the number of the step alone; otherwise many ranks ask each other."""
+        """Whether `due` depends on the step number alone. If not, the ranks of a group exchange their answers."""
         return False
 
     @abstractmethod
@@ -38,7 +38,7 @@ class SaveWhen(ABC):
         """Return whether to save after this step."""
 
     def saved(self, step: int) -> None:
-        """Note that this step was saved, for whatever reason; called by the manager."""
+        """Called by the manager after a save, whatever its reason."""
         return
 
     def __or__(self, other: "SaveWhen") -> "SaveWhen":
@@ -67,7 +67,7 @@ class AnyOf(SaveWhen):
 
 @dataclass(frozen=True)
 class EverySteps(SaveWhen):
-    """Saves after each step whose number is a multiple of ``interval``, but not after step 0.
+    """Saves after every step with a number that is a multiple of ``interval``, but not after step 0.
 
     Raises
     ------
@@ -126,11 +126,11 @@ class EveryTime(SaveWhen):
 class OnSignal(Closing, SaveWhen):
     """Saves after the step during which a signal arrived, such as the ``SIGTERM`` or ``SIGUSR1`` of a batch system.
 
-    A context manager, made in the main thread; without arguments it is for these two signals. The handler only notes
-    the signal. After each step the training loop saves if `due` returns True or ``received`` is set, and ends if it
-    is set. A second signal of the same kind goes to the previous handler: a second ``SIGTERM`` ends the process as
-    usual. Only ``SIGUSR1`` and ``SIGUSR2`` are noted again after a save. `close` restores the previous handlers; forked
-    children do so at once.
+    A context manager, made in the main thread; without arguments it handles these two signals. The handler only records
+    the signal. After each step, the training loop saves if `due` returns True or ``received`` is set, and ends if
+    ``received`` is set. A second signal of the same kind goes to the previous handler: a second ``SIGTERM`` ends the
+    process as usual. Only ``SIGUSR1`` and ``SIGUSR2`` are recorded again after a save. `close` restores the previous
+    handlers; a forked child restores them at once.
 
     Raises
     ------
@@ -155,7 +155,7 @@ class OnSignal(Closing, SaveWhen):
         self._closed = False
         self._noted: set[int] = set()
         self._before: dict[int, Any] = {}
-        # A child has no training loop: a signal to end it, from multiprocessing for example, would only be noted.
+        # A child has no training loop: a signal to end it, from multiprocessing for example, would only be recorded.
         reset_in_child(self, OnSignal.close)
         try:
             for number in signals or (signal.SIGTERM, signal.SIGUSR1):
@@ -173,6 +173,7 @@ class OnSignal(Closing, SaveWhen):
         self.received = self._waiting = True
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        # To the handler that was there before, or to the default action.
         before = self._before[number]
         if callable(before):
             before(number, frame)

@@ -1,1 +1,0 @@
-"""The checkpoint manager: saves the steps of a run, in time, on a disk first if asked."""

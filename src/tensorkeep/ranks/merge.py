@@ -1,0 +1,428 @@
+"""Merges the states of all ranks before a save, and assigns each part to one rank for writing."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from tensorkeep.errors import RanksDisagreeError, StateMismatchWarning, warn_caller
+from tensorkeep.formats.base import AliasRecord
+from tensorkeep.ranks.group import GroupCoordinator
+from tensorkeep.state.dtypes import BY_NAME, DType
+from tensorkeep.state.leaf import LEAF_KINDS, Leaf
+from tensorkeep.state.sharded import ShardedLeaf, TensorShard, shards_of
+from tensorkeep.state.skeleton import decode_bytes
+from tensorkeep.state.tree import Flat, child_nodes, node_key_text, node_tag, with_children
+from tensorkeep.storage.direct_io import Bytes
+
+PREPARING = "preparing to save"
+
+BoxKey = tuple[int, ...]
+"""A box of a tensor: its offsets, then its sizes."""
+
+
+class TensorOutline(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A tensor of a rank: name, part and key, dtype, full shape, and the layout of a DTensor as text ("" if plain)."""
+
+    name: str
+    part: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes of the full tensor."""
+        return prod(self.shape) * BY_NAME[self.dtype].itemsize
+
+
+class Tensors(msgspec.Struct, frozen=True):
+    """The tensors of a rank, in the order of its state, and its views of other tensors.
+
+    Usually all ranks have the same tensors, and only the first rank sends them.
+    """
+
+    tensors: list[TensorOutline]
+    aliases: dict[str, AliasRecord]
+
+
+class RankOutline(NamedTuple):
+    """The tensors of a rank, and for each tensor the boxes that the rank has."""
+
+    tensors: Tensors
+    boxes: list[list[BoxKey]]
+
+    @classmethod
+    def of_state(cls, flat: Flat[Leaf]) -> "RankOutline":
+        """Return the outline of a flattened state."""
+        tensors = [
+            TensorOutline(
+                name,
+                *flat.parts[name],
+                leaf.dtype.name,
+                leaf.shape,
+                leaf.layout if isinstance(leaf, ShardedLeaf) else "",
+            )
+            for name, leaf in flat.leaves.items()
+        ]
+        aliases = {name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()}
+        boxes = [[(*piece.offsets, *piece.shape) for piece in shards_of(leaf)] for leaf in flat.leaves.values()]
+        return cls(Tensors(tensors, aliases), boxes)
+
+
+def digest_of(value: object) -> str:
+    """Return the checksum of plain values."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(value))
+
+
+@dataclass(frozen=True, slots=True)
+class FullTensor:
+    """A full tensor that several ranks have parts of: a `tensorkeep.state.leaf.Source` that cannot be read."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    nbytes: int
+
+    def host_bytes(self) -> Bytes | None:
+        return None
+
+    def read(self, start: int, stop: int, out: Bytes) -> None:
+        raise AssertionError(f"this process does not have all of {self.name}")
+
+
+class MergedTensors(msgspec.Struct, frozen=True):
+    """The tensors of all ranks, each once; ``boxes`` has, for every tensor, its boxes and the ranks that have them."""
+
+    tensors: dict[str, TensorOutline]
+    aliases: dict[str, AliasRecord]
+    boxes: dict[str, dict[BoxKey, list[int]]]
+
+    def flat(self, skeleton: object) -> Flat[FullTensor]:
+        """Return the state of all ranks, with a merged skeleton of structure and plain values."""
+        leaves = {
+            name: FullTensor(name, BY_NAME[each.dtype], each.shape, each.nbytes) for name, each in self.tensors.items()
+        }
+        parts = {name: (each.part, each.key) for name, each in self.tensors.items()}
+        parts |= {name: (each.part, each.key) for name, each in self.aliases.items()}
+        return Flat(skeleton, leaves, {name: each.alias() for name, each in self.aliases.items()}, parts)
+
+
+def merge_tensors(outlines: Sequence[RankOutline]) -> MergedTensors:
+    """Merge the tensors of all ranks.
+
+    Raises RanksDisagreeError, on all ranks alike, if the dtype, shape or key of a tensor differs between two ranks, or
+    if the boxes of all ranks are not the full tensor.
+    """
+    tensors: dict[str, tuple[int, TensorOutline]] = {}
+    aliases: dict[str, tuple[int, AliasRecord]] = {}
+    boxes: dict[str, dict[BoxKey, list[int]]] = {}
+    known: Tensors | None = None
+    for rank, outline in enumerate(outlines):
+        # Ranks with the same tensors share one object, so their tensors are compared once.
+        if outline.tensors is not known:
+            known = outline.tensors
+            _add(rank, known, tensors, aliases)
+            in_order = [boxes.setdefault(tensor.name, {}) for tensor in known.tensors]
+        for own, of_all in zip(outline.boxes, in_order, strict=True):
+            for box in own:
+                of_all.setdefault(box, []).append(rank)
+    # Tied on one rank, separate on another: a load could not restore both.
+    for name in aliases.keys() & tensors.keys():
+        raise RanksDisagreeError(
+            f"shares the memory of {aliases[name][1].of!r} on rank {aliases[name][0]}, and not on rank "
+            f"{tensors[name][0]}",
+            name=name,
+            remedy="tie the same tensors on all ranks",
+        )
+    merged = {name: tensor for name, (_, tensor) in tensors.items()}
+    for name, tensor in merged.items():
+        _check_complete(tensor, boxes[name])
+    return MergedTensors(merged, {name: alias for name, (_, alias) in aliases.items()}, boxes)
+
+
+def _add(
+    rank: int,
+    own: Tensors,
+    tensors: dict[str, tuple[int, TensorOutline]],
+    aliases: dict[str, tuple[int, AliasRecord]],
+) -> None:
+    """Add the tensors of a rank, which must agree with the tensors of the ranks before it."""
+    for tensor in own.tensors:
+        first, known = tensors.setdefault(tensor.name, (rank, tensor))
+        for field in ("dtype", "shape", "part", "key"):
+            _check_same(tensor.name, field, first, getattr(known, field), rank, getattr(tensor, field))
+    for name, alias in own.aliases.items():
+        first, shared = aliases.setdefault(name, (rank, alias))
+        _check_same(name, "shared memory", first, shared.of, rank, alias.of)
+        _check_same(name, "shared memory", first, msgspec.to_builtins(shared), rank, msgspec.to_builtins(alias))
+
+
+def _check_same(name: str, field: str, rank: int, value: object, other_rank: int, other: object) -> None:
+    if value != other:
+        raise RanksDisagreeError(
+            f"its {field} is {_text(value)} on rank {rank}, and {_text(other)} on rank {other_rank}",
+            name=name,
+            remedy="give all ranks the same state, apart from their shards of DTensors",
+        )
+
+
+def _text(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _check_complete(tensor: TensorOutline, boxes: Iterable[BoxKey]) -> None:
+    """Refuse boxes that leave gaps. The writer of the manifest finds boxes that overlap."""
+    count = len(tensor.shape)
+    covered, full = sum(prod(box[count:]) for box in boxes), prod(tensor.shape)
+    if covered != full:
+        layout = f" ({tensor.layout})" if tensor.layout else ""
+        raise RanksDisagreeError(
+            f"the ranks have {covered:,} of its {full:,} elements{layout}",
+            name=tensor.name,
+            remedy="give the group of all ranks that have a shard",
+        )
+
+
+def merge_skeletons(skeletons: Sequence[Any]) -> Any:
+    """Merge the structures and plain values of all ranks: a dict gets the keys of all ranks.
+
+    Raises RanksDisagreeError, on all ranks alike, if a value differs between two ranks.
+    """
+    return _merged(list(enumerate(skeletons)), "")
+
+
+def _merged(nodes: list[tuple[int, Any]], name: str) -> Any:
+    """Merge the nodes of some ranks at one place of the state."""
+    first, node = nodes[0]
+    # Compared as JSON, because 1, True and 1.0 are equal in Python.
+    encoded = msgspec.json.encode(node)
+    if all(msgspec.json.encode(other) == encoded for _, other in nodes[1:]):
+        return node
+    tag = node_tag(node)
+    for rank, other in nodes[1:]:
+        if node_tag(other) != tag or child_nodes(node) is None:
+            raise _differing(name, first, node, rank, other)
+    # Keys by their repr: 1 and True are one key of a dict.
+    children: dict[str, tuple[Any, list[tuple[int, Any]]]] = {}
+    for rank, other in nodes:
+        for key, child in child_nodes(other) or ():
+            children.setdefault(repr(key), (key, []))[1].append((rank, child))
+    if tag not in ("dict", "ordered", "items", "ordered_items"):
+        for rank, other in nodes[1:]:
+            if len(child_nodes(other) or ()) != len(child_nodes(node) or ()):
+                raise _differing(name, first, node, rank, other)
+    merged = [
+        (key, _merged(found, f"{name}.{node_key_text(key)}" if name else node_key_text(key)))
+        for key, found in children.values()
+    ]
+    return with_children(node, merged)
+
+
+def _differing(name: str, rank: int, node: Any, other_rank: int, other: Any) -> RanksDisagreeError:
+    texts = [_node_text(node), _node_text(other)]
+    same_text = texts[0] == texts[1]
+    return RanksDisagreeError(
+        f"the value at {name!r} differs between ranks {rank} and {other_rank}"
+        + ("" if same_text else f": {texts[0]} and {texts[1]}"),
+        remedy="make them the same, or wrap what belongs to each rank: tensorkeep.distributed.PerRank(value)",
+    )
+
+
+def _node_text(node: Any) -> str:
+    tag = node_tag(node)
+    if tag in LEAF_KINDS:
+        return f"the tensor {node[tag]!r}"
+    if child_nodes(node) is not None:
+        return f"a {tag} of {len(child_nodes(node) or ())}"
+    value = next(iter(node.values())) if isinstance(node, dict) else node
+    if tag in ("bytes", "bytearray"):
+        value = decode_bytes(value)
+    return f"{value!r:.60}"
+
+
+# Plain tensors: one rank stores its value for all ranks.
+
+_SAMPLE_BYTES = 1024
+
+
+def sample_digests(leaves: Mapping[str, Leaf]) -> dict[str, str]:
+    """Return a checksum of the first and the last bytes, for every plain tensor in host memory.
+
+    Plain tensors should be equal on all ranks, but hashing them in full would take longer than writing them.
+    """
+    found: dict[str, str] = {}
+    for name, leaf in leaves.items():
+        # Reading from a GPU would wait for all kernels that are queued there.
+        if isinstance(leaf, ShardedLeaf) or not leaf.nbytes or (leaf.is_torch and leaf.array.device.type != "cpu"):
+            continue
+        count = min(leaf.nbytes, _SAMPLE_BYTES // leaf.dtype.itemsize * leaf.dtype.itemsize)
+        sample = np.empty(2 * count, np.uint8)
+        leaf.read(0, count, sample[:count])
+        leaf.read(leaf.nbytes - count, leaf.nbytes, sample[count:])
+        found[name] = xxhash.xxh3_64_hexdigest(sample.data)
+    return found
+
+
+def warn_of_differing(by_rank: Sequence[Mapping[str, str]]) -> None:
+    """Warn of plain tensors that differ between ranks: only the values of one rank are stored."""
+    first: dict[str, tuple[int, str]] = {}
+    differing: dict[str, tuple[int, int]] = {}
+    for rank, digests in enumerate(by_rank):
+        for name, digest in digests.items():
+            other, expected = first.setdefault(name, (rank, digest))
+            if digest != expected:
+                differing.setdefault(name, (other, rank))
+    if differing:
+        name, (one, other) = next(iter(differing.items()))
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        text = (
+            f"{name!r}{more}: plain tensors that differ between ranks {one} and {other}; the values of one rank are "
+            "saved for all. Give each rank keys of its own, or wrap them: tensorkeep.distributed.PerRank(value)"
+        )
+        warn_caller(StateMismatchWarning(text))
+
+
+# Who writes what.
+
+SPLIT_BYTES = 64 * 1024**2
+"""A box that several ranks have is split among them into row ranges of at least this many bytes."""
+
+
+class WriteAssignment(NamedTuple):
+    """The rows ``start:stop`` of a box, which one rank writes; a scalar is one row."""
+
+    name: str
+    box: BoxKey
+    start: int
+    stop: int
+
+
+def assign(merged: MergedTensors, ranks: int, own: int) -> list[WriteAssignment]:
+    """Return what rank ``own`` writes, so that every box is written once and all ranks write about the same bytes.
+
+    Every rank computes the same answer without an exchange. A box that one rank has is written by that rank. Boxes that
+    several ranks have follow, the largest first: the rank with the least bytes so far writes the box, or each row range
+    of a large box. Ties go to the first name and the lowest rank, so every save of the same state assigns alike.
+    """
+    # Boxes with one owner come first: they decide how much the other boxes must balance.
+    load = [0] * ranks
+    assignments: list[WriteAssignment] = []
+    shared: list[tuple[int, list[int], WriteAssignment]] = []
+    for name, boxes in merged.boxes.items():
+        tensor = merged.tensors[name]
+        itemsize, count = BY_NAME[tensor.dtype].itemsize, len(tensor.shape)
+        for box, owners in boxes.items():
+            sizes = box[count:]
+            nbytes = prod(sizes) * itemsize
+            rows = sizes[0] if sizes else 1
+            if len(owners) == 1:
+                load[owners[0]] += nbytes
+                if owners[0] == own:
+                    assignments.append(WriteAssignment(name, box, 0, rows))
+                continue
+            for start, stop in _row_ranges(rows, nbytes, len(owners)):
+                shared.append((nbytes // rows * (stop - start), owners, WriteAssignment(name, box, start, stop)))
+    for nbytes, owners, assignment in sorted(shared, key=lambda each: -each[0]):
+        writer = min(owners, key=lambda rank: (load[rank], rank))
+        load[writer] += nbytes
+        if writer == own:
+            assignments.append(assignment)
+    order = {name: number for number, name in enumerate(merged.tensors)}
+    return sorted(assignments, key=lambda each: (order[each.name], each.box, each.start))
+
+
+def own_pieces(assignments: Sequence[WriteAssignment], leaves: Mapping[str, Leaf]) -> list[TensorShard]:
+    """Return views of the memory that this rank writes."""
+    pieces: list[TensorShard] = []
+    by_box: dict[str, dict[BoxKey, TensorShard]] = {}
+    for each in assignments:
+        if each.name not in by_box:
+            by_box[each.name] = {(*piece.offsets, *piece.shape): piece for piece in shards_of(leaves[each.name])}
+        piece = by_box[each.name][each.box]
+        is_full = not piece.shape or (each.start, each.stop) == (0, piece.shape[0])
+        pieces.append(piece if is_full else piece.rows(each.start, each.stop))
+    return pieces
+
+
+def _row_ranges(rows: int, nbytes: int, owners: int) -> Iterator[tuple[int, int]]:
+    """Yield the row ranges of a box: one, or several of about the same size."""
+    count = max(1, min(owners, nbytes // SPLIT_BYTES, rows))
+    yield from pairwise(rows * number // count for number in range(count + 1))
+
+
+# The exchange.
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """The state of all ranks, and the pieces that this rank writes."""
+
+    ranks: GroupCoordinator
+    flat: Flat[FullTensor]
+    layouts: Mapping[str, str]
+    pieces: list[TensorShard]
+
+    def own_flat(self) -> Flat[TensorShard]:
+        """Return the pieces of this rank as a state with numbers as names, for code that only looks at bytes."""
+        leaves = {str(number): piece for number, piece in enumerate(self.pieces)}
+        return Flat(None, leaves, {}, {name: ("state", name) for name in leaves})
+
+
+def merge_rank_states(ranks: GroupCoordinator, flat: Flat[Leaf], arguments: Mapping[str, Any]) -> SharedState:
+    """Merge the states of all ranks; ``flat`` is the state of this rank. Collective.
+
+    ``arguments`` are plain values of the call that must be the same on all ranks.
+
+    Raises RanksDisagreeError, on all ranks, if an argument, a tensor or a plain value differs.
+    """
+    outline = RankOutline.of_state(flat)
+    known = ranks.remembered
+    samples = sample_digests(flat.leaves)
+    # One small exchange of digests. What differs, or is new since the last save, is exchanged in full after it.
+    own = [digest_of(each) for each in (arguments, samples, outline.tensors, outline.boxes, flat.skeleton)]
+    received = ranks.gather([*own, known.get("outlines", "")], PREPARING)
+    by_arguments, by_samples, by_tensors, by_boxes, by_skeleton, by_known = zip(*received, strict=True)
+    if len({*by_arguments}) > 1:
+        _refuse_arguments(ranks.gather(dict(arguments), PREPARING))
+    if len({*by_samples}) > 1:
+        warn_of_differing(ranks.gather(samples, PREPARING))
+    outlines = digest_of([by_tensors, by_boxes])
+    # All ranks reuse the last merge, or none does: a rank that was interrupted in the last save may not remember it.
+    if {*by_known} != {outlines}:
+        merged = merge_tensors(_gather_outlines(ranks, outline, by_tensors))
+        known["assignments"] = assign(merged, ranks.size, ranks.rank)
+        # Without the boxes, which would be most of what a rank remembers.
+        known["merged"] = msgspec.structs.replace(merged, boxes={})
+        known["outlines"] = outlines
+    merged_tensors: MergedTensors = known["merged"]
+    skeleton = flat.skeleton
+    if len({*by_skeleton}) > 1:
+        skeleton = merge_skeletons(ranks.gather(skeleton, PREPARING))
+    layouts = {name: tensor.layout for name, tensor in merged_tensors.tensors.items() if tensor.layout}
+    pieces = own_pieces(known["assignments"], flat.leaves)
+    return SharedState(ranks, merged_tensors.flat(skeleton), layouts, pieces)
+
+
+def _gather_outlines(ranks: GroupCoordinator, own: RankOutline, digests: Sequence[str]) -> list[RankOutline]:
+    """Return the outlines of all ranks. Of ranks with the same tensors, only the first sends them."""
+    is_first = digests.index(digests[ranks.rank]) == ranks.rank
+    sent = ranks.gather(own.tensors if is_first else None, PREPARING, of=Tensors | None)
+    boxes = ranks.gather(own.boxes, PREPARING, of=list[list[BoxKey]])
+    return [RankOutline(sent[digests.index(digest)], own) for digest, own in zip(digests, boxes, strict=True)]
+
+
+def _refuse_arguments(given: list[dict[str, Any]]) -> None:
+    for rank, arguments in enumerate(given):
+        for name, value in arguments.items():
+            if value != given[0].get(name):
+                raise RanksDisagreeError(
+                    f"{name} is {given[0].get(name)!r} on rank 0, and {value!r} on rank {rank}",
+                    remedy="call it with the same arguments on all ranks",
+                )

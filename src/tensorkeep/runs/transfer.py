@@ -1,0 +1,298 @@
+"""Copies a native checkpoint from a disk to an object store, without decoding its files.
+
+The manifest is written again, with the object names of a new save, and so is an index that names files. If the store
+has a copy of a file from an earlier checkpoint, which shares it on the disk by a hard link, the manifest refers to that
+copy.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tensorkeep.errors import CorruptCheckpointError, StoreError, TensorkeepError, UnsupportedError
+from tensorkeep.formats import checksummed_json
+from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.blockfile.plan import INDEX_SUFFIX
+from tensorkeep.formats.native import manifest as manifests
+from tensorkeep.formats.native.directory import commit_to
+from tensorkeep.formats.native.manifest import REFERENCES, FileRecord, Manifest, Root
+from tensorkeep.formats.native.reader import OpenFiles
+from tensorkeep.paths import StorePath
+from tensorkeep.storage import open_directory, store_requests
+from tensorkeep.storage.base import SourceFile
+from tensorkeep.storage.buffers import ALIGNMENT, MINIMUM_BUDGET, BufferPool, round_up
+from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.local import LocalDirectory
+from tensorkeep.storage.object_store import Upload, part_bytes
+from tensorkeep.storage.parallel import Cancellation, Meter
+from tensorkeep.storage.store_commit import object_name
+
+_BESIDE = "../"
+"""A file name that begins like this refers to an object of another checkpoint of the run."""
+_PARTS_IN_MEMORY = 4
+"""One part is read while the others are sent."""
+FileIdentity = tuple[int, int, int]
+"""Device, inode and size of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCopy:
+    """A checkpoint on a disk that was copied to a store.
+
+    ``digest`` is the checksum of the manifest on the disk. ``references`` maps the names of the files on the disk to
+    the references of a neighbouring step: ``../step-000100/model-<id>.safetensors``.
+    """
+
+    path: Path
+    digest: str
+    references: Mapping[str, str]
+
+
+class Throttle:
+    """Limits the average bytes per second, unless the limit is None."""
+
+    def __init__(self, bytes_per_second: int | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = bytes_per_second
+        self._clock = clock
+        self._free_at = clock()
+
+    def wait(self, count: int, cancellation: Cancellation) -> None:
+        """Wait until ``count`` more bytes may be sent; raises Cancelled."""
+        if self._rate is not None:
+            now = self._clock()
+            begin = max(now, self._free_at)
+            self._free_at = begin + count / self._rate
+            cancellation.wait(begin - now)
+        cancellation.check()
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The speed limit, the cancellation and the progress callback of a copy."""
+
+    throttle: Throttle
+    cancellation: Cancellation
+    progress: Callable[[int, int], None]
+
+
+def copy_to_store(
+    source: Path, destination: StorePath, transfer: Transfer, *, earlier: Iterable[StoredCopy] = (), overwrite: bool
+) -> StoredCopy:
+    """Copy a native checkpoint into a store; the manifest is written last and makes the copy visible.
+
+    ``earlier`` are copies of other checkpoints of the same folder.
+
+    Raises NotACheckpointError if the source does not exist; CorruptCheckpointError if it is damaged or cannot be read;
+    UnsupportedError if many ranks saved it; DestinationExistsError if the store has a checkpoint there and
+    ``overwrite`` is not set; StoreError if the store fails; Cancelled.
+    """
+    with closing(OpenFiles(source, OpenSettings(pool=BufferPool(MINIMUM_BUDGET)))) as opened:
+        manifest = opened.manifest
+        if isinstance(manifest, Root):
+            raise UnsupportedError(
+                "many ranks saved it together, and such a checkpoint is not uploaded",
+                path=source,
+                remedy="let the ranks save into the store",
+            )
+        with commit_to(destination, overwrite=overwrite) as commit:
+            names, owners = _names_of_copies(opened, destination, commit.save_id, _shared_files(earlier))
+            files = _copy_files(opened, names, destination, transfer)
+            content = checksummed_json.seal(_with_files(manifest, files))
+            # A copy that no reader accepts must not be reported as uploaded: the disk would delete its step.
+            manifests.parse(content, destination / manifests.FILE_NAME)
+            _check_references(files, owners, destination)
+            transfer.cancellation.check()
+            commit.publish(content)
+        return _stored_copy(source, opened.identity(), manifest.files, files, destination)
+
+
+def find_copy(source: Path, destination: StorePath) -> StoredCopy | None:
+    """Return the copy of a checkpoint that a store has; None if the destination is another checkpoint.
+
+    Raises NotACheckpointError if the source or the copy does not exist; CorruptCheckpointError for a damaged manifest.
+    """
+    with open_directory(source) as own, open_directory(destination) as stored:
+        manifest, other = manifests.read(own), manifests.read(stored)
+        if isinstance(manifest, Root) or isinstance(other, Root) or _comparable(manifest) != _comparable(other):
+            return None
+        digest = checksummed_json.digest(checksummed_json.read_content(own, manifests.FILE_NAME), wide=True)
+        return _stored_copy(source, digest, manifest.files, other.files, destination)
+
+
+def _comparable(manifest: Manifest) -> Manifest:
+    """Return a manifest without the fields that a copy changes."""
+    files = [
+        FileRecord("", 0, 0, "") if _is_index(file) else msgspec.structs.replace(file, name="", origin="")
+        for file in manifest.files
+    ]
+    features = sorted({*manifest.features} - {REFERENCES})
+    return msgspec.structs.replace(manifest, files=files, features=features)
+
+
+def _with_files(manifest: Manifest, files: list[FileRecord]) -> Manifest:
+    """Return the manifest of a copy with these files."""
+    refers = any(file.name.startswith(_BESIDE) for file in files)
+    features = [*manifest.features, REFERENCES] if refers else manifest.features
+    return msgspec.structs.replace(manifest, files=files, features=features)
+
+
+def _is_index(file: FileRecord) -> bool:
+    return file.name.endswith(INDEX_SUFFIX)
+
+
+def _stored_copy(
+    path: Path, digest: str, files: Iterable[FileRecord], copies: Iterable[FileRecord], destination: StorePath
+) -> StoredCopy:
+    """Return the copy of a checkpoint; ``files`` and ``copies`` are in the same order."""
+    references = {
+        file.name: copy.name if copy.name.startswith(_BESIDE) else f"{_BESIDE}{destination.name}/{copy.name}"
+        for file, copy in zip(files, copies, strict=True)
+    }
+    return StoredCopy(path, digest, references)
+
+
+def _shared_files(earlier: Iterable[StoredCopy]) -> dict[FileIdentity, tuple[str, str]]:
+    """Return the files of earlier checkpoints that have not changed since they were copied.
+
+    The values are the reference to the copy, and the name of a step in the store that has it.
+    """
+    found: dict[FileIdentity, tuple[str, str]] = {}
+    for copy in earlier:
+        try:
+            with LocalDirectory(copy.path) as directory:
+                content = checksummed_json.read_content(directory, manifests.FILE_NAME)
+                if checksummed_json.digest(content, wide=True) != copy.digest:
+                    continue  # it was replaced
+                for name, reference in copy.references.items():
+                    status = directory.status(name)
+                    found[status.st_dev, status.st_ino, status.st_size] = reference, copy.path.name
+        except (OSError, TensorkeepError):
+            continue  # it was deleted meanwhile, or is damaged: its files are copied again
+    return found
+
+
+def _names_of_copies(
+    opened: OpenFiles, destination: StorePath, save_id: str, shared: Mapping[FileIdentity, tuple[str, str]]
+) -> tuple[list[str], set[str]]:
+    """Return the names of the files in the store, and the steps there that share their copies.
+
+    A copy is shared if its step still exists. The objects of a deleted step may go at any moment.
+    """
+    names: list[str] = []
+    owners: set[str] = set()
+    for record, status in zip(opened.records, opened.statuses, strict=True):
+        # The inode identifies the file: it is open, so that no new file can have its inode.
+        found = shared.get((status.st_dev, status.st_ino, status.st_size)) if record.origin else None
+        if found and _exists(_manifest_of(found[1]), destination) and _exists(found[0], destination):
+            names.append(found[0])
+            owners.add(found[1])
+        else:
+            names.append(object_name(record.name, save_id))
+    return names, owners
+
+
+def _manifest_of(name: str) -> str:
+    return f"{_BESIDE}{name}/{manifests.FILE_NAME}"
+
+
+def _exists(reference: str, destination: Path) -> bool:
+    with open_directory(destination) as directory:
+        try:
+            directory.status(reference)
+        except FileNotFoundError:
+            return False
+    return True
+
+
+def _check_references(files: Iterable[FileRecord], owners: Iterable[str], destination: StorePath) -> None:
+    """Check that the shared objects, and the steps that own them, still exist.
+
+    Called just before the copy becomes visible. If the owner is deleted later, the grace period keeps its objects until
+    a sweep sees the new manifest.
+    """
+    references = [file.name for file in files if file.name.startswith(_BESIDE)]
+    for name in (*references, *map(_manifest_of, owners)):
+        if not _exists(name, destination):
+            raise StoreError(
+                f"{name.removeprefix(_BESIDE)} was deleted while a checkpoint that shares it was uploaded",
+                path=destination,
+                remedy="upload it again",
+            )
+
+
+def _copy_files(
+    opened: OpenFiles, names: Sequence[str], destination: StorePath, transfer: Transfer
+) -> list[FileRecord]:
+    """Copy the files that are not shared; return the records of all files of the copy."""
+    records = [msgspec.structs.replace(record, name=name) for record, name in zip(opened.records, names, strict=True)]
+    meter = Meter(sum(each.bytes for each in records if not each.name.startswith(_BESIDE)), transfer.progress)
+    homes = {record.name: name for record, name in zip(opened.records, names, strict=True)}
+    # One pool for all files, so that the memory does not grow with the number of files.
+    with BufferPool(copy_budget(max((file.size for file in opened.files), default=0))) as pool:
+        for number, file in enumerate(opened.files):
+            record = records[number]
+            if record.name.startswith(_BESIDE):
+                continue
+            if _is_index(record):
+                content = _renamed_index(file, record.head, homes)
+                records[number] = FileRecord(record.name, len(content), len(content), checksummed_json.digest(content))
+                store_requests.put(destination / record.name, content)
+                meter.add(record.bytes)
+            else:
+                _copy_file(file, destination / record.name, transfer, pool, meter)
+    return records
+
+
+def copy_budget(most_bytes: int) -> int:
+    """Return the memory to copy files of at most ``most_bytes``; larger files are sent in larger parts.
+
+    Examples
+    --------
+    >>> copy_budget(1024**3) // 1024**2, copy_budget(1024**4) // 1024**2
+    (64, 420)
+    """
+    return max(MINIMUM_BUDGET, _PARTS_IN_MEMORY * part_bytes(most_bytes))
+
+
+def _copy_file(file: SourceFile, path: StorePath, transfer: Transfer, pool: BufferPool, meter: Meter) -> None:
+    """Upload one file; as many parts are sent at once as the pool has buffers."""
+    cancellation = transfer.cancellation
+    upload = Upload(path, pool, cancellation, most_bytes=file.size)
+    size = part_bytes(file.size)
+    try:
+        # Reading is in this thread, and `upload` sends in others: `acquire` waits for a part that was sent.
+        for at in range(0, file.size, size):
+            count = min(size, file.size - at)
+            transfer.throttle.wait(count, cancellation)
+            memory = pool.acquire(max(round_up(count), 2 * ALIGNMENT), cancellation)
+            try:
+                upload.write(at, _read(file, at, count, memory.array), memory)
+            finally:
+                memory.release()
+            meter.add(count)
+        upload.finish(file.size)
+    finally:
+        upload.close()
+
+
+def _read(file: SourceFile, at: int, count: int, memory: Bytes) -> Bytes:
+    try:
+        return file.fetch(at, count, memory)
+    except StoreError as error:
+        # The disk has failed. A StoreError would mean the store, and stop the uploads of other steps.
+        raise CorruptCheckpointError(f"cannot be read: {error.message}", path=file.path) from error
+
+
+def _renamed_index(file: SourceFile, digest: str, names: Mapping[str, str]) -> bytes:
+    """Return the index that Hugging Face tools read, with the names of the objects."""
+    content = file.read(0, file.size)
+    if checksummed_json.digest(content) != digest:
+        raise CorruptCheckpointError("the checksum of its content is wrong", path=file.path)
+    index = msgspec.json.decode(content, type=dict[str, Any])
+    index["weight_map"] = {key: names[home] for key, home in index["weight_map"].items()}
+    return msgspec.json.encode(index)
