@@ -105,6 +105,7 @@ class ChatSession:
         Raises UsageError, before the session changes, if the message does not fit into the context, or the tokenizer
         cannot encode it.
         """
+        # The turn ends with the token that begins an answer, so the model continues with the answer.
         begin = self._tokenizer.begin["assistant"]
         turn = [*self._tokenizer.message("user", text).tolist(), begin]
         self._make_space(turn)
@@ -144,6 +145,7 @@ class ChatSession:
                 yield piece
             if not ended:
                 # A stop text ended the answer. The next turn must not see its tokens, so the cache is dropped as well.
+                # Encoded again: the tokens of the kept text may differ from a prefix of the drawn tokens.
                 turn[begin:] = tokenizer.message("assistant", message["content"]).tolist()[1:-1]
                 self._cache.clear()
         except GeneratorExit:

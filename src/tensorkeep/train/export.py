@@ -191,6 +191,7 @@ def _without_padding(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[
     """Return the tensors and the configuration without the padding rows of the vocabulary."""
     if not config.vocab_padding:
         return state, config
+    # Padding rows are the last ones.
     cut = {name: state[name][: config.n_tokens] for name in ("tokens.weight", "head.weight") if name in state}
     return {**state, **cut}, msgspec.structs.replace(config, vocab_size=config.n_tokens, vocab_padding=0)
 
@@ -231,6 +232,7 @@ def _tokenizer_files(text: str | None, config: ModelConfig, special: _SpecialTok
     if text is None:
         return {}
     tokens = _tokens_of(text)
+    # A token beyond the vocabulary would index past the end of the embedding.
     largest = max(tokens.values(), default=0)
     if largest >= config.vocab_size:
         raise UsageError(

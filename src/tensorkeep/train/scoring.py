@@ -178,6 +178,7 @@ def read_tokens(
     Raises UsageError if the text has a character that is not in the vocabulary or fewer than two tokens, or consists of
     conversations; and the errors of `tensorkeep.train.data.corpus.open_source`.
     """
+    # A text begins like a document: after the end of another one, unless the tokenizer has its own opening.
     ends = [] if tokenizer.end_of_document is None else [np.array([tokenizer.end_of_document], tokenizer.dtype)]
     begins = [np.array(tokenizer.opening, tokenizer.dtype)] if tokenizer.opening else []
     found = [] if begins else [*ends]
@@ -312,6 +313,7 @@ def score_choices(
     encoded, truncated = [], 0
     for number, question in enumerate(questions):
         own = _encoded(number, question, tokenizer)
+        # The beginning is dropped, never the ending that is scored.
         truncated += any(len(each.tokens) > longest for each in own)
         encoded += [_Row(number, row.tokens[-longest:], min(row.scored, longest - 1)) for row in own]
     found = _log_probabilities(model, encoded, rows, progress)

@@ -1,4 +1,4 @@
-"""Conformance suite of a technique for several processes: that of any technique, and runs of two or more processes."""
+"""Conformance suite of a technique for several processes: the suite of any technique, and runs of two or more."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ SHORT, SHORT_DROPPING = (config.changed(FOUR_STEPS) for config in (EXACT, TINY))
 HALF = SHORT.loop.steps // 2
 
 
-class Together(NamedTuple):
+class ProcessRun(NamedTuple):
     """The folder in which several processes did their tasks, and their results."""
 
     folder: Path
@@ -76,7 +76,9 @@ class ParallelSuite(TechniqueSuite):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def together(cls, tmp_path_factory: pytest.TempPathFactory, data: Path, request: pytest.FixtureRequest) -> Together:
+    def together(
+        cls, tmp_path_factory: pytest.TempPathFactory, data: Path, request: pytest.FixtureRequest
+    ) -> ProcessRun:
         """Let several processes do, once, all tasks of the class."""
         pool: ProcessPool = request.getfixturevalue({2: "two_processes", 4: "four_processes"}[cls.processes])
         folder = tmp_path_factory.mktemp("together")
@@ -84,7 +86,7 @@ class ParallelSuite(TechniqueSuite):
         results = pool.run(cls._tasks(folder, data))
         killed_copy(folder / "whole", folder / "resumed", step=HALF)
         pool.run({"rest": task("train", cls.with_technique(SHORT_DROPPING), folder / "resumed", data, resume=True)})
-        return Together(folder, results)
+        return ProcessRun(folder, results)
 
     @classmethod
     def _tasks(cls, folder: Path, data: Path) -> dict[str, Task]:
@@ -104,24 +106,24 @@ class ParallelSuite(TechniqueSuite):
             tasks[f"broken: {name}"] = task("step", dropping, folder / f"broken {name}", data, **{"break": name})
         return tasks
 
-    def test_processes_compute_the_same_as_one(self, together: Together, data: Path) -> None:
-        """The losses of training and evaluation are those of one process with the same batches."""
+    def test_processes_compute_the_same_as_one(self, together: ProcessRun, data: Path) -> None:
+        """The losses of training and evaluation equal the losses of one process with the same batches."""
         for number, model in enumerate(self.models):
             alone, found = losses(trained(SHORT.changed(model), data)), losses(together.folder / f"model{number}")
             assert [each[:2] for each in found] == [each[:2] for each in alone]
             assert [each[2] for each in found] == pytest.approx([each[2] for each in alone], rel=1e-4)
 
-    def test_processes_resume_exactly(self, together: Together) -> None:
+    def test_processes_resume_exactly(self, together: ProcessRun) -> None:
         """A run with dropout that was killed and resumed ends bit-identical to one that was not."""
         check_same(together.folder / "resumed", together.folder / "whole", "train", "evaluate")
 
-    def test_one_process_resumes_what_several_saved(self, together: Together, data: Path) -> None:
+    def test_one_process_resumes_what_several_saved(self, together: ProcessRun, data: Path) -> None:
         """A checkpoint of several processes is one of a single process with the techniques off."""
         copy = killed_copy(together.folder / "model0", together.folder / "to-one", step=HALF)
         train_run(SHORT, copy, data, resume=True)
         assert not self._differences(copy, trained(SHORT, data))
 
-    def test_processes_resume_what_one_saved(self, together: Together, data: Path) -> None:
+    def test_processes_resume_what_one_saved(self, together: ProcessRun, data: Path) -> None:
         """A checkpoint of a single process can be resumed by several."""
         assert not self._differences(together.folder / "from-one", trained(SHORT, data))
 
@@ -136,13 +138,13 @@ class ParallelSuite(TechniqueSuite):
             "optimizers": difference(_shapes(found["optimizers"]), _shapes(expected["optimizers"])) is None,
         }
         for name, tensor in expected["model"].items():
-            # Matrices only: of tiny gradients, such as those of the keys' biases, AdamW makes steps of any sign.
+            # Matrices only: AdamW turns tiny gradients, such as of the key biases, into steps of any sign.
             if tensor.ndim == 2:
                 same[name] = bool((found["model"][name] - tensor).norm() < 0.01 * tensor.norm())
         return [name for name, equal in same.items() if not equal]
 
-    def test_processes_report_the_same(self, together: Together) -> None:
-        """Loss, norm and tokens are those of the whole batch in each process, and each has a proof."""
+    def test_processes_report_the_same(self, together: ProcessRun) -> None:
+        """Every process has the loss, norm and tokens of the whole batch, and a proof."""
         steps = [process["verified"] for process in together.results]
         assert len(steps) == self.processes
         for each in steps:
@@ -150,7 +152,7 @@ class ParallelSuite(TechniqueSuite):
             assert each["tokens"] == EXACT.loop.batch_size * EXACT.loop.gradient_accumulation_steps * 16
             assert each["proofs"][self.technique.name]["processes"] == self.processes
 
-    def test_processes_divide_an_evaluation(self, together: Together, tmp_path: Path, data: Path) -> None:
+    def test_processes_divide_an_evaluation(self, together: ProcessRun, tmp_path: Path, data: Path) -> None:
         """Those with data of their own evaluate a part of the windows each; all get the loss of one process."""
         alone = evaluated(task("evaluate", EXACT, tmp_path / "alone", data))
         found = [process["evaluated"] for process in together.results]
@@ -160,19 +162,19 @@ class ParallelSuite(TechniqueSuite):
         assert sum(each["targets"] for each in found) == alone["targets"] * self.processes / parts
         assert {each["rows"] for each in found} == {-(-alone["rows"] // parts)}
 
-    def test_processes_log_the_gradient_norms_of_one(self, together: Together, tmp_path: Path, data: Path) -> None:
+    def test_processes_log_the_gradient_norms_of_one(self, together: ProcessRun, tmp_path: Path, data: Path) -> None:
         """Each process has the norm of each layer, whatever part of the gradient it holds."""
         alone = evaluated(task("evaluate", EXACT, tmp_path / "norms", data))["norms"]
         for process in together.results:
             assert list(process["evaluated"]["norms"]) == list(alone)
             assert process["evaluated"]["norms"] == pytest.approx(alone, rel=1e-3)
 
-    def test_processes_generate_the_text_of_one(self, together: Together, tmp_path: Path, data: Path) -> None:
+    def test_processes_generate_the_text_of_one(self, together: ProcessRun, tmp_path: Path, data: Path) -> None:
         """Generation gives the same tokens in each process as in a single one."""
         alone = generated(task("generate", EXACT.changed(self.models[-1]), tmp_path / "alone", data))
         assert [process["generated"] for process in together.results] == [alone] * self.processes
 
-    def test_a_broken_run_is_an_error_in_every_process(self, together: Together) -> None:
+    def test_a_broken_run_is_an_error_in_every_process(self, together: ProcessRun) -> None:
         """Each process reports that the technique is not active."""
         for process in together.results:
             for name, message in self.broken.items():

@@ -132,7 +132,7 @@ def test_more_lengths_are_compiled_than_torch_allows_by_itself(tmp_path: Path, d
 
 @pytest.mark.usefixtures("traced_only")
 def test_other_compilations_in_the_step_are_not_counted(tmp_path: Path, data: Path) -> None:
-    """Such as that of low-bit-optimizer's update."""
+    """Such as the compiled update of low-bit-optimizer."""
     with opened(TRACED, tmp_path / "run", data) as run:
         compiled, update = torch.compile(torch.sin), run.operations.update
 
@@ -269,7 +269,7 @@ def test_newton_schulz_steps_of_muon_are_compiled(tmp_path: Path, data: Path, ot
 
             run.operations.update = counted_update
             verified_step(run)
-            # One for each shape of the matrices: those of attention's projections, its output, and both of the MLP.
+            # One for each matrix shape: attention's projections and output, and the two matrices of the MLP.
             assert compiled == ([4] if techniques else [0])
             found[name] = [take_step(run)["loss"] for _ in range(2)]
     assert found["traced"] == pytest.approx(found["plain"], rel=1e-3)

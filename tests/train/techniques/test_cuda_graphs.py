@@ -71,7 +71,7 @@ def test_nested_graphs_are_refused() -> None:
 
 
 class _Graphs:
-    """Two weights, one of which the loss uses."""
+    """Two weights; the loss uses one."""
 
     def __init__(self) -> None:
         self.used, self.unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))

@@ -8,7 +8,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import opened
 from tensorkeep.train.run.state import OpenRun
 from tensorkeep.train.techniques.ddp import Ddp
-from train.techniques.parallel_suite import ParallelSuite, Together
+from train.techniques.parallel_suite import ParallelSuite, ProcessRun
 from train.techniques.several_processes import BREAKS, EXACT
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
@@ -27,20 +27,20 @@ class TestDdp(ParallelSuite):
         """Leave `no_sync` on, which must end with the last batch."""
         BREAKS["no_sync"](run)
 
-    def test_gradients_are_exchanged_once_in_a_step(self, together: Together, tmp_path: Path, data: Path) -> None:
+    def test_gradients_are_exchanged_once_in_a_step(self, together: ProcessRun, tmp_path: Path, data: Path) -> None:
         _, second = together.results
         with opened(EXACT, tmp_path / "alone", data) as run:
             parameters = sum(each.numel() for each in run.model.parameters())
         assert second["three batches"]["proofs"]["ddp"]["numbers"] == parameters
 
-    def test_rows_are_split_again_by_gradient_accumulation(self, together: Together) -> None:
+    def test_rows_are_split_again_by_gradient_accumulation(self, together: ProcessRun) -> None:
         split, whole = (together.results[0][name] for name in ("micro-batches", "verified"))
         assert "proofs" in split, split
         assert split["proofs"]["gradient-accumulation"]["sequences"] == 1
         for name, within in (("loss", 1e-5), ("gradient_norm", 1e-4)):
             assert split["record"][name] == pytest.approx(whole["record"][name], rel=within), name
 
-    def test_odd_batch_size_is_refused(self, together: Together) -> None:
+    def test_odd_batch_size_is_refused(self, together: ProcessRun) -> None:
         for process in together.results:
             error = process["odd batches"]
             assert error["kind"] == UsageError.kind

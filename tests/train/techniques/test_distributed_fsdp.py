@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tensorkeep.train.techniques.fsdp import Fsdp
-from train.techniques.parallel_suite import ShardedSuite, Together
+from train.techniques.parallel_suite import ProcessRun, ShardedSuite
 from train.techniques.several_processes import EXACT, Task, task
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
@@ -30,12 +30,12 @@ class TestFsdp(ShardedSuite):
             "early collectives": task("collectives", early, folder / "early-collectives", data),
         }
 
-    def test_each_process_has_half_of_the_bytes(self, together: Together) -> None:
+    def test_each_process_has_half_of_the_bytes(self, together: ProcessRun) -> None:
         for process in together.results:
             figures = process["verified"]["proofs"]["fsdp"]
             assert figures["local_bytes"] == pytest.approx(figures["whole_bytes"] / 2, rel=0.01)
 
-    def test_gradients_are_exchanged_once_in_a_step(self, together: Together) -> None:
+    def test_gradients_are_exchanged_once_in_a_step(self, together: ProcessRun) -> None:
         """The two blocks and the root have a reduce-scatter each, whatever the number of micro-batches."""
         for process in together.results:
             for name, batches, exchanges in (("verified", 2, 1), ("early", 2, 2), ("three batches", 3, 1)):
@@ -45,6 +45,6 @@ class TestFsdp(ShardedSuite):
             assert process["early collectives"]["_reduce_scatter_base_"] == 3 * 2
             assert process["early"]["record"]["loss"] == pytest.approx(process["verified"]["record"]["loss"], rel=1e-7)
 
-    def test_it_works_with_checkpointing_and_mixed_precision(self, together: Together) -> None:
+    def test_it_works_with_checkpointing_and_mixed_precision(self, together: ProcessRun) -> None:
         for process in together.results:
             assert set(process["less memory"]["proofs"]) == {"fsdp", "activation-checkpointing", "mixed-precision"}

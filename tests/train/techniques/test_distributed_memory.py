@@ -1,4 +1,4 @@
-"""The memory of a rank while a run is opened or resumed: that of its shards, and one full tensor besides."""
+"""The memory of a rank while a run is opened or resumed: its shards, and one full tensor."""
 
 from pathlib import Path
 

@@ -8,7 +8,7 @@ import pytest
 from tensorkeep.testing.technique_suite import TINY, opened, train_run, trained
 from tensorkeep.train.step.train_step import take_step
 from tensorkeep.train.techniques.fsdp import Fsdp, Hsdp
-from train.techniques.parallel_suite import ShardedSuite, Together
+from train.techniques.parallel_suite import ProcessRun, ShardedSuite
 from train.techniques.several_processes import EXACT, ProcessPool, check_trained_as, task
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("processes")]
@@ -51,7 +51,7 @@ class TestHsdp(ShardedSuite):
     technique = Hsdp
     processes = 4
 
-    def test_each_process_has_half_of_the_bytes(self, together: Together) -> None:
+    def test_each_process_has_half_of_the_bytes(self, together: ProcessRun) -> None:
         for process in together.results:
             figures = process["verified"]["proofs"]["hsdp"]
             assert (figures["replicate_size"], figures["shard_size"]) == (2, 2)
@@ -65,7 +65,7 @@ class TestFsdpBesideTensorParallel(ShardedSuite):
     config = TINY.changed(TENSOR)
     others: ClassVar = TENSOR
 
-    def test_each_process_has_a_quarter_of_the_sharded_bytes(self, together: Together) -> None:
+    def test_each_process_has_a_quarter_of_the_sharded_bytes(self, together: ProcessRun) -> None:
         for process in together.results:
             figures = process["verified"]["proofs"]["fsdp"]
             assert (figures["shard_size"], figures["tensor_size"]) == (2, 2)

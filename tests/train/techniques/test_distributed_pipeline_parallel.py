@@ -4,7 +4,7 @@ import pytest
 
 from tensorkeep.train.run.state import OpenRun
 from tensorkeep.train.techniques.pipeline_parallel import PipelineParallel
-from train.techniques.parallel_suite import ParallelSuite, Together
+from train.techniques.parallel_suite import ParallelSuite, ProcessRun
 from train.techniques.several_processes import BREAKS
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
@@ -27,13 +27,13 @@ class TestPipelineParallel(ParallelSuite):
         """Compute whole batches."""
         BREAKS["at once"](run)
 
-    def test_each_process_has_its_blocks_and_the_ends_their_layers(self, together: Together) -> None:
+    def test_each_process_has_its_blocks_and_the_ends_their_layers(self, together: ProcessRun) -> None:
         figures = [process["gpipe"]["proofs"]["pipeline-parallel"] for process in together.results]
         assert [each["blocks"] for each in figures] == [1, 1]
         # Twelve of a block; both also have the tied weight, the first one the positions, the last one a norm.
         assert [each["weights"] for each in figures] == [12 + 2, 12 + 3]
 
-    def test_bfloat16_is_proved_and_what_cannot_be_scaled_or_split_is_refused(self, together: Together) -> None:
+    def test_bfloat16_is_proved_and_what_cannot_be_scaled_or_split_is_refused(self, together: ProcessRun) -> None:
         for process in together.results:
             assert set(process["bf16"]["proofs"]) == {"pipeline-parallel", "mixed-precision"}
             assert "before its loss could be scaled" in process["fp16"]["message"]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepare conversations whose answers have many lengths, so that ranks have unequally many targets."""
+    """Prepare conversations with answers of many lengths, so that ranks have different numbers of targets."""
     folder = tmp_path_factory.mktemp("answers")
     return conversations(folder, ([("user", f"q{n}"), ("assistant", "a" * (1 + n * n % 11))] for n in range(80)))
 

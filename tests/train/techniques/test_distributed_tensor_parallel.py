@@ -5,7 +5,7 @@ import pytest
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import TINY
 from tensorkeep.train.techniques.tensor_parallel import TensorParallel, check_sizes
-from train.techniques.parallel_suite import ShardedSuite, Together
+from train.techniques.parallel_suite import ProcessRun, ShardedSuite
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
@@ -18,7 +18,7 @@ class TestTensorParallel(ShardedSuite):
     technique = TensorParallel
     models = (*ShardedSuite.models, GROUPED)
 
-    def test_each_process_computes_its_heads(self, together: Together) -> None:
+    def test_each_process_computes_its_heads(self, together: ProcessRun) -> None:
         for process in together.results:
             assert process["verified"]["proofs"]["tensor-parallel"]["heads"] == 1
 

@@ -42,7 +42,7 @@ def killed(folder: Path, data: Path) -> ProcessPool:
 
 @pytest.fixture(scope="module")
 def two(folder: Path, killed: ProcessPool, data: Path, two_processes: ProcessPool) -> Results:
-    """Let two processes do, once, all other tasks; first they resume the run of which one process was killed."""
+    """Let two processes do all other tasks, once; first they resume the run that lost a process."""
     tasks = {
         "killed": task("train", RunFolder(folder / "killed").record().config, folder / "killed", data, resume=True),
         "whole": task("train", DDP, folder / "whole", data),

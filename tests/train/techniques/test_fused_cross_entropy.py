@@ -25,7 +25,7 @@ TOKENS, WIDTH, VOCABULARY = 96, 16, 400
 
 
 def drawn(*, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return features, the weights of a head, and targets, some of which are ignored."""
+    """Return features, the weights of a head, and targets; some targets are ignored."""
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(TOKENS, WIDTH, generator=generator)
     weight = scale * torch.randn(VOCABULARY, WIDTH, generator=generator)

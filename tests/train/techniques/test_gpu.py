@@ -167,7 +167,7 @@ class TestFloat8(Suite):
 
 class TestTf32(Suite):
     technique = Tf32
-    # Without dropout, whose kernels may draw other numbers.
+    # Without dropout: its kernels may draw other numbers.
     config = ON_CUDA.changed({"model.dropout": 0})
 
     def break_on_purpose(self, run: Run) -> None:

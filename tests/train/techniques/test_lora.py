@@ -22,7 +22,7 @@ from tiers import exhaustive
 
 
 def adapted(**parts: Any) -> GPT:
-    """Return a tiny model whose adapters matter."""
+    """Return a tiny model with adapters that matter."""
     sizes = {"vocab_size": 11, "context_length": 8, "n_layers": 2, "n_heads": 2, "d_model": 8}
     model = GPT(ModelConfig(**{**sizes, "lora": LoraConfig(rank=2, alpha=3.0), **parts}))
     generator = torch.Generator().manual_seed(1)

@@ -190,5 +190,5 @@ def test_tiles_of_flex_attention_equal_masked_attention(
 
 
 def _kept_blocks(visible: torch.Tensor, block: int) -> torch.Tensor:
-    """Return the blocks of which a query attends to a key."""
+    """Return the blocks with a key that a query attends to."""
     return functional.pad(visible, (0, -visible.shape[-1] % block)).unflatten(-1, (-1, block)).any(-1)

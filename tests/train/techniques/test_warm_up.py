@@ -110,7 +110,7 @@ def test_hooks_of_observers_do_not_recompile_a_sharded_model(tmp_path: Path, dat
 
 @pytest.mark.usefixtures("one_row")
 def test_observed_step_computes_the_same_bits(tmp_path: Path, data: Path) -> None:
-    """With dropout, whose random numbers the rows in plain Python must not use up."""
+    """With dropout: the rows in plain Python must not use up its random numbers."""
     states: list[dict[str, Any]] = []
     for number, step in enumerate((verified_step, take_step)):
         with opened(with_techniques(ONE_BLOCK, TRACED), tmp_path / str(number), data) as run:

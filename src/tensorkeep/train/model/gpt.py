@@ -266,6 +266,7 @@ class GPT(nn.Module):
 
     def features(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the input of the head, [batch, positions, d_model], for losses that compute the head themselves."""
+        # With a cache, the first of these tokens is at the position after the cached ones.
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[-1]
         self._check(tokens, stop)

@@ -60,6 +60,7 @@ class ActivationFunction(Technique):
     def configure(self, config: Config) -> Config:
         """Set the activation; reset a default width, so that a gated activation has as many parameters."""
         model = config.model
+        # A width that equals the default of the current activation counts as the default, and is not kept.
         by_default = model.d_ff == msgspec.structs.replace(model, d_ff=None).mlp_width
         d_ff = None if by_default else model.d_ff
         chosen = msgspec.structs.replace(model, activation=self.settings.activation, d_ff=d_ff)

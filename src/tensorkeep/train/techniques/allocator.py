@@ -74,6 +74,7 @@ class Allocator(Technique):
                     f"the allocator has {name}={found[name]} instead of {value}",
                     "set the environment before Python starts: torch had read it before it changed",
                 )
+        # The snapshot has the segments of all devices.
         device = torch.cuda.current_device() if run.device.index is None else run.device.index
         segments = [each for each in snapshot["segments"] if each["device"] == device]
         expandable = sum(each["is_expandable"] for each in segments)

@@ -89,6 +89,7 @@ class Machine:
 
     def missing_compiler(self) -> str | None:
         """Return what `torch.compile` needs, a C++ compiler on the CPU or Triton on CUDA; None if it is there."""
+        # Inductor generates C++ for CPUs and Triton code for GPUs.
         if self.on_cuda:
             return self.missing_package("triton", install="triton")
         compilers = ("g++", "clang++", "c++")

@@ -192,7 +192,7 @@ class Compile(Technique):
             yield
         finally:
             self._observed = False
-        # A captured graph replays compiled code: the calls were made when it was captured.
+        # A captured graph replays compiled code without calling it: the calls happened during the capture.
         captured = before > 0 and "cuda-graphs" in run.config.techniques
         calls, expected = self._calls - before, run.config.loop.gradient_accumulation_steps
         if calls != expected and not captured:
@@ -221,9 +221,9 @@ def _embeddings_not_compiled() -> Iterator[None]:
     Compiled code adds them in any order, on a GPU and with several threads: a resumed run would have other last bits.
     """
     from torch._inductor.decomposition import decompositions
-    from torch.compiler import config as of_caches
+    from torch.compiler import config as cache_config
 
-    config: Any = of_caches
+    config: Any = cache_config
     operator = torch.ops.aten.embedding_dense_backward.default
     compiled = decompositions.pop(operator, None)
     try:

@@ -34,6 +34,7 @@ class Ddp(ParallelTechnique):
         self.parallel = DistributedDataParallel(_LossModule(run.model, inner), gradient_as_bucket_view=True)
 
         def average(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+            # Counted here, where DDP really communicates.
             self._reduced += bucket.buffer().numel()
             return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 

@@ -108,6 +108,7 @@ class FusedCrossEntropy(Technique):
                 f"{self._losses} of {expected} losses were computed in chunks, and the head returned "
                 f"{format_bytes(sum(head_outputs))} of logits"
             )
+        # Logits are float32 while their loss is computed.
         row, tokens = 4 * run.config.model.vocab_size, loop.batch_size * run.config.model.context_length
         held, full = row * -(-tokens // self.settings.parts), row * tokens
         return Proof(
@@ -184,6 +185,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         by_features, by_weight, counted = ctx.saved_tensors
         scale = gradient / counted
         of_weight = None if by_weight is None else by_weight.mul_(scale)
+        # In place: the saved gradients are used once.
         return by_features.mul_(scale), of_weight, None, None, None, None, None
 
 

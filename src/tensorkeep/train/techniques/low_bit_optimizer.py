@@ -91,6 +91,7 @@ class LowBitOptimizer(Technique):
         optimizer = run.optimizers["adamw"]
         if not updates.count:
             return None
+        # A replaced update would leave the states quantised from before.
         if not updates.optimizer_steps["adamw"]:
             raise self.not_active("the update was made without it")
         states = [(weight, optimizer.state[weight]) for weight in weights_of(optimizer)]
@@ -103,6 +104,7 @@ class LowBitOptimizer(Technique):
         observed.check(self)
         quantised = sum(_bytes(state) for _, state in states if _is_quantised(state))
         total = sum(_bytes(state) for _, state in states)
+        # Two states of 4 bytes for each weight.
         before = sum(8 * weight.numel() for weight, _ in states)
         return Proof(
             f"{quantised / total:.0%} of the bytes of AdamW's states are quantised; they take {format_bytes(total)} "

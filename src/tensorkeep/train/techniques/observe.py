@@ -134,6 +134,7 @@ def count_updates(run: Run) -> Iterator[Updates]:
     def counting_hook(name: str) -> Any:
         return lambda *arguments: updates.optimizer_steps.update([name])
 
+    # An optimizer may be stepped without the run's `update`, so both are counted.
     handles = (each.register_step_pre_hook(counting_hook(name)) for name, each in run.optimizers.items())
     with hooked(handles), observe_operation(run, "update", before=count):
         yield updates

@@ -31,6 +31,7 @@ class ProgressiveLengthSettings(Section, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Configuration files give lists, code gives tuples.
         falling = all(first > second for first, second in itertools.pairwise(self.pieces))
         if not falling or self.pieces[-1:] not in ((1,), [1]):
             raise UsageError(
