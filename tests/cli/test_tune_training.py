@@ -58,7 +58,7 @@ def small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "LARGEST_TOKENS", 64)
 
 
-def chosen_for(memory: int) -> training.Tuned:
+def chosen_for(memory: int) -> training.TunedTraining:
     return training.tune(config(), Path("nowhere"), memory, run_trials=False)
 
 
