@@ -282,6 +282,7 @@ def alias_groups(names: Sequence[str]) -> tuple[tuple[tuple[str, ...], ...], ...
     """Return the groups of effects, of one factor or of two, that the design for these factors cannot separate."""
     bits = dict(zip(names, columns(len(names)), strict=True))
     groups: dict[int, list[tuple[str, ...]]] = {}
+    # The column of an interaction is the exclusive or of its factors' columns; effects with equal columns are aliased.
     for effect in [*((name,) for name in names), *itertools.combinations(names, 2)]:
         column = 0
         for name in effect:

@@ -418,6 +418,7 @@ def _checked(value: Any, clean: bool, depth: int = 0) -> Any:
         return {_checked(key, clean): _checked(item, clean, depth + 1) for key, item in value.items()}
     if isinstance(value, list):
         return [_checked(item, clean, depth + 1) for item in value]
+    # msgspec decodes integers of any size, which numpy and JavaScript do not hold.
     if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
         raise ValueError("a number is out of range")
     return value

@@ -74,6 +74,7 @@ class Box:
         """Draw it into an image of Pillow, lower by ``down`` pixels."""
         top = (self.y + down) * scale
         corner = ((self.x + self.width) * scale - 1, top + self.height * scale - 1)
+        # Pillow draws a rectangle of no width as a line.
         if self.width > 0 and self.height > 0:
             image.rectangle([(self.x * scale, top), corner], fill=PALETTE[self.fill])
 
@@ -102,7 +103,7 @@ class Line:
         width = max(1, round(self.width * scale))
         if self.fill:
             image.polygon(points, fill=PALETTE[self.fill])
-            points.append(points[0])
+            points.append(points[0])  # the outline of a polygon is closed
         image.line(points, fill=PALETTE[self.stroke], width=width, joint="curve")
 
 
@@ -251,6 +252,7 @@ class Axis:
 
     def at(self, value: float) -> float:
         """Return the pixel of a value; values beyond the axis lie at its ends."""
+        # Clipped, so that a shape never leaves its panel.
         value = min(max(value, self.low), self.high)
         if self.log:
             part = math.log(value / self.low) / math.log(self.high / self.low)
@@ -276,9 +278,11 @@ def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
     span = high - low
     if not span:
         return [low]
+    # The smallest of 1, 2 and 5 times a power of ten that gives few enough ticks.
     exponent = math.floor(math.log10(span / most))
     unit = 10.0**exponent
     step = unit * next(factor for factor in (1, 2, 5, 10, 20) if span / (unit * factor) <= most)
+    # Quotients are rounded: a limit that is a multiple of the step is a tick, too.
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(place * step, -exponent) for place in range(first, last + 1)]
 
@@ -333,6 +337,7 @@ def gain_colour(gain: float | None) -> str:
     """Return the colour of a gain; `EVEN` for 1, and for None, where no difference is shown."""
     if gain is None or gain <= 0 or gain == 1:
         return EVEN
+    # A little more, because 1 / 0.8 is less than 1.25 in floating point.
     size = max(gain, 1 / gain) * (1 + 1e-9)
     return f"{'better' if gain > 1 else 'worse'}-{1 + sum(size >= limit for limit in _LIMITS)}"
 

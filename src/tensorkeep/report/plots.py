@@ -229,6 +229,7 @@ def _bar_figure(
     names, height = [arm.name for arm in arms], len(arms) * row_height + _TITLE + _AXIS
     with_heat_map = any(panel and panel[1] is _draw_impact for panels in rows for panel in panels)
     canvas = Canvas(WIDTH, _LEGEND + len(rows) * height + 24 + 16 * with_heat_map)
+    # All rows leave the same space for the names, so that panels stand below each other.
     left = _name_width(names)
     for line, panels in enumerate(rows):
         for place, (one, (start, end)) in enumerate(zip(panels, _columns(left, len(panels)), strict=True)):
@@ -255,6 +256,7 @@ def _draw_amounts(panel: Panel, results: Results, arms: list[Arm], measure: Meas
     every = [value for runs in values for value in runs]
     log = needs_log(every)
     highest = max((_end(runs) for runs in values if runs), default=1.0) or 1.0
+    # The space on the right is for the labels.
     low, high = 0.0, highest * 1.24
     if log:
         low, high = min(every) / 1.6, highest * (highest / min(every)) ** 0.28
@@ -399,6 +401,7 @@ def _gain_panel(panel: Panel, results: Results, arms: list[Arm], measure: Measur
     noise = results.summary.noise.get(measure.name)
     ends = _ends(results, arms, measure)
     low, high = _within(min([*ends, 0.9])), _within(max([*ends, 1.12]))
+    # Noise is a band on both sides of 1, below everything else.
     floor = noise.floor if noise and noise.floor > 1 else 1.0
     low, high = min(low, _within(1 / floor)), max(high, _within(floor))
     margin = (high / low) ** 0.05
@@ -479,6 +482,7 @@ def waterfall(results: Results) -> Canvas:
 def _draw_waterfall(panel: Panel, changes: list[str], steps: Mapping[str, StackStep]) -> None:
     totals = [step.gain_from_base for step in steps.values() if step.gain_from_base and step.gain_from_base > 0]
     low, high = min([*totals, 1.0]), max([*totals, 1.1])
+    # The labels to the right of the longest bar take much space.
     panel.set_axis(low / (high / low) ** 0.04, high * (high / low) ** 0.42, log=True, suffix="x")
     panel.rule(1)
     before = 1.0
@@ -706,6 +710,7 @@ def _draw_trade_off(
         canvas.mark(
             "square" if baseline else "up" if point.beyond else "circle", x.at(point.x), y.at(point.y), colour, size=4.5
         )
+    # No label covers a point, another label, or a line of the front.
     frame = (x.start, y.end, x.end, y.start)
     taken: list[Rectangle] = [(x.at(p.x) - 6, y.at(p.y) - 6, x.at(p.x) + 6, y.at(p.y) + 6) for p in points]
     for (left, top), (right, bottom) in front:
@@ -731,6 +736,7 @@ def _place_label(canvas: Canvas, name: str, spot: Point, frame: Rectangle, taken
             middle = y - up * distance
             box = (left - 1, middle - SIZE / 2 - 1, left + wide + 1, middle + SIZE / 2 + 1)
             inside = frame[0] <= box[0] and box[2] <= frame[2] and frame[1] <= box[1] and box[3] <= frame[3]
+            # The nearest place that is free, to the right of the point if possible.
             if not inside or any(_overlap(box, other) for other in taken):
                 continue
             if distance > _DISTANCES[0]:

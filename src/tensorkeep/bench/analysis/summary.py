@@ -55,6 +55,7 @@ def summarise(results: Results) -> ResultsSummary:
         for arm in samples.arms:
             one = compared.get(arm.name)
             statistics[arm.name][measure.name] = _statistics(samples, arm, measure, one, adjusted, noise[measure.name])
+    # Recommendations and warnings read the verdicts from the summary.
     samples = Samples(replace(results, summary=ResultsSummary(arms=statistics, noise=noise)))
     return replace(
         samples.results.summary,
@@ -226,6 +227,7 @@ def _fraction(step: Sequence[float], total: Sequence[float], full: Comparison | 
     """Return the fraction of the total log gain that a step contributes, or why it is not defined."""
     if not step or not total or full is None:
         return "this step, or the full stack, has no figures"
+    # A fraction of a gain that may be none would be arbitrarily large.
     if min(full.gain, full.low or full.gain) <= 1:
         return "the full stack is not shown to be better than the base"
     return (sum(step) / len(step)) / (sum(total) / len(total))

@@ -109,6 +109,7 @@ def _save(tool: Tool, states: StatePair, path: Path, outcome: Outcome) -> None:
     with outcome.clock("warm-up"):
         _save_once(tool, state, path)
         remove(path)
+    # Dirty pages of earlier work would be written within the measured time.
     with outcome.clock("flush"):
         os.sync()
     outcome.figures |= _save_once(tool, state, path)
@@ -134,6 +135,7 @@ def save_durably(tool: Tool, state: Any, path: Path) -> tuple[float, float]:
     begin = time.perf_counter()
     tool.save(state, path)
     returned = time.perf_counter()
+    # The clock of every tool ends when files and directories are on the disk.
     if not tool.durable:
         sync_tree(path)
     return returned - begin, time.perf_counter() - begin
@@ -163,6 +165,7 @@ def _load(measure: str, tool: Tool, arm: str, states: StatePair, path: Path, out
             warm(path)
         elif not make_cold(path):
             return
+        # Values of an earlier load must not pass the gate.
         if measure in _INTO:
             wipe(states.target)
     existing = tool.view(states.target) if measure in _INTO else None

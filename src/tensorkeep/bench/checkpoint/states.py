@@ -114,6 +114,7 @@ def check_equal(loaded: Any, saved: Any, arm: str) -> None:
 def digest(state: Any) -> str:
     """Return a hash of all that `check_equal` compares, for a process that has no copy of the saved state."""
     flat = flatten(state)
+    # Structure and plain values first, then each tensor with its name, dtype and shape.
     found = xxhash.xxh3_128(json.dumps(flat.skeleton, sort_keys=True).encode())
     for name, leaf in sorted(flat.leaves.items()):
         found.update(f"{name} {leaf.dtype.name} {leaf.shape}".encode())

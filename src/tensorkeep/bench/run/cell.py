@@ -44,6 +44,7 @@ def command_of(task: Task) -> tuple[str, ...]:
 def run_cell(task: Task, limits: Limits) -> Outcome:
     """Run a task in a new interpreter, and remove its files; return the outcome also if it failed or was killed."""
     begin = time.perf_counter()
+    # Files, because nothing reads a pipe while the process runs, and a full one would block it.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             [sys.executable, *command_of(task)[1:]],
@@ -75,6 +76,7 @@ def _wait(process: subprocess.Popen[bytes], limits: Limits, begin: float) -> Out
         if limits.seconds is not None and time.perf_counter() - begin > limits.seconds:
             return Outcome("timeout", f"took longer than its limit of {format_seconds(limits.seconds)}")
         if limits.memory_bytes is not None:
+            # Private memory only: pages that processes share would count several times.
             used = sum(private_bytes(each) for each in family(process.pid))
             if used > limits.memory_bytes:
                 reason = f"used {format_bytes(used)} of memory, its limit is {format_bytes(limits.memory_bytes)}"
@@ -107,6 +109,7 @@ def main(text: str) -> int:
     end_with_parent()
     task = msgspec.json.decode(text, type=prepared(Task))
     outcome = run_task(task, started)
+    # The parent removes it as well, if this process does not come so far.
     shutil.rmtree(task.directory, ignore_errors=True)
     print(f"\n{MARK}{msgspec.json.encode(outcome).decode()}", flush=True)
     return 0

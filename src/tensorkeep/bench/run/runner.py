@@ -77,6 +77,7 @@ def schedule(experiment: Experiment, arms: Sequence[Arm]) -> list[CellRecord]:
     cells: list[CellRecord] = []
     for block in range(experiment.runs or 0):
         names = [arm.name for arm in arms]
+        # Seeded block by block, so that the order of a block does not depend on how many there are.
         random.Random(f"{experiment.seed}:{block}").shuffle(names)
         cells += [CellRecord(name, block, "planned", len(cells) + place) for place, name in enumerate(names)]
     return cells
@@ -126,6 +127,7 @@ class BlockRun:
             cell, total = self.describe(self.results.cells[index]), len(self.results.cells)
             listener.cell_started(cell, total - len(self._pending()), total, self._seconds_left())
             cell = replace(cell, **asdict(self._repeated_failure(cell) or self.measure(cell)))
+            # Only now: describing and measuring a cell may have changed the results.
             cells = self.results.cells
             self.update(cells=(*cells[:index], cell, *cells[index + 1 :]))
             listener.cell_ended(cell)
@@ -163,6 +165,7 @@ class BlockRun:
 
     def _seconds_left(self) -> float | None:
         """Estimate the rest of the run: each cell takes the mean of its arm, or the median of all."""
+        # Arms differ by orders of magnitude, so each has its own mean.
         known: dict[str, list[float]] = {}
         for cell in self.results.cells:
             if cell.status not in _PENDING and cell.seconds:
@@ -334,12 +337,14 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
 
     Raises BusyError if another run uses it; StoreError if it cannot be written to.
     """
+    # On the measured disk: a system's temporary folder may be in memory.
     path = directory / SCRATCH
     try:
         lock = FolderLock(path)
     except BusyError as error:
         remedy = "wait for it, or give --dir"
         raise BusyError("another bench is running in this folder", path=path, remedy=remedy) from error
+    # Under the lock: what lies there belongs to runs that were killed.
     with store_errors(path, "use this folder"):
         _clear(path)
     try:

@@ -445,6 +445,7 @@ def reference_losses(config: Config, data: Path, steps: int, cache: Path) -> lis
     Raises TensorkeepError if the run fails.
     """
     task = msgspec.json.encode(_ReferenceTask(config.as_dict(), str(data), steps)).decode()
+    # By all that determines the losses: configuration, data and steps.
     path = cache / f"{hashlib.sha256(task.encode()).hexdigest()[:16]}.json"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
@@ -481,6 +482,7 @@ def run_on_ranks(job: TrainingJob, ranks: int, folder: Path) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _JOB).write_bytes(msgspec.json.encode(job))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", _MODULE, "rank"]
+    # Ranks share the processors; with all threads each, they would wait for each other.
     threads = max(1, torch.get_num_threads() // ranks)
     done = subprocess.run(
         [sys.executable, *command, str(folder)],
