@@ -157,6 +157,7 @@ class _Loop:
                     result = train_step(run)
                 reason = self.follow_up(result)
                 profile_next_step()
+        # A run has ended when its last checkpoint is durable.
         with run.clock.spent_on("checkpoint"):
             run.manager.wait()
         self.report_saves()
@@ -173,6 +174,7 @@ class _Loop:
         metrics = self.evaluate() if last or _due(config.eval.every, step) else {}
         if _due(config.sample.every, step):
             self.sample()
+        # A collective: all ranks stop after the same step, whichever received the signal.
         reason = self.end_reason() or ("stopped" if self.run.world.any(self.stop()) else None)
         is_best = bool(metrics) and self.progress.waited == 0 and config.checkpoint.keep_best > 0
         if reason or is_best or _due(config.checkpoint.every, step):

@@ -238,6 +238,7 @@ def predict(config: Config, *, device: str) -> Ledger:
     (3216384, True)
     """
     stack, on_cuda = Stack.of(config.techniques), device == "cuda"
+    # Only algorithmic ones: systems techniques may measure the machine, or refuse this one.
     for each in stack.techniques:
         if each.kind == "algorithmic":  # these may change the model
             config = each.configure(config)

@@ -305,6 +305,7 @@ class Config(Section, frozen=True):
         values = self.as_dict()
         known = flat(values)
         settings = {RENAMED.get(name, name): value for name, value in settings.items()}
+        # A size that a recipe chose for byte pairs means nothing for another tokenizer.
         if settings.get("data.tokenizer", self.data.tokenizer) != self.data.tokenizer:
             values["data"]["vocab_size"] = None
         for name, value in settings.items():

@@ -190,7 +190,6 @@ class Batches(NumberedBatches):
         )
 
     def _read(self, begins: Offsets) -> Batch:
-        """Return the rows at some offsets."""
         inputs, targets = (torch.from_numpy(self._windows[each].astype(np.int64)) for each in (begins, begins + 1))
         return inputs, targets
 
@@ -302,6 +301,7 @@ class MixedOffsets:
                     f"needs {context_length + 1:,}",
                     remedy="leave it out, give it more text, or use a shorter context (--model.context_length)",
                 )
+            # Parts with one seed would draw the same sequence. The step is 2**64 divided by the golden ratio.
             own_seed = (seed + number * _SEED_STEP) % (1 << 64)
             self._parts.append(_ORDERS[order](tokens, context_length, own_seed))
 
@@ -402,6 +402,7 @@ class EvaluationWindows:
         """
         own = -(-self._chosen // parts)
         count = -(-own // rows)
+        # Batches of one shape: compiled code is compiled once, and ranks that gather weights need equally many batches.
         rows = -(-own // count)
         numbers = range(part, self._chosen, parts)
         for first in range(0, count * rows, rows):
@@ -426,4 +427,5 @@ class EvaluationWindows:
         return self._chosen
 
     def _begin(self, number: int) -> int:
+        # Integers, so that the windows are the same on every machine.
         return number * self._all // self._chosen * self._length

@@ -409,7 +409,6 @@ def _check_column(file: TextFile, column: str, schema: Any, types: Any) -> None:
 
 @contextmanager
 def _errors(file: TextFile) -> Iterator[None]:
-    """Raise the errors of pyarrow as ours."""
     arrow = _library("pyarrow")
     try:
         yield
@@ -519,6 +518,7 @@ class CorpusReader:
         begin = characters = 0
         while True:
             chunk = self._read(stream.read, PIECE, file)
+            # NUL is valid in most encodings, and a sign of a binary file in all.
             if self._nul_is_one_byte and (place := chunk.find(b"\0")) >= 0:
                 raise _binary(f"byte {begin + place:,}", file)
             begin += len(chunk)

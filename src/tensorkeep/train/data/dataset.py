@@ -255,6 +255,7 @@ def _read(
             meter = Meter(sum(files[split].size for split in unknown), progress)
             for split in unknown:
                 _verify(files[split], layout, split, meter)
+    # The mapped files stay mapped when their descriptors are closed.
     directory.close()
     return dataset
 

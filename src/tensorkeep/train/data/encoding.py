@@ -82,6 +82,7 @@ def encoded(tokenizer: Tokenizer, pieces: Iterator[TextPiece], processes: int) -
     with _pool(tokenizer, processes) as submit:
         for job in _jobs(pieces):
             waiting.append((job, submit([piece.text for piece in job])))
+            # In the order of the text: a slow job holds the others back, hence more jobs than processes.
             if len(waiting) > _JOBS_PER_PROCESS * processes:
                 job, tokens = waiting.popleft()
                 yield from zip(job, tokens.result(), strict=True)
@@ -144,6 +145,7 @@ class _Worker:
                 # Ctrl-C interrupts this process only, which then closes the connections.
                 process_group=0,
             )
+        # The worker builds the tokenizer from its description, as a reader of prepared data does.
         self._send(description)
 
     def encode(self, texts: list[str]) -> list[Tokens]:

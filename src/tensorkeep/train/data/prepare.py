@@ -307,7 +307,6 @@ def _encode(
 
 
 def _check_splits(source: Corpus, rule: SplitRule, counts: dict[str, int], characters: int) -> None:
-    """Refuse a corpus that leaves a split empty."""
     if source.has_documents:
         empty = next((split for split in SPLITS if not counts[split]), None)
         if empty is not None:
@@ -519,9 +518,9 @@ def _shared_tokenizer(names: list[str], choice: str, vocab_size: int | None, opt
 
 
 def _mix(parts: list[Dataset], weights: list[float], names: list[str], source: str, folder: Path) -> DataManifest:
-    """Write the token files of a mixture; return its description."""
     tokenizer = parts[0].tokenizer
     # As many validation tokens as every source has for its weight.
+    # The validation loss is the loss of the training mixture only if its split has the same proportions.
     most = min(len(part.validation) / weight for part, weight in zip(parts, weights, strict=True))
     kept = [max(1, int(most * weight)) for weight in weights]
     left_out = [

@@ -97,6 +97,7 @@ class AnswerRows:
         self._from = found.assistants + 1
         self._to = found.ends[np.searchsorted(found.ends, found.assistants)] + 1
         answers = np.searchsorted(self._from, stops) - np.searchsorted(self._from, begins)
+        # A row without an answer has no target, and its loss would be NaN.
         self._begins, self._stops = begins[answers > 0], stops[answers > 0]
         if not len(self._begins):
             raise UsageError(
@@ -246,6 +247,7 @@ def _conversations(ends: Places) -> tuple[Places, Places]:
 def _pack(starts: Places, stops: Places, context_length: int) -> tuple[Places, Places]:
     """Return where rows begin, and where what they predict stops, given the begins and ends of conversations."""
     begins, limits, first = [], [], 0
+    # Greedy, in the order of the text: which conversations share a row does not depend on the seed.
     while first < len(starts):
         begin = int(starts[first])
         after = int(np.searchsorted(stops, begin + context_length + 1, side="right"))

@@ -202,7 +202,6 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _polynomials(group: dict[str, Any]) -> list[Polynomial]:
-    """Return the polynomials, one for each step."""
     steps: int = group["ns_steps"]
     if not group.get("polar_express"):
         return [group["ns_coefficients"]] * steps

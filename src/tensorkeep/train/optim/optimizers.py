@@ -229,6 +229,7 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Add the weights of a step to the average."""
         if self._averages:
+            # The first weights are random: an average that keeps them for 1 / (1 - decay) steps starts far too high.
             decay = min(self._decay, (1 + step) / (10 + step))
             torch._foreach_lerp_(self._averages, self._live, 1 - decay)
 

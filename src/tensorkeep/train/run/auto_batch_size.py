@@ -138,6 +138,7 @@ def largest_batch(sequences: int, memory: int, measure: Measure, *, tried: bool 
     if len(sizes) == 1:
         return 1
     first, second = (found for found in measured.values() if found is not None)
+    # Activations grow in proportion to the rows. The update does not, and is often larger for small batches.
     by_row = max(1.0, (second.gradient - first.gradient) / (sizes[1] - 1))
     predicted = [size for size in sizes[2:] if first.gradient + by_row * (size - 1) <= limit]
     if not tried:

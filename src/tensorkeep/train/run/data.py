@@ -146,7 +146,6 @@ def _prepared(config: Config, folder: RunFolder, meter: ShowProgress, *, overwri
 
 
 def _open_again(config: Config, folder: RunFolder, given: Collection[str], meter: ShowProgress) -> Dataset:
-    """Open the data of a run that is resumed."""
     started = folder.record().config
     check_preparation(config, given, started, folder.path)
     source = config.data.source
@@ -172,6 +171,7 @@ def _open_again(config: Config, folder: RunFolder, given: Collection[str], meter
 
 def _open_first(places: list[Path], folder: RunFolder, meter: ShowProgress) -> Dataset | None:
     """Open the first place that holds the data of the run, undamaged; None if no place holds data."""
+    # The first refusal is the most useful one: it is about the place that the record names.
     refusal: TensorkeepError | None = None
     for place in filter(is_prepared, places):
         try:
@@ -201,7 +201,6 @@ def check_data(config: Config, dataset: Dataset, techniques: Stack) -> None:
 
 
 def _check_masking(config: Config, dataset: Dataset, techniques: Stack) -> None:
-    """Raise UsageError if the data, the model or a technique does not allow to mask documents."""
     if dataset.description["splits"][TRAIN]["documents"] is None:
         raise UsageError(
             "data.mask_documents is true, and the text is one stream without documents",

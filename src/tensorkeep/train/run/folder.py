@@ -281,12 +281,14 @@ class RunFolder:
         # Read again: another process may have resumed and ended the run since this one read the record.
         record = self._read_record()
         entry = Resumption(step=step, time=now(), settings=settings, numerics_environment=environment)
+        # A file of tokens with an unchanged status is not read again at the next resume.
         data = msgspec.structs.replace(record.data, verified=verified or record.data.verified)
         self._write_record(
             msgspec.structs.replace(record, resumed=[*record.resumed, entry], segments=segments, data=data)
         )
 
     def _write_record(self, record: RunRecord) -> None:
+        # Replaced atomically: a run without a readable record would be lost.
         replace_file(self.path / RECORD, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
         self._record = record
 
@@ -310,7 +312,6 @@ class RunFolder:
 
 
 def _with_current_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a record with each setting under its current name."""
     for table in (values, *values.get("legs", ())):
         table["config"] = with_current_names(table["config"])
     origin = [values["origin"]] if values.get("origin") else []

@@ -252,6 +252,7 @@ class TrainingLog:
 
         Raises StoreError if the operating system refuses.
         """
+        # The steps after the checkpoint run again; without this, a plot would show them twice.
         kept = [line for line in _lines(self._path) if line["step"] <= last_step]
         # Replaced atomically, so that no crash loses the lines that are kept.
         replace_file(self._path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())

@@ -87,7 +87,6 @@ def _without(config: Config) -> Iterator[str]:
 
 
 def _in_schedule(config: Config, settings: tuple[str, ...]) -> tuple[bool, str]:
-    """Return whether the schedule uses settings, and why not."""
     users = [name for name, schedule in SCHEDULES.items() if settings[0] in schedule.uses]
     name = config.schedule.name
     return name in users, f"schedule.name is {name!r}, not {' or '.join(map(repr, users))}"

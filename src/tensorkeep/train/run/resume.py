@@ -309,6 +309,7 @@ class RunFromWeights(NewRun):
         return self.initial.values(model)
 
     def _begin(self, run: OpenRun, config: Config) -> None:
+        # A kill before the record leaves a checkpoint and no run: the next start replaces it.
         self._save_first(run)
         self._write_record(run, config, initial=self.initial.record)
         run.notes += tuple(notes.on_initial_weights(self.initial, config, run.dataset))
@@ -330,12 +331,14 @@ class BranchedRun(NewRun):
     def _begin(self, run: OpenRun, config: Config) -> None:
         point = self.point
         settings = segment_settings(point.config, config, point.folder, branch=True)
+        # Taken before restoring, which replaces the settings of the optimizers by the stored ones.
         fresh = _group_settings(run)
         manager = point.manager(run.world.group)
         _restore(run, lambda into: manager.restore(step=point.step, into=into), changed=True)
         _adapt(run, settings, fresh)
         same_data = point.record.data.fingerprint == run.dataset.fingerprint
         if not same_data:
+            # Other data is read from its first batch, and its losses cannot be compared with earlier ones.
             run.batches.load_state_dict({"position": 0})
             run.progress.best = run.progress.loss = math.inf
             run.plateau.forget_losses()
@@ -375,6 +378,7 @@ class ResumedRun:
 
     def begin(self, run: OpenRun, config: Config) -> None:
         """Bring the run to its next step, and add the resume to its record."""
+        # The settings of the optimizers before restoring, which replaces them by the stored ones.
         fresh, folder, record = _group_settings(run), self.folder, self.record
         changed = bool(segment_settings(self.before, config, folder))
         if run.manager.latest() is None:
@@ -460,10 +464,12 @@ def _adapt(run: OpenRun, settings: Changes, fresh: dict[str, list[dict[str, Any]
     for name, groups in fresh.items():
         for group, values in zip(run.optimizers[name].param_groups, groups, strict=True):
             group.update(values)
+    # The patience of other settings says nothing about these.
     run.progress.waited = 0
     run.progress.range_test = RangeTest()
     if any(name.startswith("schedule.") for name in settings):
         run.plateau.load_state_dict(Plateau(run.config.schedule).state_dict())
     if "loop.batch_size" in settings:
         before, after = settings["loop.batch_size"]
+        # Rounded up: a window is left out rather than drawn twice.
         run.batches.load_state_dict({"position": -(-run.batches.position * before // after)})

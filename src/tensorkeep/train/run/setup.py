@@ -115,6 +115,7 @@ def open_run(
             # First: with other data, other messages would be misleading.
             folder.check_data(dataset)
         start = resumed or _new_run(folder, branch, initial)
+        # The model needs the vocabulary of the data, so the configuration is complete only now.
         described = with_data(config, folder, dataset, resume=start.is_resumed, origin=start.before)
         techniques, final = _configured(described, world)
         start.check(final, dataset)
@@ -124,6 +125,7 @@ def open_run(
         if final.sample.every:
             prompt_ids(dataset.tokenizer, final.sample.prompt)  # refuses what the tokenizer does not know
         parts = _Parts(folder, dataset, device, world, manager, log)
+        # With batches that fill the memory, techniques may configure themselves in another way.
         sized, filling = _with_batch_size(final, parts, start)
         if sized is not final:
             techniques, final = _configured(sized, world)
@@ -224,8 +226,6 @@ def _configured(config: Config, world: World) -> tuple[Stack, Config]:
 
 
 class _Parts(NamedTuple):
-    """What a run is built with, whatever its configuration."""
-
     folder: RunFolder
     dataset: Dataset
     device: torch.device
@@ -287,11 +287,13 @@ def _build(config: Config, techniques: Stack, parts: _Parts, values: Mapping[str
         peak_flops=measured_peak(device),
         techniques=techniques,
     )
+    # Before a checkpoint is restored: techniques may shard what is restored into.
     techniques.apply(run)
     # Their memory is needed no longer.
     model.values = {}
     if config.log.gradient_norms:
         observe_gradient_norms(run)
+    # After the techniques, which may replace optimizers and read losses.
     run.checks_later = can_check_later(run)
     data_sheet = data_sheet_peak(device_name(device))
     ranks = run.world.size

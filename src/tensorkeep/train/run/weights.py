@@ -260,6 +260,7 @@ class InitialWeights:
             return known
         rows = known.new_zeros(model.vocab_size, known.shape[1])
         rows[: len(known)] = known
+        # Neither likely nor impossible, so that the first steps do not spend their gradient on the new tokens.
         rows[self.known_tokens : model.n_tokens] = known[: self.known_tokens].mean(0)
         return rows
 
@@ -343,5 +344,4 @@ def first_difference(used: Tokenizer, known: Tokenizer) -> int | None:
 
 
 def _text_tokens(tokenizer: Tokenizer) -> int:
-    """Return the number of tokens, without the reserved tokens of conversations."""
     return tokenizer.text.vocab_size if isinstance(tokenizer, ChatTokenizer) else tokenizer.vocab_size

@@ -48,6 +48,8 @@ def train_step(run: Run) -> StepResult:
     set_learning_rate(run.optimizers, factor)
     total = torch.zeros((), device=run.device)
     first = run.batches.position
+    # Drawn here and not ahead of the step: the position in a checkpoint is the position of the used batches, and
+    # techniques may choose batches by the step.
     batches = [next(run.batches) for _ in range(loop.gradient_accumulation_steps)]
     run.drawn = range(first, run.batches.position)
     counts = [int(np.count_nonzero(targets.numpy() != IGNORED)) for _, targets in batches]
@@ -62,11 +64,13 @@ def train_step(run: Run) -> StepResult:
     run.positions = run.replicas * sum(
         inputs.numel() for (inputs, _), count in zip(batches, counts, strict=True) if count
     )
+    # Before `clip`: all ranks take the same decision in `accepts`.
     total = run.world.mean(total)
     norm = operations.clip()
     if operations.accepts(total, norm):
         operations.update()
         run.average.update(run.progress.step)
+    # After the update and not before the next step: gradients are freed while the loop evaluates and saves.
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
     return StepResult(total, norm, factor * run.config.optim.lr)

@@ -64,6 +64,7 @@ class World:
         # torch's own broadcast of objects sends pickles.
         encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
         length = torch.tensor(len(encoded))
+        # The length first, so that the other ranks can allocate the bytes.
         dist.broadcast(length, src=source)
         found = encoded if self.rank == source else encoded.new_empty(int(length))
         dist.broadcast(found, src=source)

@@ -213,6 +213,7 @@ def at_line_ends(texts: Iterator[str]) -> Iterator[str]:
     for text in texts:
         kept += text
         place = _last_line_start(kept)
+        # A text without line ends must not be kept in memory as a whole; a cut may change a few tokens.
         if not place and len(kept) >= LONGEST_UNCUT:
             place = len(kept)
         if place:
