@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tensorkeep
 from tensorkeep.testing.cases import case
-from tensorkeep.train.data import conversations
+from tensorkeep.train.data import conversations, encoding
 from tensorkeep.train.data.corpus import Corpus, open_source
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
@@ -137,8 +137,8 @@ def test_conversations_are_the_same_from_several_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
 ) -> None:
     asked: list[int] = []
-    real = conversations.encoded
-    monkeypatch.setattr(conversations, "encoded", lambda *each: (asked.append(each[-1]), real(*each))[1])
+    real = encoding.encoded
+    monkeypatch.setattr(encoding, "encoded", lambda *each: (asked.append(each[-1]), real(*each))[1])
     lines = [talk(("user", f"say {n}"), ("assistant", ""), ("user", "?"), ("assistant", f"{n}")) for n in range(50)]
     found = []
     for processes in (1, 2):

@@ -11,14 +11,12 @@ name in ``<|...|>`` is one token of `ChatTokenizer`, and nothing is added to the
 """
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from tensorkeep.errors import StoreError, UsageError
 from tensorkeep.storage.parallel import Meter, Progress
@@ -36,16 +34,8 @@ from tensorkeep.train.data.corpus import (
     contradicts_training,
     shortened,
 )
-from tensorkeep.train.data.dataset import CONVERSATIONS, SPLITS, DataManifest
-from tensorkeep.train.data.encoding import (
-    TextPiece,
-    default_processes,
-    encoded,
-    layout_of,
-    origin_of,
-    splits_of,
-    token_files,
-)
+from tensorkeep.train.data.dataset import CONVERSATIONS, DataManifest
+from tensorkeep.train.data.encoding import TextPiece, layout_of, origin_of, write_tokens
 from tensorkeep.train.data.tokenizers.base import Tokenizer, TokenizerFactory
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
 
@@ -188,39 +178,22 @@ def write_conversations(
     texts = (iter([message.content for message in found.messages]) for _, found in first.conversations())
     tokenizer = ChatTokenizer.of(learn(texts if learn.reads else iter(()), False))
     second = ConversationReader(source, meter)
-    counts = dict.fromkeys(SPLITS, 0)
-    processes = processes or default_processes(tokenizer, source.nbytes)
-    marks = {role: np.array([token], tokenizer.dtype) for role, token in tokenizer.begin.items()}
-    end, end_of_document = (np.array([each], tokenizer.dtype) for each in (tokenizer.end, tokenizer.end_of_document))
-    begin, begins = np.array(tokenizer.opening, tokenizer.dtype), True
-    # Of the messages that are being encoded, which come back in order.
-    roles: deque[str] = deque()
-    pieces = encoded(tokenizer, _pieces(second, rule, roles), processes)
-    with token_files(folder, tokenizer) as files, closing(pieces):
-        for piece, tokens in pieces:
-            for each in (*([begin] if begins else []), marks[roles.popleft()], tokens, end):
-                files[piece.split].add(each)
-            begins = piece.ends_document
-            if piece.ends_document:
-                files[piece.split].add(end_of_document)
-                counts[piece.split] += 1
-        if learn.reads and second.digest() != first.digest():
-            raise StoreError(
-                "changed while it was read", path=source.spec, remedy="prepare it when it is not written to"
-            )
-        _check_counts(source, counts)
-        _report_unused(source, second.unused)
-        splits = splits_of(files, counts)
+    pieces = _pieces(second, tokenizer, rule)
+    splits = write_tokens(second, folder, tokenizer, pieces, processes)
+    if learn.reads and second.digest() != first.digest():
+        raise StoreError("changed while it was read", path=source.spec, remedy="prepare it when it is not written to")
+    _check_counts(source, {split: found.documents or 0 for split, found in splits.items()})
+    _report_unused(source, second.unused)
     return layout_of(origin_of(second, splits, CONVERSATIONS), tokenizer, splits, rule), tokenizer
 
 
-def _pieces(reading: ConversationReader, rule: SplitRule, roles: deque[str]) -> Iterator[TextPiece]:
-    """Yield the texts of all messages; append their roles."""
-    for name, found in reading.conversations():
+def _pieces(reader: ConversationReader, tokenizer: ChatTokenizer, rule: SplitRule) -> Iterator[TextPiece]:
+    """Yield the texts of all messages, between the tokens of their roles and of their ends."""
+    for name, found in reader.conversations():
         split = rule.of_document(name)
         for number, message in enumerate(found.messages, 1):
-            roles.append(message.role)
-            yield TextPiece(split, message.content, number == len(found.messages))
+            ends = number == len(found.messages)
+            yield TextPiece(split, message.content, ends, (tokenizer.begin[message.role],), (tokenizer.end,))
 
 
 def _report_unused(source: Corpus, unused: Counter[str]) -> None:

@@ -53,11 +53,13 @@ _PATIENCE = 10.0
 
 
 class TextPiece(NamedTuple):
-    """Text of a split that can be encoded by itself, and whether a document ends with it."""
+    """Text of a split that can be encoded by itself, whether a document ends with it, and reserved tokens around it."""
 
     split: str
     text: str
     ends_document: bool
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
 
 def default_processes(tokenizer: Tokenizer, nbytes: int) -> int:
@@ -223,38 +225,28 @@ _WRITTEN_AT_ONCE = 1 << 20
 
 
 def write_tokens(
-    reading: CorpusReader,
-    folder: Path,
-    tokenizer: Tokenizer,
-    rule: SplitRule,
-    *,
-    characters: int,
-    processes: int | None,
+    reader: CorpusReader, folder: Path, tokenizer: Tokenizer, pieces: Iterator[TextPiece], processes: int | None
 ) -> dict[str, Split]:
-    """Read a corpus, write the tokens of its splits, and return what was written.
+    """Encode the pieces of a corpus, write the tokens of its splits, and return what was written.
 
-    A corpus that is one stream has ``characters``. By default it is encoded on all processors if it is large.
+    By default a large corpus is encoded on all processors.
     """
-    if processes is None:
-        processes = default_processes(tokenizer, reading.source.nbytes)
-    has_documents = reading.source.has_documents
-    documents = dict.fromkeys(SPLITS, 0)
-    end = np.array([tokenizer.end_of_document if has_documents else 0], tokenizer.dtype)
-    begin, begins = np.array(tokenizer.opening, tokenizer.dtype), True
-    pieces = encoded(tokenizer, _pieces(reading, tokenizer, rule, characters), processes)
-    with token_files(folder, tokenizer) as files, closing(pieces):
-        for piece, tokens in pieces:
-            if begins:
-                files[piece.split].add(begin)
-            files[piece.split].add(tokens)
+    has_documents, ending = reader.source.has_documents, tokenizer.end_of_document
+    documents, begins = dict.fromkeys(SPLITS, 0), True
+    found = encoded(tokenizer, pieces, processes or default_processes(tokenizer, reader.source.nbytes))
+    with token_files(folder, tokenizer) as files, closing(found):
+        for piece, tokens in found:
+            before = [*(tokenizer.opening if begins else []), *piece.before]
+            after = [*piece.after, *([ending] if piece.ends_document and ending is not None else [])]
+            for each in (before, tokens, after):
+                if len(each):
+                    files[piece.split].add(np.asarray(each, tokenizer.dtype))
             begins = piece.ends_document
-            if piece.ends_document:
-                files[piece.split].add(end)
-                documents[piece.split] += 1
+            documents[piece.split] += piece.ends_document
         return splits_of(files, documents if has_documents else dict.fromkeys(SPLITS))
 
 
-def _pieces(reading: CorpusReader, tokenizer: Tokenizer, rule: SplitRule, characters: int) -> Iterator[TextPiece]:
+def pieces_of(reading: CorpusReader, tokenizer: Tokenizer, rule: SplitRule, characters: int) -> Iterator[TextPiece]:
     """Yield all text of a corpus but empty documents, in pieces that the tokenizer may encode by themselves."""
     for split, texts in rule.split(reading, characters):
         before = None

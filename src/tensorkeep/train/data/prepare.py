@@ -54,7 +54,15 @@ from tensorkeep.train.data.dataset import (
     Split,
     file_name,
 )
-from tensorkeep.train.data.encoding import layout_of, origin_of, recorded_path, splits_of, token_files, write_tokens
+from tensorkeep.train.data.encoding import (
+    layout_of,
+    origin_of,
+    pieces_of,
+    recorded_path,
+    splits_of,
+    token_files,
+    write_tokens,
+)
 from tensorkeep.train.data.tokenizers.base import Tokenizer, TokenizerFactory
 from tensorkeep.train.data.tokenizers.registry import make_tokenizer, tokenizer_at
 
@@ -290,7 +298,8 @@ def _encode(
     changed = StoreError("changed while it was read", path=corpus.spec, remedy="prepare it when it is not written to")
     characters = 0 if first is None else first.characters
     try:
-        splits = write_tokens(reading, folder, tokenizer, rule, characters=characters, processes=processes)
+        pieces = pieces_of(reading, tokenizer, rule, characters)
+        splits = write_tokens(reading, folder, tokenizer, pieces, processes)
     except UsageError as error:
         if first is None:
             raise
