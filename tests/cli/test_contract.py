@@ -106,7 +106,7 @@ def test_commands_are_plug_ins_and_a_missing_package_is_named(call: Call, monkey
     assert json.loads(shown.out)["error"]["kind"] == "missing-extra"
     assert shown.err.splitlines() == [
         "error: tensorkeep train is a command of chatgot, which is not installed",
-        "pip install chatgot",
+        "in a clone of Tensorkeep: pip install ./packages/chatgot",
     ]
     assert "(needs chatgot)" in call("--help").out
     # Another package adds a command of its own to a group, and cannot replace one.

@@ -227,8 +227,10 @@ def add_commands(app: App, commands: Mapping[str, Command]) -> None:
 def _not_installed(name: str, package: str) -> Callable[..., NoReturn]:
     # It takes any arguments, because the options of the command are not known.
     def refuse(*_: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> NoReturn:
+        # By its path, because a stranger could publish a package of this name on PyPI.
         raise MissingExtraError(
-            f"tensorkeep {name} is a command of {package}, which is not installed", remedy=f"pip install {package}"
+            f"tensorkeep {name} is a command of {package}, which is not installed",
+            remedy=f"in a clone of Tensorkeep: pip install ./packages/{package}",
         )
 
     return refuse

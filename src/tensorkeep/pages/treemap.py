@@ -191,7 +191,7 @@ def _by_dtype(tensors: list[_Tensor], depth: int, framed: int, *, small: bool = 
         if small:
             label = f"{label} ({len(each):,} small)" if label else f"{len(each):,} small"
         path = None if small else ".".join(parts) + "." * (len(tensors[0][0]) > depth)
-        # The search of the page takes several words: the dtype tells cells of the same module apart.
+        # The search of the page takes several words: the dtype separates cells of the same module.
         search = f"{path} {dtype}" if path and len(sizes) > 1 else path
         found.append(TreemapCell(path, label, dtype, sum(each), len(each), search))
     return found

@@ -144,38 +144,16 @@ def train(
     if lists.list_techniques:
         _list_techniques(output, words.get("loop.device", "auto"))
         return
-    # `train RECIPE --resume` finds the folder of the recipe.
-    folder = RunFolder(start.out or Path("runs") / (name or ""))
-    start = replace(start, resume=start.resume and (folder.exists() or start.branch is None))
-    # `--branch --resume` branches at the first call, and resumes when it is repeated.
-    resumes = start.resume and folder.exists()
-    point = None if start.branch is None or start.resume else _branch_point(start.branch, start.out)
-    base = _base(name, folder, point, resume=start.resume)
-    if resumes:
-        _check_origin(folder, start.branch, start.init_from)
-    initial = None if start.init_from is None or resumes else _initial(start.init_from, start.branch)
-    if initial is not None:
-        base = base.changed(initial.model_settings(base))
     words = {f"{TECHNIQUES}{each}": "on" for each in technique_names(technique)} | _with_source(
         words, ",".join(data) if data else None
     )
-    # By name, so that later steps know which settings the user chose.
-    given = given_settings(words, file=Path(output.config) if output.config else None)
-    _check_techniques(each.removeprefix(TECHNIQUES).partition(".")[0] for each in given if each.startswith(TECHNIQUES))
-    config = base.changed(given)
-    if "data.source" in given:
-        config = config.changed({"data.source": absolute_source(config.data.source)})
-    if initial is not None:
-        initial.check_source(config.data.source, given)
-    if any(name.startswith("schedule.") for name in given) and (point is not None or resumes):
-        # A new schedule begins at the first step of its segment.
-        step = _last_step(folder, config) if point is None else point.step
-        config = with_schedule_start(config, base, given, step)
+    training = _training(name, words, start, output)
     if lists.list_settings:
-        rows = [(setting, "none" if value is None else str(value)) for setting, value in flat(config.as_dict()).items()]
-        output.show(config.as_dict(), Table(("setting", "value"), rows).show)
+        settings = training.config.as_dict()
+        rows = [(setting, "none" if value is None else str(value)) for setting, value in flat(settings).items()]
+        output.show(settings, Table(("setting", "value"), rows).show)
     else:
-        _Training(config, folder, given, output, start.resume, point, initial).run(profile)
+        training.run(profile)
 
 
 @dataclass(frozen=True)
@@ -229,6 +207,35 @@ class _Training:
             dataset = open_data(config, self.folder, resume=self.resume, given=given, meter=meter)
         world.broadcast(str(dataset.path))
         return dataset
+
+
+def _training(recipe: str | None, words: dict[str, str], start: StartOptions, output: Output) -> _Training:
+    """Return the run that the options describe; ``words`` are settings from the command line."""
+    # `train RECIPE --resume` finds the folder of the recipe.
+    folder = RunFolder(start.out or Path("runs") / (recipe or ""))
+    # `--branch --resume` branches at the first call, and resumes when it is repeated.
+    resume = start.resume and (folder.exists() or start.branch is None)
+    resumes = resume and folder.exists()
+    point = None if start.branch is None or resume else _branch_point(start.branch, start.out)
+    base = _base(recipe, folder, point, resume=resume)
+    if resumes:
+        _check_origin(folder, start.branch, start.init_from)
+    initial = None if start.init_from is None or resumes else _initial(start.init_from, start.branch)
+    if initial is not None:
+        base = base.changed(initial.model_settings(base))
+    # By name, so that later steps know which settings the user chose.
+    given = given_settings(words, file=Path(output.config) if output.config else None)
+    _check_techniques(each.removeprefix(TECHNIQUES).partition(".")[0] for each in given if each.startswith(TECHNIQUES))
+    config = base.changed(given)
+    if "data.source" in given:
+        config = config.changed({"data.source": absolute_source(config.data.source)})
+    if initial is not None:
+        initial.check_source(config.data.source, given)
+    if any(name.startswith("schedule.") for name in given) and (point is not None or resumes):
+        # A new schedule begins at the first step of its segment.
+        step = _last_step(folder, config) if point is None else point.step
+        config = with_schedule_start(config, base, given, step)
+    return _Training(config, folder, given, output, resume, point, initial)
 
 
 @contextmanager
