@@ -130,6 +130,7 @@ def _plan(paths: Sequence[str], to: str | None, output: Output) -> tuple[list[_J
     *sources, destination = paths
     checked = checked_path(destination, stores=True)
     # A StorePath has no slash at its end.
+    # The slash says that the destination is a folder.
     lost_slash = isinstance(checked, StorePath) and destination.endswith("/")
     destination = os.fspath(checked) + "/" * lost_slash
     format = to or format_for(destination)

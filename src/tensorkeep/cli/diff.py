@@ -159,4 +159,5 @@ def _totals(total: TensorDiff) -> str:
 def _percent(fraction: float) -> str:
     if fraction == 0:
         return "0%"
+    # 0.00% would look as if nothing differed.
     return f"{fraction:.2%}" if fraction >= 0.0001 else "<0.01%"

@@ -31,6 +31,7 @@ def _print_environment(document: dict[str, Any]) -> None:
         "available": memory["available_bytes"],
         "at most here": memory["limit_bytes"],
     }
+    # A page cache hides the speed of the disk, and takes memory.
     direct = "yes" if storage["direct_io"] else "no: checkpoints go through the page cache"
     lines = [
         *((name, version or "not installed") for name, version in document["versions"].items()),

@@ -35,6 +35,7 @@ class InternalError(TensorkeepError, kind="internal", exit_code=70):
 
 def most_severe(codes: Iterable[int]) -> int:
     """Return the most severe of several exit codes: 4, else 3, else 5, else 7, ... else 0."""
+    # Not the largest number: 7 (unsupported) is milder than 4 (corrupt).
     return min(codes, key=_SEVERITY.index, default=0)
 
 
@@ -49,6 +50,7 @@ def as_failure(error: BaseException) -> TensorkeepError:
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted")
     if is_out_of_memory(error):
+        # torch adds a page of advice after the first line.
         reason = str(error).splitlines()[:1]
         return OutOfMemoryError(
             ": ".join(["out of memory", *reason]),
@@ -79,6 +81,7 @@ def _as_option(keyword: re.Match[str]) -> str:
 
 def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
     """Print an error on stderr, with ``as_json`` also as JSON on stdout, and return the exit code."""
+    # A traceback of the parser does not help a user who mistyped an option.
     if verbose and not isinstance(error, CycloptsError):
         traceback.print_exception(error, file=sys.stderr)
     failure = print_error(error)
@@ -113,6 +116,7 @@ def _usage_error(error: CycloptsError) -> UsageError:
         token = error.unused_tokens[0]
         if token.startswith("-"):
             return UsageError(f"unknown option: {token}", remedy=remedy)
+        # The application also lists its flags, such as --help.
         known = [name for name in error.app if not name.startswith("-")]
         return UsageError(f"unknown command {token!r}; {did_you_mean(token, known, 'commands')}", remedy=remedy)
     # cyclopts wraps its messages, and ends them with a full stop.

@@ -112,6 +112,7 @@ def flags_after_command(tokens: Sequence[str], groups: Collection[str]) -> list[
         start += 2 if takes_value[flag] and not given else 1
     if start and not tokens[start:]:
         raise UsageError("no command is given", remedy="see `tensorkeep --help`")
+    # A group is followed by its command.
     end = start + (2 if tokens[start : start + 1] and tokens[start] in groups else 1)
     return [*tokens[start:end], *tokens[:start], *tokens[end:]]
 
@@ -158,10 +159,12 @@ def from_file(known: Collection[str], app: App, commands: tuple[str, ...], argum
     # A mistyped table would be ignored silently.
     for key, table in tables.items():
         if key not in known or not isinstance(table, dict):
+            # A value outside of a table has a known name as well, and is not mistyped.
             near = difflib.get_close_matches(key, known, n=1)
             remedy = f"did you mean [{near[0]}]?" if near and key not in known else f"tables: {', '.join(known)}"
             raise UsageError(f"{key!r} is not a table of options of a command", path=path, remedy=remedy)
     if _TRAIN_TABLE in tables:
         options = {name: value for name, value in tables[_TRAIN_TABLE].items() if not isinstance(value, dict)}
         tables[_TRAIN_TABLE] = options
+    # cyclopts takes the table of the command, and reports unknown keys in it.
     Dict(tables, source=path)(app, commands, arguments)

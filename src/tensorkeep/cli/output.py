@@ -146,6 +146,7 @@ def counter(
     from rich.progress import Progress as Bar
 
     text = TextColumn("{task.description}", markup=False)
+    # The text last, because its length changes.
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text
     with Bar(*columns, console=console, transient=True, auto_refresh=auto_refresh) as bar:
         yield Counter(bar, bar.add_task("", total=total, completed=done), refresh=not auto_refresh)
@@ -166,6 +167,7 @@ class _LogLine(logging.Handler):
     """Prints each log record as a line on stderr, with control characters escaped."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        # One line: a message may contain a name with a line end.
         print(printable(f"{record.levelname.lower()}: {record.getMessage()}"), file=sys.stderr)
 
 
@@ -174,6 +176,7 @@ def logging_to_stderr(output: Output) -> Iterator[None]:
     """Print log records of the library: warnings; with ``-v`` the level INFO as well; with ``-q`` errors only."""
     # Only while the command runs: tests and programs call `main` several times in a process.
     log, handler = logging.getLogger("tensorkeep"), _LogLine()
+    # A program that calls `main` may have set its own level.
     level = log.level
     log.setLevel(logging.INFO if output.verbose else logging.ERROR if output.quiet else logging.WARNING)
     log.addHandler(handler)
@@ -190,8 +193,10 @@ def make_streams_safe() -> None:
         # The caller closed the stream. Without a replacement, the next opened file, such as a checkpoint, would get its
         # file descriptor, and prints would go into that file.
         if getattr(sys, name) is None:
+            # Open until the process ends, like the stream that it replaces.
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
+        # Tests and notebooks replace the streams by objects without `reconfigure`.
         if isinstance(stream, io.TextIOWrapper):
             # Under LC_ALL=C a name of a tensor may not be printable.
             stream.reconfigure(errors="backslashreplace")

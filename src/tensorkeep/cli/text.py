@@ -74,6 +74,7 @@ def elided(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     # The end of a name or path says most. It begins after a dot or slash, unless that end would be very short.
+    # At least half of the width is for the end.
     least = width // 2
     starts = (i + 1 for i in range(len(text) - least - 1, len(text) - 4) if text[i] in "./")
     tail = text[next(starts, len(text) - least) :]
@@ -143,6 +144,7 @@ class Table:
         widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
         sides = [">" if heading.startswith(">") else "<" for heading in self.headings]
         for row in rows:
+            # Trailing blanks would be in the way of diff and grep.
             cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
             print(_GAP.join(cells).rstrip())
 
@@ -152,8 +154,10 @@ class Table:
         spare = list(self.spare)
         # Leave out spare columns only as long as names would be cut.
         while spare and _total(column.comfortable for column in columns) > console.width:
+            # The last spare column is the least important one.
             hidden.insert(0, spare.pop())
             columns = [column for column in columns if column.heading != hidden[0]]
+        # A list of cells needs only the width of its longest word.
         if _total(column.least for column in columns) <= console.width:
             _print_columns(columns, console)
         else:
@@ -170,12 +174,14 @@ class _Column:
         self.mark = marked_heading[:1]
         self.heading = heading
         self.cells = cells
+        # Characters, not columns of the terminal: wide characters in names are rare.
         self.most = max(map(len, (heading, *cells)))
         texts = (heading, *cells)
         words = texts if self.mark == "=" else [word for text in texts for word in text.split()]
         # A cell of an ``=`` column with a space holds figures, and is not shortened.
         # The longest word decides how narrow a column can be.
         longest = max((len(word) if " " in word else min(len(word), _LONGEST_WORD) for word in words), default=0)
+        # A number that is cut would be another number.
         self.least = self.most if self.mark == ">" else min(self.most, max(longest, _NARROWEST))
         self.comfortable = self.least if self.mark == ">" else min(self.most, max(longest, _COMFORTABLE))
 
@@ -199,11 +205,13 @@ def _print_columns(columns: Sequence[_Column], console: "Console") -> None:
     # The columns that need least come first, and leave their share to the others.
     order = sorted(range(len(columns)), key=lambda i: columns[i].most - widths[i])
     for done, i in enumerate(order):
+        # An equal share of the space that is left, but no more than the column can use.
         added = min(columns[i].most - widths[i], spare // (len(order) - done))
         widths[i], spare = widths[i] + added, spare - added
     table = RichTable(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
     table.show_header = any(column.heading for column in columns)
     for column, width in zip(columns, widths, strict=True):
+        # Numbers align at their last digit.
         justify: Literal["left", "right"] = "right" if column.mark == ">" else "left"
         table.add_column(column.fitted(column.heading, width), justify=justify, width=width)
     for row in zip(*(column.cells for column in columns), strict=True):
@@ -217,6 +225,7 @@ def _print_records(headings: Sequence[str], rows: Sequence[Sequence[str]], conso
     for number, row in enumerate(rows):
         if number:
             console.print()
+        # An empty cell says nothing in a list.
         pairs = [(heading, cell) for heading, cell in zip(headings, row, strict=True) if cell]
         columns = [_Column("=", "", [heading for heading, _ in pairs]), _Column("", "", [cell for _, cell in pairs])]
         _print_columns(columns, console)

@@ -32,6 +32,7 @@ def verify(
         severe one, in the order 4 (corrupt), 3 (I/O), 5 (not a checkpoint), 7 (unsupported).
     """
     chosen = [os.fspath(each) for path in paths for each in steps_of_run(path) or (path,)]
+    # A run with one step is one checkpoint, too.
     results = BatchResults(alone=len(chosen) == 1)
     for path in chosen:
         with results.attempt(path=path):
@@ -56,6 +57,7 @@ def _print_report(report: VerifyReport, seconds: float, *, quiet: bool) -> None:
     elif not quiet:
         checked = report.checked or f"structure only: {report.format} stores no checksums, so values cannot be checked"
         amount = f"{counted(report.tensors, 'tensor')}, {format_bytes(report.nbytes)}"
+        # Raw bytes, so that compressed checkpoints compare.
         speed = format_speed(report.nbytes, seconds)
         unread = (
             f"; {counted(len(report.placeholders), 'value')} cannot be read (see info)" if report.placeholders else ""

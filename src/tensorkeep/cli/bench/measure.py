@@ -231,6 +231,7 @@ def _start(plan: ExperimentPlan, options: RunOptions, directory: Path | None, ou
         plan = plan.with_settings(save_dir=str(directory))
     for note in plan.notes:
         output.note(note)
+    # The results name the command that repeats them.
     command = shlex.join(["tensorkeep", *sys.argv[1:]])
     return _run_in(folder, plan_results(plan, command), output)
 
@@ -248,6 +249,7 @@ def _resume(workload: str, default: str, options: RunOptions, directory: Path | 
     if asked is not None and not asked.endswith(".json") and asked != found.name:
         remedy = "choose another --out"
         raise UsageError(f"holds results of {found.name!r}, not of {asked!r}", path=folder, remedy=remedy)
+    # Cells of two disks cannot be compared.
     measured = _measured_folder(results, folder)
     if directory is not None and directory.absolute() != measured.absolute():
         remedy = "omit --dir, or start a new run with another --out"
@@ -265,6 +267,7 @@ def _resume_command(results: Results, folder: Path) -> str:
 
 def _run_in(folder: Path, results: Results, output: Output) -> int:
     """Run the remaining cells. A new folder is removed again if nothing was written to it."""
+    # An interrupt before the first cell leaves no empty folder.
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     run = ExperimentRun(results, folder / FILE_NAME, _measured_folder(results, folder))

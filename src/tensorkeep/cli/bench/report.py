@@ -95,6 +95,7 @@ def print_tables(found: Results) -> None:
     if small := too_small(found):
         print(*headlines(found))
     print()
+    # In the format of the scripts that the experiment follows.
     print(six_way_text(found) if found.experiment.name in _MILLISECONDS else isolated_text(found))
     tables = [verdict_table(found, measure) for measure in found.primary()]
     tables += [table for group in design_tables(found).values() for table in group]
@@ -107,6 +108,7 @@ def print_tables(found: Results) -> None:
     _print_section("Effects that this design cannot separate", aliases_lines(found))
     warnings = [f"{one.text}: {one.remedy}" if one.remedy else one.text for one in found.summary.warnings]
     _print_section("Warnings", warnings)
+    # The end of a long output stays on the screen.
     lines = (completeness(found), *headlines(found), verdict_sentence(found))
     _print_section("Verdict", [line for line in dict.fromkeys(lines) if line])
     _print_section("Recommended for this machine", [capitalised(one.text) for one in found.summary.recommendations])

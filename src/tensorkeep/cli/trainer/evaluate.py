@@ -101,10 +101,12 @@ def evaluate(
     # Before the model is loaded, which takes long: a mistake in the file shows at once.
     questions = None if multiple_choice is None else read_questions(multiple_choice)
     trained = load_trained_at(run, which=options.which, device=options.device)
+    # With the settings of the last segment, which trained these weights.
     config, place = current_config(trained.folder.record()), trained.model.tokens.weight.device
     for name in set(_NOT_APPLIED) & set(config.techniques):
         output.note(f"{name}, which the run was trained with, is off: the figures are of the model without it")
     chosen = resolve_precision(config, options.precision)
+    # As many windows as memory allows, because few large matmuls are faster than many small ones.
     rows = options.batch_size or affordable_rows(config.model, place)
     document: dict[str, Any] = {
         "run": str(trained.folder.path),

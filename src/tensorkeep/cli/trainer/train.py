@@ -192,6 +192,7 @@ class _Training:
 
     def _open_data(self, world: World) -> Dataset:
         """Return the data of the run. Rank 0 prepares it, and broadcasts the path to the other ranks."""
+        # The data is prepared once: other ranks wait for the path.
         if not world.is_main:
             return Dataset.open(world.broadcast(""))
         config, given, meter = self.config, self.given, self.output.meter
@@ -279,6 +280,7 @@ def _compiler_ended_by_signal(stop: Callable[[], bool], remedy: str) -> Iterator
         # By name, because importing the class would import the compiler.
         while reason is not None and type(reason).__name__ != "CppCompileError":
             reason = reason.__cause__ or reason.__context__
+        # Without a signal it is an error of the compiler.
         if reason is None or not stop():
             raise
         # The step cannot be completed without the compiled code, so that nothing is saved.
@@ -419,6 +421,7 @@ class ProgressLines:
             now = self._now()
             if now < self._due:
                 return
+            # A monotonic clock: the time of day may be changed while a run lasts days.
             self._due = now + _SECONDS_BETWEEN
         print(event_line(step, self._steps, kind, values), file=sys.stderr)
 
