@@ -36,6 +36,7 @@ if _required == "compiled" and compiled is None:
     )
 if _required == "python":
     compiled = None  # type: ignore[assignment]
+# A checkout may hold an extension that was built before its sources changed.
 if compiled is not None and getattr(compiled, "INTERFACE", None) != 1:
     raise UnsupportedError(
         "the compiled coder was built from other sources than this Tensorkeep",

@@ -5,8 +5,10 @@ import zlib
 from tensorkeep.codecs.base import Bytes, Codec, CodecError, append, check_padding
 from tensorkeep.state.dtypes import DType
 
+# The fastest level: blocks are compressed while others are written.
 _LEVEL = 1
 _GZIP_WINDOW = 31  # 15 bits of window, and 16 for a gzip header: no name, time zero
+# The input is given in pieces, so that the decoded bytes are copied to the block in small parts.
 _INPUT_PIECE = 64 << 10
 
 

@@ -159,6 +159,7 @@ class PlanesCodec:
                 done(run.view(np.uint8))
 
 
+# Coders and Zstandard's contexts are not safe to share between threads, and costly to make for every block.
 class _Threads(threading.local):
     """The coder and the temporaries of one thread."""
 
@@ -232,6 +233,7 @@ def _sample(words: bitplanes.Words) -> bitplanes.Words:
     piece = min(max(words.size // _SAMPLE_DIVISOR // _SAMPLE_PIECES, _SAMPLE_PIECE_MIN), _SAMPLE_PIECE)
     if words.size <= piece * _SAMPLE_PIECES:
         return words
+    # Spread over the block: its first rows may be of another kind than the rest.
     starts = np.linspace(0, words.size - piece, _SAMPLE_PIECES).astype(int)
     return np.concatenate([words[start : start + piece] for start in starts])
 
@@ -240,6 +242,7 @@ def _read(stored: Bytes, nbytes: int) -> tuple[_Header, Iterator[Bytes]]:
     """Return the header of a block that must decode to ``nbytes``, and its frames, all within bounds."""
     header = _read_header(stored, nbytes)
     lengths = stored[header.lengths_start : header.raw_start].view(_LENGTH)
+    # In 64 bits: damaged lengths must not wrap around to a plausible end.
     ends = header.frames_start + np.cumsum(lengths, dtype=np.int64)
     end = int(ends[-1]) if ends.size else header.frames_start
     if end > stored.size:

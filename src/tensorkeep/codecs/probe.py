@@ -82,6 +82,7 @@ def estimate(block: Bytes, dtype: DType) -> float:
 
 def _repeats(block: Bytes) -> bool:
     """Return whether eight-byte words are repeated, near or far, more often than in noise."""
+    # Sorting the selected words brings equal ones together, near or far apart in the block.
     words = _spread(block, _WINDOW, _WINDOWS, 8).view(np.uint64)
     selected = words[(words * _MULTIPLIER) >> _SELECTED_SHIFT == 0]
     if selected.size < 2:

@@ -158,6 +158,7 @@ def _extent(shape: tuple[int, ...]) -> int:
 
 def _check_alias(name: str, spec: LeafSpec, alias: Alias, base: LeafSpec) -> None:
     torch_kinds = ("tensor", "parameter")
+    # A view has the memory of its base, which belongs either to torch or to numpy.
     if (spec.kind in torch_kinds) != (base.kind in torch_kinds):
         raise ValueError(f"{name!r}, of kind {spec.kind}, cannot be a view of the {base.kind} {alias.of!r}")
     if spec.kind in torch_kinds and min(alias.strides, default=0) < 0:
@@ -172,6 +173,7 @@ BLOCK_BYTES = 16 * 1024**2
 
 def thread_bytes(block_bytes: int, *, buffers: int) -> int:
     """Return the pool memory that one thread may use at once: ``buffers`` blocks, each with the pages around it."""
+    # A direct read or write covers whole pages, so up to a page more at either end.
     return buffers * buffer_bytes(block_bytes + 2 * ALIGNMENT)
 
 
@@ -324,6 +326,7 @@ class StagedWrite(ABC):
         try:
             return self._write()
         except BaseException:
+            # `stage` may wait in another thread for a buffer that this one will never release.
             self.cancel()
             raise
         finally:
@@ -384,6 +387,7 @@ class FullCopyWrite(StagedWrite):
             raise AssertionError("prepare comes before stage")
         tasks: list[Callable[[], None]] = []
         for name, leaf in self._flat.leaves.items():
+            # All buffers at once: `prepare` has checked that they fit, so that nothing waits for the writing.
             buffer = self._pool.acquire(leaf.nbytes, self._cancellation)
             self._copies[name] = _HostCopy(leaf.name, leaf.dtype, leaf.shape, leaf.nbytes, buffer)
             for start in range(0, leaf.nbytes, BLOCK_BYTES):
@@ -576,8 +580,10 @@ class Reader(Closing, ABC):
         try:
             tensors = {name: (leaf.dtype, leaf.shape) for name, leaf in flat.leaves.items()}
             self.leaf_specs = leaf_specs or check_structure(flat.skeleton, tensors, flat.aliases, flat.parts)
+        # RecursionError: a skeleton that is nested too deeply, as only a hostile file has one.
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(f"its description of the state is wrong: {error}", path=source) from error
+        # The skeleton has the state's order; the files of many formats have another one.
         leaves = {name: flat.leaves[name] for name in self.leaf_specs if name in flat.leaves}
         self.flat = Flat(flat.skeleton, leaves, flat.aliases, flat.parts)
 

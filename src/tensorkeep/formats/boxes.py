@@ -92,6 +92,7 @@ def box_to_ranges(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
 
 def covering_range(shape: Sequence[int], box: Box) -> tuple[int, int]:
     """Return the shortest range of the array's C-order stream, in elements, that covers a box with elements."""
+    # The positions of the first and the last element, by Horner's scheme.
     first = last = 0
     for side, length in zip(box, shape, strict=True):
         first, last = first * length + side.start, last * length + side.stop - 1
@@ -225,6 +226,7 @@ def _first_left_over(corners: Integers, signs: Integers) -> tuple[Integers, int]
         return corners[:0].reshape(-1), int(signs.sum())
     order = np.lexsort(corners.T[::-1])
     corners, signs = corners[order], signs[order]
+    # Equal corners are neighbours now: add up the signs of each group.
     is_first = np.concatenate([[True], (corners[1:] != corners[:-1]).any(axis=1)])[: len(corners)]
     firsts = np.flatnonzero(is_first)
     sums = np.add.reduceat(signs, firsts) if len(firsts) else signs
@@ -268,6 +270,7 @@ class BoxTarget:
         if self._host is not None:
             words(self._host, self._shape, self._itemsize)[region] = data
             return
+        # On a device, or of a layout that host memory cannot show: compact first, then one write by the leaf.
         assert self._leaf is not None
         compact = spare[: data.size * self._itemsize]
         words(compact, data.shape, self._itemsize)[...] = data
@@ -324,6 +327,7 @@ def _parts(shape: Sequence[int], box: Box, most: int, long_run: int) -> Iterator
     if axis is None or (last - first <= most and (together or _run(shape, box) < long_run)):
         yield box
         return
+    # Cut along the first dimension that can be cut: into ranges of `most`, or row by row if long runs are far apart.
     stride = prod(shape[axis + 1 :])
     step = max(1, most // stride) if together or _run(shape, box) < long_run else 1
     side = box[axis]

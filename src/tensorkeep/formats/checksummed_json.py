@@ -40,6 +40,7 @@ def digest(data: Any, *, wide: bool = False) -> str:
 
 
 def digest_of(file: SourceFile, count: int) -> str:
+    # In pieces: a head may be 100 MB, and an index larger.
     hasher = xxhash.xxh3_64()
     buffer = np.empty(min(count, _PIECE), np.uint8)
     for at in range(0, count, _PIECE):
@@ -67,6 +68,7 @@ def seal(body: object) -> bytes:
 
     Raises UnsupportedError if they are more than `read_content` reads.
     """
+    # The digits come first, so that the checksum covers every byte that follows.
     rest = b'","body":' + msgspec.json.encode(body) + b"}\n"
     if len(rest) > MAX_BYTES - len(OPENING) - _DIGITS:
         raise UnsupportedError(
@@ -87,6 +89,7 @@ def read(directory: Directory, name: str, *, follow_links: bool = False) -> dict
 def read_content(directory: Directory, name: str, *, follow_links: bool = False) -> bytes:
     """Return all bytes of a file after comparing its checksum; raises the errors of `read`."""
     path = directory.path / name
+    # Not through a link, unless the format allows links: a native checkpoint never has one.
     with directory.open(name, follow_links=follow_links) as file:
         if file.size > MAX_BYTES:
             raise CorruptCheckpointError(f"is too large: {file.size:,} bytes", path=path)

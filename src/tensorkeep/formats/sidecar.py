@@ -123,6 +123,7 @@ def describe_file(path: Path, *, hashed: bool) -> SidecarFile:
 def write(directory: Path, sidecar: Sidecar) -> int:
     """Write the file durably; return its size in bytes."""
     path, content = directory / FILE_NAME, checksummed_json.seal(sidecar)
+    # No save may succeed that no load accepts.
     with as_a_reader():
         _parse(checksummed_json.body_of(content, path), type(sidecar), path)
     write_small(path, content)
@@ -131,6 +132,7 @@ def write(directory: Path, sidecar: Sidecar) -> int:
 
 def lies_in(directory: Path, format: str) -> bool:
     """Return whether a directory holds the sidecar of a format, damaged or not, by the file's first bytes."""
+    # The format is the first field of `Sidecar`, so it is within the first bytes.
     return b'"body":{"format":"%s"' % format.encode() in (first_bytes(directory / FILE_NAME, 256) or b"")
 
 
@@ -145,6 +147,7 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
     if body.get("format") != format:
         raise CorruptCheckpointError(f"lies beside a checkpoint of the format {body.get('format')!r}", path=path)
     sidecar = _parse(body, kind, path)
+    # In a store, every file is a request, so they are checked at the same time.
     checks = [partial(_check_file, directory, name, note) for name, note in sidecar.files.items()]
     parallel.run(checks, storage_of(directory.path).small_reads_at_once)
     return sidecar
@@ -177,6 +180,7 @@ def _check_tensors(sidecar: Sidecar) -> None:
 def _check_file(directory: Directory, name: str, note: SidecarFile) -> None:
     path = directory.path / name
     folder, _, last = name.rpartition("/")
+    # The name comes from the file: it must not lead out of the checkpoint.
     if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
         raise CorruptCheckpointError(f"lists the file {name!r}, which is not inside the directory", path=directory.path)
     try:

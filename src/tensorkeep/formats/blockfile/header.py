@@ -143,6 +143,7 @@ def read(file: SourceFile) -> Header:
     nbytes = _LENGTH_BYTES + length
     with decoding(file.path):
         records = {name: _record(name, value) for name, value in content.items()}
+        # By the end as well: an empty tensor begins where the next one does.
         _check_tiling(sorted(records.values(), key=lambda r: (r.start, r.stop)), file.size - nbytes)
     return Header(nbytes, records, metadata)
 
@@ -237,6 +238,7 @@ def describe(
         planned = {block.key: block for block in blocks_of(leaf)}
         keys = list(planned)
         stored = [key for key in keys if key in blocks]
+        # All blocks are unchanged: the files of earlier saves have them.
         if keys and not stored:
             continue
         found = [blocks[key] for key in stored]
@@ -294,6 +296,7 @@ def _encoding(tensors: dict[str, TensorEncoding], plan: FilePlan) -> FileEncodin
 
 def _is_plain(leaf: LeafInFile, blocks: Iterable[BlockRecord], start: int) -> bool:
     """Return whether a tensor is stored as any safetensors reader expects it."""
+    # Readers that map the file need elements at multiples of their size. A padded block is longer than its raw bytes.
     raw = all(block.codec == "raw" for block in blocks)
     return raw and sum(b.length for b in blocks) == leaf.source.nbytes and start % leaf.source.dtype.itemsize == 0
 

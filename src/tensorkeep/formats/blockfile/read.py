@@ -69,15 +69,13 @@ class StoredTensor(msgspec.Struct, frozen=True):
         return self.file.map_private()[start:at] if at - start == self.nbytes else None
 
     def leaf(self, reader: Reader) -> StoredLeaf:
-        # Each codec once; ``delta`` if a block is a difference.
-        codecs = dict.fromkeys([name for b in self.blocks for name in (("delta", b.codec) if b.bases else (b.codec,))])
         return StoredLeaf(
             reader,
             self.name,
             self.dtype,
             self.shape,
             stored_bytes=sum([block.length for block in self.blocks]),
-            codec="+".join(codecs) or "raw",
+            codec="+".join(dict.fromkeys(block.codec for block in self.blocks)) or "raw",
             file=self.file.path.name,
         )
 

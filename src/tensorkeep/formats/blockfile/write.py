@@ -274,6 +274,7 @@ class DataFile(ABC):
         finally:
             if staged:
                 staged.release()
+        # Finished by its last task and not at the end: only a few files are open at a time.
         with self._lock:
             self._tasks_left -= 1
             last = self._tasks_left == 0
@@ -383,6 +384,7 @@ class RawFile(DataFile):
 
     def _create(self) -> OutputFile:
         file = super()._create()
+        # The size is known, so a full disk is found before any data is written.
         file.preallocate(self.size)
         if self._storage.writes_in_order:
             file.write(0, np.frombuffer(self._header(self._longest_description(), self.header_size), np.uint8))
@@ -516,6 +518,7 @@ class CompressedFile(DataFile):
                 coded.append((block, stored, used))
                 used += stored.length
         end = round_up(used) if padded else used
+        # The buffer holds older data: the padding must be zeros, which decoders check.
         out[used : round_up(used)] = 0
         stops = [start for *_, start in coded[1:]] + [end]
         for (block, stored, start), stop in zip(coded, stops, strict=False):

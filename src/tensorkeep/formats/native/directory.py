@@ -162,6 +162,7 @@ def summarise_contents(directory: Directory, contents: ManifestContents) -> Chec
             raise  # before OSError: some of our errors are OSErrors as well
         except OSError as error:
             raise store_error(error, path, "look at the file") from error
+        # Only names and sizes: reading every byte is `verify`'s task.
         if size not in (None, status.st_size):
             raise wrong_size(path, status.st_size, size or 0)
         files.append(status)
@@ -184,6 +185,7 @@ def freed_bytes(checkpoints: Iterable[os.PathLike[str]]) -> int:
         for status in statuses:
             identity = status.st_dev, status.st_ino
             links[identity] = links.get(identity, 0) + 1
+            # The last link in sight is the last one at all: no checkpoint that stays has the file.
             if links[identity] == status.st_nlink:
                 freed += occupied_bytes(status)
     return freed

@@ -457,6 +457,7 @@ def _make_durable(link: Path, size: int) -> None:
         fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
+            # The file of a finished checkpoint never changes its size, unless some program writes into it.
             found = os.fstat(fd).st_size
         finally:
             close(fd)
@@ -528,6 +529,8 @@ class IncrementalFile(CompressedFile):
     def _store(
         self, block: Block, raw: Bytes, copy_buffer: Bytes | None, out: Bytes, scratch: Bytes
     ) -> EncodedBlock | None:
+        # The checksum of the memory as it is now. If the memory changes later, a reused block is as it was a moment ago,
+        # and a stored block is hashed again while it is copied: the tensor had both values during the save.
         raw_digest = digest(raw, wide=True)
         found = self._base.find(block, raw_digest)
         if found is not None:

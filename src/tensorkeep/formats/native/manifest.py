@@ -560,6 +560,7 @@ def read_fragments(directory: Directory, manifest: Manifest | Root) -> Fragments
     if isinstance(manifest, Root):
         fragments = [_read_fragment(directory, manifest, rank, _FRAGMENT_DECODER) for rank in range(manifest.ranks)]
         return join(manifest, fragments, directory.path)
+    # One box is the full tensor, so there is nothing to tile.
     fragment = manifest.fragment()
     return Fragments([fragment], {name: [(0, box)] for name, box in zip(fragment.leaves, fragment.boxes, strict=True)})
 
