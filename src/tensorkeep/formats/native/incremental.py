@@ -529,8 +529,8 @@ class IncrementalFile(CompressedFile):
     def _store(
         self, block: Block, raw: Bytes, copy_buffer: Bytes | None, out: Bytes, scratch: Bytes
     ) -> EncodedBlock | None:
-        # The checksum of the memory as it is now. If the memory changes later, a reused block is as it was a moment ago,
-        # and a stored block is hashed again while it is copied: the tensor had both values during the save.
+        # The checksum of the memory as it is now. If the memory changes later, a reused block is as it was just now. A
+        # stored block is hashed again while it is copied. The tensor had both values during the save.
         raw_digest = digest(raw, wide=True)
         found = self._base.find(block, raw_digest)
         if found is not None:

@@ -33,9 +33,11 @@ from tensorkeep.storage.base import MANIFEST_NAME, Directory
 from tensorkeep.storage.store_commit import object_name
 from tensorkeep.structs import json_decoder
 
+FILE_NAME = MANIFEST_NAME
 VERSION = 1
 FRAGMENT_FORMAT = "tensorkeep-fragment"
 FRAGMENT_VERSION = 1
+
 # Raw blocks have checksums of 128 bits, so that a later save can identify changed blocks.
 WIDE_DIGESTS = "wide-digests"
 # Blocks may be in files of earlier saves, or be differences from blocks there.
@@ -46,12 +48,18 @@ REFERENCES = "references"
 PIECES = "pieces"
 # The features that the records of stored blocks may use.
 FEATURES = (WIDE_DIGESTS, PLACES, REFERENCES)
+
 MAX_RANKS = 2**20
-# Maximum number of base blocks of a difference.
+# The most base blocks of a difference: a longer chain in a hostile file would cost memory and time for every read.
 MAX_BASES = 8
+
+# Names of data files: one plain name, not hidden, not the manifest's; or, with `REFERENCES`, ``../NAME/FILE``. A name
+# from an untrusted file must not lead out of the run.
 _PLAIN_NAME = "[A-Za-z0-9_%-][A-Za-z0-9_%.-]{0,250}"
-# Names of data files: one plain name, not hidden, not the manifest's; or, with `REFERENCES`, ``../NAME/FILE``.
 FILE_NAME_PATTERN = rf"^(\.\./{_PLAIN_NAME}/)?(?!{MANIFEST_NAME}\Z){_PLAIN_NAME}\Z"
+
+_DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
+
 Count = Annotated[int, Meta(ge=0)]
 Shape = Annotated[tuple[Count, ...], Meta(max_length=MOST_DIMENSIONS)]
 
@@ -352,10 +360,6 @@ class FragmentReport(msgspec.Struct, frozen=True):
         return cls(fragment.rank, record, files, fragment.leaves, boxes, stored_bytes, new_bytes)
 
 
-FILE_NAME = MANIFEST_NAME
-_DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
-
-
 class ShapeRecord(msgspec.Struct, frozen=True):
     """The dtype and shape of a stored tensor, which determine its raw bytes."""
 
@@ -395,6 +399,7 @@ _OUTLINE_DECODER = json_decoder(Content[Outline])
 _FRAGMENT_DECODER = json_decoder(Content[Fragment])
 _FILES_DECODER = json_decoder(Content[FragmentFiles])
 _VERSION_DECODER = json_decoder(Content[_Version])
+
 FragmentT = TypeVar("FragmentT", Fragment, FragmentFiles)
 # The rank that stored a box, and its record.
 RankBox = tuple[int, BoxRecord]
