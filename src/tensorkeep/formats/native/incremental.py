@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,7 +151,11 @@ class BaseCheckpoint(Closing):
         """
         if self.obstacle is not None:
             return False
-        sharing = self._sharing = share_files(self._opened, directory, shared=ranks > 1)
+        remote = storage_of(directory).remote or storage_of(self._opened.path).remote
+        sharing: SharedFiles = References(self._opened, directory)
+        if not remote:
+            sharing = Links(self._opened, directory, shared=ranks > 1)
+        self._sharing = sharing
         live = self._live_bytes()
         candidates = {number for _, place in self._cells.values() for number in place.files}
         worthy = [number for number in _worth_keeping(self._opened.records, live) if number in candidates]
@@ -346,13 +350,6 @@ class SharedFiles(ABC):
         """Remove what is not used, and check the rest."""
 
 
-def share_files(opened: OpenFiles, directory: Path, *, shared: bool) -> SharedFiles:
-    """Return how the files of an open checkpoint are shared with a new one, which is written to a directory."""
-    if storage_of(directory).remote or storage_of(opened.path).remote:
-        return References(opened, directory)
-    return Links(opened, directory, shared=shared)
-
-
 class References(SharedFiles):
     """Names of objects of an earlier step, for the manifest of a new step in the same object store.
 
@@ -487,15 +484,6 @@ _SAMPLED = 2 * 1024**2
 _GROUPS, _PIECES, _PIECE = 4, 16, 4096
 
 
-@dataclass(frozen=True, slots=True)
-class CodedDifference:
-    """A difference at the front of a buffer; ``certain`` is whether it is surely shorter than the full block."""
-
-    codec: str
-    length: int
-    certain: bool
-
-
 class IncrementalFile(CompressedFile):
     """A data file of the blocks that the base does not have.
 
@@ -546,27 +534,31 @@ class IncrementalFile(CompressedFile):
         difference = None if base is None else self._difference(block, raw, raw_digest, base, out, scratch)
         if base is None or difference is None:
             return EncodedBlock(raw_digest, *encode(raw, block, self._context.codec, out))
-        if not difference.certain:
+        coded, is_certain = difference
+        if not is_certain:
             # `out` holds the coded difference, and its raw bytes in `scratch` may be overwritten.
             codec, length = encode(raw, block, self._context.codec, scratch)
-            if difference.length + _RECORD_BYTES > WORTH_A_DIFFERENCE * length:
+            if coded.length + _RECORD_BYTES > WORTH_A_DIFFERENCE * length:
                 out[:length] = scratch[:length]
                 return EncodedBlock(raw_digest, codec, length)
         self._base.keep(base)
         self.bases[block.key] = base
-        return EncodedBlock(raw_digest, difference.codec, difference.length)
+        return coded
 
     def _difference(
         self, block: Block, raw: Bytes, raw_digest: str, base: DifferenceBase, out: Bytes, scratch: Bytes
-    ) -> CodedDifference | None:
-        """Code the difference from the base to the front of ``out``; None if samples show that it is not worth it."""
+    ) -> tuple[EncodedBlock, bool] | None:
+        """Code the difference from the base to the front of ``out``; None if samples show that it is not worth it.
+
+        The second value is whether the difference is surely shorter than the full block would be.
+        """
         changed = scratch[: block.nbytes]
         if not self._base.read(base, block, changed, scratch[_coding_bytes(block) :]):
             return None
         np.bitwise_xor(changed, raw, out=changed)
         dtype = block.leaf.source.dtype
         if block.nbytes <= _SAMPLED:
-            return CodedDifference(*probe.encode(changed, dtype, out), certain=False)
+            return EncodedBlock(raw_digest, *probe.encode(changed, dtype, out)), False
         full = [probe.estimate(sample, dtype) for sample in _samples(raw, raw_digest)]
         fractions = [probe.estimate(sample, dtype) for sample in _samples(changed, raw_digest)]
         if sum(fractions) > WORTH_A_DIFFERENCE * sum(full):
@@ -575,7 +567,7 @@ class IncrementalFile(CompressedFile):
         # A block varies from place to place, so the smallest estimate stands for the full block. Samples do not show
         # repetitions at a distance, which zstd alone finds.
         certain = length + _RECORD_BYTES <= WORTH_A_DIFFERENCE * min(full) * block.nbytes
-        return CodedDifference(codec, length, certain and probe.choose(raw, dtype) is not zstd.CODEC)
+        return EncodedBlock(raw_digest, codec, length), certain and probe.choose(raw, dtype) is not zstd.CODEC
 
 
 def _coding_bytes(block: Block) -> int:

@@ -7,7 +7,7 @@ finishes it. In an object store there is no such folder: an unfinished save is r
 
 import logging
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -123,7 +123,10 @@ def write_root(directory: Path, plan: manifests.Root, reports: Sequence[manifest
     write_small(path, content)
     # The plan goes, and links to an earlier save that no rank used.
     listed = {path.name, *(r.record.name for r in reports), *(name for r in reports for name in r.files)}
-    _remove_others(directory, listed)
+    with store_errors(directory, "remove what does not belong to the checkpoint"):
+        for other in directory.iterdir():
+            if other.name not in listed:
+                other.unlink()
     return len(content)
 
 
@@ -159,13 +162,6 @@ def _check_boxes(plan: manifests.Root, reports: Sequence[manifests.FragmentRepor
             boxes[name].append((offsets, sizes, report.rank))
     for name, found in boxes.items():
         manifests.check_tiling(tensors[name], found, path)
-
-
-def _remove_others(directory: Path, listed: Container[str]) -> None:
-    with store_errors(directory, "remove what does not belong to the checkpoint"):
-        for path in directory.iterdir():
-            if path.name not in listed:
-                path.unlink()
 
 
 def finish_saves(folder: Path) -> list[Path]:
