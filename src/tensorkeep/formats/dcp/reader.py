@@ -26,7 +26,7 @@ from tensorkeep.formats.mapped_file import FetchedParts, MappedFile, map_file
 from tensorkeep.formats.model_folder import notes_on_folder, unused_files
 from tensorkeep.formats.path_items import nest
 from tensorkeep.formats.sidecar import Sidecar
-from tensorkeep.formats.torch_file.archive import DAMAGED, StorageCheck, TorchZip, storage_bytes
+from tensorkeep.formats.torch_file.archive import DAMAGED, StorageCheck, TorchZip
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, Unpickled, count_values, load_untrusted
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Leaf, allocate
@@ -139,19 +139,18 @@ class TensorChunk:
             raise ValueError(
                 f"it is {tensor.dtype} of {list(tensor.shape)}, the metadata declares {dtype} of {list(shape)}"
             )
-        storage = tensor.untyped_storage()
-        content = storage_bytes(storage)
+        check = StorageCheck(tensor.untyped_storage(), piece.archive)
         # Unsigned integers keep NaN payloads and work for dtypes that numpy lacks, such as bfloat16.
         bits = np.dtype(f"u{dtype.itemsize}" if dtype.itemsize <= 8 else "c16")
         if 0 in shape:
             self.array = np.empty(shape, bits)
         else:
             strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
-            self.array = np.ndarray(shape, bits, content, tensor.storage_offset() * dtype.itemsize, strides)
+            self.array = np.ndarray(shape, bits, check.content, tensor.storage_offset() * dtype.itemsize, strides)
         self.checksummed = piece.archive.checksummed
         # The CRC-32 covers the full storage, even if the chunk uses only a part.
-        self._all_needed = partial(self._file.needed_by, content)
-        return StorageCheck(storage, piece.archive)
+        self._all_needed = partial(self._file.needed_by, check.content)
+        return check
 
 
 class NestedState(NamedTuple):

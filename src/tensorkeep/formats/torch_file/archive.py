@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -145,9 +146,9 @@ class TorchZip:
         return [name.removeprefix(_DATA_FOLDER) for name in self.records if name.startswith(_DATA_FOLDER)]
 
     def local_headers(self) -> list[tuple[int, int]]:
-        """Return the byte ranges that `record_start` reads."""
+        """Return the byte ranges that `storage_start` reads."""
         # Only fixed parts of the headers are read: the lengths of name and extra field, not their contents.
-        starts = [info.header_offset for info in self.records.values()]
+        starts = [self.records[_DATA_FOLDER + key].header_offset for key in self.storage_keys()]
         return [(start, start + _LOCAL_HEADER_BYTES) for start in starts]
 
     def crc_differs(self, name: str, data: Bytes) -> bool:
@@ -416,6 +417,11 @@ class StorageCheck:
         self._is_intact: bool | None = None
         self._lock = threading.Lock()
 
+    @cached_property
+    def content(self) -> Bytes:
+        """The memory of the storage."""
+        return storage_bytes(self._storage)
+
     def run(self, needed: Callable[[], AbstractContextManager[None]], path: Path, name: str) -> None:
         """Raise CorruptCheckpointError if the CRC-32 is wrong.
 
@@ -427,8 +433,7 @@ class StorageCheck:
                 if self._is_intact is None:
                     # The memory that tensors use is checked, and not the record of some name: a hostile pickle could
                     # name one record and a hostile directory place another one there.
-                    content = storage_bytes(self._storage)
-                    self._is_intact = (len(content), zlib.crc32(content)) in self._archive.storages
+                    self._is_intact = (len(self.content), zlib.crc32(self.content)) in self._archive.storages
         if not self._is_intact:
             raise CorruptCheckpointError("the CRC-32 of its storage is wrong", path=path, name=name, remedy=DAMAGED)
 

@@ -470,7 +470,7 @@ class StateRebuilder:
             raise ValueError("a tensor has no storage")
         kind = key[1].name.rpartition(".")[2]
         dtype = torch.uint8 if kind == "UntypedStorage" else getattr(torch, STORAGES[kind])
-        size = torch.empty(0, dtype=dtype).element_size()
+        size = dtype.itemsize
         if type(key[2]) is not str:
             raise ValueError("a storage has no key")
         whole = self.storages(key[2], _count(key[4]) * size)
