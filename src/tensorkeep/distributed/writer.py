@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -354,7 +355,7 @@ class DcpWriter(StorageWriter):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # `async_save` with processes sends the writer to another process.
-        return _remade, ({**self._arguments, "path": self._path},)
+        return partial(DcpWriter, **{**self._arguments, "path": self._path}), ()
 
     @property
     def checkpoint_id(self) -> PathLike | None:
@@ -474,10 +475,6 @@ class DcpWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this may be the path of a checkpoint; URLs are not."""
         return "://" not in os.fspath(checkpoint_id)
-
-
-def _remade(arguments: dict[str, Any]) -> DcpWriter:
-    return DcpWriter(**arguments)
 
 
 @dataclass(frozen=True, slots=True)

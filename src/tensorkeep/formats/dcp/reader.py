@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import OpenSettings, Problem, Reader, StoredLeaf
 from tensorkeep.formats.boxes import box_shape, intersection, range_to_boxes, relative
@@ -153,64 +153,6 @@ class TensorChunk:
         return check
 
 
-class NestedState(NamedTuple):
-    """The state of a checkpoint without a sidecar.
-
-    Its tensors have no elements and stand for tensors of the metadata, except tensors that were pickled inside plain
-    values. ``keys`` maps the names of stand-ins to keys in the metadata. See `Reader` for ``refusal``; ``attributes``
-    names attributes that the state leaves out.
-    """
-
-    flat: Flat[Leaf]
-    keys: dict[str, str]
-    refusal: UnsupportedError | None
-    attributes: list[str]
-
-
-def _nested_state(
-    metadata: DcpMetadata, files: dict[str, MappedFile], path: Path, allow: Collection[str]
-) -> NestedState:
-    """Return the state as the metadata nests it. Keys that were not text come back as text.
-
-    Raises CorruptCheckpointError if a value is damaged, or the state is nested too deeply; UnsupportedError if a value
-    names what runs programs or code, or repeats its containers too often.
-    """
-    stand_ins = {name: allocate("tensor", tensor.dtype, (0,)) for name, tensor in metadata.tensors.items()}
-    values: dict[str, Any] = stand_ins | metadata.unread
-    attributes: dict[str, None] = {}
-    limit = SHARED_VALUES
-    refusal: UnsupportedError | None = None
-    _prefetch(files, ((at.file, at.offset, at.offset + at.length) for at in metadata.values.values()))
-    for name, location in metadata.values.items():
-        with decoding(path, name):
-            piece = TorchPiece(files[location.file], location)
-            found = piece.load_value(allow)
-        values[name] = found.state
-        attributes |= dict.fromkeys(found.attributes)
-        if refusal is None and found.refusal is not None:
-            refusal = found.refusal
-            refusal.name = name
-        # The limit is for all values together.
-        limit += 4 * piece.archive.pickle_bytes
-        with decoding(path, name):
-            limit -= count_values(values[name], limit)
-    paths = {name: metadata.paths.get(name, (name,)) for name in [*metadata.paths, *values] if name in values}
-    try:
-        state = nest(paths, values)
-    except ValueError:
-        # Paths that exclude each other: all values stay under their dotted names.
-        state = {name: values[name] for name in paths}
-    except RecursionError as error:
-        raise CorruptCheckpointError("is nested too deeply", path=path) from error
-    with decoding(path):
-        flat = flatten(state, placeholders=True)
-    # Flattening assigns new names; the identity of a stand-in connects them with the keys of the metadata.
-    names = {id(tensor): name for name, tensor in stand_ins.items()}
-    given = state_leaves(state, placeholders=True)
-    keys = {name: names[id(leaf.value)] for name, leaf in given.items() if id(leaf.value) in names}
-    return NestedState(flat, keys, refusal, [*attributes])
-
-
 class DcpFormatReader(Reader):
     """An open distributed checkpoint."""
 
@@ -245,9 +187,7 @@ class DcpFormatReader(Reader):
             flat = self._flat_of_sidecar(notes, directory.path)
             self._set_state(flat, directory.path / sidecar.FILE_NAME, notes.leaf_specs)
         else:
-            nested = _nested_state(metadata, self._files, self.path, self._allow)
-            self.refusal, attributes = nested.refusal, nested.attributes
-            flat = self._flat_of_nested(nested)
+            flat, attributes = self._flat_of_metadata()
             self._set_state(flat, directory.path / FILE_NAME)
         self.metadata = notes.metadata if notes is not None else {}
         first = next(metadata.locations(), None)
@@ -277,18 +217,55 @@ class DcpFormatReader(Reader):
             leaves[name] = self._leaf(name, note.state_dtype, note.shape)
         return notes.flat(leaves)
 
-    def _flat_of_nested(self, nested: NestedState) -> Flat[StoredLeaf]:
-        flat = nested.flat
-        self._keys = nested.keys
-        leaves: dict[str, StoredLeaf] = {}
-        for name, leaf in flat.leaves.items():
-            if name in self._keys:
-                tensor = self._metadata.tensors[self._keys[name]]
-                leaves[name] = self._leaf(name, tensor.dtype, tensor.shape)
-            else:
-                self._unpickled[name] = leaf
-                leaves[name] = self._leaf(name, leaf.dtype, leaf.shape)
-        return Flat(flat.skeleton, leaves, flat.aliases, flat.parts)
+    def _flat_of_metadata(self) -> tuple[Flat[StoredLeaf], list[str]]:
+        """Return the state as the metadata nests it, and the names of attributes that it leaves out.
+
+        Keys that were not text come back as text.
+        """
+        metadata = self._metadata
+        stand_ins = {name: allocate("tensor", tensor.dtype, (0,)) for name, tensor in metadata.tensors.items()}
+        plain, attributes = self._load_values()
+        values = {**stand_ins, **metadata.unread, **plain}
+        paths = {name: metadata.paths.get(name, (name,)) for name in [*metadata.paths, *values] if name in values}
+        try:
+            state = nest(paths, values)
+        except ValueError:
+            # Paths that exclude each other: all values stay under their dotted names.
+            state = {name: values[name] for name in paths}
+        except RecursionError as error:
+            raise CorruptCheckpointError("is nested too deeply", path=self.path) from error
+        with decoding(self.path):
+            flat = flatten(state, placeholders=True)
+        # Flattening assigns new names; the identity of a stand-in connects them with the keys of the metadata.
+        names = {id(tensor): name for name, tensor in stand_ins.items()}
+        given = state_leaves(state, placeholders=True)
+        self._keys = {name: names[id(leaf.value)] for name, leaf in given.items() if id(leaf.value) in names}
+        self._unpickled = {name: leaf for name, leaf in flat.leaves.items() if name not in self._keys}
+        entries = {name: metadata.tensors[key] for name, key in self._keys.items()}
+        stored = {name: entries.get(name, leaf) for name, leaf in flat.leaves.items()}
+        leaves = {name: self._leaf(name, found.dtype, found.shape) for name, found in stored.items()}
+        return Flat(flat.skeleton, leaves, flat.aliases, flat.parts), attributes
+
+    def _load_values(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the plain values, and the names of attributes that they leave out; set ``refusal``."""
+        values: dict[str, Any] = {}
+        attributes: dict[str, None] = {}
+        limit = SHARED_VALUES
+        locations = self._metadata.values
+        _prefetch(self._files, ((at.file, at.offset, at.offset + at.length) for at in locations.values()))
+        for name, location in locations.items():
+            with decoding(self.path, name):
+                piece = TorchPiece(self._files[location.file], location)
+                found = piece.load_value(self._allow)
+                # The limit is for all values together.
+                limit += 4 * piece.archive.pickle_bytes
+                limit -= count_values(found.state, limit)
+            values[name] = found.state
+            attributes |= dict.fromkeys(found.attributes)
+            if self.refusal is None and found.refusal is not None:
+                self.refusal = found.refusal
+                self.refusal.name = name
+        return values, [*attributes]
 
     def _leaf(self, name: str, dtype: DType, shape: tuple[int, ...]) -> StoredLeaf:
         key = self._keys.get(name)
