@@ -66,10 +66,7 @@ class RankState:
 
 
 def state_of_plan(plan: SavePlan, planner: SavePlanner) -> RankState:
-    """Return the part of the state that a rank's plan stores.
-
-    Raises UnsupportedLeafError for a value that cannot be stored, or a tensor that is not what the plan says.
-    """
+    """Return the part of the state that a rank's plan stores."""
     paths = _paths(plan.planner_data, [item.index.fqn for item in plan.items])
     found = RankState(parts=_parts(paths))
     for item in plan.items:
@@ -139,10 +136,7 @@ def _add_value(found: RankState, key: str, value: Any, path: KeyPath) -> None:
 
 
 def merge_rank_states(metadata: Metadata, ranks: Sequence[RankState]) -> Flat[FullTensor]:
-    """Return the state of all ranks together.
-
-    Raises RanksDisagreeError if a tensor has different dtypes on two ranks.
-    """
+    """Return the state of all ranks together; RanksDisagreeError if they have different dtypes of a tensor."""
     entries = metadata.state_dict_metadata
     paths = {key: path for key, path in _paths(metadata.planner_data, entries).items() if key in entries}
     parts = _parts(paths)

@@ -100,10 +100,7 @@ class Index:
 
 
 def read_index(directory: Directory, path: Path) -> Index:
-    """Return the content of an index.
-
-    Raises CorruptCheckpointError if the index is malformed, or names a file elsewhere.
-    """
+    """Return the content of an index; CorruptCheckpointError if it is malformed, or names a file elsewhere."""
     with directory.open(path.name) as file:
         if file.size > MAX_HEADER_BYTES:
             raise CorruptCheckpointError(f"is too large for an index: {file.size:,} bytes", path=path)

@@ -114,10 +114,7 @@ class TensorChunk:
         self._all_needed: Callable[[], AbstractContextManager[None]]
 
     def open(self, *, verify: bool) -> npt.NDArray[Any]:
-        """Return the elements of the chunk, after a check of their CRC-32 if ``verify``.
-
-        Raises CorruptCheckpointError or UnsupportedError if the chunk is damaged or not what the metadata describes.
-        """
+        """Return the elements of the chunk, after a check of their CRC-32 if ``verify``."""
         path, name = self._file.path, self._tensor.name
         with self._lock:
             if self._check is None:

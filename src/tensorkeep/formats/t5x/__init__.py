@@ -186,10 +186,7 @@ def is_spec(value: Any) -> bool:
 
 
 def key_of(spec: dict[str, Any]) -> str:
-    """Return the name of an array's directory.
-
-    Raises UnsupportedError if it is not a zarr v2 array; ValueError if the spec names no directory beside the file.
-    """
+    """Return the name of an array's directory; ValueError if the spec names no directory beside the file."""
     if spec["driver"] != "zarr":
         raise UnsupportedError(f"is stored by TensorStore's driver {spec['driver']!r}; T5X writes 'zarr'")
     kvstore = spec.get("kvstore")
@@ -206,11 +203,7 @@ def key_of(spec: dict[str, Any]) -> str:
 
 
 def read_tree(directory: Directory) -> dict[str, Any]:
-    """Return the content of a directory's ``checkpoint`` file.
-
-    Raises NotACheckpointError if the file is missing; CorruptCheckpointError if it is damaged; UnsupportedError if its
-    version is not 3.
-    """
+    """Return the content of a directory's ``checkpoint`` file."""
     path = directory.path / FILE_NAME
     try:
         file = directory.open(FILE_NAME)
@@ -246,11 +239,7 @@ def _check_version(version: Any) -> None:
 
 
 def leaves_of(tree: dict[str, Any], path: Path) -> Iterator[tuple[Keys, Any]]:
-    """Yield the leaves of a tree (values, lists, specs and split arrays), each with its path of keys.
-
-    Raises CorruptCheckpointError if a key is not text; UnsupportedError if a list holds an array, or a value is a
-    placeholder of Orbax.
-    """
+    """Yield the leaves of a tree (values, lists, specs and split arrays), each with its path of keys."""
     waiting: list[tuple[Keys, Any]] = [((), tree)]
     while waiting:
         keys, value = waiting.pop()
@@ -353,11 +342,7 @@ class T5XCheckpoint:
 
 
 def read_contents(directory: Directory) -> T5XCheckpoint:
-    """Parse the msgpack file and the sidecar, after checking the files of the arrays.
-
-    Raises the errors of `read_tree` and `sidecar.read`; CorruptCheckpointError if the two files contradict each other;
-    UnsupportedError if an array holds a link to a folder.
-    """
+    """Parse the msgpack file and the sidecar, after a check of the files of the arrays."""
     has_sidecar = sidecar.FILE_NAME in names_in(directory.path)
     notes = sidecar.read(directory, "t5x", Sidecar) if has_sidecar else None
     tree = read_tree(directory)

@@ -105,12 +105,7 @@ def has_mark(directory: ArrayDirectory) -> bool:
 
 
 def find_arrays(directory: ArrayDirectory) -> list[KnownArray]:
-    """Return all arrays; the key of the directory itself is empty.
-
-    Raises NotACheckpointError if no array is found; UnsupportedError if there are more than 200,000 arrays, they are
-    nested more than 64 deep, have too much metadata, are only one process's part, or hold a link to a folder;
-    StoreError if a folder cannot be listed.
-    """
+    """Return all arrays, at least one; the key of the directory itself is empty."""
     _check_is_whole(directory.path)
     if directory.kvstore == "file" and not directory.in_store:
         arrays = list(_find_in_folders(directory))
@@ -162,16 +157,14 @@ def _find_in_folders(directory: ArrayDirectory) -> Iterator[KnownArray]:
 
 
 def _version_at(folder: Path, files: set[str], shown: Path) -> int | None:
-    """Return the version of zarr of the array in a folder; None if it holds no array.
-
-    Malformed metadata counts as an array, so that opening the array reports it.
-    """
+    """Return the version of zarr of the array in a folder; None if it holds no array."""
     if METADATA_FILE[2] in files:
         return 2
     if _ZARR3 not in files:
         return None
     content = _zarr3_content(folder) or b""
     _check_metadata_size(len(content), shown / _ZARR3)
+    # Malformed metadata counts as an array, so that opening the array reports it.
     return None if _node_type(content) == "group" else 3
 
 
@@ -245,9 +238,6 @@ def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str]]:
 
     Folders end with a slash. Parents come first, and the directory itself is the empty path. ``shown`` is the path of
     the directory in errors.
-
-    Raises UnsupportedError for a link to a folder or to nothing, a pipe, a device, or a metadata file of more than 16
-    MiB; StoreError if the operating system refuses access.
     """
     files: dict[str, int] = {}
     folders = [""]

@@ -193,11 +193,7 @@ def start_open(directory: ArrayDirectory, known: KnownArray, context: Any, *, fi
 
 
 def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirectory) -> OpenArray:
-    """Compare an opened array with its expected properties.
-
-    Raises CorruptCheckpointError if its dtype or shape differs; UnsupportedError if it holds no numbers, does not start
-    at index 0, or its chunks are too large to decode.
-    """
+    """Return an opened array, after a comparison with its expected dtype and shape."""
     path = directory.path / known.key
     dtype = BY_NAME.get(store.dtype.name)
     if dtype is None:
@@ -277,11 +273,7 @@ class TensorStoreReader(ArraysReader):
 
 
 def read_own(directory: Directory) -> tuple[TensorStoreSidecar, ArrayDirectory, dict[str, KnownArray]]:
-    """Return the sidecar of a directory and its arrays, after a check of the files of the arrays.
-
-    Raises the errors of `sidecar.read`; CorruptCheckpointError if the metadata of an array is missing or changed;
-    UnsupportedError if the files of an array contain a link to a folder.
-    """
+    """Return the sidecar of a directory and its arrays, after a check of the files of the arrays."""
     notes = sidecar.read(directory, "tensorstore", TensorStoreSidecar)
     arrays = ArrayDirectory.of(directory, notes.kvstore)
     source = arrays.path / sidecar.FILE_NAME
@@ -320,11 +312,7 @@ def _check_metadata(notes: TensorStoreSidecar, directory: ArrayDirectory, keys: 
 
 
 def _foreign_arrays(arrays: ArrayDirectory) -> dict[str, KnownArray]:
-    """Return the arrays of a directory without a sidecar by name: the key with dots for slashes.
-
-    Raises the errors of `find_arrays`; CorruptCheckpointError if Tensorkeep wrote them, so that the sidecar is missing;
-    UnsupportedError if two arrays would have the same name.
-    """
+    """Return the arrays of a directory without a sidecar by name: the key with dots for slashes."""
     if has_mark(arrays):
         raise CorruptCheckpointError(
             "is missing or damaged; without it the state of the arrays is unknown",

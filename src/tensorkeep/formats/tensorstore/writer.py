@@ -337,10 +337,7 @@ def refuse_compression(settings: WriteSettings, destination: Path, example: str)
 
 
 def is_replaceable(path: Path) -> bool:
-    """Return whether a path is a checkpoint of TensorStore arrays that Tensorkeep wrote.
-
-    Raises DestinationExistsError if there are other files, which would be removed.
-    """
+    """Return whether Tensorkeep wrote a checkpoint there; DestinationExistsError if other files would be removed."""
     if not sidecar.lies_in(path, "tensorstore"):
         return False
     try:

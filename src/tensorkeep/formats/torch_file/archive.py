@@ -245,11 +245,7 @@ class TorchZip:
             raise CorruptCheckpointError(f"its records claim {total:,} bytes, the file has {size:,}", path=self._path)
 
     def unpacked(self, file: BinaryIO) -> BinaryIO:
-        """Return a copy of a compressed archive in memory, as torch writes it: uncompressed, with aligned records.
-
-        Raises UnsupportedError if the copy would be too large; OutOfMemoryError if there is no memory for it;
-        CorruptCheckpointError if a record is damaged.
-        """
+        """Return a copy of a compressed archive in memory, as torch writes it: uncompressed, with aligned records."""
         # The directory is untrusted, so the sizes that it claims are compared with limits before anything is inflated.
         needed = sum(info.file_size for info in self.records.values())
         size = sum(info.compress_size for info in self.records.values())
