@@ -15,7 +15,7 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
-from tensorkeep import CheckpointManager, EverySteps, KeepBest
+from tensorkeep import CheckpointManager, EverySteps, KeepBest, Retention, SaveOptions
 from tensorkeep.cli.main import main
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.disk import names_in
@@ -291,6 +291,15 @@ def test_incremental_saves_continue_after_a_restart_on_a_step_that_was_read(tmp_
         assert report.new_bytes < 100_000
         assert same(manager.restore(), {"frozen": frozen, "n": torch.zeros(10)})
         assert numbers(manager) == [4]
+
+
+def test_keywords_are_fields_of_options_and_win_over_them(tmp_path: Path) -> None:
+    rules, saving = Retention(keep_last=2, keep_every=9), SaveOptions(asynchronous=False)
+    with CheckpointManager(tmp_path, retention=rules, saving=saving, keep_every=5) as manager:
+        assert manager.keep == CheckpointManager(tmp_path, keep_last=2, keep_every=5).keep
+        assert manager.save(1, state(1)).done()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'keep_latest'"):
+        CheckpointManager(tmp_path, keep_latest=1)  # type: ignore[call-arg]
 
 
 def test_arguments_that_make_no_sense(tmp_path: Path) -> None:

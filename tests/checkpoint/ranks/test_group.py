@@ -19,7 +19,7 @@ import tensorkeep
 from checkpoint.ranks import cases
 from ranks import outcomes, run_ranks
 from tensorkeep.ranks import collective, group
-from tensorkeep.ranks.group import ranks_of
+from tensorkeep.ranks.group import SaveTicket, ranks_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
@@ -216,3 +216,19 @@ def test_an_operation_may_last_longer_than_the_timeout_of_an_earlier_one(tmp_pat
     for kept, error in run_ranks(2, operations_with_other_timeouts, str(tmp_path / "c")):
         assert kept == [1.0] * 4
         assert "did not answer within 0.5 s" in error
+
+
+def test_a_save_waits_for_all_earlier_ones_also_if_one_between_was_dropped() -> None:
+    queue: list[threading.Event] = []
+    tickets = [SaveTicket(queue) for _ in range(3)]
+    for ticket in tickets:
+        ticket.enqueue()
+    last = tickets.pop()
+    waiting = threading.Thread(target=last.wait)
+    waiting.start()
+    del ticket, tickets[1]  # never written
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    tickets[0].release()
+    waiting.join(10)
+    assert not waiting.is_alive()
