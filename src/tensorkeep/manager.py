@@ -407,6 +407,7 @@ class CheckpointManager:
     def _record(self, step: int, metrics: Mapping[str, float] | None) -> StepRecord:
         """Return what is stored with a step. Only rank 0 stores and checks metrics."""
         is_main = self._ranks.is_main
+        # The time of the call, when the state was reached. The step may be durable much later.
         record = StepRecord(step, clock().time(), checked_metrics(metrics if is_main else None))
         try:
             # As a reader will.
@@ -441,6 +442,7 @@ class CheckpointManager:
                     )
             return replaces, [number for number in numbers if number > step]
 
+        # In another thread, because Ctrl-C could otherwise leave an open directory behind.
         replaces, later = shielded(look)
         if later:
             warn_caller(

@@ -383,6 +383,7 @@ def merge_rank_states(ranks: GroupCoordinator, flat: Flat[Leaf], arguments: Mapp
     Raises RanksDisagreeError, on all ranks, if an argument, a tensor or a plain value differs.
     """
     outline = RankOutline.of_state(flat)
+    # A training run saves the same tensors again and again: the last merge is reused if no rank has changed.
     known = ranks.remembered
     samples = sample_digests(flat.leaves)
     # One small exchange of digests. What differs, or is new since the last save, is exchanged in full after it.

@@ -150,9 +150,11 @@ class KeepBest(Keep):
             mode_of(self.metric, self.mode)
 
     def wanted(self, steps: Sequence[Step]) -> set[int]:
+        # Nothing to rank keeps all steps: a misspelt metric must not delete the run.
         return {step.number for step in (self.ranked(steps)[: self.count] or steps)}
 
     def check(self, metrics: Mapping[str, object]) -> None:
+        # Before the step is saved: an error after it would leave old steps undeleted, one save after another.
         metric = self.metric or only_metric(metrics.keys())
         if metric is not None:
             mode_of(metric, self.mode)
@@ -198,6 +200,7 @@ class KeepThinned(Keep):
         if not steps:
             return set()
         times = run_times(steps)
+        # The last step is kept even if no interval begins with age 0.
         kept: set[int] = {steps[-1].number}
         last: float | None = None
         # From the oldest to the newest: a step that is kept stays the first of its interval when new steps arrive, and
@@ -276,6 +279,7 @@ class Retention:
 
 def unwanted(rule: Keep, steps: Sequence[Step], protect: Collection[int] = ()) -> list[Step]:
     """Return the steps that a rule does not keep, without the last step and the protected ones, which are new."""
+    # The last step is the one to resume from, whatever a rule chooses.
     if len(steps) < 2:
         return []
     kept = rule.wanted(steps).union(protect)

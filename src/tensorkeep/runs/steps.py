@@ -121,6 +121,7 @@ def step_number(number: SupportsIndex, root: PathLike | None = None) -> int:
     Raises UsageError if it is negative, not an integer, or has more than 18 digits.
     """
     try:
+        # A bool is an int in Python, but `save(True, ...)` is a mistake.
         found = -1 if isinstance(number, bool) else operator.index(number)
     except TypeError:
         found = -1
@@ -184,6 +185,7 @@ def is_damaged(path: Path) -> bool:
 
 def manifest_digest(path: Path) -> str | None:
     """Return the checksum of a step's manifest, damaged or not; None if the manifest cannot be read."""
+    # The raw bytes, because a damaged manifest cannot be parsed: only whether it has changed counts.
     try:
         with open_directory(path) as directory, directory.open(MANIFEST_NAME) as file:
             return digest(file.read(0, file.size), wide=True)

@@ -65,6 +65,7 @@ class Throttle:
         """Wait until ``count`` more bytes may be sent; raises Cancelled."""
         if self._rate is not None:
             now = self._clock()
+            # A part waits for the time of the parts before it, not for its own.
             begin = max(now, self._free_at)
             self._free_at = begin + count / self._rate
             cancellation.wait(begin - now)
@@ -126,6 +127,7 @@ def find_copy(source: Path, destination: StorePath) -> StoredCopy | None:
 
 def _comparable(manifest: Manifest) -> Manifest:
     """Return a manifest without the fields that a copy changes."""
+    # An index names files, so a copy changes its bytes; other files keep their sizes and checksums.
     files = [
         FileRecord("", 0, 0, "") if _is_index(file) else msgspec.structs.replace(file, name="", origin="")
         for file in manifest.files
@@ -168,6 +170,7 @@ def _shared_files(earlier: Iterable[StoredCopy]) -> dict[FileIdentity, tuple[str
                 content = checksummed_json.read_content(directory, manifests.FILE_NAME)
                 if checksummed_json.digest(content, wide=True) != copy.digest:
                     continue  # it was replaced
+                # A hard link has the inode of the file that was copied, so its bytes are in the store.
                 for name, reference in copy.references.items():
                     status = directory.status(name)
                     found[status.st_dev, status.st_ino, status.st_size] = reference, copy.path.name
