@@ -5,9 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensorkeep.bench.wording import clipped
 from tensorkeep.checkpoint.diff import DiffReport, TensorDiff, together
-from tensorkeep.pages.page import MOST_MODULES, Column, Findings, PageSubject, drawn_table, show_page, title_of
+from tensorkeep.pages.page import (
+    MOST_MODULES,
+    Column,
+    Findings,
+    PageSubject,
+    drawn_table,
+    shortened,
+    show_page,
+    title_of,
+)
 from tensorkeep.report.bars import Bars, ChartBar
 from tensorkeep.report.tables import ReportTable, TableEntry
 from tensorkeep.state.names import DEFAULT_PART
@@ -134,5 +142,5 @@ def _bars(layers: Sequence[TensorDiff]) -> list[Bars]:
 
 def _listed(title: str, headings: tuple[str, ...], rows: Sequence[Sequence[str]]) -> ReportTable:
     note = f"{len(rows) - _MOST_LISTED:,} more are in --json." if len(rows) > _MOST_LISTED else ""
-    shown = [tuple(TableEntry(clipped(text, _LONGEST_TEXT)) for text in row) for row in rows[:_MOST_LISTED]]
+    shown = [tuple(TableEntry(shortened(text, _LONGEST_TEXT)) for text in row) for row in rows[:_MOST_LISTED]]
     return ReportTable(title, headings, shown, note)

@@ -206,17 +206,18 @@ def heat_map(
         _TOP + _ROW_HEIGHT * len(rows) + _BOTTOM,
         (wide, _ROW_HEIGHT),
         cells,
-        [(_TOP + _ROW_HEIGHT * (i + 0.72), _shortened(row)) for i, row in enumerate(rows)],
+        [(_TOP + _ROW_HEIGHT * (i + 0.72), shortened(row)) for i, row in enumerate(rows)],
         [(left + (j + 0.5) * wide, column) for j, column in enumerate(columns) if j % every == 0],
         left,
         left + wide * len(columns),
     )
 
 
-def _shortened(label: str) -> str:
-    first = _MOST_LETTERS // 3
+def shortened(text: str, most: int = _MOST_LETTERS) -> str:
+    """Return a text of at most ``most`` characters, without its middle."""
     # The end of a name says more than its beginning.
-    return label if len(label) <= _MOST_LETTERS else f"{label[:first]}…{label[first + 1 - _MOST_LETTERS :]}"
+    first = most // 3
+    return text if len(text) <= most else f"{text[:first]}…{text[first + 1 - most :]}"
 
 
 def data_json(data: dict[str, Any]) -> str:
