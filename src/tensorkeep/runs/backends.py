@@ -301,7 +301,7 @@ class LocalBackend(SingleTierBackend):
         finish_saves(self.root)
 
     def not_removable(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
-        return _failures(_check_removable, paths, UsageError, NotACheckpointError)
+        return collect_failures(_check_removable, paths, UsageError, NotACheckpointError)
 
     def remove(self, path: Path) -> None:
         if not exists(path):
@@ -315,7 +315,7 @@ class LocalBackend(SingleTierBackend):
         logger.info("deleted %s", path)
 
     def remove_all(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
-        return _failures(self.remove, paths, TensorkeepError)
+        return collect_failures(self.remove, paths, TensorkeepError)
 
     def freed_bytes(self, paths: Iterable[Path]) -> int:
         return freed_bytes(paths)
@@ -329,7 +329,7 @@ def _check_removable(path: Path) -> None:
         check_is_step(path)
 
 
-def _failures(
+def collect_failures(
     call: Callable[[Path], None], paths: Iterable[Path], *kinds: type[TensorkeepError]
 ) -> dict[Path, TensorkeepError]:
     """Call a function with each path; return the paths that raised errors of the given kinds."""

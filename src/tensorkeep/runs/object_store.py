@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from tensorkeep.errors import (
     CorruptCheckpointError,
@@ -138,26 +138,19 @@ def _sizes(keys: Iterable[str], objects: Objects) -> dict[str, int]:
 # Listing the objects of a run, and reading each manifest once.
 
 
-class _Listing(NamedTuple):
-    """The objects directly below the steps, by key, and all names below each step, by the step's name.
-
-    ``unlisted`` has the steps with an object that cannot be listed, and the error. Only their manifests are known.
-    """
-
-    objects: dict[str, ObjectStatus]
-    names: dict[str, set[str]]
-    unlisted: dict[str, UnsupportedError]
-
-
 @dataclass(frozen=True, slots=True)
 class RunObjects:
-    """A `_Listing`, and the contents of the manifests and tombstones in it, by key."""
+    """The objects directly below the steps, and the contents of the manifests and tombstones among them, by key.
 
-    objects: Objects
-    names: Mapping[str, set[str]]
-    unlisted: Mapping[str, UnsupportedError]
-    manifests: Mapping[str, ReadManifest]
-    tombstones: Mapping[str, ReadManifest]
+    ``names`` has all names below each step, by the step's name. ``unlisted`` has the steps with an object that cannot
+    be listed, and the error. Only their manifests are known.
+    """
+
+    objects: dict[str, ObjectStatus] = field(default_factory=dict)
+    names: dict[str, set[str]] = field(default_factory=dict)
+    unlisted: dict[str, UnsupportedError] = field(default_factory=dict)
+    manifests: Mapping[str, ReadManifest] = field(default_factory=dict)
+    tombstones: Mapping[str, ReadManifest] = field(default_factory=dict)
 
 
 @dataclass
@@ -200,11 +193,11 @@ class RunScanner:
                 remedy="give the number of a step",
             )
 
-    def list(self, step: str = "") -> _Listing:
-        """List the objects of all steps, or of one step; UnsupportedError for a web server."""
+    def list(self, step: str = "") -> RunObjects:
+        """List the objects of all steps, or of one step, without reading manifests."""
         self.check_listing()
         depth = len(self._url.key.split("/")) if self._url.key else 0
-        found = _Listing({}, {}, {})
+        found = RunObjects()
         for each in self._list(step, found.unlisted):
             parts = each.key.split("/")[depth:]
             if len(parts) > 1 and step_numbers(parts[:1]):
@@ -255,7 +248,7 @@ class RunScanner:
                 # Forget deleted manifests. A new dict, because other threads may read the old one.
                 self._cache.by_tag = {at: each for at, each in self._cache.by_tag.items() if at[0] in listed.objects}
             if manifests is not None and marks is not None:
-                run = RunObjects(*listed, manifests, marks)
+                run = replace(listed, manifests=manifests, tombstones=marks)
                 self._scanned = run if self._is_snapshot else None
                 return run
         raise StoreError("its steps change faster than they can be listed", path=self._url, remedy="try again")

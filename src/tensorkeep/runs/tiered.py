@@ -31,7 +31,7 @@ from tensorkeep.errors import (
 )
 from tensorkeep.formats.native.directory import summarise
 from tensorkeep.paths import StorePath, absolute, checked_path
-from tensorkeep.runs.backends import LocalBackend, StepBackend
+from tensorkeep.runs.backends import LocalBackend, StepBackend, collect_failures
 from tensorkeep.runs.object_store import StoreBackend
 from tensorkeep.runs.retention import Keep, unwanted
 from tensorkeep.runs.steps import Step, StepListing, UploadStatus, manifest_digest, step_numbers, step_path
@@ -293,13 +293,7 @@ class TieredBackend(StepBackend):
     # Deleting steps
 
     def remove_all(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
-        failures: dict[Path, TensorkeepError] = {}
-        for path in paths:
-            try:
-                self._remove(path)
-            except TensorkeepError as error:
-                failures[path] = error
-        return failures
+        return collect_failures(self._remove, paths, TensorkeepError)
 
     def _remove(self, path: Path) -> None:
         on_disk, in_store = self._on_disk(path), self._in_store(path)
