@@ -31,15 +31,16 @@ SECTIONS = {
 
 _HEAD = """# What was measured
 
-All figures are of one machine with 2 virtual cores on a shared host; each result file describes it in full.
-`tensorkeep bench checkpoint` and [`benchmarks/measure.sh`](../benchmarks/measure.sh) measure the same on yours. This
-page is made from the files in `benchmarks/results/` by `python benchmarks/page.py`.
+All figures come from one machine with 2 virtual cores on a shared host; each result file describes the machine in full.
+`tensorkeep bench checkpoint` and [`benchmarks/measure.sh`](../benchmarks/measure.sh) measure the same on your machine.
+`python benchmarks/page.py` makes this page from the files in `benchmarks/results/`.
 
-Every arm runs in a process of its own, in randomised blocks; every load is compared with what was saved, bit for bit;
-*durable* means that the files are on the disk when the clock stops, for every tool; *cold* was verified with `mincore`.
-A gain is the factor by which an arm is better than the baseline, with its 95% interval; rates are medians in bytes of
-the state. A verdict of *helps* or *hurts* needs a difference larger than that of the baseline from itself (the arm
-"again"), significant after Holm's correction; with few blocks on a noisy machine many differences are "within noise".
+Every arm runs in its own process, in randomised blocks, and every load is compared with the saved state, bit for bit.
+*Durable* means that the files are on the disk when the clock stops, for every tool; *cold* was verified with `mincore`.
+A gain is the factor between arm and baseline, above 1 if the arm is better, with its 95% interval; rates are medians in
+bytes of the state. A verdict of *helps* or *hurts* needs a significant difference (Holm's correction) that is larger
+than the difference between the baseline and its repetition (the arm "again"). With few blocks on a noisy machine many
+differences are "within noise".
 """
 
 

@@ -35,17 +35,16 @@ _HEAD = """# Techniques
 
 Each technique is a switch of `tensorkeep train` (`--technique NAME`, or a setting: `--techniques.NAME.SETTING VALUE`).
 The first step verifies that the technique is active; otherwise the run ends with an error. A *systems* technique
-changes the losses by no more than its stated tolerance; an *algorithmic* one may change them.
-`tensorkeep train --list-techniques` shows which of them can run on your machine, and
-[`tensorkeep bench training`](../how-to/bench-training.md) measures them there. This page is made from the classes and
-from `benchmarks/results/` by `python benchmarks/techniques_page.py`.
+changes the losses by no more than its stated tolerance; an *algorithmic* technique may change them.
+`tensorkeep train --list-techniques` shows the techniques that your machine can run, and
+[`tensorkeep bench training`](../how-to/bench-training.md) measures them. `python benchmarks/techniques_page.py` makes
+this page from the classes and from `benchmarks/results/`.
 
 Speed and loss are gains over the plain loop, with their 95% intervals: above 1 is better, so a loss of 1.01x is lower.
-*No difference within N%* and *undecided within N%*: the runs exclude a larger difference; undecided is what may differ
-by more than 5%. *A little*: a difference is shown, and its best estimate is below 5%. An interval is that of one arm; a
-verdict also allows for the number of arms (Holm's correction). Memory is that of the tensors of a step, as measured and
-as the memory ledger predicts it from shapes, with the factor to the plain loop: below 1 is less. Losses are shown of
-techniques that may change them.
+*No difference within N%*: the runs exclude a larger difference. *Undecided within N%*: the difference may exceed 5%.
+*A little*: a difference is shown, and its best estimate is below 5%. An interval covers one arm; a verdict also allows
+for the number of arms (Holm's correction). Memory counts the tensors of a step, measured and predicted from shapes,
+with the factor to the plain loop: below 1 is less. Losses appear only for techniques that may change them.
 """
 
 
@@ -90,7 +89,7 @@ def combined_table(results: Results) -> str:
 def _runs(results: Results) -> str:
     blocks = [sum(cell.status == "ok" for cell in cells) for cells in results.cells_by_arm.values()]
     blocks = [count for count in blocks if count]
-    runs = f"{counted(min(blocks), 'block')} or more of each" if blocks else "no blocks"
+    runs = f"{counted(min(blocks), 'block')} or more per arm" if blocks else "no blocks"
     about = f"Runs of {results.subject.description}; {runs}; {results.started[:10]}."
     noise = results.summary.noise.get("tokens_per_second")
     return about + (f" The plain loop against itself: {interval(noise.low, noise.high)}." if noise else "")

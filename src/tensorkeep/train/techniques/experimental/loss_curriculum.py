@@ -45,7 +45,7 @@ class LossCurriculum(Technique):
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "data"
     summary: ClassVar = "draws more windows than it trains, and trains the easiest at first, the hardest at last"
-    effect: ClassVar = "each candidate costs a forward pass, two of them about 0.7 of a step: compare at equal time"
+    effect: ClassVar = "each candidate costs a forward pass, two candidates about 0.7 of a step: compare at equal time"
     reference: ClassVar = "arXiv 1511.06343"
     depends_on_steps: ClassVar = True
     Settings: ClassVar = LossCurriculumSettings
