@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+import tensorkeep
 from tensorkeep.formats import dcp, native, safetensors, t5x, tensorstore, torch_file
+from tensorkeep.formats.base import FORMATS
 from tensorkeep.testing.format_states import training_state
 from tensorkeep.testing.format_suite import FormatSuite
 
@@ -111,3 +113,13 @@ def test_flipped_bits_are_found_or_do_no_harm(suite: type[FormatSuite], tmp_path
     path = checks.destination(tmp_path)
     checks.save(training_state(), path)
     record_property("cases", checks.check_flipped_bits(path, 250))
+
+
+def test_the_suffix_of_a_plug_in_chooses_its_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(type(safetensors.FORMAT)):  # type: ignore[misc]
+        name, suffixes = "mine", (".mine",)
+
+    assert tensorkeep.save({}, tmp_path / "a.mine").format == "native"
+    monkeypatch.setattr(FORMATS, "_entries", {**FORMATS._entries, "mine": None})
+    monkeypatch.setitem(FORMATS._loaded, "mine", Mine())
+    assert tensorkeep.save({}, tmp_path / "b.MINE").format == "mine"
