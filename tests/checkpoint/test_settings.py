@@ -16,7 +16,7 @@ from tensorkeep.formats.base import FORMATS
 from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.storage.parallel import default_threads
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import names_in
+from tensorkeep.testing.format_suite import names_in
 
 STATE = {"w": torch.zeros(100_000)}
 

@@ -18,7 +18,7 @@ from tensorkeep.formats.native import reader
 from tensorkeep.storage.base import Directory
 from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import content, names_in
+from tensorkeep.testing.format_suite import content, names_in
 
 
 @pytest.fixture

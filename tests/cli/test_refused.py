@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorkeep.testing.disk import names_in
+from tensorkeep.testing.format_suite import names_in
 
 REFUSED = {
     "train {} --data text.txt --out run": [

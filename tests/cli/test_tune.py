@@ -33,7 +33,7 @@ from tensorkeep.bench.tune.checkpoint import (
 from tensorkeep.bench.workload import Outcome
 from tensorkeep.checkpoint import settings
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import FailingDisk, names_in
+from tensorkeep.testing.format_suite import FailingDisk, names_in
 
 DEFAULT = Setting.default()
 A, B, C = DEFAULT, Setting("lossless", DEFAULT.threads, True), Setting("none", DEFAULT.threads, False)

@@ -18,8 +18,8 @@ from tensorkeep.formats.base import FORMATS
 from tensorkeep.storage import commit as commit_module
 from tensorkeep.storage.commit import SUFFIX, Commit, prefix, remove_abandoned
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import content, names_in
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_suite import content, names_in
 
 STATE = {"w": torch.arange(100_000.0)}
 OTHER = {"w": torch.zeros(2)}

@@ -9,8 +9,8 @@ import torch
 import tensorkeep
 from faults.conftest import fill
 from tensorkeep import CheckpointManager
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_suite import names_in
 from tiers import exhaustive
 
 pytestmark = pytest.mark.integration

@@ -21,8 +21,8 @@ from faults import injection as faults
 from faults.conftest import Choose, copy_tree, every, some, swept
 from forked import ended, start
 from interrupts import interrupted_at
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_suite import names_in
 from tiers import exhaustive
 
 OLD = {"model": {"w": torch.arange(3000.0), "b": torch.zeros(7)}, "step": 1}

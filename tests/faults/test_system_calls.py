@@ -27,8 +27,8 @@ import torch
 import tensorkeep
 from tensorkeep import CheckpointManager
 from tensorkeep.storage import parallel
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_suite import names_in
 from tiers import exhaustive
 
 # With others, as single long tests would come last, when the other workers have ended.

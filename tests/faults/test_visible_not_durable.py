@@ -13,8 +13,8 @@ import tensorkeep
 from faults import injection as faults
 from tensorkeep.storage import commit as commit_module
 from tensorkeep.storage.commit import SUFFIX
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_suite import names_in
 
 STATE = {"w": torch.arange(1000.0)}
 OTHER = {"w": torch.zeros(2)}

@@ -8,8 +8,7 @@ import pytest
 import tensorkeep
 from tensorkeep.formats import dcp, native, safetensors, t5x, tensorstore, torch_file
 from tensorkeep.formats.base import FORMATS
-from tensorkeep.testing.format_states import training_state
-from tensorkeep.testing.format_suite import FormatSuite
+from tensorkeep.testing.format_suite import FormatSuite, training_state
 
 
 class TestNative(FormatSuite):

@@ -17,7 +17,7 @@ from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import leaf_bytes
-from tensorkeep.testing.strategies import NUMPY_DTYPES, TORCH_DTYPES
+from tensorkeep.testing.format_suite import NUMPY_DTYPES, TORCH_DTYPES
 
 
 def stream(leaf: Leaf) -> bytes:

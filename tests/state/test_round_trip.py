@@ -12,14 +12,14 @@ from state.reloading import leaf_of, reload
 from tensorkeep.errors import UnsupportedError
 from tensorkeep.state.leaf import allocate
 from tensorkeep.state.tree import flatten, leaf_specs, prune, unflatten
-from tensorkeep.testing import strategies
+from tensorkeep.testing import format_suite
 from tensorkeep.testing.equality import difference, leaf_bytes
 
 slow_data = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @slow_data
-@given(strategies.states)
+@given(format_suite.states)
 def test_every_state_round_trips(state: Any) -> None:
     flat = flatten(state)
     assert difference(state, reload(flat)) is None
@@ -31,7 +31,7 @@ def test_every_state_round_trips(state: Any) -> None:
 
 
 @slow_data
-@given(strategies.leaves, st.data())
+@given(format_suite.leaves, st.data())
 def test_shared_views_share_memory_after_loading(value: Any, data: st.DataObject) -> None:
     twice = [value, value]
     shrink = data.draw(st.booleans())
@@ -41,7 +41,7 @@ def test_shared_views_share_memory_after_loading(value: Any, data: st.DataObject
 
 
 @slow_data
-@given(strategies.leaves, st.data())
+@given(format_suite.leaves, st.data())
 def test_any_range_of_any_layout_reads_and_writes(value: Any, data: st.DataObject) -> None:
     leaf = leaf_of(value)
     expected = leaf_bytes(value)
@@ -85,7 +85,7 @@ def read_or_refused(skeleton: Any) -> str:
             unflatten(skeleton, {})
         return "refused"
     prune(skeleton, list(specs)[::2])
-    values = {name: allocate(spec.kind, strategies.BY_NAME["float32"], ()) for name, spec in specs.items()}
+    values = {name: allocate(spec.kind, format_suite.BY_NAME["float32"], ()) for name, spec in specs.items()}
     try:
         flatten(unflatten(skeleton, values))
     except (ValueError, UnsupportedError):
@@ -106,7 +106,7 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @slow_data
-@given(strategies.states, json_values, st.data())
+@given(format_suite.states, json_values, st.data())
 def test_damaged_skeletons_raise_value_errors_only(state: Any, damage: Any, data: st.DataObject) -> None:
     skeleton = {"top": copy.deepcopy(flatten(state).skeleton)}
     *path, last = data.draw(st.sampled_from(places(skeleton)[1:]))

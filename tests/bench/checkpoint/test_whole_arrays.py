@@ -11,7 +11,7 @@ from tensorkeep.bench.checkpoint import tools
 from tensorkeep.bench.checkpoint.tools import load_t5x, load_tensorstore
 from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.format_states import noise
+from tensorkeep.testing.format_suite import noise
 
 pytest.importorskip("tensorstore")
 

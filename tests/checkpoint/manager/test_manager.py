@@ -18,8 +18,8 @@ from faults import injection as faults
 from tensorkeep import CheckpointManager, EverySteps, KeepBest, Retention, SaveOptions
 from tensorkeep.cli.main import main
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_suite import names_in
 
 
 def state(number: int) -> dict[str, Any]:

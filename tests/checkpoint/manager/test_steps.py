@@ -14,7 +14,7 @@ from tensorkeep.runs.backends import LocalBackend
 from tensorkeep.runs.steps import step_number, step_path
 from tensorkeep.storage import commit
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import content, names_in
+from tensorkeep.testing.format_suite import content, names_in
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from tensorkeep.formats.blockfile.plan import BlockFileOptions, plan_files, task
 from tensorkeep.state.tree import flatten
 from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import FailingDisk, names_in
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_suite import FailingDisk, names_in
 
 GB = 1e9
 SLOW_DISK = Rates(gather=8 * GB, code=1.4 * GB, compressed_fraction=0.66, disk=0.2 * GB)

@@ -18,9 +18,8 @@ from faults import injection as faults
 from tensorkeep.checkpoint.memory import SaveMemory
 from tensorkeep.formats.base import BLOCK_BYTES
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
-from tensorkeep.testing.format_states import training_state
+from tensorkeep.testing.format_suite import names_in, training_state
 
 FORMATS = {"native": {}, "lossless": {"compression": "lossless"}, "safetensors": {"format": "safetensors"}}
 

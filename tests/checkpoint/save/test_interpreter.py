@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_suite import names_in
 
 # With others, as single long tests would come last, when the other workers have ended.
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]

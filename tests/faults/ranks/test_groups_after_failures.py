@@ -11,8 +11,8 @@ import pytest
 import tensorkeep
 from faults.ranks import saves
 from faults.ranks.forks import ForkedRanks
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_suite import names_in
 from tiers import exhaustive
 
 ERROR = "RanksDisagreeError: "

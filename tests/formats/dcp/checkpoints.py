@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import metadata as real
 
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.dcp import FORMAT
-from tensorkeep.testing.format_states import load
+from tensorkeep.testing.format_suite import load
 
 
 def read(path: Path) -> Any:

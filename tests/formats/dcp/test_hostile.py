@@ -22,7 +22,7 @@ from tensorkeep.formats.torch_file import pickles
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.format_states import load
+from tensorkeep.testing.format_suite import load
 
 
 def infos(metadata: real.Metadata) -> list[Any]:

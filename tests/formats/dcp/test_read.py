@@ -20,7 +20,7 @@ from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.dcp import FORMAT
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.format_states import load, noise
+from tensorkeep.testing.format_suite import load, noise
 
 
 @pytest.mark.parametrize("threads", [1, 3])

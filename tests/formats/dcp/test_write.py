@@ -22,9 +22,8 @@ from tensorkeep.formats.dcp import FORMAT, writer
 from tensorkeep.state.tree import flatten
 from tensorkeep.storage.parallel import Cancellation
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.format_states import noise
+from tensorkeep.testing.format_suite import names_in, noise
 
 
 def test_dcp_loads_our_checkpoint_into_a_nested_state(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import tensorkeep
 from formats.native.steps import DELTA, LOSSLESS, changed, codecs, trained, weights
 from tensorkeep.formats.base import BLOCK_BYTES
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_suite import names_in
 
 WIDE = (256, 256)
 """A tensor of 128 KiB, beside which headers and manifests are small."""

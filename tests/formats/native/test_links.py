@@ -14,8 +14,8 @@ from faults.test_hostile_manifests import body_of, seal
 from formats.native.steps import changed
 from tensorkeep.formats.native import incremental
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_suite import names_in
 
 
 def tensors(count: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:

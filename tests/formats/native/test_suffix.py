@@ -10,8 +10,8 @@ import torch
 
 import tensorkeep
 from tensorkeep.cli.main import main
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_suite import names_in
 
 
 def weights() -> dict[str, Any]:

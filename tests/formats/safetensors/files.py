@@ -7,7 +7,7 @@ from typing import Any
 from tensorkeep.formats.base import OpenSettings, WriteSettings
 from tensorkeep.formats.safetensors import FORMAT
 from tensorkeep.state.tree import flatten
-from tensorkeep.testing.format_states import load
+from tensorkeep.testing.format_suite import load
 
 
 def save(state: Any, path: Path, **settings: Any) -> None:

@@ -16,9 +16,8 @@ from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.safetensors import FORMAT, SafetensorsOptions
 from tensorkeep.state.dtypes import BY_SAFETENSORS
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import difference, leaf_bytes, same
-from tensorkeep.testing.format_states import noise, training_state
+from tensorkeep.testing.format_suite import names_in, noise, training_state
 
 KNOWN = [dtype.name for dtype in BY_SAFETENSORS.values()]
 

@@ -14,7 +14,7 @@ from tensorkeep.formats.safetensors import SafetensorsOptions
 from tensorkeep.storage.local import LocalFile
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import leaf_bytes
-from tensorkeep.testing.format_states import noise, training_state
+from tensorkeep.testing.format_suite import noise, training_state
 
 NOTE = {
     "version": 1,

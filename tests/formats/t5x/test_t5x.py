@@ -26,7 +26,7 @@ from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.storage.local import LocalDirectory, LocalFile
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.format_states import load, noise
+from tensorkeep.testing.format_suite import load, noise
 
 Tree = dict[str, Any]
 

@@ -21,7 +21,7 @@ from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.storage.local import LocalDirectory
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.format_states import noise, training_state
+from tensorkeep.testing.format_suite import noise, training_state
 
 ts = pytest.importorskip("tensorstore")
 

@@ -23,7 +23,7 @@ from tensorkeep.formats.tensorstore.specs import UNSUPPORTED_DTYPES, array_keys,
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.format_states import noise
+from tensorkeep.testing.format_suite import noise
 from tiers import exhaustive
 
 ts = pytest.importorskip("tensorstore")

@@ -21,7 +21,7 @@ from tensorkeep.formats.torch_file import FORMAT
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import difference, same
-from tensorkeep.testing.format_states import load, noise, training_state
+from tensorkeep.testing.format_suite import load, noise, training_state
 
 
 def save(state: Any, path: Path, **settings: Any) -> None:

@@ -14,7 +14,7 @@ from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.torch_file import FORMAT, archive, reader
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same
-from tensorkeep.testing.format_states import load, noise
+from tensorkeep.testing.format_suite import load, noise
 
 
 def test_file_replaced_while_it_is_opened_is_read_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import tensorkeep
 from tensorkeep.errors import UnsupportedError
 from tensorkeep.formats.torch_file import writer
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.format_states import noise, training_state
+from tensorkeep.testing.format_suite import noise, training_state
 
 
 def written(value: object, path: Path) -> Path:

@@ -11,8 +11,8 @@ import tensorkeep
 from simulated_ranks import Split, by_dimension, save_by_ranks
 from tensorkeep.formats.native.directory import freed_bytes, summarise
 from tensorkeep.testing.cases import case
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import difference
+from tensorkeep.testing.format_suite import names_in
 
 ROWS, COLUMNS = 512, 64
 GRID = 16 * COLUMNS * 4

@@ -12,8 +12,8 @@ from safetensors import safe_open
 import tensorkeep
 from formats.native.steps import flip
 from simulated_ranks import at_random, by_dimension, save_by_ranks
-from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import difference
+from tensorkeep.testing.format_suite import names_in
 from tiers import exhaustive
 
 SPLITS = {"rows": by_dimension(3), "columns": by_dimension(3, 1), "anywhere": at_random(3, seed=5)}
