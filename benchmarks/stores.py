@@ -37,7 +37,7 @@ from link import link_to
 from peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, measure_peak
 from tensorkeep.bench.checkpoint.files import check_capacity
 from tensorkeep.bench.checkpoint.models import build, spec_of_size
-from tensorkeep.checkpoint.arguments import STORE_THREADS
+from tensorkeep.checkpoint.options import STORE_THREADS
 from tensorkeep.paths import StorePath
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.object_store import part_bytes

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
-from tensorkeep.checkpoint.background import PendingSave, SaveQueue, WhenBusy, copies_of
+from tensorkeep.checkpoint.background import PendingSave, SaveQueue, WhenBusy, checked_budget, copies_of
 from tensorkeep.checkpoint.into import LoadRequest, load_path
-from tensorkeep.checkpoint.memory import checked_budget
-from tensorkeep.checkpoint.progress import ProgressOption, callback_only
+from tensorkeep.checkpoint.options import (
+    MemorySize,
+    ProgressOption,
+    SettingsSource,
+    budget_pool,
+    callback_only,
+    read_settings,
+)
 from tensorkeep.checkpoint.saving import begin_save, check_request, check_store, flat_state
-from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.errors import (
     CorruptCheckpointError,
     DestinationExistsError,

@@ -9,9 +9,9 @@ import torch
 
 import tensorkeep
 from tensorkeep import CheckpointManager
-from tensorkeep.checkpoint import settings
+from tensorkeep.checkpoint import options
+from tensorkeep.checkpoint.options import SaveTable
 from tensorkeep.checkpoint.saving import SaveRequest, check_request
-from tensorkeep.checkpoint.settings import SaveTable
 from tensorkeep.formats.base import FORMATS
 from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.storage.parallel import default_threads
@@ -82,7 +82,7 @@ def test_without_settings_or_their_table_the_defaults_apply(tmp_path: Path) -> N
     assert (found.write.compression, found.write.threads, found.memory_budget) == ("none", default_threads(), None)
     assert (found.write.options, found.settings_from) == (NativeOptions(), None)
     others = write(tmp_path, "[convert]\nto = 'native'\n[tune.checkpoint]\nseconds = 3\n")
-    assert settings.read_settings(others) == SaveTable()
+    assert options.read_settings(others) == SaveTable()
 
 
 def test_files_for_other_tools_are_not_compressed_by_it(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_anything_but_a_small_text_file_is_refused_and_no_file_stays_open(tmp_pa
                 tensorkeep.save(STATE, tmp_path / "a", settings=path)
             path.rmdir() if path.is_dir() else path.unlink()
     path.touch()
-    settings.read_settings(path)
+    options.read_settings(path)
     # Others are closed meanwhile, by what earlier tests have left to the garbage collector.
     assert path.resolve() not in [each.resolve() for each in Path("/proc/self/fd").iterdir()]
     assert names_in(tmp_path) == [path.name]

@@ -31,7 +31,7 @@ from tensorkeep.bench.tune.checkpoint import (
     write_tuned,
 )
 from tensorkeep.bench.workload import Outcome
-from tensorkeep.checkpoint import settings
+from tensorkeep.checkpoint import options
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.format_suite import FailingDisk, names_in
 
@@ -105,7 +105,7 @@ def test_fastest_of_several_wins_and_its_differences_are_written() -> None:
     assert many.table() == changed
     # The memory budget is enough for all these threads.
     text = with_table("", many.table(), [], Path("tensorkeep.toml"))
-    assert settings.parse(tomllib.loads(text), Path("tensorkeep.toml")).memory_budget == many.memory_budget
+    assert options.parse(tomllib.loads(text), Path("tensorkeep.toml")).memory_budget == many.memory_budget
 
 
 def test_rest_of_the_file_is_kept(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_check_leaves_no_file_and_writing_is_atomic(tmp_path: Path, monkeypa
             write_tuned(path, {"compression": "none"}, [])
     assert (path.read_text(), names_in(tmp_path)) == ("[info]\nlargest = 3\n", ["tensorkeep.toml"])
     write_tuned(path, {"compression": "none"}, [])
-    assert settings.read_settings(path).compression == "none"
+    assert options.read_settings(path).compression == "none"
     assert path.stat().st_mode & 0o777 == 0o640
 
 
@@ -180,7 +180,7 @@ def test_link_to_another_file_system_is_followed(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "replace", replace)
     write_tuned(path, {"compression": "none"}, [])
     assert path.is_symlink()
-    assert settings.read_settings(mounted / "real.toml").compression == "none"
+    assert options.read_settings(mounted / "real.toml").compression == "none"
     assert (names_in(mounted), names_in(tmp_path)) == (["real.toml"], ["mounted", "tensorkeep.toml"])
 
 
@@ -206,7 +206,7 @@ def test_recommendation_is_written_and_followed(tmp_path: Path, quick: Any, call
     assert "Save with lossless" in output and "2.00x" in output
     path = tmp_path / "tensorkeep.toml"
     text = path.read_text()
-    assert settings.read_settings(path) == settings.SaveTable(compression="lossless")
+    assert options.read_settings(path) == options.SaveTable(compression="lossless")
     assert "#: Save with lossless" in text
     assert all(line.startswith("#: ") for line in text.splitlines()[1:-1])
     report = tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "runs" / "step-1", settings=path)

@@ -7,14 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import MemorySize
-from tensorkeep.checkpoint.background import SaveReport, run_now
+from tensorkeep.checkpoint.background import SaveMemory, SaveReport, run_now
 from tensorkeep.checkpoint.match import refuse_placeholders, select_tensors
-from tensorkeep.checkpoint.memory import SaveMemory
-from tensorkeep.checkpoint.progress import ProgressOption, drawn
+from tensorkeep.checkpoint.options import MemorySize, ProgressOption, SettingsSource, drawn
 from tensorkeep.checkpoint.ranges import reading_threads
 from tensorkeep.checkpoint.saving import DEFAULT_FORMAT, begin_save, check_request, default_format
-from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.finding import open_reader

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
-from tensorkeep.checkpoint.progress import ProgressOption, drawn
+from tensorkeep.checkpoint.options import MemorySize, ProgressOption, budget_pool, drawn, thread_count
 from tensorkeep.checkpoint.ranges import contiguous_in, grid, reading_threads, strided_view
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import BLOCK_BYTES, Entry, OpenSettings, Reader

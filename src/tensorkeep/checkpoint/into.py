@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import check_device, thread_count
 from tensorkeep.checkpoint.match import (
     StateMatch,
     check_same_checkpoint,
@@ -17,7 +16,7 @@ from tensorkeep.checkpoint.match import (
     warn_of_placeholders,
 )
 from tensorkeep.checkpoint.object_checks import REFUSALS, in_own_names, is_module
-from tensorkeep.checkpoint.progress import ProgressOption, drawn
+from tensorkeep.checkpoint.options import ProgressOption, check_device, drawn, thread_count
 from tensorkeep.checkpoint.ranges import read_all
 from tensorkeep.checkpoint.stateful import (
     PerRank,

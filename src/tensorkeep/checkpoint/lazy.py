@@ -5,10 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
 from tensorkeep.checkpoint.into import LoadRequest, load_open
 from tensorkeep.checkpoint.match import refuse_placeholders_named
-from tensorkeep.checkpoint.progress import ProgressOption, drawn
+from tensorkeep.checkpoint.options import MemorySize, ProgressOption, budget_pool, drawn
 from tensorkeep.checkpoint.ranges import NewPages, contiguous_in, fill, strided_view
 from tensorkeep.checkpoint.verify import VerifyReport, verify_open
 from tensorkeep.closing import Closing

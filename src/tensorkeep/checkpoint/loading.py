@@ -4,9 +4,8 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
 from tensorkeep.checkpoint.into import LoadRequest, load_path
-from tensorkeep.checkpoint.progress import ProgressOption
+from tensorkeep.checkpoint.options import MemorySize, ProgressOption, budget_pool
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names

@@ -13,11 +13,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tensorkeep.checkpoint import auto_compression
-from tensorkeep.checkpoint.arguments import MemorySize, thread_count
-from tensorkeep.checkpoint.background import PendingSave, SaveJob, SaveQueue, SaveReport, run_now
-from tensorkeep.checkpoint.memory import SaveMemory, checked_budget
-from tensorkeep.checkpoint.progress import ProgressOption, callback_only, drawn
-from tensorkeep.checkpoint.settings import SettingsSource, read_settings
+from tensorkeep.checkpoint.background import (
+    PendingSave,
+    SaveJob,
+    SaveMemory,
+    SaveQueue,
+    SaveReport,
+    checked_budget,
+    run_now,
+)
+from tensorkeep.checkpoint.options import (
+    MemorySize,
+    ProgressOption,
+    SettingsSource,
+    callback_only,
+    drawn,
+    read_settings,
+    thread_count,
+)
 from tensorkeep.checkpoint.stateful import expand, for_rank
 from tensorkeep.errors import DestinationExistsError, PathLike, UnsupportedError, UsageError
 from tensorkeep.formats.base import FORMATS, StagedWrite, StepRecord, WriteSettings, check_saveable, format_by_suffix

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
-from tensorkeep.checkpoint.progress import ProgressOption, drawn
+from tensorkeep.checkpoint.options import MemorySize, ProgressOption, budget_pool, drawn, thread_count
 from tensorkeep.checkpoint.ranges import read_all
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike
 from tensorkeep.formats.base import FORMATS, OpenSettings, Problem, Reader

@@ -100,7 +100,7 @@ class Output:
             yield None
             return
         # Only here, because the storage imports numpy.
-        from tensorkeep.checkpoint.progress import progress_bar
+        from tensorkeep.checkpoint.options import progress_bar
 
         # The bar would vanish behind a long name.
         label = elided(printable(doing), max(_LEAST_LABEL, columns() - _BAR_COLUMNS))

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
 from tensorkeep.checkpoint.match import rebuild, refuse_placeholders_of
+from tensorkeep.checkpoint.options import MemorySize, budget_pool, thread_count
 from tensorkeep.checkpoint.ranges import NewPages, copy_range, fill, reads_of
 from tensorkeep.checkpoint.stateful import paths_to
 from tensorkeep.checkpoint.targets import CopyPlan

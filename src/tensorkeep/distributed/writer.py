@@ -23,10 +23,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from tensorkeep.checkpoint.arguments import MemorySize
-from tensorkeep.checkpoint.memory import SaveMemory, checked_budget
+from tensorkeep.checkpoint.background import SaveMemory, checked_budget
+from tensorkeep.checkpoint.options import MemorySize, SettingsSource
 from tensorkeep.checkpoint.saving import SaveRequest, check_request
-from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, RanksDisagreeError, UnsupportedLeafError, UsageError
 from tensorkeep.formats.base import WriteResult as FormatResult
 from tensorkeep.formats.native.directory import is_replaceable

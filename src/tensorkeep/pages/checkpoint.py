@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
 from tensorkeep.checkpoint.info import InfoReport, Total, describe, report_of
+from tensorkeep.checkpoint.options import MemorySize, budget_pool, thread_count
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import Entry as Tensor
 from tensorkeep.formats.base import OpenSettings

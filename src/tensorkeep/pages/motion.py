@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
 from tensorkeep.checkpoint.diff import Tolerance, distances, layer_of
+from tensorkeep.checkpoint.options import MemorySize, budget_pool, thread_count
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.finding import open_reader

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.checkpoint.log import LoggedStep, RunLog
 from tensorkeep.checkpoint.log import log as read_log
+from tensorkeep.checkpoint.options import MemorySize
 from tensorkeep.errors import PathLike, TensorkeepError
 from tensorkeep.formats.native.directory import summarise
 from tensorkeep.formats.torch_file.unpickle import Allow

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 import numpy as np
 from safetensors import SafetensorError
 
-from tensorkeep.checkpoint.arguments import check_device
 from tensorkeep.checkpoint.lazy import Checkpoint, LazyTensor
+from tensorkeep.checkpoint.options import check_device
 from tensorkeep.checkpoint.saving import save
 from tensorkeep.checkpoint.targets import CopyPlan
 from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, UnsupportedError, UsageError

@@ -15,7 +15,7 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
-from tensorkeep.checkpoint.memory import SaveMemory
+from tensorkeep.checkpoint.background import SaveMemory
 from tensorkeep.formats.base import BLOCK_BYTES
 from tensorkeep.testing.cases import case
 from tensorkeep.testing.equality import same

@@ -21,8 +21,7 @@ from faults import injection as faults
 from interrupts import interrupted_at
 from tensorkeep import CheckpointManager, KeepBest
 from tensorkeep.checkpoint import auto_compression
-from tensorkeep.checkpoint.background import SaveQueue
-from tensorkeep.checkpoint.memory import SaveMemory
+from tensorkeep.checkpoint.background import SaveMemory, SaveQueue
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.testing.equality import same
 from tiers import exhaustive
@@ -372,7 +371,7 @@ def test_a_state_larger_than_half_of_the_memory_keeps_its_buffers(monkeypatch: p
     def available() -> int:
         return 600 * MIB - sum(pool.allocated_bytes for pool in pools)
 
-    monkeypatch.setattr("tensorkeep.checkpoint.memory.available_bytes", available)
+    monkeypatch.setattr("tensorkeep.checkpoint.background.available_bytes", available)
     for _ in range(4):
         memory.working(1, delta=False)
         pool = memory.staging(500 * MIB, from_cuda=False)

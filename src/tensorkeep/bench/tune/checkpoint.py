@@ -31,8 +31,8 @@ from tensorkeep.bench.run.runner import run_rounds, scratch_folder
 from tensorkeep.bench.statistics import Comparison, compare, describe, holm, require_scipy
 from tensorkeep.bench.workload import Outcome
 from tensorkeep.checkpoint.loading import load
+from tensorkeep.checkpoint.options import KEYS, TABLE, parse
 from tensorkeep.checkpoint.saving import save
-from tensorkeep.checkpoint.settings import KEYS, TABLE, parse
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import BLOCK_BYTES, thread_bytes
 from tensorkeep.state.tree import flatten

@@ -25,7 +25,7 @@ from tensorkeep.bench.tune.checkpoint import (
     with_table,
     write_tuned,
 )
-from tensorkeep.checkpoint.settings import FILE_NAME
+from tensorkeep.checkpoint.options import FILE_NAME
 from tensorkeep.cli.options import SIZE, Checkpoint, Size, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, printable, ratio

@@ -1,15 +1,12 @@
-"""The table ``[save]`` of a settings file: how to save where the call leaves it open.
-
-``tensorkeep tune checkpoint`` writes such a file, by default ``tensorkeep.toml``. It is read where a call names it
-(``settings=``, or ``-C`` on the command line); no file is ever searched for. Arguments of the call override the
-file; an invalid value is an error that names the file and the key. Other tables belong to the command line.
-"""
+"""Options that several calls share: threads, budgets, devices, progress, and the settings file of saves."""
 
 import difflib
 import os
 import stat
+import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,17 +14,113 @@ from typing import Any
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import PathLike, UsageError, did_you_mean
 from tensorkeep.paths import checked_path
-from tensorkeep.storage.buffers import MINIMUM_BUDGET
+from tensorkeep.state.leaf import Device
+from tensorkeep.storage import storage_of
+from tensorkeep.storage.buffers import MINIMUM_BUDGET, BufferPool
 from tensorkeep.storage.direct_io import close, store_errors
+from tensorkeep.storage.parallel import Progress, default_threads
 from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
+
+
+STORE_THREADS = 8
+"""They wait for the network, however few the processors are; a small memory budget allows fewer."""
+MemorySize = int | str
+"""Bytes, as a number or as a text such as ``"256MiB"``."""
+
+
+def budget_pool(memory_budget: MemorySize) -> BufferPool:
+    """Return a pool with this budget; UsageError if it is not a size, or below 64 MiB."""
+    return BufferPool(parse_bytes(memory_budget))
+
+
+def thread_count(threads: int | None, source: Path | None = None) -> int:
+    """Return how many threads to use; UsageError below 1.
+
+    The default is `default_threads`, or `STORE_THREADS` if they read a ``source`` in an object store.
+    """
+    if threads is None:
+        return STORE_THREADS if source is not None and storage_of(source).remote else default_threads()
+    if threads < 1:
+        raise UsageError(f"threads is {threads}", remedy="give 1 or more")
+    return threads
+
+
+def check_device(device: Device) -> None:
+    """Raise UsageError if tensors cannot be allocated on a device, before anything is read."""
+    if device is None:
+        return
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    # A build of torch without CUDA raises an AssertionError.
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        message = str(error).splitlines()[0]
+        raise UsageError(
+            f"tensors cannot be allocated on device {str(device)!r}: {message}",
+            remedy='give "cpu", or a device that torch finds here',
+        ) from None
+
+
+# Progress.
+
+ProgressOption = Progress | bool | None
+"""A callback, True for a progress bar, or nothing."""
+_FULL_WIDTH = 72
+"""From this many terminal columns, a bar also has the rate and the remaining time."""
+
+
+@contextmanager
+def progress_bar(doing: str, *, of_bytes: bool = True) -> Iterator[Progress]:
+    """Draw a bar on stderr while the block runs; yield a callback that takes (bytes or others done, in all)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+    from rich.progress import TransferSpeedColumn as Speed
+
+    console = Console(stderr=True)
+    done = DownloadColumn() if of_bytes else MofNCompleteColumn()
+    columns = [TextColumn("{task.description}", markup=False), BarColumn(), done]
+    if console.width >= _FULL_WIDTH:
+        columns += [*([Speed()] if of_bytes else []), TimeRemainingColumn()]
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def drawn(progress: ProgressOption, doing: str) -> Iterator[Progress | None]:
+    """Yield the callback to use: the given function; for True, a bar if stderr is a terminal; else None."""
+    if not isinstance(progress, bool):
+        yield progress
+    elif progress and sys.stderr.isatty():
+        with progress_bar(doing) as callback:
+            yield callback
+    else:
+        yield None
+
+
+def callback_only(progress: ProgressOption) -> Progress | None:
+    """Return the callback of a background save, which draws nothing. Raises UsageError for True."""
+    if progress is True:
+        raise UsageError(
+            "progress=True draws a bar, which a save in the background would draw over the output of the program",
+            remedy="give a function of (bytes done, bytes in all)",
+        )
+    return None if progress is False else progress
+
+
+# The table ``[save]`` of a settings file: how to save where the call leaves it open.
+#
+# ``tensorkeep tune checkpoint`` writes such a file, by default ``tensorkeep.toml``. It is read where a call names it
+# (``settings=``, or ``-C`` on the command line); no file is ever searched for. Arguments of the call override the
+# file; an invalid value is an error that names the file and the key. Other tables belong to the command line.
 
 FILE_NAME = "tensorkeep.toml"
 TABLE = "save"
 KEYS = ("compression", "threads", "direct_io", "memory_budget")
-
 _MOST_THREADS = 1024
 _MOST_BYTES = 1024**2
-
 # Files of other formats are read by other tools, which do not know our codecs.
 _ONLY_FOR = {"compression": ("native",), "direct_io": ("native", "safetensors")}
 
