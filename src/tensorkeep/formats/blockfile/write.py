@@ -339,7 +339,7 @@ def write_files(
             for number in range(len(file.tasks)):
                 staged = functools.partial(take, len(tasks)) if take else None
                 tasks.append(functools.partial(file.write_task, number, staged))
-        per_thread = thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=take is not None, delta=delta))
+        per_thread = bytes_per_thread(staged=take is not None, delta=delta)
         per_thread += max((file.upload_bytes for file in files), default=0)
         parallel.run(tasks, context.pool.threads(threads, per_thread), context.cancellation)
         context.cancellation.check()
@@ -357,6 +357,11 @@ def buffers_per_thread(*, staged: bool, delta: bool) -> int:
     into. For differences, one each for the earlier block, its stored bytes and the difference.
     """
     return (1 if staged else 3) + (3 if delta else 0)
+
+
+def bytes_per_thread(*, staged: bool, delta: bool) -> int:
+    """Return the pool memory that one writing thread may use at once."""
+    return thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=staged, delta=delta))
 
 
 def index_content(files: Iterable[DataFile], order: Iterable[str] | None = None) -> bytes:

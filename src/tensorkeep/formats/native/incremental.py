@@ -35,19 +35,12 @@ from tensorkeep.formats.blockfile.read import StoredBlock, digest_as, scratch_by
 from tensorkeep.formats.blockfile.write import CompressedFile, EncodedBlock, HashedInput, WriteContext, encode
 from tensorkeep.formats.boxes import box_of, intersection
 from tensorkeep.formats.checksummed_json import digest
-from tensorkeep.formats.native.manifest import (
-    FILE_NAME_PATTERN,
-    BaseRecord,
-    BlockLocation,
-    FileRecord,
-    Root,
-    renumbered,
-)
+from tensorkeep.formats.native import manifest as manifests
+from tensorkeep.formats.native.manifest import BaseRecord, BlockLocation, FileRecord, Root, renumbered
 from tensorkeep.formats.native.reader import OpenFiles, located
 from tensorkeep.paths import StorePath, absolute, as_path
 from tensorkeep.state.leaf import Source
 from tensorkeep.storage import storage_of
-from tensorkeep.storage.base import MANIFEST_NAME
 from tensorkeep.storage.buffers import round_up
 from tensorkeep.storage.direct_io import Bytes, close, store_errors
 
@@ -368,7 +361,7 @@ class References(SharedFiles):
     def _settle(self, used: Container[int]) -> None:
         # While the earlier manifest is there, no other process deletes the objects that it names; afterwards, the
         # grace period of the deletion protects them until the new manifest names them.
-        names = [MANIFEST_NAME, *(self._opened.records[number].name for number in self.names if number in used)]
+        names = [manifests.FILE_NAME, *(self._opened.records[number].name for number in self.names if number in used)]
         directory = self._opened.directory
         changed = directory.changed(names)
         if changed is not None:
@@ -396,7 +389,7 @@ class Links(SharedFiles):
     def add(self, number: int) -> str | None:
         record = self._opened.records[number]
         name = self._names[number]
-        if not re.search(FILE_NAME_PATTERN, name):
+        if not re.search(manifests.FILE_NAME_PATTERN, name):
             return f"{record.name} cannot be linked: its new name would be too long"
         link = self._directory / name
         try:

@@ -27,7 +27,8 @@ from tensorkeep.formats.checksummed_json import Body, Content
 from tensorkeep.formats.decoding import MAX_HEADER_BYTES
 from tensorkeep.paths import StorePath
 from tensorkeep.state.dtypes import BY_NAME
-from tensorkeep.state.leaf import MOST_DIMENSIONS
+from tensorkeep.state.leaf import MOST_DIMENSIONS, Source
+from tensorkeep.state.tree import Flat
 from tensorkeep.storage import storage_of
 from tensorkeep.storage.base import MANIFEST_NAME, Directory
 from tensorkeep.storage.store_commit import object_name
@@ -273,6 +274,11 @@ class StateRecord:
                 found[name] = (alias.part, key)
                 taken.add(found[name])
         return found
+
+
+def alias_records(flat: Flat[Source]) -> dict[str, AliasRecord]:
+    """Return the records of a state's aliases, with their keys."""
+    return {name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()}
 
 
 class Manifest(StateRecord, msgspec.Struct, frozen=True, omit_defaults=True):

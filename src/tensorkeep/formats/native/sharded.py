@@ -21,7 +21,7 @@ from tensorkeep.errors import (
     UnsupportedError,
 )
 from tensorkeep.formats import checksummed_json
-from tensorkeep.formats.base import AliasRecord, OpenSettings, WriteSettings
+from tensorkeep.formats.base import OpenSettings, WriteSettings
 from tensorkeep.formats.decoding import as_a_reader
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.directory import is_replaceable
@@ -76,7 +76,7 @@ def plan_root(
         fragments=[],
         files=[],
         leaves=leaves,
-        aliases={name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()},
+        aliases=manifests.alias_records(flat),
         skeleton=flat.skeleton,
         metadata=settings.metadata,
         step=settings.step,

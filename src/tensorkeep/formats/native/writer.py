@@ -16,16 +16,7 @@ from typing import Any, Protocol
 
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats import checksummed_json
-from tensorkeep.formats.base import (
-    BLOCK_BYTES,
-    AliasRecord,
-    OpenSettings,
-    PartKey,
-    StagedWrite,
-    WriteResult,
-    WriteSettings,
-    thread_bytes,
-)
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, PartKey, StagedWrite, WriteResult, WriteSettings
 from tensorkeep.formats.blockfile.plan import (
     CODED_GRID,
     CODED_SUFFIX,
@@ -50,7 +41,7 @@ from tensorkeep.formats.blockfile.write import (
     DataFile,
     RawFile,
     WriteContext,
-    buffers_per_thread,
+    bytes_per_thread,
     find_codec,
     index_content,
     stage,
@@ -196,8 +187,7 @@ class NativeWrite(StagedWrite):
         """Raise UsageError if differences need more memory than the budget."""
         if self._options.delta:
             # The first save has no base: without this check, only the second save would find a too small budget.
-            buffers = buffers_per_thread(staged=self._staging is not None, delta=True)
-            self._settings.pool.threads(1, thread_bytes(BLOCK_BYTES, buffers=buffers))
+            self._settings.pool.threads(1, bytes_per_thread(staged=self._staging is not None, delta=True))
 
     def _write_data(self, directory: Path, *, save_id: str, ranks: int = 1) -> WrittenFiles:
         """Write the blocks that the base does not have, and share the base's files with the others.
@@ -292,7 +282,7 @@ class SingleProcessWrite(NativeWrite):
             compression=settings.compression,
             files=written.records,
             leaves=leaves,
-            aliases={name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()},
+            aliases=manifests.alias_records(flat),
             skeleton=flat.skeleton,
             metadata=settings.metadata,
             step=settings.step,
