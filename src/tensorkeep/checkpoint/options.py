@@ -21,7 +21,6 @@ from tensorkeep.storage.direct_io import close, store_errors
 from tensorkeep.storage.parallel import Progress, default_threads
 from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
 
-
 STORE_THREADS = 8
 """They wait for the network, however few the processors are; a small memory budget allows fewer."""
 MemorySize = int | str
