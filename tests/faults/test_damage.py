@@ -68,7 +68,7 @@ def test_a_flipped_bit_in_any_byte_is_found(checkpoint: Path, exhaustive: bool, 
 
 def offset_of(checkpoint: Path, entry: Any) -> int:
     with tensorkeep.open(checkpoint) as opened:
-        return opened._reader.tensors[entry.name].blocks[0].offset
+        return opened._reader._box(entry.name, 0).blocks[0].offset
 
 
 def test_a_problem_names_file_tensor_and_block_and_loading_without_verification_is_opt_in(checkpoint: Path) -> None:

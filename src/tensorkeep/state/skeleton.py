@@ -479,8 +479,7 @@ _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
 # ``{"enum": ["module:Class", "MEMBER"]}``                     a registered enum; a combination of flags by its integer
 # ``{"size": [2, 3]}``                                         a torch.Size
 # ``{"dtype": "bfloat16"}``, ``{"device": "cuda:0"}``          a torch.dtype, a torch.device
-# ``{"placeholder": [NAME, WHAT, REMEDY]}``                    a value of another format that cannot be read; never
-# saved
+# ``{"placeholder": [NAME, WHAT, REMEDY]}``                    a value that cannot be read; never saved
 # ``{"tensor": NAME}``                                         a leaf, by name: a torch tensor;
 # ``{"parameter": NAME}``                                      a torch.nn.Parameter;
 # ``{"ndarray": NAME}``, ``{"npscalar": NAME}``                a numpy array; a numpy scalar, stored as a 0-d array

@@ -83,6 +83,14 @@ def test_one_changed_block_of_a_tensor_is_written(tmp_path: Path) -> None:
         tensorkeep.load(alone)
 
 
+def test_a_reshaped_tensor_keeps_its_blocks(tmp_path: Path) -> None:
+    weight = torch.randn(300, 100)
+    tensorkeep.save({"w": weight}, tmp_path / "a", incremental=True)
+    report = tensorkeep.save({"w": weight.reshape(100, 300)}, tmp_path / "b", base=tmp_path / "a")
+    assert report.new_bytes < weight.nbytes / 2
+    assert same(tensorkeep.load(tmp_path / "b"), {"w": weight.reshape(100, 300)})
+
+
 def test_tied_tensors_and_scalars(tmp_path: Path) -> None:
     shared = torch.randn(60, 60)
     for number in (1, 2):

@@ -224,6 +224,9 @@ class Cuts(Protocol):
     def read_bytes(self, full: Sequence[int], itemsize: int) -> int:
         """Return a size: reads that begin at its multiples decode no block twice."""
 
+    def cut_alike(self, one: Sequence[int], other: Sequence[int]) -> bool:
+        """Return whether tensors of these shapes have the same blocks if their C-order bytes are the same."""
+
 
 class ByteCuts(NamedTuple):
     """A cut every ``most_bytes``, whatever the shape: the blocks of a tensor that one process writes."""
@@ -239,6 +242,9 @@ class ByteCuts(NamedTuple):
 
     def read_bytes(self, full: Sequence[int], itemsize: int) -> int:
         return self.most_bytes
+
+    def cut_alike(self, one: Sequence[int], other: Sequence[int]) -> bool:
+        return prod(one) == prod(other)
 
 
 # The least bytes between two cuts of a tensor that is cut into parts; a power of two.
@@ -319,6 +325,9 @@ class Grid(NamedTuple):
             return max(BLOCK_BYTES, most)
         cut = self.rows_per_block(full, itemsize) * row
         return max(1, BLOCK_BYTES // cut) * cut if cut else BLOCK_BYTES
+
+    def cut_alike(self, one: Sequence[int], other: Sequence[int]) -> bool:
+        return tuple(one) == tuple(other)
 
 
 # A rank that reads one of eight shards of a tensor reads little more than its own bytes.

@@ -122,14 +122,19 @@ class BaseCheckpoint(Closing):
         for source in sources:
             own = TensorBox.of_source(source)
             found = tensors.get(source.name)
-            if found is not None and (found.dtype, found.shape) == (source.dtype.name, own.full):
+            if found is not None and found.dtype == source.dtype.name and cuts.cut_alike(found.shape, own.full):
                 wanted[source.name].append(own)
         for name, boxes in wanted.items():
             sides = [box_of(own.offsets, own.sizes) for own in boxes]
+            # A tensor that was reshaped has the same bytes, and so the same blocks.
+            reshaped = tuple(tensors[name].shape) != boxes[0].full
             for rank, record in self._opened.boxes[name]:
-                if all(intersection(box_of(record.offsets, record.sizes), own) is None for own in sides):
+                if reshaped:
+                    box = boxes[0]
+                elif all(intersection(box_of(record.offsets, record.sizes), own) is None for own in sides):
                     continue
-                box = boxes[0]._replace(offsets=record.offsets, sizes=record.sizes)
+                else:
+                    box = boxes[0]._replace(offsets=record.offsets, sizes=record.sizes)
                 starts = cuts.block_starts(box)
                 for (block, place), start, stop in zip(
                     record.located(), starts, (*starts[1:], box.nbytes), strict=True
