@@ -1,4 +1,1 @@
-"""The command line, one module per command.
-
-Commands of other packages use ``options``, ``output``, ``text`` and ``errors``, and nothing else of this package.
-"""
+"""The command line, one module per command. Other packages import ``options``, ``output``, ``text`` and ``errors``."""

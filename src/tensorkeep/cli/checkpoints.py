@@ -1,4 +1,4 @@
-"""How commands open checkpoints: options, the address of a step of a run, the results of several checkpoints."""
+"""How commands open checkpoints: options, addresses of steps, and the results of several checkpoints."""
 
 import os
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from tensorkeep.storage.buffers import DEFAULT_BUDGET
 
 InputFormat = Annotated[str | None, Parameter(help="The format; detected by default.")]
 
+# Patterns of tensor names; the option may be repeated.
 Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
-"""Patterns of tensor names; the option may be repeated."""
 
 
 @Parameter(name="*")
@@ -54,7 +54,6 @@ class ReadOptions(OpenOptions):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of functions that read, such as `tensorkeep.verify`."""
         return {"allow": self.allow, "threads": self.threads, "memory_budget": self.memory_budget}
 
 
@@ -62,7 +61,7 @@ OPEN, READ = OpenOptions(), ReadOptions()
 
 
 def checkpoint_at(path: str, output: Output) -> str:
-    """Return the path of the checkpoint that an address names; print on stderr which step of a run was chosen."""
+    """Return the path of the checkpoint at an address; print on stderr which step of a run was chosen."""
     address = find_checkpoint(path)
     # Not only a note: the user asked for the last step, and gets an older one.
     for number, error in address.skipped.items():
@@ -82,7 +81,6 @@ class BatchResults:
         self.codes: list[int] = []
 
     def add(self, document: dict[str, Any], code: int = 0) -> None:
-        """Record the result of a checkpoint."""
         self._documents.append(document)
         self.codes.append(code)
 
@@ -91,6 +89,7 @@ class BatchResults:
         """Print and record an error in the block; ``about`` are the keys of its JSON."""
         try:
             yield
+        # Any other exception is a bug, and ends the command.
         except (TensorkeepError, OSError) as error:
             if self._alone:
                 raise
@@ -98,10 +97,8 @@ class BatchResults:
             self.add({**about, "ok": False, "error": failure.as_dict()}, failure.exit_code)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the results as ``--json`` prints them."""
         return {"ok": not any(self.codes), "checkpoints": self._documents}
 
     @property
     def code(self) -> int:
-        """The exit code of the command."""
         return most_severe(self.codes)

@@ -1,11 +1,4 @@
-"""The commands: the function that runs a command, its summary and its examples.
-
-This table lets ``tensorkeep --help`` list all commands without importing one. A package adds commands by entry points::
-
-    [project.entry-points."tensorkeep.commands"]
-    train = "tensorkeep.cli.trainer.train:train"
-    "bench.checkpoint" = "tensorkeep.cli.bench.measure:checkpoint"
-"""
+"""The table of commands and their examples. ``tensorkeep --help`` lists the commands without importing one."""
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -15,30 +8,21 @@ from cyclopts import App, Parameter
 
 from tensorkeep.errors import MissingExtraError
 
+# The packages that the commands of this table belong to.
 CORE, TRAINER, BENCH = "tensorkeep", "chatgot", "tensorkeep-bench"
-"""The packages that the commands of this table belong to."""
 
 
 class Command(NamedTuple):
-    """A command.
-
-    Attributes
-    ----------
-    target : str
-        The function, as ``module:function``.
-    summary : str
-        The first line of the function's docstring.
-    package : str
-        The package to install if the module of ``target`` cannot be found.
-    """
+    """A command. ``target`` is the function, as ``module:function``; ``summary`` is the first line of its docstring."""
 
     target: str
     summary: str
+    # The package to install if the module of the function cannot be found.
     package: str = CORE
 
     @property
     def installed(self) -> bool:
-        """Whether the top-level package of ``target`` can be imported; nothing is imported."""
+        """Whether the top-level package of ``target`` can be found; nothing is imported."""
         # A module of this package is found in sys.modules, and others by one look at sys.path.
         return find_spec(self.target.partition(".")[0]) is not None
 
@@ -186,13 +170,13 @@ tensorkeep man | man -l -
 
 
 def _examples() -> dict[str, tuple[str, ...]]:
-    """Return the examples by command. A group has the first example of its commands."""
     lines = _EXAMPLES.strip().splitlines()
     # An example may be part of a shell command: source <(tensorkeep completion bash).
     words = {line: line.partition("tensorkeep ")[2].replace(")", " ").split() for line in lines}
     found = {
         name: tuple(line for line in lines if words[line][: name.count(" ") + 1] == name.split()) for name in COMMANDS
     }
+    # A group has the first example of every command in it.
     groups = {group: tuple(found[name][0] for name in COMMANDS if name.startswith(f"{group} ")) for group in GROUPS}
     return found | groups | {"": tuple(found[name][0] for name in ("info", "verify", "convert", "demo"))}
 
@@ -201,13 +185,12 @@ EXAMPLES = _examples()
 
 
 def epilogue(command: str) -> str:
-    """Return the examples of a command as the end of its help."""
     examples = EXAMPLES.get(command, ())
     return "\n".join(["Examples:", *(f"  {line}" for line in examples)]) if examples else ""
 
 
 def add_commands(app: App, commands: Mapping[str, Command]) -> None:
-    """Add commands to an application. They are imported when they run; a name of two words is a command of a group."""
+    """Add commands, which are imported when they run. A name of two words is a command of a group."""
     groups: dict[str, App] = {}
     for position, (name, command) in enumerate(commands.items()):
         group, _, word = name.rpartition(" ")
@@ -215,6 +198,7 @@ def add_commands(app: App, commands: Mapping[str, Command]) -> None:
             about = GROUPS.get(group, f"Commands of {command.package}.")
             groups[group] = App(name=group, help=about, sort_key=position, help_epilogue=epilogue(group))
             app.command(groups[group])
+        # Without its package, a command is still listed, and raises an error that names the package.
         groups.get(group, app).command(
             command.target if command.installed else _not_installed(name, command.package),
             name=word,
@@ -237,10 +221,12 @@ def _not_installed(name: str, package: str) -> Callable[..., NoReturn]:
 
 
 def plug_in_commands() -> dict[str, Command]:
-    """Return the commands that installed packages add by entry points.
+    """Return the commands that installed packages add by entry points. None can replace a command of `COMMANDS`.
 
-    An entry point cannot replace a command of `COMMANDS`. The name of an entry point has a dot where the command has a
-    space, such as ``bench.checkpoint``.
+    The dot in the name of an entry point becomes a space::
+
+        [project.entry-points."tensorkeep.commands"]
+        "bench.checkpoint" = "tensorkeep.cli.bench.measure:checkpoint"
     """
     # Only here: this import takes a tenth of the time of a short command.
     from importlib.metadata import entry_points

@@ -62,7 +62,6 @@ class ConvertOptions:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `tensorkeep.convert`."""
         # A format refuses an option that it does not know, so that these two are passed only if they were given.
         return {name: value for name, value in vars(self).items() if value or name not in ("shard_bytes", "force")}
 
@@ -116,8 +115,6 @@ def convert(
 
 
 class _Job(NamedTuple):
-    """One checkpoint to convert."""
-
     source: str
     destination: str
     format: str
@@ -129,8 +126,7 @@ def _plan(paths: Sequence[str], to: str | None, output: Output) -> tuple[list[_J
         raise UsageError("no destination is given", remedy="give SOURCE... DESTINATION")
     *sources, destination = paths
     checked = checked_path(destination, stores=True)
-    # A StorePath has no slash at its end.
-    # The slash says that the destination is a folder.
+    # A StorePath has no slash at its end, and the slash says that the destination is a folder.
     lost_slash = isinstance(checked, StorePath) and destination.endswith("/")
     destination = os.fspath(checked) + "/" * lost_slash
     format = to or format_for(destination)
@@ -157,16 +153,19 @@ def _plan(paths: Sequence[str], to: str | None, output: Output) -> tuple[list[_J
 
 
 def _is_taken(destination: str) -> bool:
-    """Return whether a path is a file or a checkpoint. A folder that holds files of weights is neither."""
+    """Return whether a path is a file or a checkpoint."""
     try:
+        # A folder of files of weights is not a checkpoint: others may be written into it.
         return os.path.isfile(destination) or find_format(destination).name not in ("safetensors", "torch")
     except TensorkeepError:
         return False
 
 
 def _stem(source: str) -> str:
-    """Return the name of a source without the suffix of a format; ``run@1200`` keeps its step."""
+    """Return the name of a source without the suffix of a format."""
+    # The path may be `.` or `..`, which are no names. The step in run@1200 stays: it is not the suffix of a format.
     path = Path(os.path.abspath(source))
+    # No format has .ckpt, because every trainer uses this suffix.
     return path.stem if path.suffix.lower() == ".ckpt" or format_by_suffix(path) is not None else path.name
 
 
@@ -181,6 +180,7 @@ def _run_all(jobs: list[_Job], run: Callable[[_Job], SaveReport], output: Output
                 _print_report(source, report)
     if failed := sum(map(bool, results.codes)):
         output.note(f"{counted(failed, 'checkpoint')} of {len(jobs)} failed")
+    # The text was printed after each conversion.
     output.show(results.as_dict(), lambda: None)
     return results.code
 

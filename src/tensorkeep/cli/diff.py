@@ -43,7 +43,6 @@ class DiffView:
     stat: Annotated[bool, Switch] = False
 
     def cut(self, entries: Sequence[Entry]) -> tuple[Sequence[Entry], list[str]]:
-        """Return the first entries, and a line with the number of entries left out."""
         shown = entries[: self.top] if self.top else entries
         left = len(entries) - len(shown)
         return shown, [f"and {left:,} more (--top 0 shows all)"] if left else []
@@ -85,6 +84,7 @@ def diff(
     with output.meter("comparing") as progress:
         report = compare(a, b, atol=atol, rtol=rtol, select=select, progress=progress, **options.arguments)
     output.show(report.as_dict(depth=view.depth), lambda: _print_report(report, view))
+    # As diff and cmp do.
     return 0 if report.equal else 1
 
 
@@ -138,6 +138,7 @@ def _print_diffs(title: str, diffs: Sequence[TensorDiff], view: DiffView) -> Non
             f"{each.elements:,}",
             _percent(each.share),
             f"{each.relative_l2:.3g}" if each.floating else "-",
+            # A tensor of zeros has no direction.
             "-" if each.cosine is None or not each.floating else f"{each.cosine:.6f}",
             f"{each.largest:.4g}",
         )

@@ -15,8 +15,8 @@ from tensorkeep.cli.output import finish_stdout
 from tensorkeep.cli.text import printable
 from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError, did_you_mean, is_out_of_memory
 
+# The reader of a pipe has closed it (`tensorkeep ls x | head -1`): 128 + SIGPIPE, as shells do.
 BROKEN_PIPE = 141
-"""The exit code if the reader of a pipe has closed it (``tensorkeep ls x | head -1``): 128 + SIGPIPE, as shells do."""
 
 # Exit codes, the most severe first: damage before I/O errors before missing paths.
 _SEVERITY = (4, 3, 5, 7, 6, 2, 1, 0)
@@ -34,7 +34,7 @@ class InternalError(TensorkeepError, kind="internal", exit_code=70):
 
 
 def most_severe(codes: Iterable[int]) -> int:
-    """Return the most severe of several exit codes: 4, else 3, else 5, else 7, ... else 0."""
+    """Return the most severe of several exit codes; 0 without one."""
     # Not the largest number: 7 (unsupported) is milder than 4 (corrupt).
     return min(codes, key=_SEVERITY.index, default=0)
 
@@ -94,15 +94,14 @@ def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
 
 
 def print_error(error: BaseException) -> TensorkeepError:
-    """Print an error on stderr, and return it as a TensorkeepError."""
     failure = as_failure(error)
     print(*error_lines(failure), sep="\n", file=sys.stderr)
     return failure
 
 
 def error_lines(failure: TensorkeepError) -> list[str]:
-    """Return the message and the remedy. Control characters are escaped: names may come from hostile files."""
-    # The text of an error ends with its remedy, which is a line of its own.
+    """Return the message and the remedy, with control characters escaped."""
+    # Names in messages may come from hostile files. The text of an error ends with its remedy, a line of its own.
     text = str(failure).removesuffix(f"\n{failure.remedy}")
     prefix = {"interrupted": "", "internal": "internal error: "}.get(failure.kind, "error: ")
     return [printable(line) for line in (f"{prefix}{text}", failure.remedy) if line]

@@ -22,7 +22,7 @@ _UNWRAPPED = 1 << 16
 
 
 def show_whole_docstring(app: App) -> None:
-    """Show the docstring of a command above its options. The list of commands shows only the first line."""
+    """Show the docstring of a command above its options, not only its first line."""
     if app.default_command is not None:
         # The parameters of the docstring are cyclopts' part.
         text = inspect.cleandoc(app.default_command.__doc__ or "").partition("\nParameters\n")[0]
@@ -45,7 +45,7 @@ class Formatter(DefaultFormatter):
 
 @dataclass(frozen=True, slots=True)
 class DescribedOption:
-    """An option or an argument: its names with the placeholder of its value, and its help."""
+    """An option or an argument; ``names`` include the placeholder of its value."""
 
     names: tuple[str, ...]
     text: str
@@ -53,7 +53,7 @@ class DescribedOption:
 
 @dataclass(slots=True)
 class DescribedCommand:
-    """The help of a command: usage, description, and the options of each panel by the panel's title."""
+    """The help of a command; ``panels`` has the options by the title of a panel."""
 
     usage: str = ""
     description: str = ""
@@ -106,10 +106,10 @@ def _plain(console: "Console", text: Any) -> str:
 
 
 def manual_page(app: App, commands: Sequence[str], epilogue: str) -> str:
-    """Return the manual page of the program."""
     summary = str(app.help).rstrip(".")
     lines = [
         f'.TH TENSORKEEP 1 "" "tensorkeep {__version__}" "User Commands"',
+        # Neither hyphenation nor justification: both would change commands and paths.
         *(".nh", ".ad l", ".SH NAME"),
         escaped(f"tensorkeep - {summary[:1].lower()}{summary[1:]}"),
         *(".SH SYNOPSIS", ".B tensorkeep", r"\fICOMMAND\fR [\fIOPTIONS\fR]", ".SH COMMANDS"),
@@ -140,7 +140,7 @@ def _examples(command: str, heading: str) -> list[str]:
 
 
 def escaped(text: str) -> str:
-    """Return text that roff prints as it is: no escapes, no requests, and hyphens that can be copied."""
+    """Return text that roff prints as it is, with hyphens that can be copied."""
     # The backslash first: the other replacements add backslashes.
     for character, escape in {
         "\\": r"\e",

@@ -83,7 +83,6 @@ def _print_info(report: InfoReport, largest: int) -> None:
 
 
 def _headline(report: InfoReport) -> list[str]:
-    """Return the format and its properties as phrases."""
     details = report.details
     phrases = [" ".join([report.format, *([str(details["version"])] if details.get("version") is not None else [])])]
     for key, value in details.items():
@@ -100,7 +99,7 @@ def _headline(report: InfoReport) -> list[str]:
 
 
 def _history(details: dict[str, Any]) -> Iterator[str]:
-    """Yield lines about the step of a run: when it was saved, what it wrote, and which bytes other steps share."""
+    """Yield lines about a step of a run: what it wrote, and which bytes it shares with other steps."""
     step, history, space = details.get("step"), details.get("history"), details.get("space")
     if step:
         metrics = "".join(f", {name} {value}" for name, value in step["metrics"].items())
@@ -138,7 +137,6 @@ def _totals(what: str, totals: dict[str, Total]) -> Table:
 
 
 def _ranks(ranks: list[dict[str, Any]]) -> Table:
-    """Return the fragments that the ranks saved."""
     rows = [(each["fragment"], f"{each['boxes']:,}", format_bytes(each["bytes"])) for each in ranks[:_MOST_RANKS]]
     if rest := ranks[_MOST_RANKS:]:
         boxes, nbytes = (sum(each[key] for each in rest) for key in ("boxes", "bytes"))

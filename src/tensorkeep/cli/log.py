@@ -1,4 +1,4 @@
-"""``tensorkeep log``: the steps of a run; and the summary of a run, which ``tensorkeep info RUN`` prints."""
+"""``tensorkeep log``: the steps of a run. ``tensorkeep info RUN`` prints the summary."""
 
 import sys
 import time
@@ -67,11 +67,8 @@ def log(
 
 
 def _segments(root: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the segments of a run of ``tensorkeep train`` and the run that it branched from: as JSON and as text.
-
-    ``root`` is the folder of the steps or of the run. The JSON has each segment in ``segments`` and, under the older
-    name, in ``legs``.
-    """
+    """Return the segments and the origin of a run of ``tensorkeep train``, as JSON and as text."""
+    # The steps are in a subfolder of the run, and either folder may be given.
     folder = next((place for place in (root, root.parent) if (place / "run.json").is_file()), None)
     if folder is None:
         return {}, []
@@ -87,16 +84,17 @@ def _segments(root: Path) -> tuple[dict[str, Any], list[str]]:
     origin, segments, lines = record.origin, [], []
     if origin is not None:
         lines.append(f"branched from {origin.run} after step {origin.step}: {describe(origin.settings)}")
+    # The record lists later segments only: the first one is the run as it was started.
     for number, segment in enumerate(record.segments, 2):
         about = {"step": segment.step, "time": segment.time, "settings": segment.settings}
         segments.append({"segment": number, "leg": number, **about})
         lines.append(f"segment {number} began after step {segment.step}, {segment.time}: {describe(segment.settings)}")
+    # `legs` and `leg` are older names, which scripts may read.
     document = {"segments": segments, "legs": segments}
     return document | {"origin": None if origin is None else msgspec.to_builtins(origin)}, lines
 
 
 def print_summary(found: RunLog) -> None:
-    """Print the totals of a run."""
     total = found.summary()
     first, last = found.steps[0], found.steps[-1]
     numbers = f"{first.number} to {last.number}" if first is not last else f"{first.number}"
@@ -147,8 +145,8 @@ def _print_log(found: RunLog, shown: list[LoggedStep], names: list[str]) -> None
 
 
 def _metrics(found: RunLog) -> list[str]:
-    """Return the names of all metrics, the metric of the best step first."""
     names = dict.fromkeys(name for step in found.steps for name in step.metrics or {})
+    # First the metric of the best step, which a narrow terminal keeps.
     return sorted(names, key=lambda name: name != found.metric)
 
 

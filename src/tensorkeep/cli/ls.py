@@ -55,7 +55,6 @@ def ls(
 
 
 def tensor_table(entries: Sequence[Entry], *, long: bool = False) -> Table:
-    """Return a table of tensors. With ``long`` it has the part of the state and the alias, too."""
     headings: tuple[str, ...] = ("name", "=dtype", "=shape", ">size", ">stored", "=codec", "=file")
     rows: list[tuple[str, ...]] = [
         (
@@ -76,7 +75,6 @@ def tensor_table(entries: Sequence[Entry], *, long: bool = False) -> Table:
 
 
 def print_placeholders(placeholders: Mapping[str, str]) -> None:
-    """Print the values that cannot be read, with the reason."""
     if placeholders:
         print("\ncannot be read:")
         Table(("name", "what"), list(placeholders.items())).show()

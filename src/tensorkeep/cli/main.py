@@ -1,8 +1,4 @@
-"""The command line: parse, run the command, return an exit code.
-
-A command returns its exit code, or None for 0. Commands are imported when they run, so that ``tensorkeep --help``
-imports neither torch nor numpy.
-"""
+"""The command line: parse, run the command, and return its exit code; a command returns None for 0."""
 
 import os
 import sys
@@ -34,7 +30,6 @@ checkpoint, 6 destination exists, 7 unsupported, 70 internal error, 130 interrup
 
 
 def build_app(*, plug_ins: bool = True) -> App:
-    """Return the application. With ``plug_ins`` it has the commands of installed entry points, too."""
     commands = COMMANDS | (plug_in_commands() if plug_ins else {})
     # A table of -C is named like the first word of a command.
     tables = [*dict.fromkeys(name.partition(" ")[0] for name in commands)]
@@ -48,6 +43,7 @@ def build_app(*, plug_ins: bool = True) -> App:
         version_flags=["--version", "-V"],
         config=(from_environment, partial(from_file, tables), with_local_paths),
     )
+    # They are imported when they run: `tensorkeep --help` imports neither torch nor numpy.
     add_commands(app, commands)
     return app
 

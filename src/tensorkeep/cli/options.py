@@ -1,7 +1,5 @@
-"""Options that commands share: their types, and their values from the flag, the environment or a TOML file.
-
-A flag overrides the environment (``TENSORKEEP_MEMORY_BUDGET=1GiB``), which overrides the TOML file of ``-C``
-(``[convert]`` / ``memory-budget = "1GiB"``), which overrides the default.
+"""Options that commands share, and their values: a flag overrides ``TENSORKEEP_MEMORY_BUDGET=1GiB`` in the environment,
+which overrides the TOML file of ``-C`` (``[convert]`` / ``memory-budget = "1GiB"``), which overrides the default.
 """
 
 import difflib
@@ -46,10 +44,9 @@ def _mebibytes(count: int) -> str:
 
 SIZE = Parameter(converter=_size, n_tokens=1, metavar="SIZE")
 Size = Annotated[int, SIZE, Parameter(show_default=_mebibytes)]
-"""A number of bytes, such as ``256MiB``."""
 
+# A flag that is off by default; `--flag=false` overrides the environment and the file.
 Switch = Parameter(negative="", show_default=False)
-"""A flag that is off by default; ``--flag=false`` overrides the environment and the file."""
 
 AtLeastOne = Parameter(validator=Number(gte=1))
 
@@ -98,10 +95,7 @@ STORE = StoreOptions()
 
 
 def flags_after_command(tokens: Sequence[str], groups: Collection[str]) -> list[str]:
-    """Move the flags that every command takes from before the command to after it.
-
-    ``tensorkeep --json info x`` means ``tensorkeep info --json x``; a command of one of the groups is two words.
-    """
+    """Move flags of every command from before the command to after it: ``--json info x`` becomes ``info --json x``."""
     # Assembling the arguments takes milliseconds, and most calls have no flag in front.
     takes_value = _flags_everywhere() if tokens and tokens[0].startswith("-") else {}
     start = 0
@@ -118,7 +112,7 @@ def flags_after_command(tokens: Sequence[str], groups: Collection[str]) -> list[
 
 
 def _flags_everywhere() -> dict[str, bool]:
-    """Return the flags that every command takes, and whether each takes a value."""
+    """Return the flags that every command takes, and whether a flag takes a value."""
 
     def command(*, output: Output = DEFAULT) -> None: ...
 
@@ -135,14 +129,15 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
 
 
 def with_local_paths(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Expand ``~`` in options of the type `Path`, and refuse URLs. A `Path` would lose the second slash of a URL."""
+    """Expand ``~`` in options of the type `Path`, and refuse URLs."""
     for argument in arguments:
+        # A `Path` would lose the second slash of a URL, and name a local folder.
         if Path in (argument.hint, *get_args(argument.hint)):
             argument.tokens[:] = [token.evolve(value=os.fspath(checked_path(token.value))) for token in argument.tokens]
 
 
 def from_file(known: Collection[str], app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Take options from the TOML file of ``-C`` or ``TENSORKEEP_CONFIG``; each table must name a known command."""
+    """Take options from the TOML file of ``-C`` or ``TENSORKEEP_CONFIG``."""
     # Flags and the environment were read before, so that the path is known.
     tokens = [argument.tokens for argument in arguments if argument.name == "--config" and argument.tokens]
     if not tokens:

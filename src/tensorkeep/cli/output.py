@@ -1,4 +1,4 @@
-"""The options that every command takes, and printing by them: JSON or text, notes, progress and log messages."""
+"""The options of every command, and printing by them: JSON or text, notes, progress and log messages."""
 
 import io
 import json
@@ -46,7 +46,7 @@ class Output:
     ] = None
 
     def show(self, document: Mapping[str, Any], text: Callable[[], None]) -> None:
-        """Print the document as JSON with ``--json``; else call ``text``, which prints, unless ``--quiet`` is set."""
+        """Print the document with ``--json``; else call ``text``, which prints, unless ``--quiet`` is set."""
         if self.json:
             # `default=str` is for paths and dtypes.
             print(json.dumps(_strict(document), indent=2, allow_nan=False, default=str))
@@ -55,30 +55,30 @@ class Output:
 
     @property
     def shows_text(self) -> bool:
-        """Whether stdout has text: neither --json nor --quiet is given."""
+        """Whether stdout has text: neither --json nor --quiet."""
         return not (self.json or self.quiet)
 
     def print_lines(self, *lines: str) -> None:
-        """Print lines on stdout and flush them, so that they appear before a long stage begins."""
         if self.shows_text:
             print_lines(*lines)
+            # In a pipe, lines would otherwise appear only after a long stage.
             sys.stdout.flush()
 
     def paragraph(self, *sentences: str) -> None:
-        """Print an empty line and sentences, wrapped at 79 columns or less; names and paths are never broken."""
+        """Print an empty line and sentences, wrapped at 79 columns or less."""
+        # A name or path that is broken cannot be copied.
         wrapper = textwrap.TextWrapper(
             min(79, columns()), subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
         )
         self.print_lines("", *(line for text in sentences for line in wrapper.wrap(printable(text))))
 
     def note(self, text: str) -> None:
-        """Print a note on stderr."""
         if not self.quiet:
             print(printable(text), file=sys.stderr)
 
     @property
     def draws_progress(self) -> bool:
-        """Whether progress is drawn: stderr is a terminal, and neither --no-progress nor --quiet is given."""
+        """Whether progress is drawn on stderr."""
         return self.progress and not self.quiet and sys.stderr.isatty()
 
     @contextmanager
@@ -121,7 +121,7 @@ DEFAULT = Output()
 
 
 class Counter:
-    """A bar on a terminal that counts steps, with a text; lines are printed above it."""
+    """A bar on a terminal that counts steps; lines are printed above it."""
 
     def __init__(self, bar: "Bar", task: "TaskID", *, refresh: bool) -> None:
         self._bar, self._task, self._refresh = bar, task, refresh
@@ -132,7 +132,6 @@ class Counter:
         self._bar.update(self._task, description=text, completed=completed, total=total, refresh=self._refresh)
 
     def print(self, line: str) -> None:
-        """Print a line above the bar."""
         # Without markup and highlighting: samples of text and error messages may contain brackets.
         self._bar.console.print(line, markup=False, highlight=False)
 
@@ -153,7 +152,7 @@ def counter(
 
 
 def _strict(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None."""
+    # JSON has neither NaN nor infinity, and strict parsers refuse what Python writes for them.
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -164,8 +163,6 @@ def _strict(value: Any) -> Any:
 
 
 class _LogLine(logging.Handler):
-    """Prints each log record as a line on stderr, with control characters escaped."""
-
     def emit(self, record: logging.LogRecord) -> None:
         # One line: a message may contain a name with a line end.
         print(printable(f"{record.levelname.lower()}: {record.getMessage()}"), file=sys.stderr)
@@ -188,7 +185,7 @@ def logging_to_stderr(output: Output) -> Iterator[None]:
 
 
 def make_streams_safe() -> None:
-    """Open closed streams, and escape characters that the encoding of a stream does not have."""
+    """Replace closed streams, and escape characters that a stream cannot encode."""
     for name in ("stdin", "stdout", "stderr"):
         # The caller closed the stream. Without a replacement, the next opened file, such as a checkpoint, would get its
         # file descriptor, and prints would go into that file.

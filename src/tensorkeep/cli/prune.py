@@ -62,7 +62,6 @@ class KeepOptions:
 
     @property
     def given(self) -> bool:
-        """Whether an option says what to delete."""
         counts = self.keep_last, self.keep_every, self.keep_best
         return any(count is not None for count in counts) or bool(self.keep_thinned) or self.broken
 
@@ -118,6 +117,7 @@ def prune(
     if not keep.given:
         raise UsageError("no rule says which steps to keep", remedy=_RULES)
     run = backend_of(absolute(run_root(root)))
+    # One listing decides what is deleted, shown and counted, even if a training run saves meanwhile.
     backend = run.snapshot()
     found, garbage = backend.listing(), _garbage(backend, output)
     if not (found.steps or found.broken or garbage):
@@ -129,6 +129,7 @@ def prune(
     if dry_run or asks:
         output.show(document, lambda: _print(document, limit=_SHOWN if asks else None))
     if dry_run or (asks and not (changes and _confirmed(document, len(gone), output))):
+        # A refused deletion is a failure for `tensorkeep prune ... && next`.
         return 1 if asks and changes else 0
     if changes:
         try:
@@ -143,7 +144,6 @@ def prune(
 
 
 def _plan(backend: SingleTierBackend, keep: KeepOptions, found: StepListing, garbage: Garbage) -> dict[str, Any]:
-    """Return which steps are deleted and which are kept, as ``--json`` prints it."""
     # Damaged steps only: a step of a later version, or one that could not be read, may be intact. Other folders belong
     # to the user.
     damaged = {number for number, error in found.broken.items() if isinstance(error, CorruptCheckpointError)}
@@ -177,12 +177,12 @@ def _garbage(backend: SingleTierBackend, output: Output) -> Garbage:
 
 
 def _confirmed(document: dict[str, Any], steps: int, output: Output) -> bool:
-    """Ask on stderr whether to delete; only "y" and "yes" confirm."""
     leftovers = document["leftovers"]
     what = [counted(steps, "step")] if steps else []
     what += [counted(leftovers["objects"], "leftover object")] if leftovers["objects"] else []
     freed = format_bytes(document["freed_bytes"] + leftovers["bytes"])
     print(f"Delete {' and '.join(what)} and free {freed}? [y/N] ", end="", file=sys.stderr, flush=True)
+    # An empty line and the end of the input mean no.
     if sys.stdin.readline().strip().lower() in ("y", "yes"):
         return True
     output.note("nothing was deleted")
@@ -236,7 +236,6 @@ def _row(step: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _leftovers(document: dict[str, Any], verb: str) -> list[str]:
-    """Return lines about objects in a store that no step uses."""
     after = format_age(document["grace_seconds"])
     meanings = {
         "leftovers": f"{verb} leftovers of earlier deletions and failed saves: {{}}",

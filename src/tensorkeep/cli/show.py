@@ -85,10 +85,11 @@ def show(
 
 
 def _page_of(path: str, other: str | None) -> Path:
-    """Return the default name of the page, in this folder."""
     addresses = [split_address(each) for each in (path, other) if each is not None]
+    # The path may be `.` or `..`, which are no names.
     names = [(PurePath(os.path.abspath(place)).name, step) for place, step in addresses]
     words = "-and-".join(f"{name}-{step}" if step else name for name, step in names)
+    # Addresses have characters that not every file system and shell takes. A leading dot would hide the page.
     return Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '_', words).strip('.') or 'checkpoint'}.html")
 
 

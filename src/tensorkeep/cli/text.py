@@ -24,15 +24,15 @@ _COMFORTABLE = 30
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters escaped: names come from files, which may be hostile."""
-    # Most names are, and this test is fast.
+    """Return a text with control characters escaped."""
+    # Names come from files, which may be hostile. Most are printable, and this test is fast.
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def printable_text(text: str) -> str:
-    """Return a generated text with the characters escaped that could control a terminal or reorder its text."""
+    """Escape characters in a generated text that could control a terminal or reorder its text."""
     return "".join(c.encode("unicode_escape").decode() if _controls(c) else c for c in text)
 
 
@@ -43,7 +43,7 @@ def _controls(character: str) -> bool:
 
 
 def print_lines(*lines: str) -> None:
-    """Print lines with control characters escaped; on a terminal they are wrapped between words."""
+    """Print lines with control characters escaped, on a terminal wrapped between words."""
     for line in lines:
         print(_wrapped(printable(line)))
 
@@ -105,9 +105,9 @@ _VERDICTS = {
 
 
 def _console() -> "Console":
-    """Return a console that prints text as it is. rich respects NO_COLOR."""
     from rich.console import Console
 
+    # Names may have brackets and colons, which rich would read as markup and emoji. rich respects NO_COLOR.
     return Console(markup=False, highlight=False, emoji=False)
 
 
@@ -168,8 +168,6 @@ class Table:
 
 
 class _Column:
-    """A column of a table on a terminal: its cells, and its least, comfortable and largest width."""
-
     def __init__(self, marked_heading: str, heading: str, cells: Sequence[str]) -> None:
         self.mark = marked_heading[:1]
         self.heading = heading
@@ -221,8 +219,8 @@ def _print_columns(columns: Sequence[_Column], console: "Console") -> None:
 
 
 def _print_records(headings: Sequence[str], rows: Sequence[Sequence[str]], console: "Console") -> None:
-    """Print each row as lines of a heading and a cell; an empty line separates rows."""
     for number, row in enumerate(rows):
+        # An empty line separates the records.
         if number:
             console.print()
         # An empty cell says nothing in a list.

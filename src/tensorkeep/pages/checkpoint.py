@@ -52,16 +52,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents(PageSubject):
-    """The contents of a checkpoint.
-
-    Attributes
-    ----------
-    info : InfoReport
-    sample : Sample
-        The ranges that were read.
-    statistics : dict of str to TensorStatistics
-        The statistics of every stored tensor. A view of another tensor has none.
-    """
+    """The contents of a checkpoint. ``statistics`` has every stored tensor; a view of another tensor has none."""
 
     info: InfoReport
     sample: Sample
@@ -69,7 +60,7 @@ class CheckpointContents(PageSubject):
 
     @property
     def stored(self) -> list[Tensor]:
-        """The tensors that are not views of others."""
+        # A view is counted with the tensor that it shares storage with.
         return [entry for entry in self.info.entries if entry.alias_of is None]
 
     @property
@@ -80,7 +71,7 @@ class CheckpointContents(PageSubject):
 
     @property
     def zero(self) -> list[Tensor]:
-        """The stored tensors that have only zeros in the elements that were read."""
+        """The stored tensors with only zeros in the elements that were read."""
         found = ((entry, self.statistics[entry.name]) for entry in self.stored)
         return [entry for entry, statistics in found if 0 < statistics.numbers == statistics.zeros]
 
@@ -198,7 +189,7 @@ def read_contents(
     memory_budget: MemorySize = DEFAULT_BUDGET,
     progress: Progress | None = None,
 ) -> CheckpointContents:
-    """Read about ``sample`` raw bytes of a checkpoint of any format, and at least one block of every tensor.
+    """Read about ``sample`` raw bytes of a checkpoint, and at least one block of every tensor.
 
     Raises the errors of `tensorkeep.open` and of reading.
     """
@@ -215,7 +206,7 @@ def _first(texts: list[str]) -> str:
 
 
 def _colours(totals: dict[str, Total]) -> dict[str, int]:
-    """Return the number of the colour of each dtype; the dtype with most bytes has the first colour."""
+    # The dtype with most bytes has the first colour; rare dtypes share the last one.
     return {name: min(place, _COLOURS - 1) for place, (name, _) in enumerate(_largest_first(totals))}
 
 
@@ -224,8 +215,8 @@ def _largest_first(totals: dict[str, Total]) -> list[tuple[str, Total]]:
 
 
 def _map(entries: Iterable[Tensor], size: Callable[[Tensor], int], colours: dict[str, int]) -> list[dict[str, Any]]:
-    """Return the treemap for the template: groups and cells with their style, texts and search."""
     listed = list(entries)
+    # Titles divide by the total, which is 0 without elements.
     total = sum(map(size, listed)) or 1
     return [
         {
@@ -264,7 +255,6 @@ def _totals(what: str, totals: dict[str, Total]) -> ReportTable:
 
 
 def _sums(title: str, entries: Iterable[Tensor], most: int = _MOST_SUMS, *, ratio: bool = False) -> ReportTable:
-    """Return the sums of modules; ``ratio`` adds a column."""
     headings = ("module", ">tensors", ">raw", ">stored", ">ratio")
     width = len(headings) - (not ratio)
     rows = [
@@ -300,7 +290,7 @@ def _about(info: InfoReport) -> str:
 
 
 def _details(details: dict[str, Any]) -> dict[str, Any]:
-    """Return the details that are not listed elsewhere, with times and bytes as texts."""
+    # Long lists have tables of their own, or would fill the page.
     found = {key: value for key, value in details.items() if key not in _OWN_LISTS}
     if step := found.get("step"):
         found["step"] = {**step, "saved_at": format_moment(step["saved_at"])}
@@ -311,7 +301,6 @@ def _details(details: dict[str, Any]) -> dict[str, Any]:
 
 
 def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return plain values as (name, text), of a bounded size."""
     # Bounded, because metadata of a file may be large or hostile.
     facts = facts_of(values)
     shown = [(name[:_LONGEST_FACT], text[:_LONGEST_FACT]) for name, text in facts[:_MOST_FACTS]]

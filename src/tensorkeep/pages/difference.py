@@ -41,8 +41,6 @@ _CHANGED = (
 
 @dataclass(frozen=True)
 class Difference(PageSubject):
-    """The difference of two checkpoints."""
-
     report: DiffReport
 
     @property
@@ -81,6 +79,7 @@ class Difference(PageSubject):
         report = self.report
         layers = report.by_layer()
         types = {each.name: f"{each.a} -> {each.b}" for each in report.retyped}
+        # Integers, such as random states, last: the table has no relative difference for them.
         differing = sorted(
             [*report.changed, *report.converted], key=lambda each: (not each.floating, -each.relative_l2)
         )
@@ -110,14 +109,15 @@ class Difference(PageSubject):
 
 
 def _by_part(found: Sequence[TensorDiff]) -> list[tuple[str, list[TensorDiff]]]:
-    """Group tensors or layers by their part of the state; the model comes first."""
     parts: dict[str, list[TensorDiff]] = {}
     for each in found:
         parts.setdefault(each.name.partition(".")[0], []).append(each)
+    # The model comes first, and the sort keeps the order of the other parts.
     return sorted(parts.items(), key=lambda part: part[0] != DEFAULT_PART)
 
 
 def _row(found: TensorDiff, types: str | None) -> list[Any]:
+    # Integers, such as random states, have no meaningful length or direction.
     if not found.floating:
         return [found.name, None, found.largest, found.share, found.elements, None, None, None, types]
     angle = None if found.cosine is None else 1 - found.cosine
@@ -126,12 +126,12 @@ def _row(found: TensorDiff, types: str | None) -> list[Any]:
 
 
 def _bars(layers: Sequence[TensorDiff]) -> list[Bars]:
-    """Return bars of the largest changes of layers, for each part of the state."""
     found = []
     for part, own in _by_part(layers)[:_MOST_PARTS]:
         bars = [
             ChartBar(layer.name, layer.relative_l2, f"{layer.relative_l2:.3g}")
             for layer in own
+            # An infinite difference has no bar; the page names these layers.
             if layer.floating and 0 < layer.relative_l2 < math.inf
         ]
         if bars:

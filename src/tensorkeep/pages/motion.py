@@ -33,18 +33,8 @@ _DECODED = 8
 class Motion:
     """How far layers moved.
 
-    Attributes
-    ----------
-    steps : list of int
-        The steps that were read.
-    layers : list of str
-        In the order of the state.
-    moved : list of list of (float or None)
-        For each layer, the relative L2 difference of its sample between each two successive steps that were read.
-    text : str
-        A sentence about what was read.
-    problems : dict of int to str
-        Steps that could not be read.
+    ``moved`` has, for each layer, the relative L2 difference of its sample between successive steps that were
+    read; ``problems`` has the steps that could not be read.
     """
 
     steps: list[int]
@@ -54,11 +44,9 @@ class Motion:
     problems: dict[int, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the motion as plain values."""
         return asdict(self)
 
     def sentence(self) -> str:
-        """Return the largest move in words."""
         furthest = [(max(_finite(row), default=0.0), layer) for row, layer in zip(self.moved, self.layers, strict=True)]
         largest, layer = max(furthest)
         still = sum(1 for moved, _ in furthest if not moved)
@@ -68,17 +56,16 @@ class Motion:
         return f"Largest move of a layer between two steps: {layer}, relative L2 {largest:.3g}.{frozen}"
 
     def moved_most(self, step: int) -> str | None:
-        """Return the layer that moved most to a step, in words; None for other steps."""
+        """Return the layer that moved most to a step, in words; None for the first step and steps not read."""
         if step not in self.steps[1:]:
             return None
+        # The column of a step is the move from the step before it.
         place = self.steps.index(step) - 1
         moved = [(row[place] or 0.0, layer) for row, layer in zip(self.moved, self.layers, strict=True)]
         largest, layer = max(moved)
         return f"{layer} ({largest:.3g})" if largest else None
 
     def heat_map(self) -> HeatMap:
-        """Return the moves as a heat map: a row for a layer, a column for a step."""
-
         def text(row: int, column: int, value: float) -> str:
             steps = f"step {self.steps[column]} to {self.steps[column + 1]}"
             return f"{self.layers[row]}, {steps}: relative L2 {value:.3g}"
@@ -86,7 +73,7 @@ class Motion:
         return heat_map(self.layers, [str(step) for step in self.steps[1:]], self.moved, text, log=True)
 
     def table(self) -> ReportTable:
-        """Return the moves of layers in figures, for readers who do not see the colours."""
+        """Return the moves in figures, for readers who do not see the colours."""
         rows = []
         for layer, row in zip(self.layers, self.moved, strict=True):
             moved = _finite(row)
@@ -132,7 +119,7 @@ def read_motion(
 ) -> Motion | None:
     """Return how far layers moved between steps; None with fewer than two steps, or without weights.
 
-    For a layer, a range of its largest tensor is read. The steps are evenly spread, as many as ``sample`` allows.
+    The steps are evenly spread, as many as ``sample`` allows.
     """
     if len(steps) < 2:
         return None
@@ -208,15 +195,15 @@ def _layer(name: str, leaf: StoredLeaf, limit: int) -> _Layer:
 
 
 def _spread(steps: list[int], count: int) -> list[int]:
-    """Return ``count`` steps, evenly spread from the first to the last."""
     if len(steps) <= count:
         return steps
+    # The first and the last step are always read.
     return [steps[place * (len(steps) - 1) // (count - 1)] for place in range(count)]
 
 
 def _read(reader: Reader, layers: list[_Layer], pool: BufferPool, threads: int, meter: Meter) -> _Sample:
-    """Read the ranges of the layers that have the same shape and dtype in this step."""
     leaves = reader.flat.leaves
+    # A layer may have had another shape or dtype: its bytes cannot be compared.
     ranges = {
         layer.leaf.name: [(layer.start, layer.stop)]
         for layer in layers
@@ -244,6 +231,7 @@ def _distance(layer: _Layer, before: _Sample, now: _Sample) -> float | None:
     found = distances(one, other, (dtype, dtype), Tolerance(0, 0))
     if found is None or not found.difference:
         return 0.0
+    # A move away from zeros has no relative size.
     return math.sqrt(found.difference / found.first) if found.first else math.inf
 
 

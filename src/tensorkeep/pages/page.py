@@ -22,14 +22,14 @@ from tensorkeep.version import __version__
 
 SHOW = PageKind("show", "page of tensorkeep show", "show", package="tensorkeep.pages")
 
+# The most bytes of a table in a page: with it, a page has less than 5 MB.
 TABLE_BYTES = 4_000_000
-"""The most bytes of a table in a page: with it, a page has less than 5 MB."""
 
+# Rows of the table that the terminal shows.
 MOST_MODULES = 12
-"""Rows of the table that the terminal shows."""
 
+# What a reader should know first, as (tone, sentence); the tone is "good", "bad" or empty.
 Findings = list[tuple[str, str]]
-"""What a reader should know first, as (tone, sentence); the tone is ``"good"``, ``"bad"`` or empty."""
 
 _LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _DIGITS = 5
@@ -76,29 +76,23 @@ class PageSubject(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table: its title, the kind of its values, and an explanation.
-
-    The kind is ``"name"``, ``"text"``, ``"word"`` (a text that many rows share), ``"count"``, ``"bytes"``,
-    ``"number"``, ``"percent"``, ``"ratio"`` or ``"histogram"``.
-    """
+    """A column of a table: its title, the kind of its values, and an explanation."""
 
     title: str
+    # name, text, word (a text that many rows share), count, bytes, number, percent, ratio or histogram.
     kind: str
     about: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTable:
-    """A table as JSON. The script of a page draws it with search, sorting, pages and details of a row.
-
-    The last ``left_out`` rows are not in it, because the page would be too large.
-    """
+    """A table as JSON, which the script of a page draws, without the last ``left_out`` rows."""
 
     json: dict[str, Any]
     left_out: int
 
     def left_out_text(self, listed: str, nbytes: int | None = None) -> str:
-        """Return which rows the table lists, ``listed``, and how many it leaves out; empty if it has all rows."""
+        """Return which rows are ``listed``, and how many are left out; empty if the table has all rows."""
         if not self.left_out:
             return ""
         rows, size = (len(self.json["rows"]), "" if nbytes is None else f", {format_bytes(nbytes)} together,")
@@ -153,7 +147,7 @@ def _rounded(value: float) -> Any:
 
 
 def _levels(found: Histogram) -> list[Any]:
-    """Return a histogram as its range, scale, elements beyond the range, and one character per bar for its height."""
+    """Return a histogram as its range, scale, elements beyond the range, and one character for the height of a bar."""
     most = max(found.counts, default=0) or 1
     top = len(_LEVELS) - 1
     # Rounded up, so that a bin with one element is visible.
@@ -185,8 +179,8 @@ def heat_map(
 ) -> HeatMap:
     """Return a heat map of values of at least 0, with larger values darker; None is left blank.
 
-    ``text`` returns what a pointer shows for a row, a column and a value. With ``log`` the darkness follows the
-    logarithm, from the smallest to the largest positive value.
+    ``text`` returns what a pointer shows for a row, a column and a value. With ``log`` the darkness follows
+    the logarithm.
     """
     left = 12 + _LETTER_WIDTH * min(_MOST_LETTERS, max(map(len, rows), default=0))
     wide = min(_WIDEST, (_WIDTH - left) / max(len(columns), 1))
@@ -221,14 +215,13 @@ def shortened(text: str, most: int = _MOST_LETTERS) -> str:
 
 
 def data_json(data: dict[str, Any]) -> str:
-    """Return data as JSON for a script element."""
     text = json.dumps(data, separators=(",", ":"))
-    # No text in it, such as the name of a tensor, can end the element.
+    # No text in it, such as the name of a tensor, can end the script element.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def title_of(path: str) -> str:
-    """Return the name of a checkpoint or run. A step is named with its run: ``run: step-000100``."""
+    """Return the name of a checkpoint or run; ``run: step-000100`` for a step."""
     place = PurePath(os.path.abspath(path))
     # A step alone says little.
     run = place.parent if _STEP.fullmatch(place.name) else place

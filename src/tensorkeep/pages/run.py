@@ -1,4 +1,4 @@
-"""The page of a run: its figures, the sizes of its steps and the bytes that they share, and how its layers moved."""
+"""The page of a run: its figures, the sizes and shared bytes of its steps, and how its layers moved."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +25,8 @@ from tensorkeep.units import counted, format_bytes, format_moment, format_second
 _LOG = "log.jsonl"
 _LONGEST_LOG = 256 * 1024**2
 
+# Steps and the values there.
 Points = list[tuple[int, float]]
-"""Steps and the values there."""
 
 _CHARTS = (
     ("Loss", (("train/loss", "training"), ("evaluate/validation_loss", "validation"))),
@@ -60,20 +60,9 @@ _STEPS = (
 class RunContents(PageSubject):
     """A run.
 
-    Attributes
-    ----------
-    log : RunLog
-        Its steps: metrics, sizes and problems.
-    figures : dict of str to Points
-        The numbers in its ``log.jsonl`` by kind and name, such as ``"train/loss"``; empty without that file.
-    origins : dict of int to dict of int to int
-        For each complete step, the bytes of its files by the step that wrote them.
-    motion : Motion or None
-        How far each layer moved from step to step; None with fewer than two steps, or without weights.
-    cut : bool
-        Whether the log is so long that its end was not read.
-    problems : dict of int to str
-        The problems of damaged and incomplete steps.
+    ``figures`` has the numbers in its ``log.jsonl`` by kind and name, such as ``"train/loss"``; ``origins`` has,
+    for each complete step, the bytes of its files by the step that wrote them. ``motion`` is None with fewer than two
+    steps, or without weights. ``cut`` means that the log is too long, and its end was not read.
     """
 
     log: RunLog
@@ -85,7 +74,7 @@ class RunContents(PageSubject):
 
     @property
     def moves(self) -> Motion | None:
-        """The motion, if at least two steps could be read."""
+        # One readable step has no move to show.
         return self.motion if self.motion is not None and len(self.motion.steps) > 1 else None
 
     @property
@@ -102,6 +91,7 @@ class RunContents(PageSubject):
         found = [("", f"{steps}: {format_bytes(new)} on the disk{shared}.")]
         times = [step.saved_at for step in complete if step.saved_at is not None]
         if len(times) > 1:
+            # The clock may have been set back between two saves.
             length = format_seconds(max(0.0, times[-1] - times[0]))
             found.append(("", f"Saved from {format_moment(times[0])} to {format_moment(times[-1])}, within {length}."))
         if log.best and log.best.metrics and log.metric:
@@ -222,7 +212,7 @@ def read_run(
 
 
 def _log_content(root: Path) -> bytes:
-    """Return the content of the log of ``tensorkeep train``, from the folder of the run or of its steps."""
+    # The log is in the folder of the run, the steps may be in a subfolder.
     for place in (root, root.parent):
         if content := first_bytes(place / _LOG, _LONGEST_LOG):
             return content
@@ -230,12 +220,13 @@ def _log_content(root: Path) -> bytes:
 
 
 def figures_of(content: bytes) -> dict[str, Points]:
-    """Return the numbers in the lines of a log, by kind and name. A step that was repeated has its last value."""
+    """Return the numbers in the lines of a log, by kind and name."""
     if not content:
         return {}
     # Only here, because the trainer imports torch.
     from tensorkeep.train.run.log import lines_of
 
+    # By step: a step that was repeated after a kill has its last value.
     found: dict[str, dict[int, float]] = {}
     for line in lines_of(content):
         kind = line.get("kind")
@@ -247,7 +238,7 @@ def figures_of(content: bytes) -> dict[str, Points]:
 
 
 def _origins(steps: Mapping[int, Path]) -> Iterator[tuple[int, dict[int, int]]]:
-    """Yield each step with the bytes of its files by the step that wrote them: the first step with the same inode."""
+    """Yield each step with the bytes of its files by the step that wrote them."""
     first: dict[tuple[int, int], int] = {}
     for number, path in steps.items():
         try:
@@ -255,7 +246,7 @@ def _origins(steps: Mapping[int, Path]) -> Iterator[tuple[int, dict[int, int]]]:
         except TensorkeepError:
             continue  # deleted meanwhile
         sizes: dict[int, int] = {}
-        # A hard link has the inode of the file that it shares.
+        # A hard link has the inode of the file that it shares: the first step with the inode wrote the file.
         for status in files:
             writer = first.setdefault((status.st_dev, status.st_ino), number)
             sizes[writer] = sizes.get(writer, 0) + status.st_size
@@ -263,7 +254,6 @@ def _origins(steps: Mapping[int, Path]) -> Iterator[tuple[int, dict[int, int]]]:
 
 
 def _divergence(figures: dict[str, Points]) -> Iterator[str]:
-    """Yield a sentence for each figure of training that was NaN or infinite."""
     for name in ("loss", "gradient_norm"):
         bad = [step for step, value in figures.get(f"train/{name}", []) if not math.isfinite(value)]
         if bad:
@@ -272,7 +262,6 @@ def _divergence(figures: dict[str, Points]) -> Iterator[str]:
 
 
 def _sizes(steps: Sequence[LoggedStep]) -> dict[str, Any]:
-    """Return bars of the sizes of the last steps: new bytes, and bytes shared with earlier steps."""
     shown = steps[-_MOST_BARS:]
     most = max((step.nbytes for step in shown), default=0) or 1
     # Few bars are not wider than the numbers below them.

@@ -1,9 +1,4 @@
-"""Statistics of tensors by blocks: which blocks to read, extremes, moments, NaN counts and histograms.
-
-A distribution is counted by codes of 8 or 16 bits. The codes of a dtype of one or two bytes are its elements. Wider
-elements are rounded towards zero to the upper half of a float32: sign, exponent and seven bits. Counts of codes can be
-added from block to block, before the range of all values is known.
-"""
+"""Statistics of tensors by blocks: which blocks to read, extremes, moments, NaN counts and histograms."""
 
 import math
 import threading
@@ -60,24 +55,19 @@ _HALVES = {"complex32": "float16", "complex64": "float32", "complex128": "float6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """The codes of a dtype.
+    """The codes of a dtype: its elements are counted by 8 or 16 bits.
 
-    Attributes
-    ----------
-    values, low, high : array of float64
-        The distinct finite values, ascending, and the interval around each, which ends halfway to its neighbours.
-    place : array of int
-        For each code, the place of its value in ``values``, or a negative number for NaN and infinities.
-    exact : bool
-        Whether a code is an element, and not a rounded element.
-    integers : bool
-        Whether all numbers are integers.
+    ``values`` are the distinct finite values, ascending; ``low`` and ``high`` are the interval around each, halfway to
+    its neighbours. ``place`` has the index of the value of a code, or a negative number for NaN and infinities.
     """
 
     values: Floats
     low: Floats
     high: Floats
     place: npt.NDArray[np.intp]
+    # Dtypes of one or two bytes: a code is the element. Wider elements are rounded towards zero to the upper half of a
+    # float32: sign, exponent and seven bits. Counts of codes can be added from block to block, before the range of all
+    # values is known.
     exact: bool
     integers: bool
 
@@ -102,7 +92,6 @@ def encoded(numbers: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
 
 @cache
 def codes_of(dtype: DType) -> Codes:
-    """Return the codes of a dtype."""
     exact = numbers_of(dtype).itemsize <= 2
     integers = dtype.kind in ("int", "uint", "bool") and dtype.name != _PACKED
     with np.errstate(all="ignore"):
@@ -110,7 +99,6 @@ def codes_of(dtype: DType) -> Codes:
 
 
 def _values(dtype: DType) -> Floats:
-    """Return the number that each code stands for."""
     numbers = numbers_of(dtype)
     if dtype.name == _PACKED:
         return np.asarray(np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn), np.float64)
@@ -141,18 +129,9 @@ def _table(numbers: Floats, *, exact: bool, integers: bool) -> Codes:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Elements by value, in bins of equal width.
+    """Elements by value, in bins of equal width; with ``log`` of equal width on a logarithmic scale.
 
-    Attributes
-    ----------
-    low, high : float
-        The range of the bins.
-    counts : list of int
-        The elements in each bin.
-    log : bool
-        Whether the bins have equal widths on a logarithmic scale.
-    beyond : int
-        The elements outside of the range; with a logarithmic scale also the zeros.
+    ``beyond`` counts the elements outside of ``low`` to ``high``; with ``log`` also the zeros.
     """
 
     low: float
@@ -172,7 +151,6 @@ class Distribution:
 
     @property
     def total(self) -> float:
-        """The number of elements."""
         return float(self.up_to[-1]) if len(self.up_to) else 0.0
 
     def quantile(self, fraction: float) -> float:
@@ -219,7 +197,7 @@ def histogram_of(found: Distribution, least: float, largest: float, *, integers:
 
 
 def _positive(found: Distribution) -> Distribution | None:
-    """Return the distribution of positive numbers, if most are positive."""
+    """Return the distribution of positive numbers, or None if they are a minority."""
     kept = found.values > 0
     # A logarithmic scale cannot show zeros, so that they must be a minority.
     if 2 * found.counts[kept].sum() < found.total:
@@ -251,15 +229,8 @@ def _binned(
 class TensorStatistics:
     """Statistics of the numbers of a tensor that were read. A complex element counts as two numbers.
 
-    Attributes
-    ----------
-    numbers : int
-        How many numbers were read.
-    nan, infinite, zeros : int
-    least, largest, mean, std : float or None
-        Of the finite numbers; None without a finite number. ``std`` is the population's standard deviation.
-    histogram : Histogram or None
-        None without two different finite numbers.
+    The extremes, ``mean`` and ``std`` (of the population) are of the finite numbers, and None without one.
+    ``histogram`` is None without two different finite numbers.
     """
 
     numbers: int = 0
@@ -273,22 +244,19 @@ class TensorStatistics:
     histogram: Histogram | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the statistics as plain values."""
         return asdict(self)
 
     @property
     def not_finite_text(self) -> str:
-        """How many numbers are NaN or infinite, such as ``1 NaN, 2 infinite``."""
         counts = ((self.nan, "NaN"), (self.infinite, "infinite"))
         return ", ".join(f"{count:,} {what}" for count, what in counts if count)
 
 
 class _Piece(NamedTuple):
-    """The moments of a piece: its place in the tensor, its size, mean and sum of squared deviations."""
-
     start: int
     size: int
     mean: float
+    # The sum of squared deviations from the mean of the piece.
     squares: float
 
 
@@ -306,7 +274,6 @@ class Accumulator:
         self._extremes: list[float | int] = []
 
     def add(self, start: int, data: Bytes) -> None:
-        """Add a range of the raw bytes of the tensor, which begins at its byte ``start``."""
         numbers = data.view(self._type)
         # In pieces, because the copies that the computations make are not in the memory budget.
         for first in range(0, len(numbers), _PIECE):
@@ -349,7 +316,6 @@ class Accumulator:
             self._counts += counts
 
     def result(self) -> TensorStatistics:
-        """Return the statistics of the ranges that were added."""
         codes = np.flatnonzero(self._counts)
         counts = self._codes.place[codes], self._counts[codes]
         distribution = self._distribution(*counts)
@@ -374,7 +340,6 @@ class Accumulator:
         return Distribution(table.values[distinct], table.low[distinct], table.high[distinct], total)
 
     def _of_codes(self, found: Distribution, places: npt.NDArray[Any], counts: npt.NDArray[Any]) -> TensorStatistics:
-        """Return the statistics without the histogram, from the counts of exact codes."""
         # Exact integers, and one pass over at most 65,536 codes instead of all elements.
         numbers, nan, infinite = (int(counts[chosen].sum()) for chosen in (..., places == _NAN, places == _INFINITE))
         count = numbers - nan - infinite
@@ -404,7 +369,6 @@ def _moments(start: int, numbers: npt.NDArray[Any]) -> _Piece:
 
 
 def _combined(pieces: list[_Piece]) -> tuple[float | None, float | None]:
-    """Return the mean and standard deviation of all pieces."""
     count = sum(piece.size for piece in pieces)
     if not count:
         return None, None
@@ -429,7 +393,6 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """A sentence for the reader of the page."""
         if self.every == 1:
             return f"Every element was read ({format_bytes(self.total)})."
         return (
@@ -505,7 +468,6 @@ def read_ranges(
 def measure(
     reader: Reader, sample: Sample, *, threads: int, pool: BufferPool, progress: Progress | None = None
 ) -> dict[str, TensorStatistics]:
-    """Read a sample and return the statistics of every stored tensor."""
     leaves = reader.flat.leaves
     left = {name: len(ranges) for name, ranges in sample.ranges.items()}
     # Empty tensors have no block that would create their statistics.

@@ -21,8 +21,6 @@ _LEAST_LABEL = 4.0, 4.5
 
 
 class Rectangle(NamedTuple):
-    """A rectangle by its upper left corner and its size."""
-
     left: float
     top: float
     width: float
@@ -31,12 +29,9 @@ class Rectangle(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TreemapCell:
-    """The tensors of one dtype in a module.
+    """The tensors of one dtype in a module. ``search`` finds them in the table of the page."""
 
-    ``path`` is the name of the module with a dot at its end, or the name of a tensor; None for several small modules.
-    ``search`` finds the tensors in the table of the page.
-    """
-
+    # The name of a module with a dot at its end, or of a tensor; None for several small modules.
     path: str | None
     label: str
     dtype: str
@@ -47,8 +42,6 @@ class TreemapCell:
 
 @dataclass(frozen=True, slots=True)
 class PlacedCell:
-    """A cell, its rectangle in percent of its group, and whether the label fits."""
-
     cell: TreemapCell
     place: Rectangle
     labelled: bool
@@ -56,7 +49,7 @@ class PlacedCell:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A top-level module with its rectangle in percent of the map, and its cells. Many small modules are one group."""
+    """A top-level module with its rectangle in percent of the map. Many small modules are one group."""
 
     label: str
     nbytes: int
@@ -67,8 +60,6 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSum:
-    """The number and the bytes of the tensors of a module."""
-
     name: str
     tensors: int = 0
     nbytes: int = 0
@@ -81,12 +72,10 @@ class ModuleSum:
 
 
 def module_sums(entries: Iterable[Entry], most: int) -> list[ModuleSum]:
-    """Return the sums of modules, the largest first. With more than ``most`` modules, the last sum is the rest.
-
-    The components of a name before the first number are the module: all layers of a model are one module.
-    """
+    """Return the sums of modules, the largest first. With more than ``most`` modules, the last sum is the rest."""
     sums: dict[str, ModuleSum] = {}
     for entry in entries:
+        # All layers of a model are one module: the components of a name before its first number.
         parts = entry.name.split(".")
         # Without a number, the last component is the tensor, and the components before it are the module.
         number = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
@@ -105,7 +94,7 @@ _Tensor = tuple[tuple[str, ...], str, int]
 
 
 def grouped(entries: Iterable[Entry], size: Callable[[Entry], int]) -> list[Group]:
-    """Return the treemap of tensors by size, such as stored bytes. Tensors of size 0 are left out."""
+    """Return the treemap of tensors by size, such as stored bytes; tensors of size 0 are left out."""
     tensors = [(tuple(each.name.split(".")), each.dtype.name, size(each)) for each in entries if size(each) > 0]
     # Sorted, so that submodules are contiguous for `groupby`.
     tensors.sort(key=lambda tensor: [_natural(part) for part in tensor[0]])
@@ -134,7 +123,7 @@ def _natural(part: str) -> tuple[bool, int, str]:
 
 
 def _percent(place: Rectangle) -> Rectangle:
-    """Return a rectangle of the map, which is laid out twice as wide as high, in percent."""
+    # The map is laid out 200 wide and 100 high.
     return Rectangle(place.left / 2, place.top, place.width / 2, place.height)
 
 
@@ -161,10 +150,8 @@ def _submodules(tensors: list[_Tensor], depth: int) -> list[list[_Tensor]]:
 
 
 def _cells(tensors: list[_Tensor], depth: int, framed: int, total: int) -> list[TreemapCell]:
-    """Return the cells of tensors that share the first ``depth`` components of their names.
-
-    Labels leave out the first ``framed`` components, which are the name of the group.
-    """
+    """Return the cells of tensors that share the first ``depth`` components of their names."""
+    # Labels leave out the first `framed` components, which are the name of the group.
     nbytes = sum(size for *_, size in tensors)
     # A module that is small, or has no submodules, is one cell per dtype.
     if nbytes <= total * _SPLIT_ABOVE or all(len(parts) <= depth for parts, *_ in tensors):

@@ -1,7 +1,5 @@
-"""``tensorkeep demo``: speed, damage, kills and training, beside other tools, with one page of HTML.
-
-The parts of the demo are in ``bench/demo``. Here is their order, and their text.
-"""
+"""``tensorkeep demo``: speed, damage, kills and training beside other tools. ``bench/demo`` has the parts, this module
+their order and their text."""
 
 import math
 import sys
@@ -110,6 +108,7 @@ def demo(
     from tensorkeep.report.rendering import check_page
 
     page = out or Path("tensorkeep-demo.html")
+    # Before the measurement, which takes minutes.
     check_page(page)
     # Nothing of the demo stays but its page, also after Ctrl-C.
     with temporary_folder(directory) as folder:
@@ -122,7 +121,7 @@ def demo(
 
 
 def _run(output: Output, folder: Path, states: StatePair, source: Path | None, rounds: int | None) -> DemoResults:
-    """Run the parts, and print each as soon as it is done."""
+    # Each part is printed as soon as it is done, because the demo takes two minutes.
     from tensorkeep.bench.demo.speed import compare_six_ways
     from tensorkeep.bench.demo.training import compare_runs
 
@@ -175,7 +174,6 @@ def _description(states: StatePair, source: Path | None) -> str:
 
 
 def _print_speed(output: Output, description: str, nbytes: int, rounds: Results, t5x: SmallRun) -> None:
-    """Print the bars of saves, first loads and bytes."""
     output.paragraph(
         f"1. Save and load {description}: the median of {counted(rounds.blocks, 'round')}. In a round "
         "every tool runs once, in random order. A save ends when the checkpoint is on the disk (fsync, for every "
@@ -194,7 +192,6 @@ def _print_speed(output: Output, description: str, nbytes: int, rounds: Results,
 
 
 def _print_damage(output: Output, damage: DamageReport, peers: list[PeerDamage]) -> None:
-    """Print how the tools load a checkpoint with a flipped bit."""
     flip = damage.flip
     lines = [
         f"{each.tool} loads {number(each.after or 0.0)} instead of {number(each.before)}, without a word."
@@ -213,7 +210,6 @@ def _print_damage(output: Output, damage: DamageReport, peers: list[PeerDamage])
 
 
 def _print_kills(output: Output, kills: list[KilledSave]) -> None:
-    """Print what is left of a checkpoint after a killed save that was to replace it."""
     lines = []
     for kill in kills:
         left = "still loads, with every bit that it had" if kill.intact else f"is broken: {kill.error}"
@@ -225,8 +221,8 @@ def _print_kills(output: Output, kills: list[KilledSave]) -> None:
 
 
 def _print_training(output: Output, runs: ComparedRuns) -> None:
-    """Print both loss curves over each other."""
     output.paragraph(f"4. {runs.text()}")
+    # One scale for both curves, so that equal losses look equal.
     both = [*runs.unbroken, *runs.resumed]
     ends, width = (min(both), max(both)), max(1, min(_CURVE, columns() - _BESIDE_CURVE))
     output.print_lines(
@@ -237,7 +233,6 @@ def _print_training(output: Output, runs: ComparedRuns) -> None:
 
 
 def _print_six_ways(output: Output, results: Results) -> None:
-    """Print the six-way comparison."""
     output.paragraph(
         "5. Six ways to checkpoint, and Tensorkeep: torch.save, TensorStore (ts) as its examples use it, the settings "
         "of T5X, and TensorStore with one of these settings at a time (ts+...). Each ran once with a small state; the "
@@ -253,17 +248,18 @@ def _print_bars(output: Output, groups: list[Bars]) -> None:
 
 
 def _print_facts(output: Output, results: DemoResults, page: str) -> None:
-    """Print the closing lines and the path of the page."""
     output.paragraph("In short, on this machine, just now:", *(f" - {line}" for line in facts(results)))
     output.print_lines("", f"The page with plots and tables: {page}")
 
 
 def print_bars(bars: Bars) -> None:
-    """Print a title and a bar per line. ``>`` marks a bar that is cut off, because it is longer than the scale."""
+    """Print a title and a bar per line. ``>`` marks a bar that is longer than the scale, and cut off."""
+    # rich would assume 80 columns in a pipe.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     width = max(1, min(_BAR, console.width - _LABEL - _TEXT))
     console.print(Text(f"   {bars.title}", style="bold"))
     for bar in bars.bars:
+        # At least one character, so that a small value is visible.
         length = max(1, round(width * min(1.0, bar.value / bars.full)))
         drawn = _blocks("█", "#") * length
         if bar.value > bars.full * 1.001:
@@ -273,21 +269,21 @@ def print_bars(bars: Bars) -> None:
 
 
 def sparkline(values: Sequence[float], width: int, low: float, high: float) -> str:
-    """Return values between ``low`` and ``high`` as ``width`` characters; a character shows the mean of its values."""
     levels = _blocks(_LEVELS, _PLAIN_LEVELS)
     width = min(width, len(values))
     line = ""
     for place in range(width):
-        # Means of equal parts, so that no step is left out.
+        # A character shows the mean of equal parts, so that no step is left out.
         part = values[place * len(values) // width : (place + 1) * len(values) // width]
+        # A flat curve has no range to divide by.
         height = (sum(part) / len(part) - low) / ((high - low) or 1.0)
         line += levels[min(len(levels) - 1, max(0, int(height * len(levels))))]
     return line
 
 
 def _blocks(wanted: str, plain: str) -> str:
-    """Return ``wanted`` if stdout can encode it."""
     try:
+        # Printing block characters would end the demo under LC_ALL=C.
         wanted.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
         return plain
@@ -297,10 +293,7 @@ def _blocks(wanted: str, plain: str) -> str:
 def training_demo(
     folder: Path, output: Output, *, steps: int = 1200, every: int = 100, source: str = "stdlib"
 ) -> dict[str, Any]:
-    """Train, kill, resume, compare losses, generate text; print and return the document.
-
-    ``every`` is the number of steps between two checkpoints.
-    """
+    """Train, kill, resume, compare losses, generate text. ``every`` is the number of steps between two checkpoints."""
     # Only here, because the other demo runs the trainer in processes of their own.
     from tensorkeep.checkpoint.info import info
     from tensorkeep.train.generate import generate, prompt_ids

@@ -180,8 +180,7 @@ def run_experiment(
 ) -> int:
     """List the experiments of a workload, or run or resume one; return the exit code.
 
-    ``default`` is the experiment that runs if the options name none. ``settings`` replace settings of the experiment.
-    ``directory`` is a folder on the disk to measure.
+    ``default`` runs if the options name no experiment. ``settings`` replace settings of the experiment.
     """
     if options.list_:
         experiments = shipped(workload)
@@ -189,6 +188,7 @@ def run_experiment(
         output.show({"experiments": experiments}, Table(("experiment", "what it compares"), rows).show)
         return 0
     if options.resume:
+        # All cells of a run need one design and the same settings: otherwise they could not be compared.
         design = {
             name: getattr(options, name) for name in ("runs", "arms", "seed", "budget", "time_limit", "memory_limit")
         }
@@ -239,6 +239,7 @@ def _start(plan: ExperimentPlan, options: RunOptions, directory: Path | None, ou
 def _resume(workload: str, default: str, options: RunOptions, directory: Path | None, output: Output) -> int:
     asked = options.experiment
     folder = options.out or Path(f"bench-{Path(asked or default).stem}")
+    # Texts as the file has them: a setting may name an odd path.
     results = read_results(folder / FILE_NAME, printable=False)
     # The file knows its experiment: only --out is needed to resume.
     found = results.experiment
@@ -246,6 +247,7 @@ def _resume(workload: str, default: str, options: RunOptions, directory: Path | 
         raise UsageError(
             f"holds results of the workload {found.workload!r}", path=folder, remedy=_resume_command(results, folder)
         )
+    # The name of an experiment file need not be the name of the experiment in it.
     if asked is not None and not asked.endswith(".json") and asked != found.name:
         remedy = "choose another --out"
         raise UsageError(f"holds results of {found.name!r}, not of {asked!r}", path=folder, remedy=remedy)
@@ -266,7 +268,6 @@ def _resume_command(results: Results, folder: Path) -> str:
 
 
 def _run_in(folder: Path, results: Results, output: Output) -> int:
-    """Run the remaining cells. A new folder is removed again if nothing was written to it."""
     # An interrupt before the first cell leaves no empty folder.
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -292,12 +293,13 @@ def _run_in(folder: Path, results: Results, output: Output) -> int:
 
 @contextmanager
 def _interrupt_on_signals() -> Iterator[None]:
-    """Handle SIGTERM and SIGHUP, which `timeout` and a closed terminal send, as Ctrl-C."""
+    """Handle SIGTERM and SIGHUP as Ctrl-C."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    # Otherwise they would end the process without the report, and leave the cell running.
+    # `timeout` sends SIGTERM, and a closed terminal SIGHUP. Unhandled, they would end the process without the report,
+    # and leave the cell running.
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
@@ -307,8 +309,6 @@ def _interrupt_on_signals() -> Iterator[None]:
 
 
 class _CellProgress(RunListener):
-    """Shows the current arm, and the time left if it can be estimated."""
-
     def __init__(self, bar: Counter) -> None:
         self._bar = bar
 

@@ -70,6 +70,7 @@ def _write(found: Results, page: Path, plots: Path | None, csv: Path | None, out
     from tensorkeep.report.html import write_report
     from tensorkeep.report.rendering import check_page
 
+    # Before the tables, so that a wrong --out shows at once.
     check_page(page)
     if output.shows_text:
         print_tables(found)
@@ -89,7 +90,6 @@ def _document(found: Results, written: list[Path]) -> dict[str, Any]:
 
 
 def print_tables(found: Results) -> None:
-    """Print the tables of a run; the verdict comes last, because the end of a long output stays on the screen."""
     print(found.experiment.title or found.experiment.name)
     print_lines(measured_by(found))
     if small := too_small(found):
@@ -118,15 +118,16 @@ def _spare(headings: tuple[str, ...]) -> tuple[str, ...]:
     """Return the columns of a table of verdicts that a narrow terminal may leave out, the most important one first."""
     names = [heading.lstrip(">=") for heading in headings]
     first = ["95% interval"]
+    # Tables without verdicts have no columns to spare.
     if not {"verdict", "gain", *first} <= {*names}:
         return ()
     return (*first, *(name for name in names if name not in ("arm", "verdict", "gain", *first)))
 
 
 def _print_claims(table: ReportTable | None) -> None:
-    """Print claims as a list, because their sentences are too long for columns."""
     if table is None:
         return
+    # A list, because the sentences of claims are too long for columns.
     print(f"\n{table.title}")
     for id_, verdict, claim, published, measured, reason in table.texts():
         print_lines(f"  {id_}  {claim}: {verdict}")

@@ -38,6 +38,7 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.units import counted, format_bytes, format_rate
 from tensorkeep.version import __version__
 
+# The parts of the memory ledger, in the order of the table.
 _ROWS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -125,7 +126,6 @@ def _machine(found: dict[str, Any]) -> str:
 
 
 def _comments(tuned: TunedSave, found: dict[str, Any]) -> list[str]:
-    """Return comments for the file: when, where and how the values were measured."""
     lines = [
         f"tensorkeep {__version__} tune checkpoint, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {_machine(found)}",
         f"{format_bytes(tuned.nbytes)}: {tuned.subject}",
@@ -189,7 +189,6 @@ class TunedRun:
     technique: str | None = None
 
     def config(self, recipe: str | None) -> Config:
-        """Return the configuration to begin with."""
         if (recipe is None) == (self.run is None):
             problem = "neither a recipe nor a run is given" if recipe is None else "both a recipe and a run are given"
             raise UsageError(problem, remedy=f"give a recipe ({', '.join(RECIPES)}) or --run FOLDER")
@@ -198,7 +197,7 @@ class TunedRun:
         return config.changed(settings | {f"{TECHNIQUES}{name}": "on" for name in technique_names(self.technique)})
 
     def command(self, recipe: str | None) -> str:
-        """Return the command that trains with these options, with ``...`` for the recipe of ``--run``."""
+        """Return the command that trains with these options; ``...`` stands for the recipe of ``--run``."""
         given = {"--data": self.data, "--technique": self.technique}
         words = [word for name, value in given.items() if value is not None for word in (name, shlex.quote(value))]
         return " ".join(["tensorkeep train", recipe or "...", *words])
@@ -243,6 +242,7 @@ def training(
         # In a folder that is removed again: the data is for the trials only.
         given = options.config(recipe)
         dataset = open_data(given, RunFolder(Path(folder) / "run"), meter=output.meter)
+        # The vocabulary of the data decides the size of the embedding and the logits.
         config = msgspec.structs.replace(given, model=given.model.with_tokens(dataset.vocab_size))
         tuned = tune_memory.tune(config, dataset.path, memory, run_trials=not predict_only, largest=largest)
     if out is not None and tuned.fits:
@@ -297,7 +297,6 @@ def _measured(tuned: tune_memory.TunedTraining) -> str:
 
 
 def _write(path: Path, tuned: tune_memory.TunedTraining) -> None:
-    """Write the settings as a file for ``tensorkeep train -C``."""
     loop = tuned.chosen.config.loop
     lines = [
         "[train.loop]",
@@ -305,10 +304,12 @@ def _write(path: Path, tuned: tune_memory.TunedTraining) -> None:
         f"gradient_accumulation_steps = {loop.gradient_accumulation_steps}",
     ]
     added = tuned.chosen.added
+    # Plain keys before the tables of techniques: TOML counts a key to the table header above it.
     lines += ["", "[train.techniques]", *(f'{name} = "on"' for name, settings in added.items() if not settings)]
     for name, settings in added.items():
         if settings:
             lines += ["", f"[train.techniques.{name}]"]
+            # JSON and TOML write numbers, booleans and strings alike.
             lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
     try:
         path.write_text("\n".join(lines) + "\n")

@@ -75,7 +75,7 @@ def chat(
 
 
 def _messages() -> Iterator[str]:
-    """Yield lines that are not blank, from the terminal with line editing, or from standard input."""
+    """Yield lines that are not blank, from the terminal or from standard input."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in sys.stdin if line.strip())
         return

@@ -144,6 +144,7 @@ def _print_about(folder: Path, about: dict[str, Any], *more: str) -> None:
     counts = ((split, (about["splits"][split][column] for column in columns)) for split in SPLITS)
     rows = [(split, *("-" if each is None else f"{each:,}" for each in found)) for split, found in counts]
     Table(("split", *(f">{column}" for column in columns)), rows).show()
+    # A dataset of one source has no weights.
     if mixture := about.get("mixture"):
         print_lines("")
         parts = [(part["source"], f"{part['weight']:.1%}", f"{part['tokens']:,}") for part in mixture]

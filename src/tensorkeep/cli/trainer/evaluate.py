@@ -134,7 +134,6 @@ def evaluate(
 def _windows(
     trained: TrainedModel, data: str | None, read: Callable[..., Tokens], most: int | None, output: Output
 ) -> tuple[str, EvaluationWindows]:
-    """Return the name of the text, and its windows."""
     config = current_config(trained.folder.record())
     length = config.model.context_length
     if data is not None and not is_prepared(data):
@@ -142,6 +141,7 @@ def _windows(
             return data, EvaluationWindows(read(data, trained.tokenizer, progress=progress), length, most=most)
     dataset = _own_data(trained.folder) if data is None else _other_data(trained, data)
     if data is None and most is None:
+        # The windows of the run itself, so that the loss can be compared with its log.
         return str(dataset.path), validation_windows(config, dataset)
     return str(dataset.path), windows_of(dataset, length, most=most)
 
@@ -157,6 +157,7 @@ def _own_data(folder: RunFolder) -> Dataset:
 
 def _other_data(trained: TrainedModel, data: str) -> Dataset:
     def check(dataset: Dataset) -> None:
+        # The ids of another tokenizer are other tokens: the loss would be meaningless.
         if dataset.tokenizer.digest != trained.tokenizer.digest:
             raise UsageError(
                 f"was prepared with another tokenizer ({dataset.tokenizer.name}) than the data of the run "

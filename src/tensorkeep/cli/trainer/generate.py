@@ -125,7 +125,7 @@ def generate(
 
 
 def show_stream(pieces: Iterator[str], output: Output) -> str:
-    """Print pieces of text as they come, and a line end, unless the output is JSON; return the text."""
+    """Print pieces of text as they come, unless the output is JSON; return the text."""
     text = ""
     try:
         for piece in pieces:

@@ -158,8 +158,6 @@ def train(
 
 @dataclass(frozen=True)
 class _Training:
-    """A run that begins, resumes or branches."""
-
     config: Config
     folder: RunFolder
     given: Mapping[str, object]
@@ -191,7 +189,6 @@ class _Training:
         output.show(document(run, summary), lambda: print_summary(run, summary))
 
     def _open_data(self, world: World) -> Dataset:
-        """Return the data of the run. Rank 0 prepares it, and broadcasts the path to the other ranks."""
         # The data is prepared once: other ranks wait for the path.
         if not world.is_main:
             return Dataset.open(world.broadcast(""))
@@ -211,7 +208,7 @@ class _Training:
 
 
 def _training(recipe: str | None, words: dict[str, str], start: StartOptions, output: Output) -> _Training:
-    """Return the run that the options describe; ``words`` are settings from the command line."""
+    """Return the run of the options; ``words`` are settings from the command line."""
     # `train RECIPE --resume` finds the folder of the recipe.
     folder = RunFolder(start.out or Path("runs") / (recipe or ""))
     # `--branch --resume` branches at the first call, and resumes when it is repeated.
@@ -243,11 +240,11 @@ def _training(recipe: str | None, words: dict[str, str], start: StartOptions, ou
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether SIGINT, SIGTERM or SIGHUP was received.
 
-    A second Ctrl-C or SIGTERM has its usual effect. SIGHUP may arrive repeatedly, because both the shell and the kernel
-    send it; a process that ignores it (``nohup``) continues to ignore it.
+    A second Ctrl-C or SIGTERM has its usual effect.
     """
     with OnSignal(signal.SIGINT, signal.SIGTERM) as signals:
         before = signal.getsignal(signal.SIGHUP)
+        # `nohup` makes the process ignore SIGHUP, which must stay so.
         if before == signal.SIG_IGN:
             yield lambda: signals.received
             return
@@ -256,6 +253,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         hangups: list[int] = []
 
         def hang_up(number: int, _: object) -> None:
+            # May be called repeatedly: both the shell and the kernel send SIGHUP.
             hangups.append(number)
             # The terminal is gone. Output to it would fail with EIO, and end the run before it saves.
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -272,12 +270,13 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _compiler_ended_by_signal(stop: Callable[[], bool], remedy: str) -> Iterator[None]:
-    """Raise Interrupted if Ctrl-C ended torch's compiler, which is a process of its own."""
+    """Raise Interrupted if Ctrl-C ended torch's compiler."""
     try:
         yield
     except Exception as error:
         reason: BaseException | None = error
-        # By name, because importing the class would import the compiler.
+        # The compiler is a process, which Ctrl-C in the terminal ends as well. Its error is recognised by name, because
+        # importing the class would import the compiler.
         while reason is not None and type(reason).__name__ != "CppCompileError":
             reason = reason.__cause__ or reason.__context__
         # Without a signal it is an error of the compiler.
@@ -289,7 +288,7 @@ def _compiler_ended_by_signal(stop: Callable[[], bool], remedy: str) -> Iterator
 
 @contextmanager
 def _out_of_memory_remedy(folder: RunFolder) -> Iterator[None]:
-    """Raise an error of torch or Python about memory as an OutOfMemoryError with a remedy."""
+    """Raise an OutOfMemoryError with a remedy for errors of torch or Python about memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -305,13 +304,11 @@ def _out_of_memory_remedy(folder: RunFolder) -> Iterator[None]:
 
 
 def resume_command(folder: RunFolder, *, processes: int = 1) -> str:
-    """Return the command line that resumes a run."""
     start = "tensorkeep" if processes == 1 else f"torchrun --nproc-per-node {processes} -m tensorkeep"
     return f"{start} train --out {shlex.quote(str(folder.path))} --resume"
 
 
 def _options() -> list[str]:
-    """Return the names of the options of this command."""
     arguments = App(default_command=train).assemble_argument_collection()
     return [name for argument in arguments for name in argument.names if name.startswith("--")]
 
@@ -334,7 +331,7 @@ def _branch_point(address: str, out: Path | None) -> BranchPoint:
 
 
 def _check_origin(folder: RunFolder, branch: str | None, init_from: str | None) -> None:
-    """Raise UsageError if ``--branch`` or ``--init-from`` contradict the run's record. RUN@best fits any step."""
+    """Raise UsageError if ``--branch`` or ``--init-from`` contradict the run's record."""
     if not folder.exists():
         return
     origin, initial = folder.record().origin, folder.record().initial
@@ -354,6 +351,7 @@ def _check_origin(folder: RunFolder, branch: str | None, init_from: str | None) 
         place, step = split_address(address)
         found = known[option]
         same = found is not None and os.path.abspath(found[0]) == os.path.abspath(place)
+        # RUN@best and RUN@latest fit any step, because they name other steps later.
         if not same or (step is not None and step.isdecimal() and found is not None and int(step) != found[1]):
             raise UsageError(
                 f"the run {began}, and --{option} is {address}",
@@ -397,7 +395,6 @@ def _base(recipe: str | None, folder: RunFolder, point: BranchPoint | None, *, r
 
 
 def _print_start(run: OpenRun, output: Output) -> None:
-    """Print what is trained, on which device and data, and the folder of the run."""
     model, config = run.config.model, run.config
     output.note(
         f"{config.recipe}: {model.parameter_count():,} parameters on {run.device}; {len(run.dataset.train):,} tokens "
@@ -409,7 +406,7 @@ def _print_start(run: OpenRun, output: Output) -> None:
 
 
 class ProgressLines:
-    """Prints events as lines on stderr; training steps at most once every five seconds."""
+    """Prints events as lines on stderr; training steps at most once in five seconds."""
 
     def __init__(self, steps: int, now: Callable[[], float] = time.monotonic) -> None:
         self._steps = steps
@@ -427,8 +424,6 @@ class ProgressLines:
 
 
 class ProgressBar:
-    """Shows training steps in a bar, and prints all other events above it."""
-
     def __init__(self, steps: int, bar: Counter) -> None:
         self._steps = steps
         self._bar = bar
@@ -453,7 +448,6 @@ def _listener(run: OpenRun, output: Output) -> Iterator[EventListener]:
 
 
 def event_line(step: int, steps: int, kind: str, values: dict[str, Any]) -> str:
-    """Return an event of `tensorkeep.train.loop.Listener` as a line of text."""
     return f"step {step:>{len(str(steps))}}/{steps}  {_in_words(kind, values)}"
 
 
@@ -480,11 +474,12 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
         case "suggestion":
             return _suggestion(values["learning_rate"])
         case _:
+            # A new kind of event needs a text here.
             raise AssertionError(kind)
 
 
 def _mfu(values: Mapping[str, Any]) -> str:
-    """Return the model FLOPs utilisation (MFU) of the measured peak, and of the data sheet's peak if it is known."""
+    """Return the model FLOPs utilisation of the measured peak, and of the data sheet's peak if it is known."""
     of_data_sheet = values.get("mfu_of_data_sheet")
     return f"MFU {values['mfu']:.0%}" + ("" if of_data_sheet is None else f" ({of_data_sheet:.0%} of data sheet)")
 
@@ -496,7 +491,6 @@ def _suggestion(rate: float | None) -> str:
 
 
 def document(run: OpenRun, summary: TrainingSummary) -> dict[str, Any]:
-    """Return the summary of a run as plain values."""
     return {
         "run": str(run.folder.path),
         **asdict(summary),
@@ -507,7 +501,6 @@ def document(run: OpenRun, summary: TrainingSummary) -> dict[str, Any]:
 
 
 def print_summary(run: OpenRun, summary: TrainingSummary) -> None:
-    """Print the summary of a run and the next command."""
     ended = f"{summary.reason}, after step {summary.step}"
     rows = [
         ("ended", ended if summary.steps else f"{ended}; no steps were left (more: --resume --loop.steps N)"),
@@ -550,9 +543,9 @@ def _cost(summary: TrainingSummary) -> list[tuple[str, str]]:
 
 
 def technique_names(text: str | None) -> list[str]:
-    """Return the techniques in the comma-separated names of ``--technique``, with combinations expanded.
+    """Return the names in the text of ``--technique``, with combinations expanded.
 
-    Raises UsageError if the text contains no name; UnsupportedError if a name is unknown.
+    Raises UsageError without a name, and UnsupportedError for an unknown name.
     """
     if text is None:
         return []
@@ -564,7 +557,8 @@ def technique_names(text: str | None) -> list[str]:
 
 
 def _check_techniques(names: Iterable[str]) -> None:
-    """Raise UnsupportedError for an unknown technique, even if the technique is turned off."""
+    """Raise UnsupportedError for an unknown technique."""
+    # Techniques that are turned off as well: a typo must not pass as "off".
     for name in names:
         if name.upper() in COMBINATIONS:
             remedy = f"did you mean the combination? --technique {name.upper()}"
@@ -591,7 +585,7 @@ def _list_techniques(output: Output, device: str) -> None:
 
 
 def described(name: str, machine: Machine) -> dict[str, Any]:
-    """Return the declaration of a technique as JSON, with what the machine does not have for it, or None."""
+    """Return the declaration of a technique as JSON; ``missing`` is what the machine lacks for it, or None."""
     technique = TECHNIQUE_CLASSES.get(name)
     settings = technique.Settings()
     missing = technique(settings).missing(machine)
@@ -608,13 +602,13 @@ def described(name: str, machine: Machine) -> dict[str, Any]:
 
 
 def print_technique(about: Mapping[str, Any]) -> None:
-    """Print the name of a technique, and its description indented below; in a pipe each text is one line."""
     print_lines(f"{about['name']} ({about['kind']})")
     settings = ", ".join(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in about["settings"].items())
     # textwrap raises an error for a width of 0 or less.
     width = max(columns() - len(_INDENT), 20)
     texts = about["missing"], about["summary"], f"effect: {about['effect']}", settings and f"settings: {settings}"
     for text in filter(None, texts):
+        # In a pipe each text is one line, for grep.
         lines = textwrap.wrap(text, width, break_on_hyphens=False) if sys.stdout.isatty() else [text]
         print_lines(*(_INDENT + line for line in lines))
     print()
