@@ -1,7 +1,6 @@
 """Causal self-attention: a replaceable kernel, the key-value cache of generation, and masks that separate documents.
 
-The token that ends a document is, as an input, the beginning of the next document. So each document is predicted from
-that token and its own tokens alone, the first token included, as in generation, which begins a document with it.
+A token that ends a document is, as an input, the beginning of the next one, as in generation.
 """
 
 from collections.abc import Callable
@@ -16,17 +15,17 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.layers import CausalConvolution, Rotation, Tails, build_linear, rotate
 
+# Positions of queries, and of keys, that FlexAttention computes or skips together.
 TILE = 128
-"""Positions of queries, and of keys, that FlexAttention computes or skips together."""
 
+# The smallest head size that FlexAttention supports.
 SMALLEST_HEAD = 16
-"""The smallest head size that FlexAttention supports."""
 
+# Bool, of shape [batch, 1, queries, keys], or a mask of FlexAttention.
 Mask = Tensor | BlockMask
-"""Bool, of shape [batch, 1, queries, keys], or a mask of FlexAttention."""
 
+# `(batch, head, query, key) -> bool`: whether a query attends to a key, by their indices.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``(batch, head, query, key) -> bool``: whether a query attends to a key, by their indices."""
 
 
 class AttentionFunction(Protocol):
@@ -53,9 +52,8 @@ _grouped_attention: AttentionFunction = partial(functional.scaled_dot_product_at
 
 
 def in_float32(kernel: AttentionFunction) -> AttentionFunction:
-    """Return a kernel that computes in float32, also under autocast."""
-
     def attend(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
+        # Autocast would cast the operands back to 16 bits.
         with torch.autocast(query.device.type, enabled=False):
             return kernel(query.float(), key.float(), value.float(), **options)
 
@@ -63,8 +61,6 @@ def in_float32(kernel: AttentionFunction) -> AttentionFunction:
 
 
 class LayerCache:
-    """The keys and values of one attention layer, in ``length`` positions, and the tails of its block."""
-
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys = keys
         self._values = values
@@ -73,6 +69,7 @@ class LayerCache:
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys and values of shape [batch, heads, new positions, head size]; return those at all positions."""
+        # Written in place: attention then reads a view, and copies nothing.
         start, self.length = self.length, self.length + keys.shape[2]
         self._keys[:, :, start : self.length] = keys
         self._values[:, :, start : self.length] = values
@@ -80,11 +77,7 @@ class LayerCache:
 
 
 class Cache:
-    """The keys and values of all layers, in memory that is allocated once; see `GPT.new_cache`.
-
-    It has 2 n_layers elements for each sequence, position and channel of the key and value heads (d_model channels
-    unless heads are grouped). It does not support gradients.
-    """
+    """The keys and values of all layers, in memory that is allocated once; see `GPT.new_cache`. No gradients."""
 
     def __init__(self, config: ModelConfig, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         shape = (2, config.n_layers, batch_size, config.n_kv_heads, config.context_length, config.head_size)
@@ -92,8 +85,8 @@ class Cache:
         keys, values = torch.empty(shape, device=device, dtype=dtype)
         self.layers = [LayerCache(*pair) for pair in zip(keys, values, strict=True)]
         self.tails: Tails = {}
+        # The document number of every token, [batch, positions], if the model masks documents.
         self.documents: Tensor | None = None
-        """The document number of every token, [batch, positions], if the model masks documents."""
 
     @property
     def length(self) -> int:
@@ -111,9 +104,8 @@ class Cache:
 class Attention(nn.Module):
     """Multi-head attention of every position to itself and the positions before it.
 
-    ``qkv`` projects to queries, keys and values, in this order, each with all heads in sequence; ``out`` projects the
-    heads to the residual stream. If several query heads share a key and value head, ``q`` and ``kv`` are two
-    projections, and each can be sharded by heads. Techniques assign another ``kernel``.
+    ``qkv`` projects to queries, keys and values, in this order, each with all heads in sequence; grouped heads have two
+    projections, ``q`` and ``kv``. Techniques assign another ``kernel``.
     """
 
     qkv: nn.Linear
@@ -127,6 +119,7 @@ class Attention(nn.Module):
         self.grouped = config.grouped
         self.head_size = config.head_size
         self.dropout_p = config.dropout
+        # Two projections, so that each can be sharded by heads.
         if config.grouped:
             self.q = build_linear(config, "attention", config.d_model, config.attention_width)
             self.kv = build_linear(config, "attention", config.d_model, 2 * config.n_kv_heads * config.head_size)
@@ -143,11 +136,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation | None = None, past: LayerCache | None = None, mask: Mask | None = None
     ) -> Tensor:
-        """Return the output of attention, [batch, positions, d_model] like x.
-
-        ``rotation`` belongs to these positions, if the model has rotary positions. ``past`` holds the keys and values
-        of earlier positions, and receives the new ones. ``mask`` hides more than later positions.
-        """
+        """Return the output, [batch, positions, d_model] like x; ``past`` receives the new keys and values."""
         query, key, value = self._project(x, rotation, past)
         attended = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), past, mask)
         added: Tensor = self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
@@ -155,7 +144,7 @@ class Attention(nn.Module):
 
     @property
     def projections(self) -> list[nn.Linear]:
-        """The layers that project to queries, keys and values; the first one makes the queries."""
+        # Techniques rely on the order: the first layer makes the queries.
         return [self.q, self.kv] if self.grouped else [self.qkv]
 
     def _project(self, x: Tensor, rotation: Rotation | None, past: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,6 +206,7 @@ def document_numbers(tokens: Tensor, end: int, before: Tensor | None = None) -> 
     >>> document_numbers(torch.tensor([[5, 6, 0, 7, 0, 0]]), end=0).tolist()
     [[0, 0, 1, 1, 2, 3]]
     """
+    # The end token gets the number of the next document: that is predicted from it and its own tokens alone.
     numbers = (tokens == end).cumsum(1)
     return numbers if before is None else torch.cat((before, before[:, -1:] + numbers), dim=1)
 
@@ -229,11 +219,11 @@ def dense_mask(documents: Tensor, queries: int) -> Tensor:
 
 
 def tiled_mask(documents: Tensor) -> BlockMask:
-    """Return the FlexAttention mask of whole windows."""
     tiles = -(-documents.shape[1] // TILE)
     # Document numbers ascend, so the first and the last number of a tile show which other tiles share a document.
     first = documents[:, ::TILE]
     last = torch.cat((documents[:, TILE - 1 :: TILE], documents[:, -1:]), dim=1)[:, :tiles]
+    # A tile of keys after the tile of queries has no visible pair.
     tile = torch.arange(tiles, device=documents.device)
     occupied = (last.unsqueeze(1) >= first.unsqueeze(2)) & (tile <= tile.unsqueeze(1))
 
@@ -244,10 +234,7 @@ def tiled_mask(documents: Tensor) -> BlockMask:
 
 
 def block_mask(occupied: Tensor, visible: MaskFunction, length: int) -> BlockMask:
-    """Return a FlexAttention mask from the tiles that have a visible pair.
-
-    ``occupied`` is bool, of shape [batch, heads, query tiles, key tiles].
-    """
+    """Return a FlexAttention mask from the tiles with a visible pair: bool, [batch, heads, query tiles, key tiles]."""
     # Not create_block_mask, which evaluates all pairs of positions.
     # FlexAttention wants, for each query tile, its occupied key tiles first; stable keeps them in ascending order.
     order = occupied.byte().argsort(dim=-1, descending=True, stable=True)

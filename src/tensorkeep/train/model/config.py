@@ -10,8 +10,8 @@ from tensorkeep.settings import Count, Decay, Positive, Section, Steps
 
 Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"]
 
+# Activations that multiply two projections of the input (Shazeer, arXiv 2002.05202).
 GATED = ("swiglu", "geglu")
-"""Activations that multiply two projections of the input (Shazeer, arXiv 2002.05202)."""
 
 
 class RopeScaling(Section, frozen=True):
@@ -65,7 +65,6 @@ class LoraConfig(Section, frozen=True):
     targets: Literal["all", "attention", "mlp"] = "all"
 
     def adapts(self, part: str) -> bool:
-        """Return whether the layers of a part, ``"attention"`` or ``"mlp"``, have adapters."""
         return self.rank > 0 and self.targets in ("all", part)
 
 
@@ -209,7 +208,7 @@ class ModelConfig(Section, frozen=True):
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens: ``vocab_size`` without its padding."""
+        # The last rows of the vocabulary have no token.
         return self.vocab_size - self.vocab_padding
 
     def with_tokens(self, count: int) -> Self:
@@ -228,7 +227,6 @@ class ModelConfig(Section, frozen=True):
 
     @property
     def head_size(self) -> int:
-        """The width of one attention head: ``head_dim``, or its default."""
         return self.d_model // self.n_heads if self.head_dim is None else self.head_dim
 
     @property
@@ -238,12 +236,10 @@ class ModelConfig(Section, frozen=True):
 
     @property
     def n_kv_heads(self) -> int:
-        """The number of heads of keys and values: ``kv_heads``, or its default."""
         return self.n_heads if self.kv_heads is None else self.kv_heads
 
     @property
     def grouped(self) -> bool:
-        """Whether several query heads share a head of keys and values."""
         return self.n_kv_heads < self.n_heads
 
     @property
@@ -252,7 +248,6 @@ class ModelConfig(Section, frozen=True):
 
     @property
     def mlp_width(self) -> int:
-        """The width of the hidden layer of the MLPs: ``d_ff``, or its default."""
         if self.d_ff is not None:
             return self.d_ff
         # 8/3 d_model in three matrices has as many weights as 4 d_model in two.
@@ -261,8 +256,7 @@ class ModelConfig(Section, frozen=True):
     def parameter_count(self, *, embeddings: bool = True) -> int:
         """Return the number of parameters; tied weights count once.
 
-        ``embeddings=False`` excludes the token and position embeddings, as scaling laws do (Kaplan et al., arXiv
-        2001.08361). An untied head is always included; a tied head is the token embedding.
+        ``embeddings=False`` excludes embeddings (Kaplan et al., arXiv 2001.08361), but not an untied head.
         """
         d, heads, key_width = self.d_model, self.attention_width, self.n_kv_heads * self.head_size
         # Two norms in a block and the final norm; only LayerNorm has a bias.
@@ -281,7 +275,6 @@ class ModelConfig(Section, frozen=True):
         return weights + norms + biases + shifts + taps + head + tables
 
     def _adapter_weights(self) -> int:
-        """Return the number of weights of the adapters of one block."""
         d, heads, width = self.d_model, self.attention_width, self.mlp_width
         keys_and_values = 2 * self.n_kv_heads * self.head_size
         # An adapter has rank x (inputs + outputs) weights.
@@ -292,24 +285,23 @@ class ModelConfig(Section, frozen=True):
         return self.lora.rank * found
 
     def _block_matmul_weights(self) -> int:
-        """Return the number of weights of one block that take part in matmuls."""
         # q and out have the width of all heads; k and v may have fewer heads.
         attention = 2 * self.d_model * (self.attention_width + self.n_kv_heads * self.head_size)
         return attention + (3 if self.gated else 2) * self.d_model * self.mlp_width
 
     def flops_per_token(self, context_length: int | None = None) -> int:
-        """Return the floating-point operations of training on one token, forward and backward.
+        """Return the floating-point operations of training on one token, forward and backward; only matmuls count.
 
-        Only matmuls count: 6 operations for each weight of a matmul (the head included, embedding look-ups not), and
-        12 n_layers attention_width T for attention over T tokens, by default the context of the model. By convention
-        attention counts in full, although half the scores are masked (Chowdhery et al., arXiv 2204.02311, appendix B).
-        Recomputation by activation checkpointing does not count. Frozen weights, beside adapters, have no gradient and
-        take 4 operations.
+        By convention attention counts in full, although half the scores are masked (Chowdhery et al., arXiv 2204.02311,
+        appendix B). Recomputation by activation checkpointing does not count.
         """
         length = self.context_length if context_length is None else context_length
         if length < 1:
             raise UsageError(f"context_length is {length}", remedy="give 1 or more")
+        # The head is a matmul; looking up embeddings is not.
         weights = self.n_layers * self._block_matmul_weights() + self.vocab_size * self.d_model
         # Forward 2 operations a weight, gradient of the input 2, gradient of the weight 2.
         trained = 6 * self.n_layers * self._adapter_weights()
+        # 12 operations for each layer, channel and token of the context: two matmuls, forward and backward.
+        # Frozen weights, beside adapters, have no gradient: 4 operations instead of 6.
         return (4 if self.lora.rank else 6) * weights + trained + 12 * self.n_layers * self.attention_width * length

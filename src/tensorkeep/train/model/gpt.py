@@ -30,9 +30,10 @@ from tensorkeep.train.model.layers import (
     is_adapter,
 )
 
+# The target of positions that do not count in the loss.
 IGNORED = -1
-"""The target of positions that do not count in the loss."""
 
+# Matrices that write to the residual stream: their initial values are smaller in deep models.
 _RESIDUAL = ("attention.out.weight", "mlp.down.weight")
 
 
@@ -68,7 +69,6 @@ class MLP(nn.Module):
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
-    """Return a norm over the last dimension, of size d_model."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.d_model, eps=config.norm_eps)
     return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
@@ -199,12 +199,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator | None = None) -> None:
-        """Set the weights to their initial values, which are drawn as GPT-2 does unless they were given.
-
-        Matrices are normal with ``init_std``; matrices that write to the residual stream have ``init_std`` divided by
-        sqrt(2 n_layers), so that its variance does not grow with depth. Biases, token shifts and the taps of
-        convolutions are 0, the weights of norms 1.
-        """
+        """Set the weights to the given values; the others are drawn as GPT-2's."""
         # `to_empty` has given tied weights separate memory.
         self._tie()
         for name, parameter in self.named_parameters():
@@ -217,18 +212,21 @@ class GPT(nn.Module):
         Called for each name of ``named_parameters()`` in order, it draws the weights that `initialise` would.
         """
         if name in self.values:
+            # A copy: training must not change the tensors that were given.
             return self.values[name].clone()
         shape = self.get_parameter(name).shape
         if is_adapter(name):
             return initial_adapter(name, shape, generator)
         place = generator.device if generator is not None else "cpu"
+        # Norms begin as identity; biases, token shifts and taps begin at 0. They draw no random numbers.
         if len(shape) == 1:
             return torch.full(shape, 1.0 if name.endswith("weight") else 0.0, device=place)
+        # So that the variance of the residual stream does not grow with depth.
         scale = math.sqrt(2 * self.config.n_layers) if name.endswith(_RESIDUAL) else 1.0
         return torch.empty(shape, device=place).normal_(0.0, self.config.init_std / scale, generator=generator)
 
     def fill_tables(self, device: torch.device) -> None:
-        """Compute, on a device, what is not learned: the tables of rotary positions."""
+        # Tables are computed, not learned: `to_empty` has left them without values.
         if isinstance(self.positions, RotaryPositions):
             self.positions.fill(device)
 
@@ -237,24 +235,10 @@ class GPT(nn.Module):
         return [block.attention for block in self.blocks]  # type: ignore[misc]
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return the logits of the next token after each position.
+        """Return the logits of the next token after each position, of shape [batch, positions, n_tokens].
 
-        Parameters
-        ----------
-        tokens : Tensor
-            int64, of shape [batch, positions].
-        cache : Cache, optional
-            The keys and values of earlier tokens; the new ones are added.
-
-        Returns
-        -------
-        Tensor
-            Of shape [batch, positions, n_tokens].
-
-        Raises
-        ------
-        UsageError
-            If the tokens, with those in the cache, are more than ``context_length``.
+        ``cache`` holds the keys and values of earlier tokens, and receives the new ones. UsageError if they are
+        longer together than ``context_length``.
         """
         return self.logits(self.features(tokens, cache))
 
@@ -266,11 +250,12 @@ class GPT(nn.Module):
 
     def features(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the input of the head, [batch, positions, d_model], for losses that compute the head themselves."""
-        # With a cache, the first of these tokens is at the position after the cached ones.
+        # With a cache, these tokens begin at the position after the cached tokens.
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[-1]
         self._check(tokens, stop)
         x = self.embed(tokens, cache)
+        # Looked up once, for all blocks.
         rotation = self.positions(start, stop) if isinstance(self.positions, RotaryPositions) else None
         mask = self.mask(tokens, cache)
         for index, block in enumerate(self.blocks):
@@ -279,9 +264,10 @@ class GPT(nn.Module):
         return features
 
     def mask(self, tokens: Tensor, cache: Cache | None = None) -> Mask | None:
-        """Return the mask that keeps attention within documents, if ``document_end`` is set; None otherwise."""
+        """Return the mask that keeps attention within documents; None unless ``document_end`` is set."""
         if self.document_end is None:
             return None
+        # Generation continues the numbers of the cached tokens.
         documents = document_numbers(tokens, self.document_end, None if cache is None else cache.documents)
         if cache is not None:
             cache.documents = documents
@@ -296,7 +282,6 @@ class GPT(nn.Module):
         return tokens.is_cuda and whole and config.head_size >= SMALLEST_HEAD
 
     def embed(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return the input of the first block, of shape [batch, positions, d_model]; see `forward`."""
         start = 0 if cache is None else cache.length
         x: Tensor = self.tokens(tokens)
         if self.shift is not None:
@@ -308,6 +293,7 @@ class GPT(nn.Module):
 
     def last_logits(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits of the token after the last one, of shape [batch, n_tokens]; see `forward`."""
+        # The head computes one position only.
         return self.logits(self.features(tokens, cache)[:, -1])
 
     def _check(self, tokens: Tensor, stop: int) -> None:
@@ -322,7 +308,6 @@ class GPT(nn.Module):
             )
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the targets, in nats; see `token_loss`."""
         return token_loss(self(tokens), targets)
 
     def new_cache(self, batch_size: int) -> Cache:
@@ -336,4 +321,5 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
     Logits have the shape [batch, positions, tokens], int64 targets [batch, positions]; a target of -1 does not count.
     """
+    # In 16 bits, the sum over a vocabulary would lose digits of the loss.
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)

@@ -18,8 +18,8 @@ from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 
 Document = Mapping[str, Any]
+# For each tensor of a `GPT`: its name, the names in transformers of its parts, and whether these are transposed.
 TensorNames = Iterator[tuple[str, tuple[str, ...], bool]]
-"""For each tensor of a `GPT`: its name, the names in transformers of its parts, and whether these are transposed."""
 
 _GPT2_BLOCK = (
     # name in transformers, name here, whether transformers stores it as [inputs, outputs]
@@ -45,6 +45,7 @@ _ROPE = {
     "high_freq_factor": "high_frequency_factor",
     "original_max_position_embeddings": "original_context_length",
 }
+# A message names this many tensors: a wrong file has hundreds.
 _MOST_NAMED = 5
 
 
@@ -64,6 +65,7 @@ def _llama_names(config: ModelConfig) -> TensorNames:
     yield "tokens.weight", ("embed_tokens.weight",), False
     for number in range(config.n_layers):
         block, layer = f"blocks.{number}", f"layers.{number}"
+        # One projection here stacks the rows of several projections there: its letters name them.
         for ours in ("q", "kv") if config.grouped else ("qkv",):
             for kind in kinds:
                 theirs = tuple(f"{layer}.self_attn.{each}_proj.{kind}" for each in ours)
@@ -78,16 +80,13 @@ def _llama_names(config: ModelConfig) -> TensorNames:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Architectures with the same tensor names."""
-
+    # Before all names but `lm_head`; files of a model without its head have no prefix.
     prefix: str
-    """Before all names but ``lm_head``; files of a model without its head have no prefix."""
+    # Ends of the names of tensors beside the weights in old files: masks and frequencies, which are recomputed.
     buffers: tuple[str, ...]
-    """Ends of the names of tensors beside the weights in old files: masks and frequencies, which are recomputed."""
     block_names: Callable[[ModelConfig], TensorNames]
 
     def names(self, config: ModelConfig) -> TensorNames:
-        """Yield the tensor names of a model, without the prefix."""
         yield from self.block_names(config)
         if not config.tied:
             yield "head.weight", ("lm_head.weight",), False
@@ -99,20 +98,16 @@ _LLAMA_FAMILY = _Family("model.", (".rotary_emb.inv_freq",), _llama_names)
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model class in transformers, and its common name.
-
-    ``needs`` holds the values that the fields of a `ModelConfig` may have. ``settings`` returns the ``config.json``,
-    without the entries that all classes share.
-    """
+    """A model class in transformers; ``needs`` has the values that fields of a `ModelConfig` may have."""
 
     name: str
     title: str
     needs: Mapping[str, tuple[object, ...]]
+    # Returns `config.json` without the entries that all classes share.
     settings: Callable[[ModelConfig], dict[str, Any]]
     family: _Family
 
     def obstacles(self, config: ModelConfig) -> list[str]:
-        """Return the settings that would have to differ."""
         return [
             f"{field}={' or '.join(map(repr, allowed))} (it is {getattr(config, field)!r})"
             for field, allowed in self.needs.items()
@@ -120,7 +115,6 @@ class Architecture:
         ]
 
     def tensors(self, state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors in transformers, from the tensors of a `GPT`."""
         for ours, theirs, transposed in self.family.names(config):
             tensor = state.get(ours)
             if tensor is None:
@@ -134,10 +128,8 @@ class Architecture:
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
-    """Return the class in transformers that computes the same model.
-
-    Raises UnsupportedError, which names the settings that prevent it, if transformers has no such model.
-    """
+    """Return the class in transformers that computes the same model; UnsupportedError names the obstacles."""
+    # Obstacles of every class go into the error, so that the user sees the nearest one.
     candidates = [(architecture, architecture.obstacles(config)) for architecture in _ARCHITECTURES]
     for architecture, obstacles in candidates:
         if not obstacles:
@@ -245,8 +237,6 @@ _Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 
 
 class _GPT2(msgspec.Struct, frozen=True):
-    """The settings of a GPT-2 in ``config.json``."""
-
     vocab_size: _Size
     n_layer: _Layers
     n_head: _Size
@@ -261,8 +251,6 @@ class _GPT2(msgspec.Struct, frozen=True):
 
 
 class _Llama(msgspec.Struct, frozen=True):
-    """The settings of a LLaMA, or of a model with its blocks, in ``config.json``."""
-
     vocab_size: _Size
     max_position_embeddings: _Size
     num_hidden_layers: _Layers
@@ -296,8 +284,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 def read_model_config(document: Document) -> ModelConfig:
     """Return the configuration of the same model.
 
-    Raises UnsupportedError, which names the setting, if the model is not a GPT-2, LLaMA, Mistral or Qwen 3, or `GPT`
-    does not support a setting. CorruptCheckpointError if a setting is missing or invalid.
+    UnsupportedError names a setting that `GPT` does not support, CorruptCheckpointError an invalid or missing one.
     """
     kind = document.get("model_type")
     read = _CONFIGS.get(kind) if isinstance(kind, str) else None
@@ -329,10 +316,7 @@ def _settings(document: Document, kind: type[S], prefix: str = "") -> S:
 
 
 def convert_weights(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors of a file by their names in `GPT`, in float32.
-
-    Raises StateMismatchError if tensors are missing or left over, or do not have the shapes of the configuration.
-    """
+    """Return the tensors of a file by their names in `GPT`, in float32; StateMismatchError if they do not match."""
     family = _GPT2_FAMILY if config.positions == "learned" else _LLAMA_FAMILY
     prefix = family.prefix
     # Files of the model without its head have no prefix.
@@ -379,7 +363,6 @@ def convert_weights(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
 def refuse_mismatch(
     message: str, remedy: str, *, missing: Iterable[str], extra: Iterable[str], different: Iterable[str]
 ) -> None:
-    """Raise StateMismatchError if tensors do not match a configuration."""
     absent, additional, reshaped = tuple(missing), tuple(extra), tuple(different)
     lists = {"missing": absent, "not of the model": additional, "of another shape": reshaped}
     if any(lists.values()):
@@ -398,8 +381,8 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 def _refuse(document: Document, allowed: Mapping[str, tuple[object, ...]], prefix: str = "") -> None:
-    """Raise UnsupportedError if a setting has another value; an absent setting counts as its first value."""
     for name, values in allowed.items():
+        # An absent setting counts as the first value.
         if document.get(name, values[0]) not in values:
             raise UnsupportedError(
                 f"config.json has {prefix}{name} {document[name]!r}, which is not supported",
@@ -446,6 +429,7 @@ def _llama(document: Document) -> dict[str, Any]:
         document,
         {
             "hidden_act": ("silu",),
+            # `bias` here is one setting for both, so they must be equal there.
             "mlp_bias": (found.attention_bias,),
             "attention_bias": (document.get("mlp_bias", False),),
             "partial_rotary_factor": (None, 1),

@@ -13,11 +13,11 @@ from tensorkeep.train.model.config import LoraConfig, ModelConfig, RopeScaling
 
 ADAPTER_A, ADAPTER_B = "lora_a", "lora_b"
 
+# Cosines and signed sines for some positions, each of shape [positions, 1, head size].
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and signed sines for some positions, each of shape [positions, 1, head size]."""
 
+# For each module that shifts or convolves: the last positions of its input, [batch, positions, channels].
 Tails = dict[nn.Module, Tensor]
-"""For each module that shifts or convolves: the last positions of its input, [batch, positions, channels]."""
 
 
 class LoraLinear(nn.Linear):
@@ -38,14 +38,12 @@ class LoraLinear(nn.Linear):
 
 
 def build_linear(config: ModelConfig, part: Literal["attention", "mlp"], inputs: int, outputs: int) -> nn.Linear:
-    """Return a linear layer of a block, with an adapter if the configuration asks for one."""
     if config.lora.adapts(part):
         return LoraLinear(inputs, outputs, bias=config.bias, lora=config.lora)
     return nn.Linear(inputs, outputs, bias=config.bias)
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter, by its name."""
     return name.endswith((ADAPTER_A, ADAPTER_B))
 
 
@@ -75,24 +73,19 @@ def merge_adapters(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[Ma
 
 
 class LearnedPositions(nn.Module):
-    """One learned vector for each position, which is added to the embedding of its token."""
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.context_length, config.d_model))
 
     def forward(self, start: int, stop: int) -> Tensor:
-        """Return the vectors of the positions from start to stop, of shape [stop - start, d_model]."""
         return self.weight[start:stop]
 
 
 class RotaryPositions(nn.Module):
-    """The rotation angles of queries and keys (Su et al., arXiv 2104.09864).
+    """The rotation angles of queries and keys (Su et al., arXiv 2104.09864)."""
 
-    Element i of a head is paired with element i + head size / 2, as in the LLaMA of transformers, so that weights can
-    be exported unchanged; the paper pairs neighbours. The tables are computed from the configuration, not saved.
-    """
-
+    # Element i of a head is paired with element i + head size / 2, as in the LLaMA of transformers, so that weights can
+    # be exported unchanged; the paper pairs neighbours.
     cosines: Tensor
     sines: Tensor
 
@@ -101,12 +94,13 @@ class RotaryPositions(nn.Module):
         self.base = config.rope_base
         self.scaling = config.rope_scaling
         shape = (config.context_length, 1, config.head_size)
+        # Not persistent: the configuration determines the tables, so checkpoints need not hold them.
         self.register_buffer("cosines", torch.empty(shape), persistent=False)
         self.register_buffer("sines", torch.empty(shape), persistent=False)
 
     def fill(self, device: torch.device) -> None:
-        """Compute the tables in float32 on the CPU, as transformers does, and move them to a device."""
         length, _, size = self.cosines.shape
+        # In float32 on the CPU, as transformers does.
         frequencies = 1.0 / self.base ** (torch.arange(0, size, 2).float() / size)
         angles = torch.outer(torch.arange(length).float(), scaled_frequencies(frequencies, self.scaling))
         self.cosines = torch.cat((angles.cos(), angles.cos()), dim=1).unsqueeze(1).to(device)
@@ -117,7 +111,6 @@ class RotaryPositions(nn.Module):
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the scaled angles between two neighbouring positions; see `RopeScaling`."""
     if scaling.kind is None:
         return frequencies
     if scaling.kind == "linear":
@@ -140,33 +133,26 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
 
 
 class TokenShift(nn.Module):
-    """Adds a learned fraction of the previous position to each, channel by channel; initially 0.
-
-    RWKV shifts the input of every layer this way (Peng et al., arXiv 2305.13048).
-    """
+    """Adds a learned fraction of the previous position, channel by channel, as RWKV (Peng et al., arXiv 2305.13048)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.share = nn.Parameter(torch.empty(channels))
 
     def forward(self, x: Tensor, tails: Tails | None = None) -> Tensor:
-        """Return the shifted features, [batch, positions, channels] like x."""
         return _add_earlier(self, x, [self.share], tails)
 
 
 class CausalConvolution(nn.Module):
-    """A causal depthwise convolution, as in Primer (So et al., arXiv 2109.08668).
-
-    ``taps[i]`` has the factors of the position i + 1 before, initially 0. The position itself has no factor: the
-    projection before the convolution has one.
-    """
+    """A causal depthwise convolution, as in Primer (So et al., arXiv 2109.08668)."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
+        # The position itself has no factor: the projection before the convolution has one.
+        # `taps[i]` has the factors of the position i + 1 before.
         self.taps = nn.ParameterList(torch.empty(channels) for _ in range(width - 1))
 
     def forward(self, x: Tensor, tails: Tails | None = None) -> Tensor:
-        """Return the convolved features, [batch, positions, channels] like x."""
         return _add_earlier(self, x, list(self.taps), tails)
 
 
@@ -179,6 +165,7 @@ def _add_earlier(module: nn.Module, x: Tensor, taps: Sequence[Tensor], tails: Ta
     if first is None:
         # Before the first position there are zeros.
         first = torch.zeros_like(x[:, :1]).expand(-1, len(taps), -1)
+    # The earlier positions are prepended, and their results are cut off at the end.
     whole = torch.cat((first, x), dim=1)
     tails[module] = whole[:, -len(taps) :]
     added = _AddEarlier.apply(whole, *taps)  # type: ignore[no-untyped-call]

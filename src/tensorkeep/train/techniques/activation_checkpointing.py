@@ -65,9 +65,9 @@ class ActivationCheckpointing(Technique):
         effects.checkpoint_every, effects.keeps_matmuls = self.settings.every, self.settings.keep == "matmuls"
 
     def verify(self, run: Run) -> Verification:
-        """Count the forward passes through the blocks: two for each batch, or a block was not recomputed."""
         blocks = self._blocks(run)
         expected = 2 * run.config.loop.gradient_accumulation_steps
+        # The first norm runs once in each forward pass of a block: two for a batch, or the block was not recomputed.
         with count_calls(block.norm1 for block in blocks) as calls:
             yield
         others = [number for number, block in enumerate(blocks) if calls[block.norm1] != expected]

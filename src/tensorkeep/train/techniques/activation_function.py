@@ -58,7 +58,6 @@ class ActivationFunction(Technique):
     settings: ActivationSettings
 
     def configure(self, config: Config) -> Config:
-        """Set the activation; reset a default width, so that a gated activation has as many parameters."""
         model = config.model
         # A width that equals the default of the current activation counts as the default, and is not kept.
         by_default = model.d_ff == msgspec.structs.replace(model, d_ff=None).mlp_width
@@ -75,18 +74,19 @@ class ActivationFunction(Technique):
         return config.changed({"model.activation": chosen.activation, "model.d_ff": d_ff})
 
     def verify(self, run: Run) -> Verification:
-        """Compare the hidden layer of every MLP with the formula, and the size of the model with a GELU model's."""
         name = self.settings.activation
         mlps: list[MLP] = [block.mlp for block in run.model.blocks]  # type: ignore[misc]
         by_layer: dict[nn.Module, MLP] = {mlp.down: mlp for mlp in mlps if (mlp.gate is not None) == (name in GATED)}
         projected: dict[nn.Module, Tensor] = {}
         distances: dict[MLP, Tensor] = {}
 
+        # The model computed the projections; only the activation between them is computed again.
         def keep(layer: nn.Module, output: Tensor) -> None:
             projected[layer] = output.detach().float()
 
         def compare(layer: nn.Module, hidden: Tensor) -> None:
             mlp, formula = by_layer[layer], _FORMULAS[name]
+            # Popped, so that the projections of one block at a time are in memory.
             up = projected.pop(mlp.up)
             expected = formula(up) if mlp.gate is None else formula(projected.pop(mlp.gate)) * up
             distances[mlp] = (hidden.detach().float() - expected).norm() / expected.norm()

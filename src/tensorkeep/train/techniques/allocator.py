@@ -36,8 +36,6 @@ class AllocatorSettings(Section, frozen=True):
 
 
 class Allocator(Technique):
-    """Fewer gaps between blocks: the reserved bytes come closer to the allocated bytes."""
-
     name: ClassVar = "allocator"
     kind: ClassVar = "systems"
     changes: ClassVar = "process"
@@ -52,6 +50,7 @@ class Allocator(Technique):
         requested = {name: str(value) for name, value in self._requested().items()}
         given = _parse_environment(os.environ)
         unset = any(given.get(name) != value for name, value in requested.items())
+        # Keep what the user has set: the variable is one string, which a new value replaces completely.
         line = ",".join(f"{name}:{value}" for name, value in {**given, **requested}.items())
         late = f"needs {_VARIABLES[0]}={line} in the environment from the start: put that before the command"
         return machine.missing_cuda() or (late if unset else None)
@@ -60,7 +59,6 @@ class Allocator(Technique):
         return {name: value for name, value in msgspec.structs.asdict(self.settings).items() if value is not None}
 
     def verify(self, run: Run) -> Verification:
-        """Read back the allocator's settings, and the segments of the step's memory."""
         yield
         snapshot = torch.cuda.memory._snapshot(run.device)
         found = snapshot["allocator_settings"]

@@ -134,6 +134,7 @@ class AttentionKernel(Technique):
         mixed = config.techniques.get("mixed-precision")
         if self.settings.kernel == "auto":
             self.settings = AttentionKernelSettings(kernel=_best_kernel(Machine(device), config))
+            # Stored, because a resumed run must not choose another kernel.
             config = config.changed({f"techniques.{self.name}": {"kernel": self.settings.kernel}})
         kernel, on_cuda = self.settings.kernel, device.type == "cuda"
         if config.model.dropout and (kernel in ("flex", "fa3", "matmul") or (kernel == "flash" and not on_cuda)):
@@ -161,10 +162,10 @@ class AttentionKernel(Technique):
 
     @contextmanager
     def process(self) -> Iterator[None]:
-        """Activate FlashAttention-3, which replaces torch's own in the whole process."""
         if self.settings.kernel != "fa3":
             yield
             return
+        # FlashAttention-3 replaces torch's own in the whole process, so it is restored at the end.
         torch_attention.activate_flash_attention_impl("FA3")
         try:
             yield
@@ -184,7 +185,6 @@ class AttentionKernel(Technique):
         effects.attention_kernel = self.settings.kernel
 
     def verify(self, run: Run) -> Verification:
-        """Read from the autograd graph which kernel computed the inputs of the output projections."""
         projections, requested = [each.out for each in run.model.attentions], self.settings.kernel
         # In the graph, fa3 looks like the kernel that it replaces.
         expected, operators = "flash" if requested == "fa3" else requested, Counter[str]()
@@ -206,7 +206,7 @@ class AttentionKernel(Technique):
 
     @contextmanager
     def _reasons_in_error(self) -> Iterator[None]:
-        """Put torch's warnings into the error, if torch found no kernel: they have the reasons."""
+        # torch gives the reasons why no kernel fits as warnings, and its error does not repeat them.
         with warnings.catch_warnings(record=True) as caught:
             # Only UserWarning: they are given again without their module, and filters of other kinds go by module.
             warnings.simplefilter("always", UserWarning)
@@ -236,7 +236,6 @@ def _missing_fa3(machine: Machine) -> str | None:
 
 
 def _best_kernel(machine: Machine, config: Config) -> _Kernel:
-    """Return the kernel that is expected to be the fastest for a model."""
     if not machine.on_cuda:
         return "math" if config.model.dropout else "flash"
     size, mixed = config.model.head_size, config.techniques.get("mixed-precision")
@@ -252,16 +251,17 @@ def _best_kernel(machine: Machine, config: Config) -> _Kernel:
 
 @contextmanager
 def _counted(operators: Counter[str]) -> Iterator[None]:
-    """Count the calls of torch's operators, also within other operators."""
+    # The profiler also sees operators that other operators call.
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         yield
     operators.update(each.name for each in profiler.events())
 
 
 def _fixed_kernel(backend: SDPBackend, dtype: torch.dtype | None) -> AttentionFunction:
-    """Return a kernel that computes in a dtype, None for the query's, and returns results in the query's dtype."""
+    """Return a kernel that computes in a dtype (None: the query's) and returns the query's dtype."""
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
+        # Without gradients torch chooses: generation has masks and shapes that not all kernels support.
         if not torch.is_grad_enabled():
             return scaled_dot_product_attention(query, key, value, **options)
         with sdpa_kernel([backend]):
@@ -294,6 +294,7 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 def _kernel_of(tensor: Tensor) -> str:
     """Return the kernel that computed a tensor, also if the result was reshaped or cast."""
     node = tensor.grad_fn
+    # Follow the graph back through nodes that do not compute.
     while node is not None and node.name().removesuffix("Backward0") in _PASS_THROUGH_NODES:
         node = node.next_functions[0][0]
     name = "nothing" if node is None else node.name()
@@ -320,6 +321,7 @@ class _MatmulAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, weights = ctx.saved_tensors
         by_value = torch.bmm(weights.mT, gradient)
+        # The gradient of a softmax needs its result only, so the scores are not kept.
         by_scores = torch._softmax_backward_data(torch.bmm(gradient, value.mT), weights, -1, weights.dtype)
         by_scores *= ctx.scale
         return torch.bmm(by_scores, key), torch.bmm(by_scores.mT, query), by_value, None
@@ -328,7 +330,6 @@ class _MatmulAttention(torch.autograd.Function):
 def matmul_attention(
     query: Tensor, key: Tensor, value: Tensor, /, *, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any
 ) -> Tensor:
-    """Compute attention without dropout; see `AttentionFunction`."""
     if not torch.is_grad_enabled():
         return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -343,5 +344,5 @@ def matmul_attention(
 
 @lru_cache(maxsize=2)
 def _causal_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the scores to add so that no position attends to a later one."""
+    # Added to the scores, so that no position attends to a later one.
     return torch.full((length, length), -torch.inf, dtype=dtype, device=device).triu(1)

@@ -1,11 +1,6 @@
 """The contract of a training technique: one optimisation, as a switch that proves that it is really on.
 
-A third party adds a technique with one file: a subclass of `Technique`, registered under the entry point group
-``tensorkeep.techniques``, and one subclass of `tensorkeep.testing.technique_suite.TechniqueSuite` that tests it.
-
-A run calls a technique in this order: `Technique.missing`, `Technique.configure`, `Technique.process` (a context that
-stays open until the run is closed), `Technique.apply`, `Technique.warm_up`, `Technique.verify`. A technique that was
-requested and is not active is an error, never a silent fallback.
+A technique that was requested and is not active is an error, never a silent fallback.
 """
 
 import shutil
@@ -40,11 +35,11 @@ __all__ = [
 ]
 
 Kind = Literal["systems", "algorithmic"]
+# What a technique changes. Techniques are applied in this order: each one sees the changes of the earlier ones.
 Changed = Literal["process", "model", "loss", "optimizer", "processes", "data", "compilation"]
-"""What a technique changes. Techniques are applied in this order: each one sees the changes of the earlier ones."""
 
+# The remedy of an error that should not happen.
 REPORT = "report it, with the list of techniques that are on"
-"""The remedy of an error that should not happen."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,6 @@ class Machine:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the run uses a CUDA device."""
         return self.device.type == "cuda"
 
     @cached_property
@@ -160,14 +154,18 @@ class MemoryEffects:
     fuses_update: bool = False
 
 
+# The return type of `Technique.verify`: a generator that yields once, for the step to run, and returns the proof.
 Verification = Generator[None, None, Proof | None]
-"""The return type of `Technique.verify`: a generator that yields once, for the step to run, and returns the proof."""
 
 
 class NoSettings(Section, frozen=True):
     """The settings of a technique that has none."""
 
 
+# A third party adds a technique with one file: a subclass of `Technique`, registered under the entry point group
+# `tensorkeep.techniques`, and one subclass of `tensorkeep.testing.technique_suite.TechniqueSuite` that tests it.
+# A run calls, in this order: `missing`, `configure`, `process` (open until the run is closed), `apply`, `warm_up`,
+# `verify`.
 class Technique(ABC):
     """One technique in one run.
 
@@ -227,8 +225,8 @@ class Technique(ABC):
     refuses_conversations: ClassVar[str | None] = None
     refuses_document_masks: ClassVar[str | None] = None
     depends_on_steps: ClassVar[bool] = False
+    # A technique with settings annotates their type: `settings: MySettings`.
     settings: Any
-    """A technique with settings annotates their type: ``settings: MySettings``."""
 
     def __init__(self, settings: Section) -> None:
         self.settings = settings
@@ -306,5 +304,5 @@ class Technique(ABC):
         return TechniqueNotActiveError(f"{self.name} was requested and is not active: {observed}", remedy=remedy)
 
 
+# All techniques that are installed; an entry point of `tensorkeep.techniques` adds one.
 TECHNIQUE_CLASSES: Registry[type[Technique]] = Registry("technique")
-"""All techniques that are installed; an entry point of ``tensorkeep.techniques`` adds one."""

@@ -55,10 +55,7 @@ class CompileSettings(Section, frozen=True):
 
 
 class Compile(Technique):
-    """Ansel et al., ASPLOS 2024. Compiles the loss of a training batch, with its gradient, and the evaluation loss.
-
-    Generation is not compiled: its shapes differ from token to token.
-    """
+    """Ansel et al., ASPLOS 2024. Generation is not compiled: its shapes differ from token to token."""
 
     name: ClassVar = "compile"
     kind: ClassVar = "systems"
@@ -86,21 +83,19 @@ class Compile(Technique):
 
     @contextmanager
     def process(self) -> Iterator[None]:
-        """Allow more shapes than torch does, add up in one order, and release the compiled code at the end.
-
-        The next run would count compiled code as its own.
-        """
         from torch._dynamo import config
 
         try:
+            # More shapes than torch allows, and sums in one order.
             with config.patch(recompile_limit=_MOST_SHAPES), _embeddings_not_compiled():
                 yield
         finally:
+            # The next run in this process would count the compiled code as its own.
             torch.compiler.reset()
 
     @property
     def cannot_accumulate(self) -> str | None:
-        """The mode in which a step can have one batch only: its CUDA graphs overwrite the gradients of the last one."""
+        # A replay of its CUDA graphs overwrites the gradients of the batch before.
         return 'in the mode "reduce-overhead"' if self.settings.mode == "reduce-overhead" else None
 
     def apply(self, run: Run) -> None:
@@ -138,8 +133,6 @@ class Compile(Technique):
             run.operations.evaluate = self._compiled_evaluation(run.operations.evaluate)
 
     def _compiled_evaluation(self, inner: Loss) -> Loss:
-        """Return the loss of an evaluation, compiled at its first call for the one shape of its batches."""
-
         # A separate function: torch remembers the shapes that a function has seen, and they decide how it compiles a
         # training batch of another length. A resumed run may not have seen an evaluation.
         def evaluation(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -173,9 +166,9 @@ class Compile(Technique):
         }
 
     def warm_up(self, run: Run) -> None:
-        """Compile, while no technique observes."""
         from torch._dynamo.exc import TorchDynamoException
 
+        # Compiled before any technique observes: compiled code would contain the hooks.
         begin = time.perf_counter()
         try:
             warm_up_loss(run)
@@ -186,7 +179,6 @@ class Compile(Technique):
         self._seconds, self._counts_after_warm_up = time.perf_counter() - begin, _counts()
 
     def verify(self, run: Run) -> Verification:
-        """Count the losses that compiled code computed, the graphs, the graph breaks and the recompilations."""
         before, self._recompiled, self._observed = self._calls, 0, True
         try:
             yield
@@ -195,6 +187,7 @@ class Compile(Technique):
         # A captured graph replays compiled code without calling it: the calls happened during the capture.
         captured = before > 0 and "cuda-graphs" in run.config.techniques
         calls, expected = self._calls - before, run.config.loop.gradient_accumulation_steps
+        # Each batch of the step must have gone through compiled code.
         if calls != expected and not captured:
             raise self.not_active(f"{calls} of the step's {expected} losses were compiled")
         graphs, breaks, skips = (
@@ -216,15 +209,14 @@ class Compile(Technique):
 
 @contextmanager
 def _embeddings_not_compiled() -> Iterator[None]:
-    """Leave the gradient of embeddings to torch's own kernel, which adds up the rows of a token in a fixed order.
-
-    Compiled code adds them in any order, on a GPU and with several threads: a resumed run would have other last bits.
-    """
+    """Leave the gradient of embeddings to torch's own kernel, which adds up the rows of a token in a fixed order."""
     from torch._inductor.decomposition import decompositions
     from torch.compiler import config as cache_config
 
     config: Any = cache_config
     operator = torch.ops.aten.embedding_dense_backward.default
+    # Compiled code adds the rows in any order, on a GPU and with several threads: a resumed run would have other last
+    # bits.
     compiled = decompositions.pop(operator, None)
     try:
         # Another cache key: torch's cache may hold code that was compiled with the decomposition.
@@ -236,7 +228,6 @@ def _embeddings_not_compiled() -> Iterator[None]:
 
 
 def _counts() -> tuple[int, int, int]:
-    """Return the numbers of compiled graphs, graph breaks, and skipped CUDA graphs so far."""
     from torch._dynamo.utils import counters
 
     breaks = sum(counters["graph_break"].values())

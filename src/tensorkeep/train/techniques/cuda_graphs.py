@@ -51,6 +51,7 @@ class CudaGraphs(Technique):
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
             if self._graphs is None:
                 self._graphs = LossGraphs(inner, parameters, inputs, targets)
+            # A replay reads as many elements as were captured, whatever the batch has.
             if inputs.shape != self._graphs.shape:
                 found, captured = (list(shape) for shape in (inputs.shape, self._graphs.shape))
                 raise self.not_active(f"a batch has shape {found}, the graph {captured}", "leave it out")
@@ -62,11 +63,10 @@ class CudaGraphs(Technique):
         run.operations.loss, run.operations.plain_loss = loss, run.operations.plain_loss or inner
 
     def warm_up(self, run: Run) -> None:
-        """Capture, while no technique observes."""
+        # Capture now: a capture while techniques observe would contain their hooks.
         warm_up_loss(run)
 
     def verify(self, run: Run) -> Verification:
-        """Count the replays: one forward and one backward for each batch of the step."""
         graphs, expected = self._graphs, run.config.loop.gradient_accumulation_steps
         if graphs is not None:
             graphs.replays.clear()
@@ -80,11 +80,7 @@ class CudaGraphs(Technique):
 
 
 class LossGraphs:
-    """The graph of a loss and the graph of its gradient; every replay uses the same memory.
-
-    Buffers accumulate the gradients of the parameters, and become their ``grad``. All batches must have the shape of
-    the first. ``replays`` counts how often the loss and the gradient were replayed.
-    """
+    """The graphs of a loss and of its gradient, in the same memory; all batches must have the shape of the first."""
 
     def __init__(self, loss: Loss, parameters: list[nn.Parameter], inputs: Tensor, targets: Tensor) -> None:
         self.shape = inputs.shape
@@ -114,19 +110,20 @@ class LossGraphs:
 
     def _add_gradient(self) -> None:
         found = torch.autograd.grad(self._value, list(self._gradients), self._scale)
+        # In place: the captured kernels add to these addresses at each replay.
         torch._foreach_add_(list(self._gradients.values()), found)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of a batch."""
         # The graph reads its inputs at fixed addresses.
         self._inputs.copy_(inputs)
         self._targets.copy_(targets)
         self._replay_loss()
         self.replays["forward"] += 1
+        # A copy, because the next replay overwrites the value.
         return self._value.detach().clone()
 
     def add_gradient(self, scale: Tensor) -> None:
-        """Add the gradient of the last loss, times a factor, to the gradients of the parameters."""
+        # The factor is data of the graph: a new factor needs no new capture.
         self._scale.copy_(scale)
         for parameter, gradient in self._gradients.items():
             # None after zero_grad: the step begins to accumulate again.
@@ -157,12 +154,13 @@ class _Replayed(torch.autograd.Function):
 
 @contextmanager
 def _side_stream(device: torch.device) -> Iterator[None]:
-    """Run on another stream, as torch requires of the warm-up before a capture."""
+    # torch requires another stream for the warm-up before a capture.
     if device.type != "cuda":
         yield
         return
     current = torch.cuda.current_stream(device)
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # The side stream reads what the current stream has computed, and the other way round at the end.
     side.wait_stream(current)
     with torch.cuda.stream(side):
         yield

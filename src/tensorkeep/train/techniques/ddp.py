@@ -50,17 +50,14 @@ class Ddp(ParallelTechnique):
         before_each_batch(run, lambda last: setattr(self, "_last", last))
 
     def warm_up(self, run: Run) -> None:
-        """Compute a gradient and discard it, so that DDP rebuilds its buckets before the first step.
-
-        The buckets decide the order of sums, and a resumed run must compute the same bits as an uninterrupted run.
-        """
+        """Compute a gradient and discard it, so that DDP rebuilds its buckets before the first step."""
+        # The buckets decide the order of sums, and a resumed run must compute the same bits as an uninterrupted run.
         with next_batch(run) as (inputs, targets):
             # Only a few rows: with `compile` on, a whole batch would need more memory here than in the steps.
             self.parallel(*few_rows(inputs, targets)).backward()
         run.model.zero_grad()
 
     def verify(self, run: Run) -> Verification:
-        """Count the averaged numbers, and compare the gradients of the processes."""
         before, equal = self._reduced, False
 
         def compare() -> None:
@@ -68,8 +65,10 @@ class Ddp(ParallelTechnique):
             gradients = (each.grad for each in run.model.parameters())
             equal = run.world.all_equal(*(fingerprint(each) for each in gradients if each is not None))
 
+        # Before clipping: at that point the gradient is complete, and nothing has changed it.
         with observe_operation(run, "clip", before=compare):
             yield
+        # Each number once: an exchange per micro-batch would be several times as much communication.
         parameters = sum(each.numel() for each in run.model.parameters() if each.requires_grad)
         reduced = self._reduced - before
         if reduced != parameters:
@@ -85,9 +84,8 @@ class Ddp(ParallelTechnique):
         )
 
 
+# DDP wraps a module, and averages its gradients in the backward pass. This module computes the loss.
 class _LossModule(nn.Module):
-    """The loss as a module with the model's parameters, for DDP to wrap."""
-
     # Without the model's buffers, which DDP would broadcast in every step. They never change.
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:

@@ -1,10 +1,6 @@
 """Training one run with several processes: the base classes of ddp, fsdp, hsdp, tensor and pipeline parallelism.
 
-The sharding techniques share one mesh of ranks. ``replicate`` counts copies of the model, ``shard`` the shards of a
-copy, and ``tensor`` the processes that compute a matmul together; a dimension exists if its technique is on.
-
-A checkpoint has the names, keys and full shapes of one process, so any number of processes can resume. DTensors state
-which part of every tensor a rank has; where a DTensor states it wrongly, `checkpoint_view` corrects it.
+A checkpoint has the names, keys and full shapes of one process, so any number of processes can resume.
 """
 
 import math
@@ -29,9 +25,11 @@ from tensorkeep.train.step.device import memory_errors_reported
 from tensorkeep.train.step.world import can_join, launched_machines
 from tensorkeep.train.techniques.base import Config, Machine, Run, Technique
 
+# Techniques that distribute a run among processes, each in its own way.
 PARALLEL_TECHNIQUES = ("ddp", "fsdp", "hsdp", "tensor-parallel", "pipeline-parallel")
-"""Techniques that distribute a run among processes, each in its own way."""
 
+# The dimensions of the one mesh that the sharding techniques share; each exists if its technique is on. They count the
+# copies of the model, the shards of a copy, and the processes that compute a matmul together.
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 
 # Fused layers, and how many projections each stacks by rows; tensor parallelism shards each projection by heads.
@@ -39,8 +37,6 @@ _FUSED = {".attention.qkv.": 3, ".attention.convolution.": 3, ".attention.kv.": 
 
 
 class ParallelTechnique(Technique):
-    """A technique for several processes, which torchrun starts; see `tensorkeep.train.step.world`."""
-
     kind: ClassVar = "systems"
     changes: ClassVar = "processes"
     # With dropout, each process draws other zeros; without it, only the order of sums differs.
@@ -48,24 +44,19 @@ class ParallelTechnique(Technique):
     # Its own name has no effect: a technique is on once.
     conflicts: ClassVar = dict.fromkeys(PARALLEL_TECHNIQUES, "both need all ranks")
 
+    # Whether the technique is applied to a model on the meta device, and makes the weights of this process.
     fills_model: ClassVar[bool] = False
-    """Whether the technique is applied to a model on the meta device, and makes the weights of this process."""
 
     def missing(self, machine: Machine) -> str | None:
-        """Return the command that starts the processes, unless they are started."""
         if can_join():
             return None
         return f"needs torchrun: torchrun --nproc-per-node 2 -m tensorkeep train RECIPE --technique {self.name}"
 
 
 def shard_batches(run: Run, rank: int, count: int) -> None:
-    """Let this process train one of ``count`` parts of every batch, with its own random numbers for dropout.
-
-    ``loop.batch_size`` counts the rows of all processes together: they compute what one process would.
-
-    Raises UsageError if the batch size is not a multiple of the number of parts.
-    """
+    """Let this process train one of ``count`` parts of every batch; UsageError if the batch size is not a multiple."""
     loop = run.config.loop
+    # `loop.batch_size` counts the rows of all processes together: they compute what one process would.
     run.batches.draw_part(rank, count)
     run.replicas, run.replica = count, rank
     # For this process only: another number of processes may resume the run.
@@ -76,9 +67,9 @@ def shard_batches(run: Run, rank: int, count: int) -> None:
 
 
 def distribute_muon(run: Run) -> None:
-    """Let each rank orthogonalise some of the matrices that Muon updates, instead of all matrices."""
     for optimizer in run.optimizers.values():
         if isinstance(optimizer, Muon):
+            # Each rank orthogonalises some matrices instead of all.
             optimizer.ranks = run.world.group
 
 
@@ -174,12 +165,13 @@ def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
     for name in (REPLICATE, SHARD):
         if name in (mesh.mesh_dim_names or ()):
             length = mesh[name].size()
+            # The tensor dimension is left out: its processes compute the same rows.
             rank, count = rank * length + mesh.get_local_rank(name), count * length
     return rank, count
 
 
+# `(name, parameter, full) -> tensor`: this process's part of a parameter on the meta device, from all its values.
 Keep = Callable[[str, Tensor, Tensor], Tensor]
-"""``(name, parameter, full) -> tensor``: this process's part of a parameter on the meta device, from all its values."""
 
 
 @torch.no_grad()
@@ -200,7 +192,6 @@ def fill_parameters(run: Run, keep: Keep) -> None:
 
 
 def _owners(model: GPT) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Return the modules that have each parameter, and its name there; a tied parameter has two."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -209,8 +200,8 @@ def _owners(model: GPT) -> dict[int, list[tuple[nn.Module, str]]]:
 
 
 def update_parameters(run: Run, before: Mapping[str, nn.Parameter]) -> None:
-    """Give the optimizers the new parameters of the model in place of the earlier ones."""
     after = dict(run.model.named_parameters())
+    # By identity, because optimizers hold tensors without names.
     new = {id(old): after[name] for name, old in before.items()}
     for optimizer in run.optimizers.values():
         for group in optimizer.param_groups:
@@ -221,8 +212,8 @@ class ShardingTechnique(ParallelTechnique):
     """A technique that shards the parameters of the model along one dimension of the mesh, as DTensors."""
 
     fills_model: ClassVar = True
+    # The dimension of the mesh.
     axis: ClassVar[str]
-    """The dimension of the mesh."""
 
     def configure(self, config: Config) -> Config:
         if config.optim.name == "muon" and self.axis == TENSOR:
@@ -249,10 +240,7 @@ class ShardingTechnique(ParallelTechnique):
         """Shard the parameters of the model along the dimension."""
 
     def check_sharded(self, run: Run, dimensions: Mapping[str, int]) -> None:
-        """Raise TechniqueNotActiveError unless parameters are sharded, and the optimizers update the model's.
-
-        ``dimensions`` has the dimension along which each parameter is sharded.
-        """
+        """Raise TechniqueNotActiveError unless parameters are sharded along ``dimensions``, and updated."""
         shards, count = sharded_parameters(run.model), mesh_of(run)[self.axis].size()
         plain = [name for name, dim in dimensions.items() if not _is_placed(shards.get(name), self.axis, dim, count)]
         if plain:
@@ -272,13 +260,10 @@ def _is_placed(parameter: DTensor | None, axis: str, dim: int, count: int) -> bo
 
 
 def checkpoint_view(name: str, parameter: Any) -> Any:
-    """Return a parameter, or its state, with placements that state which rows of the full tensor this rank has.
-
-    Tensor parallelism gives each rank the heads that it computes: for a fused layer, a part of all stacked projections.
-    The placement of the computation, ``Shard(0)``, does not state that; ``_StridedShard`` does. The result shares the
-    memory.
-    """
+    """Return a parameter or its state, in the same memory, with placements that state which rows this rank has."""
     names = parameter.device_mesh.mesh_dim_names or ()
+    # Tensor parallelism gives each rank the heads that it computes: for a fused layer, a part of all stacked
+    # projections. The placement of the computation, `Shard(0)`, does not state that; `_StridedShard` does.
     fused = next((parts for layer, parts in _FUSED.items() if layer in name), None)
     if fused is None or TENSOR not in names:
         return parameter
@@ -300,9 +285,8 @@ def _dtensor_like(parameter: DTensor, local: Tensor, placements: Sequence[Placem
 
 
 def fill_shards(run: Run) -> None:
-    """Make the shards of this process; see `fill_parameters`."""
-
     def shard_of(name: str, parameter: Any, full: Tensor) -> DTensor:
+        # On the meta device the DTensor has a shape and a placement, and no memory.
         local = torch.empty_like(parameter.to_local(), device=run.device)
         shard = _dtensor_like(parameter, local, parameter.placements)
         copy_boxes(name, full, shard)
@@ -312,7 +296,6 @@ def fill_shards(run: Run) -> None:
 
 
 def copy_boxes(name: str, full: Tensor, shard: DTensor) -> None:
-    """Copy this process's part of a full tensor into its shard of a parameter or its state."""
     leaf = ShardedLeaf.of(name, checkpoint_view(name, shard))
     for piece in leaf.pieces() if leaf is not None else ():
         piece.array.copy_(full[box_of(piece.offsets, piece.shape)])
@@ -352,10 +335,7 @@ def _checkpoint_views(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 class _CheckpointedOptimizer(torch.optim.Optimizer):
-    """An optimizer as checkpoints see it: the `checkpoint_view` of its parameters and states.
-
-    It has only what saving and loading call.
-    """
+    """An optimizer as checkpoints see it; it has only what saving and loading call."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
         self._optimizer = optimizer
@@ -374,13 +354,13 @@ class _CheckpointedOptimizer(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Back to the placement of the computation, with the same memory.
         def as_computed(parameter: Any, value: DTensor) -> DTensor:
             return _dtensor_like(parameter.data, value.to_local(), parameter.data.placements)
 
         self._optimizer.load_state_dict(self._with_states(state, as_computed))
 
     def _with_states(self, state: dict[str, Any], change: Callable[[Any, DTensor], DTensor]) -> dict[str, Any]:
-        """Return an optimizer's state with other DTensors."""
         parameters = weights_of(self._optimizer)
         states = {
             index: {

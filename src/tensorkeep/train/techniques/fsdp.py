@@ -55,10 +55,7 @@ class HsdpSettings(FsdpSettings, frozen=True):
 
 
 class Fsdp(ShardingTechnique):
-    """Zhao et al., arXiv 2304.11277, with torch's FSDP2: weights, gradients and optimizer states are sharded.
-
-    Beside tensor parallelism, it shards the local part of every matrix again.
-    """
+    """Zhao et al., arXiv 2304.11277, with torch's FSDP2: weights, gradients and optimizer states are sharded."""
 
     name: ClassVar = "fsdp"
     axis: ClassVar = SHARD
@@ -72,7 +69,6 @@ class Fsdp(ShardingTechnique):
 
     @contextmanager
     def process(self) -> Iterator[None]:
-        """Silence a warning of fully_shard for the whole run."""
         with warnings.catch_warnings():
             # Beside tensor parallelism, the logits are a view of a DTensor. Nothing changes them in place.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
@@ -80,6 +76,7 @@ class Fsdp(ShardingTechnique):
 
     def shard(self, run: Run, mesh: DeviceMesh) -> None:
         shard_batches(run, *data_rank(mesh))
+        # The mesh may have a dimension of tensor parallelism too, which has sharded every matrix before.
         replicated = REPLICATE in (mesh.mesh_dim_names or ())
         own_mesh = mesh[REPLICATE, SHARD] if replicated else mesh[SHARD]
         # Block by block: at most the weights of a block are gathered at a time.
@@ -97,7 +94,6 @@ class Fsdp(ShardingTechnique):
             before_each_batch(run, model.set_requires_gradient_sync)
 
     def verify(self, run: Run) -> Verification:
-        """Check that every parameter is sharded and updated, and when gradients were exchanged."""
         exchanged: list[int] = []
 
         def count() -> None:
@@ -108,6 +104,7 @@ class Fsdp(ShardingTechnique):
             yield
         mesh, parameters = mesh_of(run), [name for name, _ in run.model.named_parameters()]
         self.check_sharded(run, dict.fromkeys(parameters, 0))
+        # A gradient that exists after an earlier micro-batch was exchanged too soon.
         early = [] if self.settings.sync_each_batch else exchanged[:-1]
         if any(early) or exchanged[-1] != len(parameters):
             raise self.not_active(
@@ -136,8 +133,6 @@ class Fsdp(ShardingTechnique):
 
 
 class Hsdp(Fsdp):
-    """FSDP within groups of processes, and copies of the model between them; see `Fsdp`."""
-
     name: ClassVar = "hsdp"
     summary: ClassVar = "shards like fsdp within a machine, and averages the gradients of the machines' copies"
     effect: ClassVar = "less communication between machines than fsdp; state memory is divided by the shards of a copy"

@@ -1,7 +1,6 @@
 """Fused cross-entropy: head and loss are computed for a chunk of tokens at a time, without the logits of a whole batch.
 
-Between the matmuls, compiled code computes loss and gradient of a chunk in one kernel, which reads 16-bit logits and
-writes a 16-bit gradient; uncompiled, several operations work on a copy in float32.
+Compiled code computes loss and gradient of a chunk in one kernel; uncompiled, operations work on a float32 copy.
 """
 
 # torch.nn.functional.linear_cross_entropy (since 2.13) is not used: it returns the loss and accumulates the head's
@@ -97,12 +96,12 @@ class FusedCrossEntropy(Technique):
         effects.loss_chunks = self.settings.parts
 
     def verify(self, run: Run) -> Verification:
-        """Count the losses computed in chunks; the head module itself must not run."""
         head_outputs: list[int] = []
         self._losses = 0
         with observe_outputs([run.model.head], lambda module, logits: head_outputs.append(logits.nbytes)):
             yield
         loop, expected = run.config.loop, run.config.loop.gradient_accumulation_steps
+        # The head module itself must not run: it would make the logits of all tokens.
         if head_outputs or self._losses != expected:
             raise self.not_active(
                 f"{self._losses} of {expected} losses were computed in chunks, and the head returned "
@@ -118,8 +117,8 @@ class FusedCrossEntropy(Technique):
         )
 
 
+# Computes `gradient_and_loss` of logits [tokens, vocab_size], which it may overwrite, and targets [tokens].
 LossKernel = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""Computes `gradient_and_loss` of logits [tokens, vocab_size], which it may overwrite, and targets [tokens]."""
 
 
 def linear_cross_entropy(
@@ -133,10 +132,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the mean cross-entropy of ``features @ weight.T``, as `tensorkeep.train.model.gpt.token_loss`, in float32.
 
-    Under autocast the matmuls are computed in its dtype, all sums in float32. The features have the shape
-    [tokens, d_model], the weight [vocab_size, d_model], and the targets, int64, [tokens]. Targets of -1 are ignored; if
-    all are ignored, the mean is NaN. A chunk has ``at_once`` tokens. The last ``padding`` rows of the weight do not
-    belong to tokens.
+    Features [tokens, d_model], weight [vocab_size, d_model], int64 targets [tokens]; a target of -1 is ignored, and the
+    mean is NaN if all are. ``at_once`` tokens are a chunk; the last ``padding`` rows of the weight are not tokens.
     """
     device = features.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
@@ -162,10 +159,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         kernel: LossKernel,
     ) -> Tensor:
+        # All sums are in float32; under autocast only the matmuls are in 16 bits.
         total = torch.zeros((), device=features.device)
         by_features = torch.empty_like(features)
         # A frozen head, as with lora, has no gradient.
         by_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        # Cast once, not in every chunk.
         factor = weight.to(dtype)
         for chunk in (slice(begin, begin + at_once) for begin in range(0, len(features), at_once)):
             inputs = features[chunk].to(dtype)
@@ -190,17 +189,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def gradient_and_loss(logits: Tensor, targets: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the summed cross-entropy with respect to the logits, in their dtype, and the sum.
-
-    Computes in float32, in place where possible.
-    """
+    """Return the gradient of the summed cross-entropy with respect to the logits, in their dtype, and the sum."""
     dtype, logits = logits.dtype, logits.float()
     if padding:
         logits[:, -padding:] = -torch.inf
     counted = (targets != IGNORED).unsqueeze(1)
+    # -1 is not an index; the loss becomes 0 below.
     targets = targets.clamp(min=0).unsqueeze(1)
+    # Log-sum-exp subtracts the maximum first, so that large logits do not overflow.
     norms = logits.logsumexp(1, keepdim=True)
     loss = (norms - logits.gather(1, targets)).masked_fill(~counted, 0.0).sum()
+    # Softmax minus one-hot, in the memory of the logits.
     grad = logits.sub_(norms).exp_()
     grad.scatter_add_(1, targets, -torch.ones_like(norms))
     return grad.masked_fill_(~counted, 0.0).to(dtype), loss

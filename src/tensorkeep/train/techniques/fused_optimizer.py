@@ -36,7 +36,6 @@ class FusedOptimizer(Technique):
         return config.changed({"optim.implementation": "fused"})
 
     def verify(self, run: Run) -> Verification:
-        """Record which weights the fused kernel updates: all weights of AdamW, by AdamW's formula."""
         adamw, observer = run.optimizers["adamw"], _FusedKernelObserver()
         step = adamw.step
 
@@ -51,6 +50,7 @@ class FusedOptimizer(Technique):
             with observe_adamw(run) as observed:
                 yield
         finally:
+            # The class has `step`; the attribute of the instance hid it.
             del adamw.step
         if not observed.updates:
             return None
@@ -69,8 +69,6 @@ class FusedOptimizer(Technique):
 
 
 class _FusedKernelObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each call of the fused AdamW kernel, and the weights that it updates."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls = 0

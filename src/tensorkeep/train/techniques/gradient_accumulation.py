@@ -27,10 +27,7 @@ class AccumulationSettings(Section, frozen=True):
 
 
 class GradientAccumulation(Technique):
-    """Splits each batch, and raises ``loop.gradient_accumulation_steps``: the sequences of a step stay the same.
-
-    The setting ``loop.gradient_accumulation_steps`` alone takes more sequences in each step.
-    """
+    """Splits each batch; the setting ``loop.gradient_accumulation_steps`` alone takes more sequences in each step."""
 
     name: ClassVar = "gradient-accumulation"
     kind: ClassVar = "systems"
@@ -70,11 +67,11 @@ class GradientAccumulation(Technique):
         effects.micro_batches = self.settings.batches
 
     def verify(self, run: Run) -> Verification:
-        """Count the losses, their sequences, and the optimizer steps between the losses, which must be 0."""
         rows, early_steps = list[int](), 0
 
         def count(inputs: Tensor, targets: Tensor) -> None:
             nonlocal early_steps
+            # An update between two micro-batches would not be accumulation.
             early_steps = updates.optimizer_steps.total()
             rows.append(len(inputs))
 
@@ -114,6 +111,6 @@ class MicroBatches(WrappedBatches):
         return self._waiting.popleft()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of whole batches."""
         super().load_state_dict(state)
+        # These micro-batches belong to the position before.
         self._waiting.clear()

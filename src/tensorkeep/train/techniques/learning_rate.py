@@ -1,6 +1,6 @@
 """Learning-rate schedules as techniques: a rate that falls on a plateau, and a range test that suggests a rate.
 
-Both set the schedule in the configuration (`tensorkeep.train.optim.schedules`); the proof reads the rates of a step.
+Both set the schedule in the configuration; the proof reads the rates of a step.
 """
 
 import copy
@@ -25,7 +25,6 @@ class _ScheduleTechnique(Technique):
     changes: ClassVar = "optimizer"
 
     def verify(self, run: Run) -> Verification:
-        """Record the learning rates of the optimizers' steps, and compare them with the schedule."""
         stepped: list[float] = []
         # A global hook: it also sees an optimizer that the run does not know.
         with hooked([register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.extend(_rates(optimizer)))]):
@@ -35,6 +34,7 @@ class _ScheduleTechnique(Technique):
         factor = learning_rate_factor(run.config.schedule, run.progress.step, run.config.loop.steps)
         factor *= run.plateau.factor
         optim = run.config.optim
+        # Muon and AdamW have a rate each, and groups of parameters may have a factor.
         peaks = (optim.lr, *([optim.muon_lr] if optim.name == "muon" else []))
         groups = {1.0, *(each.lr_factor for each in optim.groups.values() if each.lr_factor is not None)}
         expected = sorted({factor * peak * group for peak in peaks for group in groups})
@@ -91,10 +91,10 @@ class LrPlateau(_ScheduleTechnique):
         return config.changed({"schedule.name": "plateau", **{f"schedule.{key}": settings[key] for key in settings}})
 
     def verify(self, run: Run) -> Verification:
-        """Check the rates, and that a copy of the schedule lowers them after evaluations without improvement."""
         proof = yield from super().verify(run)
         patience, before, trial = self.settings.patience, run.plateau.factor, copy.deepcopy(run.plateau)
         for _ in range(patience):
+            # On a copy: the proof must not change the schedule of the run.
             trial.add(math.inf)
         if not math.isclose(trial.factor, before * self.settings.factor):
             raise self.not_active(
@@ -123,10 +123,7 @@ class RangeTestSettings(Section, frozen=True):
 
 
 class LrRangeTest(_ScheduleTechnique):
-    """Smith, arXiv 1506.01186: the schedule ``"range"``, which makes the suggestion.
-
-    A run with it is a test, not a training: use the suggested rate in another run.
-    """
+    """Smith, arXiv 1506.01186: the schedule ``"range"``. A test: use the suggested rate in another run."""
 
     name: ClassVar = "lr-range-test"
     summary: ClassVar = "raises the learning rate step by step until the loss diverges, and suggests a rate"

@@ -33,20 +33,13 @@ class LengthCurriculumSettings(Section, frozen=True):
 
 @dataclass(frozen=True)
 class _Stage:
-    """The batches of a stage, and its number of documents and tokens."""
-
     batches: Batches
     documents: int
     tokens: int
 
 
 class LengthCurriculum(Technique):
-    """Platanios et al., arXiv 1903.09848: easy examples first; the longer a document, the harder it is.
-
-    A stage concatenates its documents, shortest first, and draws windows from the result; the windows depend on the
-    number of the batch alone. The documents of all stages but the last are copied into memory. Evaluation always uses
-    all documents.
-    """
+    """Platanios et al., arXiv 1903.09848: easy examples first; the longer a document, the harder it is."""
 
     name: ClassVar = "length-curriculum"
     kind: ClassVar = "algorithmic"
@@ -82,12 +75,12 @@ class LengthCurriculum(Technique):
 
     def _stage(self, run: Run) -> int:
         # 0 in a warm-up, which draws a batch before the first step.
+        # The last stage begins when the fraction `share` of the steps is done.
         done = max(0, run.progress.step - 1) / (self.settings.share * run.config.loop.steps)
         stages = self.settings.stages
         return min(int(done * (stages - 1)), stages - 1)
 
     def verify(self, run: Run) -> Verification:
-        """Compare the trained windows with the stage's windows at the same positions."""
         # The position counts the drawn batches, so the step's batches can be drawn again.
         everything = self._stages[-1].batches
         begin = everything.position
@@ -110,7 +103,6 @@ class LengthCurriculum(Technique):
 
 
 def _document_lengths(run: Run) -> npt.NDArray[np.int64]:
-    """Return the document lengths of the training split, in tokens, with the token that ends a document."""
     if run.dataset.mixture:
         raise UsageError(
             "length-curriculum sorts the documents of one text, and the data is a mixture",
@@ -124,18 +116,19 @@ def _document_lengths(run: Run) -> npt.NDArray[np.int64]:
             path=run.dataset.path,
             remedy="prepare a folder of files, or .jsonl, or leave length-curriculum out",
         )
+    # The token that ends a document belongs to it.
     ends = np.flatnonzero(run.dataset.train == run.dataset.tokenizer.end_of_document) + 1
     return np.diff(ends, prepend=0)
 
 
 def _first_stages(run: Run, lengths: npt.NDArray[np.int64], stages: int) -> list[_Stage]:
-    """Return all stages but the last."""
     # Stable, so that documents of equal length keep their order, and a resumed run draws the same windows.
     order = np.argsort(lengths, kind="stable")
     tokens = np.cumsum(lengths[order])
     counts = [int(np.searchsorted(tokens, tokens[-1] * number / stages, side="right")) for number in range(1, stages)]
     length = run.config.model.context_length
     first = int(tokens[counts[0] - 1]) if counts[0] else 0
+    # The shortest stage must have a window and its last target.
     if first <= length:
         raise UsageError(
             f"the {counts[0]:,} shortest documents have {first:,} tokens, and a context of {length:,} needs "
@@ -144,6 +137,7 @@ def _first_stages(run: Run, lengths: npt.NDArray[np.int64], stages: int) -> list
         )
     # The earlier stages are prefixes of one text, so one copy serves all stages.
     ends = np.cumsum(lengths)
+    # In memory: the documents of the earlier stages are not neighbours in the file.
     text = np.concatenate([run.dataset.train[ends[each] - lengths[each] : ends[each]] for each in order[: counts[-1]]])
     return [_Stage(_batches(run, text[: tokens[count - 1]]), count, int(tokens[count - 1])) for count in counts]
 

@@ -58,7 +58,6 @@ class Lora(Technique):
         return config.changed({f"model.lora.{name}": value for name, value in settings.items()})
 
     def verify(self, run: Run) -> Verification:
-        """Compare the bits of all weights before and after the update."""
         parameters = dict(run.model.named_parameters())
         frozen = {name: each for name, each in parameters.items() if not is_adapter(name)}
         # The first update moves only B: the gradient of A is a product with B, which is 0.

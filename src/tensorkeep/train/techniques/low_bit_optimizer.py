@@ -38,10 +38,7 @@ class LowBitSettings(Section, frozen=True):
 
 
 class LowBitOptimizer(Technique):
-    """Dettmers et al., arXiv 2110.02861, with torchao, in blocks of 256 elements (4 bits: 128) that share a scale.
-
-    States of fewer than 4,096 elements keep 32 bits, and so do states with a size that is not a multiple of a block.
-    """
+    """Dettmers et al., arXiv 2110.02861, with torchao, in blocks of 256 elements (4 bits: 128) that share a scale."""
 
     name: ClassVar = "low-bit-optimizer"
     kind: ClassVar = "systems"
@@ -79,13 +76,13 @@ class LowBitOptimizer(Technique):
             run.operations.update = torch.compiler.set_stance("force_eager")(run.operations.update)
 
     def _is_large(self, weight: Tensor) -> bool:
+        # torchao keeps 32 bits for smaller states, and for sizes that are not a multiple of a block.
         return weight.numel() >= _MIN_ELEMENTS and weight.numel() % self._block_size == 0
 
     def affect_memory(self, effects: MemoryEffects) -> None:
         effects.state_bits = str(self.settings.bits)
 
     def verify(self, run: Run) -> Verification:
-        """Check the update, and which states are quantised after it."""
         with count_updates(run) as updates, observe_adamw(run) as observed:
             yield
         optimizer = run.optimizers["adamw"]
@@ -101,6 +98,7 @@ class LowBitOptimizer(Technique):
                 f"{type(optimizer).__name__} did not quantise the states of {len(plain)} large tensors",
                 "report it, with the versions of torch and torchao",
             )
+        # Quantised states alone do not show that the weights moved as they should.
         observed.check(self)
         quantised = sum(_bytes(state) for _, state in states if _is_quantised(state))
         total = sum(_bytes(state) for _, state in states)
@@ -116,11 +114,7 @@ class LowBitOptimizer(Technique):
 
 
 def low_bit(plain: torch.optim.Optimizer, *, bits: int | str) -> Any:
-    """Return torchao's AdamW for the weights and settings of torch's, with states that can be saved.
-
-    In its ``state_dict()`` each quantised tensor is a dict of plain tensors. States of torch's AdamW are quantised when
-    they are loaded.
-    """
+    """Return torchao's AdamW for the weights and settings of torch's; its ``state_dict()`` has plain tensors only."""
     import torchao.optim
 
     kind = getattr(torchao.optim, _CLASSES[bits])
@@ -141,8 +135,9 @@ def low_bit(plain: torch.optim.Optimizer, *, bits: int | str) -> Any:
     return optimizer
 
 
+# torchao's step needs rates that are tensors. Schedules and checkpoints read numbers, so the tensors exist for the step
+# only.
 def _rates_to_tensors(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-    """Make the learning rates tensors, for torchao's step only; other code reads numbers."""
     for group in optimizer.param_groups:
         group["rate"], group["lr"] = group["lr"], torch.tensor(group["lr"], dtype=torch.float32)
 
@@ -152,15 +147,15 @@ def _rates_to_numbers(optimizer: torch.optim.Optimizer, *arguments: Any) -> None
         group["lr"] = group.pop("rate")
 
 
+# Checkpoints hold plain tensors: each quantised tensor becomes a dict of its inner tensors.
 def _flatten_states(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Replace each quantised tensor of a state dict by its plain tensors."""
     return _with_states(
         state, lambda index, key, value: _inner_tensors(value) if is_traceable_wrapper_subclass(value) else value
     )
 
 
 def _unflatten_states(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Make quantised tensors from the result of `_flatten_states`, or from the states of torch's AdamW."""
+    """Accept the result of `_flatten_states`, or the states of torch's AdamW, which are quantised here."""
     weights = weights_of(optimizer)
 
     def unflatten(index: int, key: str, value: Any) -> Any:
@@ -171,6 +166,7 @@ def _unflatten_states(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, dict):
             return buffer.copy_(value)
         _, metadata = buffer.__tensor_flatten__()
+        # A checkpoint may have loaded them on the CPU.
         tensors = {name: tensor.to(weights[index].device) for name, tensor in value.items()}
         return type(buffer).__tensor_unflatten__(tensors, metadata)
 
@@ -185,7 +181,6 @@ def _with_states(state: dict[str, Any], change: Callable[[int, str, Any], Any]) 
 
 
 def _inner_tensors(tensor: Any) -> dict[str, Tensor]:
-    """Return the plain tensors inside a quantised tensor; a plain tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return {"": tensor}
     names, _ = tensor.__tensor_flatten__()

@@ -64,7 +64,6 @@ class MixedPrecision(Technique):
     _scaler: torch.amp.GradScaler | None = None
 
     def configure(self, config: Config) -> Config:
-        """Choose the precisions, and store them with the run, so that all its processes have the same."""
         device = chosen_device(config.loop.device)
         dtype, attention = self.settings.dtype, self.settings.attention
         if dtype == "auto":
@@ -137,7 +136,6 @@ class MixedPrecision(Technique):
         effects.element_bytes = 2
 
     def verify(self, run: Run) -> Verification:
-        """Record the dtypes of the results of linear layers and of attention."""
         linear: Counter[torch.dtype] = Counter()
         attention: Counter[torch.dtype] = Counter()
         layers = [each for each in run.model.blocks.modules() if isinstance(each, nn.Linear)]
@@ -147,6 +145,7 @@ class MixedPrecision(Technique):
             observe_inputs(projections, lambda module, attended: attention.update([attended.dtype])),
         ):
             yield
+        # Linear layers return the dtype of autocast.
         if set(linear) != {self._dtype}:
             raise self.not_active(f"linear layers returned {_formatted(linear)}", "leave it out, or report it")
         in_attention = torch.float32 if self.settings.attention == "float32" else self._dtype
@@ -160,7 +159,6 @@ class MixedPrecision(Technique):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state, and how many updates it has skipped."""
         return {} if self._scaler is None else {"scaler": self._scaler.state_dict(), "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -174,7 +172,8 @@ def _formatted(dtypes: Counter[torch.dtype]) -> str:
 
 
 def _fastest(device: torch.device) -> _Precision:
-    """Return the precision to compute in, by measured matmuls: a device may support both without being faster."""
+    """Return the precision with the fastest measured matmuls; UnsupportedError if float32 is as fast."""
+    # Measured, because a device may support a precision without being faster in it.
     plain, bf16, fp16 = _peaks(device)
     if max(bf16, fp16) >= _CLEARLY_FASTER * plain:
         return "fp16" if fp16 >= _WORTH_SCALING * bf16 else "bf16"
@@ -195,6 +194,7 @@ def _peaks(device: torch.device) -> list[float]:
         peaks = [max(peak, measured_peak(device, dtype)) for peak, dtype in zip(peaks, dtypes, strict=True)]
         plain, bf16, fp16 = peaks
         bounds = ((bf16, _CLEARLY_FASTER * plain), (fp16, _CLEARLY_FASTER * plain), (fp16, _WORTH_SCALING * bf16))
+        # Far from every bound, noise cannot change the decision.
         if not any(bound / _NOISE < rate < bound * _NOISE for rate, bound in bounds):
             break
     return peaks

@@ -1,7 +1,6 @@
 """How techniques observe a step: hooks, wrappers of the run's operations, a warm-up, and the proof of an AdamW update.
 
-Everything is removed afterwards, and nothing changes the bits that the step computes. Hooks on modules ignore forward
-passes without gradients, such as an evaluation.
+Nothing here changes the bits that the step computes. Hooks ignore forward passes without gradients (evaluations).
 """
 
 from collections import Counter
@@ -26,8 +25,8 @@ Operation = Literal["loss", "backward", "clip", "accepts", "update"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 OptimizerState = Mapping[str, Any]
 
+# Tokens of a batch that are also computed in plain Python while a step is observed; at least one row.
 PROVED_TOKENS = 1024
-"""Tokens of a batch that are also computed in plain Python while a step is observed; at least one row."""
 
 # Elements of every weight that the proof of an update compares, evenly spaced.
 _SAMPLED = 4096
@@ -39,7 +38,6 @@ _ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 @contextmanager
 def count_calls(modules: Iterable[nn.Module]) -> Iterator[Counter[nn.Module]]:
-    """Count how often the forward of every module runs."""
     calls: Counter[nn.Module] = Counter()
     with observe_inputs(modules, lambda module, inputs: calls.update([module])):
         yield calls
@@ -49,6 +47,7 @@ def observe_inputs(modules: Iterable[nn.Module], observer: Observer) -> Abstract
     """Call a function with the first input of every module, before other hooks change it."""
 
     def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        # An evaluation within the step must not count.
         if torch.is_grad_enabled():
             observer(module, inputs[0])
 
@@ -56,8 +55,6 @@ def observe_inputs(modules: Iterable[nn.Module], observer: Observer) -> Abstract
 
 
 def observe_outputs(modules: Iterable[nn.Module], observer: Observer) -> AbstractContextManager[None]:
-    """Call a function with the output of every module."""
-
     def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
         if torch.is_grad_enabled():
             observer(module, output)
@@ -67,7 +64,6 @@ def observe_outputs(modules: Iterable[nn.Module], observer: Observer) -> Abstrac
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Install hooks, and remove them at the end."""
     with ExitStack() as hooks:
         for handle in handles:
             hooks.callback(handle.remove)
@@ -76,7 +72,6 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @contextmanager
 def replace_operation(run: Run, name: Operation, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace one of a run's `Operations` within this context."""
     original = getattr(run.operations, name)
     setattr(run.operations, name, replacement)
     try:
@@ -104,7 +99,6 @@ def observe_operation(
 
 @contextmanager
 def record_inputs(run: Run) -> Iterator[list[Tensor]]:
-    """Record the inputs, on the CPU, of every call of the run's loss."""
     recorded: list[Tensor] = []
     with observe_operation(run, "loss", before=lambda inputs, targets: recorded.append(inputs.cpu())):
         yield recorded
@@ -112,6 +106,7 @@ def record_inputs(run: Run) -> Iterator[list[Tensor]]:
 
 def fingerprint(tensor: Tensor) -> int:
     """Return the sum of the bits of a float32 tensor, read as integers."""
+    # Bits, not values: -0.0 equals 0.0, and NaN does not equal itself. A sum of integers has no order.
     return int(tensor.view(torch.int32).sum(dtype=torch.int64))
 
 
@@ -125,7 +120,6 @@ class Updates:
 
 @contextmanager
 def count_updates(run: Run) -> Iterator[Updates]:
-    """Count the updates of the weights, and the steps of every optimizer."""
     updates = Updates()
 
     def count() -> None:
@@ -150,6 +144,7 @@ def count_updates(run: Run) -> Iterator[Updates]:
 def next_batch(run: Run) -> Iterator[tuple[Tensor, Tensor]]:
     """Give the inputs and targets of the next step's first batch, on the device; restore the run and random states."""
     position = run.batches.state_dict()
+    # Techniques choose batches by step, and this batch belongs to the next step.
     run.progress.step += 1
     try:
         inputs, targets = next(run.batches)
@@ -161,9 +156,9 @@ def next_batch(run: Run) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def warm_up_loss(run: Run) -> None:
-    """Compute the loss of the next batch and its gradient, and discard them."""
     with next_batch(run) as (inputs, targets):
         parameters = [each for each in run.model.parameters() if each.requires_grad]
+        # Not backward(): it would leave gradients for the step to add to.
         torch.autograd.grad(run.operations.loss(inputs, targets), parameters, allow_unused=True)
 
 
@@ -174,9 +169,11 @@ def plain_rows_computed(run: Run) -> Iterator[None]:
     if plain is None:
         yield
         return
+    # Copied before observers add hooks: these are the tables that the code was compiled with.
     hooks = [(each, dict(each)) for each in _hook_tables(run.model)]
 
     def with_plain_rows(inputs: Tensor, targets: Tensor) -> Tensor:
+        # Here the hooks of observers run; the loss below runs without them.
         _compute_and_discard(run, plain, *few_rows(inputs, targets))
         with _without_function_modes(), _replaced(hooks):
             return loss(inputs, targets)
@@ -260,17 +257,14 @@ def _restored_random_states(run: Run) -> Iterator[None]:
 
 @dataclass
 class AdamWUpdate:
-    """What was observed of AdamW in a step: the number of updates, and the weights with a wrong update."""
-
     updates: int = 0
+    # Weights that had a gradient.
     compared: int = 0
-    """Weights that had a gradient."""
+    # The largest relative distance of an update from the formula.
     largest: float = 0.0
-    """The largest relative distance of an update from the formula."""
     wrong: list[str] = field(default_factory=list)
 
     def check(self, technique: Technique) -> None:
-        """Raise TechniqueNotActiveError if weights were not updated as AdamW would."""
         if self.wrong:
             raise technique.not_active(
                 f"{len(self.wrong)} of {self.compared} weights were not updated as AdamW would; the update of "
@@ -291,6 +285,7 @@ def observe_adamw(run: Run, state_of: Callable[[Tensor], OptimizerState] | None 
     def observed_update() -> None:
         optimizer = run.optimizers["adamw"]
         states = state_of or (lambda weight: optimizer.state.get(weight, {}))
+        # Taken before the update, which overwrites weights and states in place.
         samples = {
             names.get(id(weight), "a weight"): _UpdateSample(weight, states(weight), group)
             for group in optimizer.param_groups
@@ -309,8 +304,6 @@ def observe_adamw(run: Run, state_of: Callable[[Tensor], OptimizerState] | None 
 
 
 class _UpdateSample:
-    """Elements of a weight before an update, and the values that AdamW gives them."""
-
     @torch.no_grad()
     def __init__(self, weight: Tensor, state: OptimizerState, group: Mapping[str, Any]) -> None:
         self._weight = weight
@@ -318,6 +311,7 @@ class _UpdateSample:
         gradient = _elements(weight.grad)
         beta1, beta2 = group["betas"]
         step = float(state.get("step", 0)) + 1
+        # Before the first step an optimizer has no states.
         momentum, variance = (
             _elements(state[key]) if key in state else torch.zeros_like(gradient) for key in ("exp_avg", "exp_avg_sq")
         )
@@ -328,6 +322,7 @@ class _UpdateSample:
 
     def error(self) -> float:
         """Return the distance of the weight from its expected value, relative to the update; 0 within rounding."""
+        # A weight in float32 cannot be nearer to the formula than its own rounding.
         distance = (_elements(self._weight) - self._expected).abs() - _ROUNDING * self._before.abs()
         length = (self._expected - self._before).norm()
         # A missed distance of 0 is right even if the update is 0; NaN is an error.
@@ -337,6 +332,7 @@ class _UpdateSample:
 
 def _elements(tensor: Any) -> Tensor:
     """Return evenly spaced elements of this process's part of a tensor, in float64 on the CPU."""
+    # Each process compares its own shards, without communication.
     local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if is_traceable_wrapper_subclass(local):
         # A quantised state of torchao.

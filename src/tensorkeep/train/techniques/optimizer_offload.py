@@ -45,7 +45,6 @@ class OptimizerOffload(Technique):
         effects.offloads_states = True
 
     def verify(self, run: Run) -> Verification:
-        """Count the gradient bytes copied to the CPU, and check the update and the device of the states."""
         optimizer: Any = run.optimizers["adamw"]
         before = getattr(optimizer, "fetched_bytes", 0)
         with observe_adamw(run, getattr(optimizer, "state_of", None)) as observed:
@@ -76,27 +75,23 @@ class OptimizerOffload(Technique):
 
 
 class _HostWeight:
-    """A weight of the device, with its copy and its gradient on the CPU."""
-
     def __init__(self, live: Tensor) -> None:
         self.live = live
+        # Pinned, because copies from pageable memory would make the CPU wait.
         self.master, self.gradient = (
             torch.empty_like(live, device="cpu", pin_memory=live.is_cuda, requires_grad=False) for _ in range(2)
         )
 
 
 class HostOptimizer(torch.optim.Optimizer):
-    """Steps the weights of a device on the CPU.
-
-    Its parameter groups hold the weights on the device, so clipping, scaling and accumulation of gradients work as
-    before. A step copies the gradients to the CPU, updates copies of the weights there, and copies the result back: on
-    CUDA through pinned memory, in a stream of its own. It saves the states of the wrapped optimizer.
+    """Steps the weights of a device on the CPU, and saves the states that the wrapped optimizer would.
 
     Nothing else may change the weights between two steps, except temporarily; ``load_state_dict`` reads them again.
-    ``fetched_bytes`` counts the gradient bytes that were copied to the CPU so far.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
+        # The groups hold the weights on the device, so that clipping, scaling and accumulation of gradients work as
+        # before.
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self._weights = [_HostWeight(live) for live in weights_of(self)]
         self._buckets = list(_in_buckets(self._weights, bucket_bytes))
@@ -114,6 +109,7 @@ class HostOptimizer(torch.optim.Optimizer):
         on_cuda = self._device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(self._device) if on_cuda else torch.cpu.Stream()  # type: ignore[no-untyped-call]
         self._copied_back = self._backend.Event()
+        # A checkpoint may be restored before the first step, which copies the weights.
         self._masters_are_current = False
         self.fetched_bytes = 0
 
@@ -126,9 +122,11 @@ class HostOptimizer(torch.optim.Optimizer):
                 weight.master.copy_(weight.live)
             self._masters_are_current = True
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            # A schedule sets the learning rate of the groups on the device.
             inner.update(_settings(group))
         # At this point in the device's stream, the gradients are complete and the weights are no longer in use.
         self._stream.wait_stream(self._backend.current_stream(self._device))
+        # All copies are queued first: while one bucket is updated, the next ones arrive.
         arrivals = [self._fetch_gradients(bucket) for bucket in self._buckets]
         for bucket, arrived in zip(self._buckets, arrivals, strict=True):
             arrived.synchronize()
@@ -138,7 +136,6 @@ class HostOptimizer(torch.optim.Optimizer):
         self._backend.current_stream(self._device).wait_stream(self._stream)
 
     def _fetch_gradients(self, bucket: list[_HostWeight]) -> Any:
-        """Begin to copy the gradients of a bucket to the CPU; return the event of their arrival."""
         with self._backend.stream(self._stream):
             for weight in bucket:
                 if weight.live.grad is not None:
@@ -149,37 +146,34 @@ class HostOptimizer(torch.optim.Optimizer):
         return arrived
 
     def _update(self, bucket: list[_HostWeight]) -> None:
-        """Update one bucket, and begin to copy it back."""
         # The inner optimizer steps the weights that have a gradient: for this call, the weights of the bucket.
         with_gradient = [weight for weight in bucket if weight.live.grad is not None]
         for weight in with_gradient:
             weight.master.grad = weight.gradient
         self._inner.step()
         for weight in with_gradient:
+            # Otherwise the next bucket would step these weights again.
             weight.master.grad = None
         with self._backend.stream(self._stream):
             for weight in with_gradient:
                 weight.live.copy_(weight.master, non_blocking=True)
 
     def state_of(self, live: Tensor) -> dict[str, Any]:
-        """Return the state of a weight of the device; empty before its first update."""
         master = next(weight.master for weight in self._weights if weight.live is live)
         return dict(self._inner.state.get(master, {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer on the CPU, as it would be on the device."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, or the state of an optimizer on the device."""
         self._inner.load_state_dict(state_dict)
         for group in self._inner.param_groups:
+            # The checkpoint may come from an optimizer with another kernel.
             group.update(_with_fused(_settings(group)))
         self._follow_inner_settings()
         self._masters_are_current = False
 
     def _follow_inner_settings(self) -> None:
-        """Copy the settings of the groups on the CPU to those on the device."""
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(inner))
 

@@ -28,11 +28,7 @@ _ALL_WEIGHTS = "it handles the optimizer states of all weights, and each process
 
 
 class Stages:
-    """The blocks of a model, split among the processes of a run.
-
-    This process has the blocks numbered ``blocks``. The ``first`` process also has the embeddings, the ``last`` process
-    the final norm and the head.
-    """
+    """The blocks of a model, split among processes; the ``first`` has the embeddings, the ``last`` the head."""
 
     def __init__(self, model: GPT, world: World) -> None:
         self.model = model
@@ -45,22 +41,20 @@ class Stages:
         self.last = world.rank == size - 1
 
     def owner(self, name: str) -> int:
-        """Return the rank of the process that has a parameter; the first process has a tied parameter."""
         section, _, rest = name.partition(".")
         if section == "blocks":
             number = int(rest.partition(".")[0])
             return next(rank for rank, end in enumerate(self._ends[1:]) if number < end)
+        # A tied parameter belongs to the first process.
         return self.world.size - 1 if section in ("norm", "head") else 0
 
     def own(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that this process has, by name."""
         # The last stage needs the embedding as its head, and both ends sum its gradient in `_clip`.
         tied = {"tokens.weight"} if self.last and self.model.config.tied else set()
         found = self.model.named_parameters()
         return {name: each for name, each in found if self.owner(name) == self.world.rank or name in tied}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return this process's part of the model's ``state_dict()``."""
         weights = OrderedDict((name, each.data) for name, each in self.own().items())
         if self.model.config.tied and self.last:
             # The same memory, as in a checkpoint of one process.
@@ -89,7 +83,6 @@ class Stages:
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits of the last stage, in float32."""
         return self.model.logits(self.model.norm(x)).float()
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
@@ -101,7 +94,6 @@ class Stages:
         return self._broadcast_logits(self._features(tokens, cache)[:, -1])
 
     def _features(self, tokens: Tensor, cache: Cache | None) -> Tensor:
-        """Return the output of the last stage's blocks in every process."""
         start = 0 if cache is None else cache.length
         shape = (*tokens.shape, self.model.config.d_model)
         x = self.model.embed(tokens, cache) if self.first else self.model.tokens.weight.new_empty(shape)
@@ -109,6 +101,7 @@ class Stages:
         for rank in range(self.world.size):
             if rank == self.world.rank:
                 x = self.compute(x, start, cache)
+            # A collective needs contiguous memory.
             x = x.contiguous()
             dist.broadcast(x, src=rank)
         for layer in () if cache is None else cache.layers:
@@ -122,26 +115,21 @@ class Stages:
         return logits
 
 
+# torch's schedules call a module, once for each micro-batch.
 class StageModule(nn.Module):
-    """The computation of this process in a step, as a module for torch's schedules."""
-
     def __init__(self, stages: Stages) -> None:
         super().__init__()
         self._stages = stages
         self.parameters_of_stage = nn.ParameterList(stages.own().values())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input of the next stage, or the logits."""
         stages = self._stages
         x = stages.compute(stages.model.embed(x) if stages.first else x, 0)
         return stages.logits(x) if stages.last else x
 
 
 def save_own_stage(run: Run, stages: Stages) -> None:
-    """Make this rank save and load the parameters, averages and optimizer states of its stage only.
-
-    The ranks together save the keys of a run with one process.
-    """
+    """Make this rank save and load its own stage; the ranks together save the keys of a run with one process."""
     run.average = WeightAverage(stages.own(), run.config.ema.decay)
     run.in_checkpoint["model"] = stages.weights
     run.in_checkpoint["optimizers"] = lambda: {
@@ -171,7 +159,9 @@ class _ParameterState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         parameter = self._parameter
         self._optimizer.state[parameter] = {
-            key: value.to(parameter.device) if value.shape == parameter.shape else value for key, value in state.items()
+            # The step count is a scalar, and AdamW keeps it on the CPU.
+            key: value.to(parameter.device) if value.shape == parameter.shape else value
+            for key, value in state.items()
         }
 
 
@@ -193,10 +183,7 @@ class PipelineSettings(Section, frozen=True):
 
 
 class PipelineParallel(ParallelTechnique):
-    """Huang et al., arXiv 1811.06965 (GPipe), and Narayanan et al., arXiv 1806.03377 (1F1B).
-
-    All batches of a step pass through as one batch, and computing its loss also computes its gradient.
-    """
+    """Huang et al., arXiv 1811.06965 (GPipe), and Narayanan et al., arXiv 1806.03377 (1F1B)."""
 
     name: ClassVar = "pipeline-parallel"
     summary: ClassVar = "gives each process some of the blocks, through which micro-batches pass one after the other"
@@ -228,11 +215,13 @@ class PipelineParallel(ParallelTechnique):
         loop = run.config.loop
         rows = loop.batch_size * loop.gradient_accumulation_steps
 
+        # All batches of a step pass through the pipeline as one batch: its idle time is per pass.
         def joined(batches: BatchSource) -> Batch:
             inputs, targets = zip(*(next(batches) for _ in range(loop.gradient_accumulation_steps)), strict=True)
             return torch.cat(inputs), torch.cat(targets)
 
         run.batches = WrappedBatches(run.batches, joined)
+        # For this process only; the stored configuration keeps its batches.
         run.config = msgspec.structs.replace(
             run.config, loop=msgspec.structs.replace(loop, batch_size=rows, gradient_accumulation_steps=1)
         )
@@ -304,12 +293,13 @@ class PipelineParallel(ParallelTechnique):
         return loss
 
     def _clip(self, most: float) -> Tensor:
-        """Sum the gradient of a tied weight over both ends, clip by the norm over all processes, return the norm."""
         own, tied = self.stages.own(), self.stages.model.tokens.weight
         if self._tied_group is not None and "tokens.weight" in own and tied.grad is not None:
+            # Both ends computed a part of the gradient of the tied weight, and both update it.
             dist.all_reduce(tied.grad, group=self._tied_group)
         gradients = [each.grad for name, each in own.items() if self.stages.owner(name) == self.stages.world.rank]
         # A tied weight counts once, in its first stage.
+        # Squares, because the norm over all processes is the root of their sum.
         norm = torch.nn.utils.get_total_norm([each for each in gradients if each is not None]).square()
         dist.all_reduce(norm)
         norm = norm.sqrt()
@@ -318,7 +308,6 @@ class PipelineParallel(ParallelTechnique):
         return norm
 
     def verify(self, run: Run) -> Verification:
-        """Count the micro-batches that each block computes here, and the bytes of other stages' weights."""
         blocks = list(run.model.blocks)
         with count_calls(block.norm1 for block in blocks) as calls:  # type: ignore[misc]
             yield

@@ -46,12 +46,7 @@ class ProgressiveLengthSettings(Section, frozen=True):
 
 
 class ProgressiveLength(Technique):
-    """Li et al., arXiv 2108.06084, but no token is dropped.
-
-    The pieces of a window become rows of the batch, so each step trains the same tokens as without the technique. The
-    stage depends on the step alone, so a run can resume within a stage. Evaluation always has full windows. Only full
-    windows train the last learned positions.
-    """
+    """Li et al., arXiv 2108.06084, but no token is dropped: the pieces of a window become rows of the batch."""
 
     name: ClassVar = "progressive-length"
     kind: ClassVar = "algorithmic"
@@ -83,6 +78,7 @@ class ProgressiveLength(Technique):
 
     def apply(self, run: Run) -> None:
         def cut(batches: BatchSource) -> Batch:
+            # Neighbouring pieces stay in order, so the targets still follow their inputs.
             inputs, targets = (each.reshape(-1, self._length(run)) for each in next(batches))
             return inputs, targets
 
@@ -95,11 +91,11 @@ class ProgressiveLength(Technique):
         return sum(step > end for end in ends[:-1])
 
     def _length(self, run: Run) -> int:
+        # By the step alone, so that a run resumes within a stage.
         pieces = self.settings.pieces[self.stage(run.progress.step, run.config.loop.steps)]
         return run.config.model.context_length // pieces
 
     def verify(self, run: Run) -> Verification:
-        """Record the lengths of the inputs of the token embedding, and how many tokens are trained."""
         lengths: set[int] = set()
         with (
             record_inputs(run) as inputs,

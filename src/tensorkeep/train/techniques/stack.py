@@ -16,24 +16,21 @@ from tensorkeep.train.step.world import World
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Machine, MemoryEffects, Proof, Run, Technique
 from tensorkeep.train.techniques.observe import plain_rows_computed
 
+# A for speed, B for memory with long contexts, C for memory alone.
 COMBINATIONS: dict[str, tuple[str, ...]] = {
     "A": ("compile", "gradient-accumulation", "mixed-precision"),
     "B": ("attention-kernel", "activation-checkpointing", "low-bit-optimizer"),
     "C": ("activation-checkpointing", "low-bit-optimizer"),
 }
-"""Named combinations: A for speed, B for memory with long contexts, C for memory alone."""
 # A technique must be proved within this many steps. More than `MOST_SKIPPED`: a run that skips updates ends first.
 _MOST_OBSERVED = 40
 
 
 def expanded(names: Iterable[str]) -> list[str]:
-    """Return names of techniques, each once, with combinations replaced by their members."""
     return list(dict.fromkeys(chain.from_iterable(COMBINATIONS.get(name, (name,)) for name in names)))
 
 
 class Stack:
-    """The techniques that are on, in the order of their application, and their proofs so far."""
-
     def __init__(self, techniques: Sequence[Technique] = ()) -> None:
         self.techniques = _in_order(techniques)
         _check_conflicts(self.techniques)
@@ -42,14 +39,10 @@ class Stack:
 
     @classmethod
     def of(cls, settings: Mapping[str, Mapping[str, Any]]) -> "Stack":
-        """Return a stack from the settings of every technique by its name."""
         return cls([_build(name, given) for name, given in settings.items()])
 
     def check(self, machine: Machine) -> None:
-        """Check that every technique can run on a machine.
-
-        Raises MissingExtraError if only packages are missing, and UnsupportedError otherwise.
-        """
+        """Raise MissingExtraError if only packages are missing on the machine, UnsupportedError if more is missing."""
         missing = {each.name: text for each in self.techniques if (text := each.missing(machine)) is not None}
         if missing:
             # Installing packages helps only if nothing else is missing.
@@ -67,7 +60,6 @@ class Stack:
         return config
 
     def memory_effects(self) -> MemoryEffects:
-        """Return what the techniques change of the memory of training."""
         effects = MemoryEffects()
         for each in self.techniques:
             each.affect_memory(effects)
@@ -75,7 +67,6 @@ class Stack:
 
     @contextmanager
     def process(self) -> Iterator[None]:
-        """Open the process contexts of all techniques."""
         with ExitStack() as contexts:
             for each in self.techniques:
                 contexts.enter_context(each.process())
@@ -93,8 +84,6 @@ class Stack:
     def verified(self, run: Run) -> Iterator[None]:
         """Observe the step in this context with every technique that has no proof yet, and keep the proofs.
 
-        Most techniques are proved in the first step; some need a step that updates the weights.
-
         Raises TechniqueNotActiveError if a technique was not active, or could not be proved in 40 steps.
         """
         unproved = [each for each in self.techniques if each.name not in self.proofs]
@@ -104,6 +93,7 @@ class Stack:
         if not self._observed:
             # Before any hook is installed, because compiled code would contain it.
             self.warm_up(run)
+        # Most techniques are proved in the first step; some need a step that updates the weights.
         self._observed += 1
         found: dict[str, Proof] = {}
         with ExitStack() as contexts:
@@ -120,7 +110,6 @@ class Stack:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the techniques that have one, by name."""
         states = {each.name: each.state_dict() for each in self.techniques}
         return {name: state for name, state in states.items() if state}
 
@@ -155,7 +144,7 @@ def _build(name: str, given: Mapping[str, Any]) -> Technique:
 
 
 def _in_order(techniques: Sequence[Technique]) -> list[Technique]:
-    """Return techniques sorted by what they change, then by `Technique.after`, then by name."""
+    # The order of entry points depends on the installer, so the order is declared.
     order = get_args(Changed)
     waiting = sorted(techniques, key=lambda each: (order.index(each.changes), each.name))
     ordered: list[Technique] = []
@@ -171,6 +160,7 @@ def _in_order(techniques: Sequence[Technique]) -> list[Technique]:
 
 
 def _check_conflicts(techniques: Sequence[Technique]) -> None:
+    # Both ways, because only one technique of a pair declares the conflict.
     for first, second in permutations(techniques, 2):
         if second.name in first.conflicts:
             raise UsageError(
@@ -180,34 +170,29 @@ def _check_conflicts(techniques: Sequence[Technique]) -> None:
 
 
 def turn_on_defaults(config: Config, machine: Machine) -> tuple[Config, list[str]]:
-    """Return a configuration with its default techniques turned on, and why the others are off.
-
-    A default technique is off if it cannot run here, or conflicts with a technique that was requested by name. The
-    result has no defaults left, so that a run records what was on, and resumes with it.
-    """
+    """Return a configuration with its default techniques turned on, and why the others are off."""
     # One after the other, because a default may conflict with an earlier default.
     off: list[str] = []
+    # The result has no defaults left: a run records what was on, and resumes with it.
     defaults, config = config.default_techniques, msgspec.structs.replace(config, default_techniques={})
     for name, settings in defaults.items():
         try:
             config = _turned_on(config, name, settings, machine)
+        # Off if it cannot run here, or conflicts with a technique that was requested by name.
         except (UsageError, UnsupportedError) as error:
             off.append(error.message if error.message.startswith(name) else f"{name}: {error.message}")
     return config, off
 
 
 def _turned_on(config: Config, name: str, settings: Mapping[str, Any], machine: Machine) -> Config:
-    """Return a configuration with one more technique, which may choose its settings by a measurement."""
+    # Checked alone first, because `configure` below may measure, which takes time.
     Stack.of({name: settings}).check(machine)
     config = msgspec.structs.replace(config, techniques={**config.techniques, name: dict(settings)})
     return Stack.of(config.techniques).configure(config)
 
 
 def agreed_defaults(config: Config, world: World) -> tuple[Config, str | None]:
-    """Turn on the defaults on rank 0, and broadcast the result; a collective.
-
-    Returns the configuration, and one line that says which defaults are off and why; None if all are on.
-    """
+    """Turn on the defaults on rank 0, and broadcast the result, with a line about those that are off; a collective."""
     if not config.default_techniques:
         return config, None
     device = chosen_device(config.loop.device)

@@ -23,9 +23,11 @@ from tensorkeep.train.techniques.base import Proof, Run, Section, Verification
 from tensorkeep.train.techniques.distributed import TENSOR, ParallelTechnique, ShardingTechnique, mesh_of
 from tensorkeep.train.techniques.observe import observe_outputs
 
+# Between the two layers each process computes alone; after the second layer the results are summed.
 _BY_ROWS = ("attention.qkv", "attention.q", "attention.kv", "mlp.up", "mlp.gate")
 _BY_COLUMNS = ("attention.out", "mlp.down")
 _BY_CHANNELS = "attention.convolution"
+# Norms of queries and keys get the heads of this process only.
 _BY_HEADS = ("attention.q_norm", "attention.k_norm")
 _REPLICATED = ("norm1", "norm2", "shift1", "shift2")
 
@@ -43,12 +45,7 @@ class TensorSettings(Section, frozen=True):
 
 
 class TensorParallel(ShardingTechnique):
-    """Shoeybi et al., arXiv 1909.08053: the first layer of attention and MLP is sharded by rows, the last by columns.
-
-    Between the two layers each process computes alone; after the second layer the results are summed. Embeddings, norms
-    and the head are replicated, and the processes compute the same batches. Dropout in attention draws the same zeros
-    for the heads of every process. Beside fsdp or hsdp, groups of processes share the matmuls.
-    """
+    """Shoeybi et al., arXiv 1909.08053: first layers of attention and MLP are sharded by rows, last ones by columns."""
 
     name: ClassVar = "tensor-parallel"
     summary: ClassVar = "shards the matrices of every block among processes, by heads and by hidden units"
@@ -72,10 +69,12 @@ class TensorParallel(ShardingTechnique):
             # The forward pass splits its projections into the heads of this process.
             block.attention.n_heads //= size  # type: ignore[union-attr, operator]
             block.attention.kv_heads //= size  # type: ignore[union-attr, operator]
+            # Each channel is convolved by itself, so the channels follow their heads.
             if layers.get(_BY_CHANNELS) is not None:
                 _distribute(layers[_BY_CHANNELS], own_mesh, parameters=Shard(0), features=Shard(2))
             for name in _REPLICATED:
                 _replicate(layers.get(name), own_mesh)
+        # Embeddings, final norm and head are replicated.
         for module in (model.tokens, model.shift, model.positions, model.norm, model.head):
             _replicate(module, own_mesh)
         # Replicating has made two parameters of the tied one.
@@ -84,7 +83,6 @@ class TensorParallel(ShardingTechnique):
         _use_cache_of_own_heads(model, size)
 
     def verify(self, run: Run) -> Verification:
-        """Check the shards of the blocks, the tensors that optimizers update, and the heads that are computed."""
         heads: set[int] = set()
         projections = [each.projections[0] for each in run.model.attentions]
         width = (1 if run.config.model.grouped else 3) * run.config.model.head_size
@@ -105,7 +103,6 @@ class TensorParallel(ShardingTechnique):
 
 
 def _plan() -> dict[str, ParallelStyle]:
-    """Return how each layer of a block is sharded; norms of queries and keys get the heads of this process only."""
     return {
         **{name: ColwiseParallel() for name in _BY_ROWS},
         **{name: RowwiseParallel() for name in _BY_COLUMNS},
@@ -136,14 +133,13 @@ def _dimensions(model: GPT) -> dict[str, int]:
 
 
 def _replicate(module: nn.Module | None, mesh: DeviceMesh) -> None:
-    """Make the parameters of a module replicated DTensors."""
     # An optimizer refuses a mix of DTensors and plain tensors.
     if module is not None and any(True for _ in module.parameters()):
         _distribute(module, mesh, parameters=Replicate(), features=Replicate())
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, *, parameters: Placement, features: Placement) -> None:
-    """Place the parameters of a module, which then computes with DTensors; inputs and outputs remain local tensors."""
+    """Place the parameters of a module as DTensors; its inputs and outputs remain local tensors."""
 
     def place(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, each in module.named_parameters(recurse=False):
@@ -162,8 +158,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, *, parameters: Placement, f
 
 
 def _use_cache_of_own_heads(model: GPT, size: int) -> None:
-    """Make the generation cache hold the keys and values of this process's heads only."""
     config = model.config
+    # The cache holds the heads of this process only; head_dim is given, because d_model / n_heads has changed.
     own = msgspec.structs.replace(
         config, n_heads=config.n_heads // size, kv_heads=config.n_kv_heads // size, head_dim=config.head_size
     )

@@ -31,10 +31,7 @@ class Tf32Settings(Section, frozen=True):
 
 
 class Tf32(Technique):
-    """Results, sums, weights and everything else outside matmuls stay in float32.
-
-    Beside mixed precision it applies to the matmuls that stay in float32, such as matmuls of generation.
-    """
+    """Results, sums, weights and everything else outside matmuls stay in float32."""
 
     name: ClassVar = "tf32"
     kind: ClassVar = "systems"
@@ -69,11 +66,11 @@ class Tf32(Technique):
         run.peak_flops = measured_peak(run.device)
 
     def verify(self, run: Run) -> Verification:
-        """Multiply two matrices whenever a block of the step runs: the result must show the rounding."""
         settings: set[str] = set()
         errors: list[float] = []
 
         def probe(module: object, output: Tensor) -> None:
+            # Read within the step: other code may have changed the setting since `apply`.
             settings.add(_precision(run.device))
             errors.append(_matmul_error(run.device))
 
@@ -105,22 +102,25 @@ def _precision(device: torch.device) -> str:
 
 @contextmanager
 def _restored_precision() -> Iterator[None]:
-    """Restore the common precision and the backends' own precisions at the end."""
     common = torch.get_float32_matmul_precision()
+    # The common setting overwrites the settings of the backends, so these are kept as well.
     own = {device: _precision(device) for device in (torch.device("cpu"), torch.device("cuda"))}
     try:
         yield
     finally:
+        # In this order: the common setting would overwrite the others.
         torch.set_float32_matmul_precision(common)
         for device, precision in own.items():
             _backend(device).fp32_precision = precision
 
 
 def _matmul_error(device: torch.device) -> float:
+    # A generator of its own: the step must draw the same numbers as an unobserved one.
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(_SIZE, _SIZE, generator=generator) for _ in range(2))
     # float64 matmuls are never rounded to fewer bits.
     exact = left.double() @ right.double()
+    # Under mixed precision the matmul would be in 16 bits, and its error prove nothing.
     with torch.autocast(device.type, enabled=False):
         found = _matmul(left.to(device), right.to(device)).cpu().double()
     return float((found - exact).norm() / exact.norm())

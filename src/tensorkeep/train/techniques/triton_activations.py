@@ -1,7 +1,6 @@
 """Triton kernels for the activation of an MLP, forward and backward, each in one pass over memory.
 
-This module imports Triton, which not every machine has, so only the technique imports it, when it is on. Everything is
-computed in float32 and rounded once.
+Everything is computed in float32 and rounded once. Only the technique imports this module: it needs Triton.
 """
 
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 RELU2 = tl.constexpr(0)
 SWIGLU = tl.constexpr(1)
+# relu(gate) ** 2, silu(gate) * up, gelu(gate) * up.
 KINDS = {"relu2": 0, "swiglu": 1, "geglu": 2}
 
 _BLOCK = 1024
@@ -23,6 +23,7 @@ _BLOCK = 1024
 # tl.sigmoid is not a builtin, and Triton's interpreter runs only builtins.
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(gate, up, result, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    # In 64 bits: a large activation has more elements than 32 bits can number.
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = offset < count
     x = tl.load(gate + offset, mask=valid, other=0.0).to(tl.float32)
@@ -69,10 +70,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 def activation(kind: str, gate: Tensor, up: Tensor | None, count_launch: Callable[[str], object]) -> Tensor:
-    """Return ``relu(gate) ** 2`` ("relu2"), ``silu(gate) * up`` ("swiglu") or ``gelu(gate) * up`` ("geglu").
-
-    ``count_launch`` is called with ``"forward"`` or ``"backward"`` for each kernel that runs.
-    """
+    """Return the activation; ``count_launch`` gets ``"forward"`` or ``"backward"`` for each kernel that runs."""
     result: Tensor = _Activation.apply(KINDS[kind], gate, up, count_launch)  # type: ignore[no-untyped-call]
     return result
 
@@ -80,9 +78,11 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, count_launch: Callabl
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: int, gate: Tensor, up: Tensor | None, count_launch: Callable[[str], object]) -> Tensor:
+        # The kernel reads memory in order, whatever the strides.
         gate = gate.contiguous()
         # The kernel needs a second pointer even if it does not read from it.
         other = gate if up is None else up.contiguous()
+        # The inputs only: the backward kernel computes the activation again.
         ctx.save_for_backward(gate, other)
         ctx.kind, ctx.count_launch = kind, count_launch
         result = torch.empty_like(gate)
@@ -96,6 +96,7 @@ class _Activation(torch.autograd.Function):
         gate, other = ctx.saved_tensors
         by_gate = torch.empty_like(gate)
         by_other = None if ctx.kind == KINDS["relu2"] else torch.empty_like(other)
+        # The kernel needs a pointer here too, and does not write to it for relu2.
         up_result = by_gate if by_other is None else by_other
         _launch(_backward, gradient.contiguous(), gate, other, by_gate, up_result, kind=ctx.kind)
         ctx.count_launch("backward")

@@ -48,7 +48,6 @@ class TritonKernel(Technique):
         self._launches[block, direction] += 1
 
     def verify(self, run: Run) -> Verification:
-        """Count the kernels that each block launches in the forward and the backward pass."""
         self._launches = Counter()
         yield
         expected, blocks = run.config.loop.gradient_accumulation_steps, range(len(run.model.blocks))
@@ -62,6 +61,7 @@ class TritonKernel(Technique):
 
 
 def _forward(mlp: MLP, kind: str, count_launch: Callable[[str], object], x: Tensor) -> Tensor:
+    # Imported late: this file must load on machines without Triton.
     from tensorkeep.train.techniques.triton_activations import activation
 
     up: Tensor = mlp.up(x)

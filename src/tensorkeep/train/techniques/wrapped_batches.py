@@ -10,10 +10,7 @@ from tensorkeep.train.data.batches import Batch, BatchSource
 
 
 class WrappedBatches:
-    """Batches that ``draw`` makes from ``inner``, with the position and the checkpoint state of ``inner``.
-
-    ``length`` returns the tokens in a window, if ``draw`` changes the windows.
-    """
+    """Batches that ``draw`` makes from ``inner``; ``length`` returns their window length, if ``draw`` changes it."""
 
     def __init__(
         self, inner: BatchSource, draw: Callable[[BatchSource], Batch], length: Callable[[], int] | None = None
@@ -24,7 +21,6 @@ class WrappedBatches:
 
     @property
     def position(self) -> int:
-        """The number of the next batch of the run."""
         return self.inner.position
 
     @property
@@ -33,7 +29,6 @@ class WrappedBatches:
 
     @property
     def note(self) -> str | None:
-        """A note for the user about data that is not used."""
         return self.inner.note
 
     def __iter__(self) -> Self:
@@ -43,10 +38,10 @@ class WrappedBatches:
         return self._draw(self.inner)
 
     def draw_part(self, part: int, parts: int) -> None:
-        """Draw from one of ``parts`` equal parts of the rows of every inner batch."""
         self.inner.draw_part(part, parts)
 
     def state_dict(self) -> dict[str, int]:
+        # A checkpoint has the state of the inner batches, so a run can resume without the technique.
         return self.inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -54,7 +49,6 @@ class WrappedBatches:
 
 
 def same_tokens(first: list[Tensor], second: list[Tensor]) -> bool:
-    """Return whether batches have the same tokens in the same order, however they are split."""
     # Micro-batches split the rows differently, so the tokens are compared in one line.
     return torch.equal(_joined(first), _joined(second))
 

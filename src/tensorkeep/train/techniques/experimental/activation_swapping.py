@@ -1,11 +1,6 @@
 """Activation swapping: 0.14 times the plain speed on an H200, with 2.9 of 15.4 GB; checkpointing needs 3.5 GB at 0.8.
 
-Tensors for the backward pass are moved to CPU memory, and back when they are needed. Two streams, ``out`` and ``back``,
-copy beside the stream that computes. These rules keep gradients correct:
-
-- A copy out starts after the tensor was computed, and the device memory is not reused before that copy has ended.
-- A copy back starts after its copy out, and the computation that uses it starts after the copy back.
-- CPU memory is overwritten only after it was read; torch's allocator of pinned memory waits for the copies from it.
+Two streams, ``out`` and ``back``, copy saved tensors to CPU memory and back, beside the stream that computes.
 """
 
 import weakref
@@ -80,6 +75,7 @@ class ActivationSwapping(Technique):
     def _counting(self, hooks: saved_tensors_hooks) -> saved_tensors_hooks:
         def pack(tensor: Tensor) -> Any:
             packed = hooks.pack_hook(tensor)
+            # A tensor that stays on the device is returned as it is.
             self._out_bytes += 0 if packed is tensor else tensor.nbytes
             return packed
 
@@ -94,7 +90,6 @@ class ActivationSwapping(Technique):
         effects.swaps_activations = True
 
     def verify(self, run: Run) -> Verification:
-        """Count the bytes that are moved out, and the bytes that come back."""
         self._out_bytes = self._back_bytes = 0
         yield
         out, back = self._out_bytes, self._back_bytes
@@ -108,24 +103,21 @@ class ActivationSwapping(Technique):
 
 @dataclass(eq=False)
 class SwappedTensor:
-    """A tensor in CPU memory: number ``index`` in the ``order`` of the forward pass.
-
-    ``fetched`` holds a prefetched copy on the device and the event that completes it, until the copy is returned.
-    """
+    """A tensor in CPU memory: number ``index`` in the ``order`` of the forward pass."""
 
     host: Tensor
     copied: Any
     order: "list[weakref.ref[SwappedTensor]]"
     index: int
+    # A prefetched copy on the device and the event that completes it, until the copy is returned.
     fetched: tuple[Tensor, Any] | None = None
     returned: bool = False
 
 
 class Swapper:
-    """Moves the tensors that autograd saves within `hooks`, and moves them back when the backward pass needs them.
+    """Moves the tensors that autograd saves within `hooks`, and moves them back for the backward pass.
 
-    Tensors on other devices than ``device``, tensors of fewer than ``least`` bytes, and views of ``kept`` tensors (the
-    parameters) are not moved. While a tensor is used, the ``ahead`` tensors before it are prefetched.
+    Tensors below ``least`` bytes and views of ``kept`` tensors (parameters) stay. ``ahead`` tensors are prefetched.
     """
 
     def __init__(self, device: torch.device, kept: Collection[Tensor], *, least: int, ahead: int) -> None:
@@ -138,10 +130,10 @@ class Swapper:
         self._pinned = device.type == "cuda"
         self._out: Any = torch.cuda.Stream(device) if self._pinned else torch.cpu.Stream()  # type: ignore[no-untyped-call]
         self._back: Any = torch.cuda.Stream(device) if self._pinned else torch.cpu.Stream()  # type: ignore[no-untyped-call]
+        # Weak references: autograd decides how long a saved tensor lives.
         self._order: list[weakref.ref[SwappedTensor]] = []
 
     def hooks(self) -> saved_tensors_hooks:
-        """Return a context for one forward pass."""
         self._order = []
         # Read for each forward pass: a parameter may have been given other memory.
         kept = {each.untyped_storage().data_ptr() for each in self._kept}
@@ -156,6 +148,7 @@ class Swapper:
     def _move_out(self, tensor: Tensor) -> SwappedTensor:
         # empty_like keeps the strides of a dense tensor, so that the copy is one transfer.
         host = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
+        # The copy starts after the tensor was computed.
         self._out.wait_stream(self._backend.current_stream(self._device))
         with self._backend.stream(self._out):
             host.copy_(tensor, non_blocking=True)
@@ -177,16 +170,18 @@ class Swapper:
             if earlier is not None and earlier.fetched is None and not earlier.returned:
                 earlier.fetched = self._fetch(earlier)
         current = self._backend.current_stream(self._device)
+        # The computation starts after the copy back.
         current.wait_event(arrived)
         if tensor.is_cuda:
             tensor.record_stream(current)
         return tensor
 
     def _fetch(self, swapped: SwappedTensor) -> tuple[Tensor, Any]:
-        """Begin to copy a tensor back; return it, and the event that completes it."""
         with self._backend.stream(self._back):
+            # The copy back starts after the copy out has ended.
             self._back.wait_event(swapped.copied)
             tensor = torch.empty_like(swapped.host, device=self._device)
+            # The host memory may be freed before this copy ends: the allocator of pinned memory waits for it.
             tensor.copy_(swapped.host, non_blocking=True)
         return tensor, self._event(self._back)
 

@@ -76,7 +76,6 @@ class CpuThreads(Technique):
         return None
 
     def configure(self, config: Config) -> Config:
-        """Set ``loop.threads``, and store the number with the run."""
         threads = self.settings.threads
         if threads == "auto":
             threads = config.loop.threads or len(self._cores(1))
@@ -93,7 +92,6 @@ class CpuThreads(Technique):
 
     @contextmanager
     def process(self) -> Iterator[None]:
-        """Bind all threads, and the threads that they start; restore affinity and thread count at the end."""
         # The affinity of a new thread is its parent's, so later threads are bound as well.
         threads, allowed = torch.get_num_threads(), os.sched_getaffinity(0)
         self._bound = self._cores(1 if self.settings.threads == "auto" else self.settings.threads)
@@ -105,7 +103,6 @@ class CpuThreads(Technique):
             _bind(allowed)
 
     def verify(self, run: Run) -> Verification:
-        """Read back the number of threads, and the processors that each thread of the process may use."""
         yield
         threads = torch.get_num_threads()
         if threads != self.settings.threads:
@@ -113,6 +110,7 @@ class CpuThreads(Technique):
                 f"torch computes with {threads} threads instead of {self.settings.threads}",
                 "find out what sets the number of threads after the run began",
             )
+        # Each thread, because a library may bind its own threads again.
         affinities = _affinities()
         strays = sum(not affinity <= self._bound for affinity in affinities)
         if strays:
@@ -153,7 +151,6 @@ def _parse_cores(text: str) -> set[int]:
 
 
 def _format_cores(cores: Iterable[int]) -> str:
-    """Return processors as Linux lists them, such as ``"0-3,8"``."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
         if ranges and core == ranges[-1][-1] + 1:

@@ -35,11 +35,7 @@ class LossCurriculumSettings(Section, frozen=True):
 
 
 class LossCurriculum(Technique):
-    """Loshchilov and Hutter, arXiv 1511.06343, who rank by loss; the trained ranks change as in a curriculum.
-
-    The current weights compute the losses, in evaluation mode and float32. No random numbers are drawn, so a resumed
-    run chooses the same windows. Windows that are not chosen are not drawn again in the same epoch.
-    """
+    """Loshchilov and Hutter, arXiv 1511.06343, who rank by loss; the trained ranks change as in a curriculum."""
 
     name: ClassVar = "loss-curriculum"
     kind: ClassVar = "algorithmic"
@@ -65,6 +61,7 @@ class LossCurriculum(Technique):
     def apply(self, run: Run) -> None:
         def choose(batches: BatchSource) -> Batch:
             position = batches.position
+            # Windows that are not chosen are not drawn again in the same epoch.
             drawn = [next(batches) for _ in range(self.settings.candidates)]
             losses = torch.cat([window_losses(run.model, *batch) for batch in drawn])
             chosen = at_quantile(losses, self._quantile(run), count=len(drawn[0][0]))
@@ -82,7 +79,6 @@ class LossCurriculum(Technique):
         return self.settings.begin + (self.settings.end - self.settings.begin) * min(done, 1.0)
 
     def verify(self, run: Run) -> Verification:
-        """Compare the trained windows with the chosen windows."""
         self._selections = {}
         with record_inputs(run) as inputs:
             yield
@@ -105,8 +101,9 @@ class LossCurriculum(Technique):
 
 @torch.no_grad()
 def window_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of every window of a batch of shape [rows, context]: float32 on the CPU, of shape [rows]."""
+    """Return the mean loss of every window of a batch [rows, context]: float32 on the CPU, of shape [rows]."""
     device = model.tokens.weight.device
+    # Without dropout no random numbers are drawn, so a resumed run chooses the same windows.
     with evaluating(model):
         features = model.features(inputs.to(device))
         # Row by row, so that only the logits of one window are in memory.
@@ -127,4 +124,5 @@ def at_quantile(losses: Tensor, quantile: float, *, count: int) -> Tensor:
     [1, 3]
     """
     first = round(quantile * (len(losses) - count))
+    # Stable, so that windows with equal losses are chosen alike in a resumed run.
     return losses.argsort(stable=True)[first : first + count]

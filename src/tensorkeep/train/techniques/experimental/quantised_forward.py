@@ -43,11 +43,7 @@ class QuantisedForwardSettings(Section, frozen=True):
 
 
 class QuantisedForward(Technique):
-    """Jacob et al., arXiv 1712.05877 (int8, straight-through); Micikevicius et al., arXiv 2209.05433 (float8).
-
-    The linear layers of the blocks are quantised, embeddings and head are not. Checkpoints hold the unrounded weights,
-    which the model uses without the technique.
-    """
+    """Jacob et al., arXiv 1712.05877 (int8, straight-through); Micikevicius et al., arXiv 2209.05433 (float8)."""
 
     name: ClassVar = "quantised-forward"
     kind: ClassVar = "algorithmic"
@@ -94,7 +90,6 @@ class QuantisedForward(Technique):
             layer.forward = _quantised(layer)  # type: ignore[method-assign, assignment]
 
     def verify(self, run: Run) -> Verification:
-        """Compare the results of layers with products of 8-bit integers, or count matmuls in float8."""
         return (yield from self._verify_float8(run) if self.settings.mode == "float8" else self._verify_int8(run))
 
     def _verify_int8(self, run: Run) -> Verification:
@@ -153,6 +148,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:
+        # Rounding has a gradient of 0 almost everywhere, so the backward pass ignores it.
         scale = _scale(x)
         return (x / scale).round() * scale
 
@@ -162,7 +158,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _scale(x: Tensor) -> Tensor:
-    """Return the distance between two levels, for each row."""
+    # A row of zeros needs a scale above 0, because it is a divisor.
     return x.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny) / _LARGEST
 
 
@@ -181,6 +177,7 @@ def to_float8(blocks: nn.Module, *, emulate: bool = False) -> None:
 
 
 def _linear_layers(run: Run) -> list[nn.Linear]:
+    # Layers of the blocks only: embeddings and head are not quantised.
     return [each for each in run.model.blocks.modules() if isinstance(each, nn.Linear)]
 
 
@@ -188,7 +185,6 @@ def _linear_layers(run: Run) -> list[nn.Linear]:
 def _record_distances(
     distances: dict[nn.Linear, tuple[float, float]], layer: nn.Linear, inputs: tuple[Any, ...], output: Tensor
 ) -> None:
-    """Record how far a layer's result is from the unrounded product, and from the product of 8-bit integers."""
     x, found = (_as_float64(each.flatten(0, -2)[:_COMPARED]) for each in (inputs[0], output))
     weight = _as_float64(layer.weight)
     if layer.bias is not None:

@@ -1,8 +1,6 @@
 """Dynamic sparse attention: 0.18 times the plain speed at a context of 64; attention gains from 4,096 on (on a CPU).
 
-Each position attends to its own block of keys and to the best earlier blocks; the other blocks are not computed. On a
-CPU, the pairs of a query and a chosen block are sorted by block, head by head, so that a matmul computes a block of
-keys with the queries that chose it. On CUDA, FlexAttention skips the tiles that no query chose.
+Each position attends to its own block of keys and to the best earlier blocks; the other blocks are not computed.
 """
 
 from typing import ClassVar, NamedTuple
@@ -21,30 +19,22 @@ _QUERIES_AT_ONCE = 32
 
 
 class ChosenBlocks(NamedTuple):
-    """The blocks that each query attends to beside its own.
+    """The blocks that each query attends to beside its own, both fields of shape [..., queries, chosen]."""
 
-    Attributes
-    ----------
-    blocks : Tensor
-        Block numbers: int64, of shape [..., queries, chosen].
-    valid : Tensor
-        False where a query has fewer earlier blocks: bool, of the same shape.
-    """
-
+    # Block numbers, int64.
     blocks: Tensor
+    # Bool; False where a query has fewer earlier blocks than are chosen.
     valid: Tensor
 
 
 @torch.no_grad()
 def choose_blocks(query: Tensor, key: Tensor, block: int, count: int) -> ChosenBlocks:
-    """Return the complete blocks before a query's own that match it best, by the mean of their keys.
-
-    Query and key have the shape [..., positions, head size]; the queries are at the last positions of the keys.
-    """
+    """Return the complete blocks before a query's own that match it best; the queries are the last positions."""
     queries, keys = query.shape[-2], key.shape[-2]
     complete = keys // block
     means = key[..., : complete * block, :].unflatten(-2, (complete, block)).mean(-2)  # type: ignore[no-untyped-call]
     own = torch.arange(keys - queries, keys, device=key.device).unsqueeze(-1) // block
+    # Only complete blocks before the own one: the choice is causal, and stays the same when the cache grows.
     earlier = torch.arange(complete, device=key.device) < own
     scores = (query @ means.transpose(-2, -1)).masked_fill(~earlier, -torch.inf)
     best = scores.topk(min(count, complete), dim=-1)
@@ -61,11 +51,10 @@ def kept_blocks(choice: ChosenBlocks, blocks: int) -> Tensor:
 def attend_to_blocks(
     query: Tensor, key: Tensor, value: Tensor, choice: ChosenBlocks, block: int, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return attention, and how many pairs attended in each head, [batch, heads]; on a CPU.
-
-    Query, key and value have the shape [batch, heads, positions, head size]. Every operation has a deterministic
-    gradient, whatever the number of threads.
-    """
+    """Return attention on a CPU, and how many pairs attended in each head, [batch, heads]."""
+    # On a CPU, the pairs of a query and a chosen block are sorted by block, head by head, so that a matmul computes a
+    # block of keys with the queries that chose it.
+    # Every operation has a deterministic gradient, whatever the number of threads.
     length = query.shape[2]
     query, key, value = (functional.pad(each, (0, 0, 0, -length % block)) for each in (query, key, value))
     flat = (each.flatten(0, 1) for each in (query, key, value, choice.blocks, choice.valid))
@@ -77,7 +66,6 @@ def attend_to_blocks(
 def _one_head(
     query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, valid: Tensor, *, block: int, dropout: float, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute one head, of padded inputs; see `attend_to_blocks`."""
     padded, size = query.shape
     blocks = padded // block
     query = query * size**-0.5
@@ -125,10 +113,10 @@ def _in_groups(pairs: Tensor, slots: Tensor, groups: int) -> Tensor:
 
 
 def attend_to_tiles(query: Tensor, key: Tensor, value: Tensor, choice: ChosenBlocks, block: int) -> Tensor:
-    """Return attention, of the shape of the query, by FlexAttention; see `attend_to_blocks`."""
     length = query.shape[2]
     blocks = -(-length // block)
     kept = kept_blocks(choice, blocks)
+    # Each query also keeps its own block.
     kept |= torch.arange(blocks, device=query.device) == torch.arange(length, device=query.device).unsqueeze(1) // block
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -165,28 +153,13 @@ class SparseAttentionSettings(Section, frozen=True):
     keep: Count = 4
 
 
+# Forward and backward pass of 8 heads of size 64, default settings, 2 threads of a CPU, torch 2.13, in ms (full,
+# sparse): 512 positions 26, 97; 1,024: 62, 137; 2,048: 202, 258; 4,096: 679, 473; 8,192: 2,479, 914. Each query chooses
+# its own blocks, so that much of the time goes into sorting and copying, not into matmuls.
 class SparseAttention(Technique):
     """Lu et al., arXiv 2502.13189 (MoBA): blocks are ranked by the product of the query and the mean of their keys.
 
-    Each query ranks the complete blocks before its own, so the choice is causal, and generation with a cache chooses
-    the same blocks as training. The model has the weights of full attention, and attends to everything without the
-    technique.
-
-    Forward and backward pass of 8 heads of size 64 with the default settings, on 2 threads of a CPU, in ms (median of 3
-    to 7 runs; torch 2.13):
-
-    ========= ====== ======
-    positions   full sparse
-    ========= ====== ======
-          512     26     97
-        1,024     62    137
-        2,048    202    258
-        4,096    679    473
-        8,192  2,479    914
-    ========= ====== ======
-
-    Each query chooses its own blocks, so that much of the time goes into sorting and copying, not into matmuls. With
-    a document mask, or dropout on CUDA, all pairs are computed under a mask, which gains nothing.
+    The choice is causal, and generation with a cache chooses the same blocks as training.
     """
 
     name: ClassVar = "sparse-attention"
@@ -225,7 +198,6 @@ class SparseAttention(Technique):
             attention.kernel = kernel
 
     def verify(self, run: Run) -> Verification:
-        """Count the pairs that each call attends to; the settings give the exact number."""
         for kernel in self._kernels:
             kernel.pairs = []
         yield
@@ -250,10 +222,7 @@ class SparseAttention(Technique):
 
 
 class TopBlocks:
-    """A causal attention kernel; see `SparseAttentionSettings`.
-
-    If ``pairs`` is a list, each call adds to it how many pairs attended: an int64 tensor of shape [batch, heads].
-    """
+    """A causal attention kernel; if ``pairs`` is a list, each call adds the number of pairs, [batch, heads]."""
 
     def __init__(self, block: int, keep: int) -> None:
         self.block = block
