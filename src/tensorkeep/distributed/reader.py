@@ -45,15 +45,12 @@ class _StandIn:
 
 
 class DcpEntries:
-    """The entries of an open checkpoint by the names that DCP gives them.
-
-    As in DCP, a tensor is an entry if it is nested in dicts, or in lists with tensors or dicts. Everything else belongs
-    to a plain value, arrays and other tensors included.
-    """
+    """The entries of an open checkpoint by their DCP names; arrays and nested tensors belong to plain values."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._stand_ins = {name: _stand_in(reader, name) for name in reader.leaf_specs}
+        # By identity: flattening keeps the objects but gives them DCP's names.
         self._names = {id(stand_in): name for name, stand_in in self._stand_ins.items()}
         self.paths, self._values = self._flattened(self._stand_ins)
         self.tensors = {
@@ -73,9 +70,10 @@ class DcpEntries:
         return paths, flat
 
     def metadata(self) -> Metadata:
-        """Return the metadata. A tensor is one chunk, so DCP's planner asks for the exact boxes that a rank needs."""
+        """Describe every tensor as one chunk, so that DCP's planner asks for the exact boxes that a rank needs."""
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for key, value in self._values.items():
+            # DCP stores a tensor as an entry if it is nested in dicts, or in lists with tensors or dicts.
             if key in self.tensors:
                 chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
                 entries[key] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.size(), [chunk])
@@ -84,10 +82,10 @@ class DcpEntries:
         return Metadata(entries, self.paths, {}, StorageMeta(checkpoint_id=self._reader.path))
 
     def load_values(self, keys: set[str], threads: int, pool: BufferPool) -> dict[str, Any]:
-        """Return plain values with their arrays and tensors loaded."""
         wanted = [name for name, key in self._keys_of_values.items() if key in keys]
         plan = CopyPlan(self._reader, wanted, {})
         plan.read(threads, pool, None)
+        # An empty index makes a numpy scalar out of an array without dimensions.
         loaded = {
             name: value[()] if self._reader.leaf_specs[name].kind == "npscalar" else value
             for name, value in plan.values().items()
@@ -99,8 +97,8 @@ class DcpEntries:
 
     @cached_property
     def _keys_of_values(self) -> dict[str, str]:
-        """The key of the plain value around an array, or around a tensor that is not an entry itself."""
         return {
+            # An array, or a tensor that is not an entry itself, is loaded with the plain value around it.
             self._names[id(found)]: key
             for key, value in self._values.items()
             if key not in self.tensors
@@ -109,18 +107,16 @@ class DcpEntries:
 
 
 def _stand_in(reader: Reader, name: str) -> Any:
-    """Return a tensor without memory, or a `_StandIn` for an array."""
     entry = reader.entries[name]
     if reader.leaf_specs[name].kind not in ("tensor", "parameter"):
         return _StandIn()
+    # DCP's functions look at dtype and shape only, so a tensor on the meta device takes no memory.
     return torch.empty(entry.shape, dtype=entry.dtype.torch, device="meta")
 
 
 def read_pieces(reader: Reader, pieces: Sequence[TensorShard], threads: int, pool: BufferPool) -> None:
-    """Fill pieces with their boxes of the stored tensors, in parallel.
-
-    Raises CorruptCheckpointError if a byte is not what was written.
-    """
+    """Fill pieces from the stored tensors, in parallel; CorruptCheckpointError if a byte is not what was written."""
+    # Kernels that the caller has queued may still use the target memory.
     cuda.wait_for_caller(pieces)
     stored: list[tuple[str, TensorShard]] = []
     views: list[TensorShard] = []
@@ -131,7 +127,7 @@ def read_pieces(reader: Reader, pieces: Sequence[TensorShard], threads: int, poo
         elif alias.is_full(reader.flat.leaves[alias.of].shape):
             stored.append((alias.of, piece))
         else:
-            # A view of part of a tensor is not one box of it.
+            # A view of part of a tensor is not one of its boxes.
             views.append(piece)
     tasks = (read for name, piece in stored for read, _ in reads_of(reader, name, piece, pool))
     block_bytes = max((reader.block_bytes(name) for name, _ in stored), default=BLOCK_BYTES)
@@ -142,7 +138,7 @@ def read_pieces(reader: Reader, pieces: Sequence[TensorShard], threads: int, poo
 
 
 def _fill_from_view(reader: Reader, piece: TensorShard, pool: BufferPool) -> None:
-    """Fill a piece of a view: the full view is loaded, and the piece copied from it."""
+    # Load the full view, then copy the piece: the strides of a view may differ from the strides of the tensor.
     full = Leaf(piece.name, "tensor", piece.dtype, allocate("tensor", piece.dtype, piece.whole))
     fill(reader, piece.name, full, pool, NewPages())
     own = full.array[box_of(piece.offsets, piece.shape)]
@@ -313,10 +309,7 @@ class DcpReader(StorageReader):
 
 
 def _piece(reader: Reader, name: str, item: ReadItem, target: torch.Tensor) -> TensorShard:
-    """Return the memory that DCP gives for a box of a tensor.
-
-    Raises StateMismatchError if it is of another dtype or shape than the saved box.
-    """
+    """Return the memory for a box of a tensor; StateMismatchError if dtype or shape differ from the saved box."""
     entry, target = reader.entries[name], target.detach()
     dtype = check_torch(name, target.dtype)
     if dtype != entry.dtype or tuple(target.shape) != tuple(item.lengths):

@@ -1,11 +1,4 @@
-"""`DcpWriter`: ``torch.distributed.checkpoint.save`` and ``async_save`` to native checkpoints.
-
-DCP calls ``prepare_local_plan`` on every rank, ``prepare_global_plan`` on the coordinator, ``write_data`` on every
-rank, and ``finish`` on the coordinator. In between, it gathers and scatters, and raises an error of one rank on all.
-
-DCP flattens a state to names joined by dots; the planner's paths of keys build the nested state again. Plain values are
-stored as nodes of the skeleton, and never as pickles.
-"""
+"""`DcpWriter`: ``torch.distributed.checkpoint.save`` and ``async_save`` to native checkpoints."""
 
 import os
 import secrets
@@ -47,25 +40,21 @@ from tensorkeep.storage.commit import Commit
 
 @dataclass(slots=True)
 class RankState:
-    """The part of a state that one rank stores.
-
-    ``nodes`` has the skeleton nodes of plain values, and ``inner`` describes the arrays and tensors inside them.
-    ``dtypes`` has the dtypes of all tensors, to compare them among ranks.
-    """
-
     pieces: list[TensorShard] = field(default_factory=list)
     parts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # The dtypes of all tensors, to compare them among ranks.
     dtypes: dict[str, str] = field(default_factory=dict)
+    # Plain values are nodes of the skeleton, and never pickles.
     nodes: dict[str, Any] = field(default_factory=dict)
+    # Arrays and tensors inside plain values.
     inner: dict[str, tuple[str, tuple[int, ...], tuple[str, str]]] = field(default_factory=dict)
 
     def description(self) -> "RankState":
-        """Return the same without tensors, for the coordinator."""
+        # The coordinator needs no tensor data, and DCP pickles this to send it.
         return RankState(dtypes=self.dtypes, nodes=self.nodes, inner=self.inner)
 
 
 def state_of_plan(plan: SavePlan, planner: SavePlanner) -> RankState:
-    """Return the part of the state that a rank's plan stores."""
     paths = _paths(plan.planner_data, [item.index.fqn for item in plan.items])
     found = RankState(parts=_parts(paths))
     for item in plan.items:
@@ -79,7 +68,7 @@ def state_of_plan(plan: SavePlan, planner: SavePlanner) -> RankState:
 
 
 def _paths(planner_data: Any, keys: Iterable[str]) -> dict[str, tuple[str | int, ...]]:
-    """Return the paths of flat names. A planner that does not flatten has no paths: the name is the path."""
+    # A planner that does not flatten has no paths: the name is the path.
     known = planner_data if isinstance(planner_data, dict) else {}
     return {**known, **{key: known.get(key, (key,)) for key in keys}}
 
@@ -135,7 +124,7 @@ def _add_value(found: RankState, key: str, value: Any, path: KeyPath) -> None:
 
 
 def merge_rank_states(metadata: Metadata, ranks: Sequence[RankState]) -> Flat[FullTensor]:
-    """Return the state of all ranks together; RanksDisagreeError if they have different dtypes of a tensor."""
+    """Merge the states of all ranks; RanksDisagreeError if ranks have different dtypes of a tensor."""
     entries = metadata.state_dict_metadata
     paths = {key: path for key, path in _paths(metadata.planner_data, entries).items() if key in entries}
     parts = _parts(paths)
@@ -151,6 +140,7 @@ def merge_rank_states(metadata: Metadata, ranks: Sequence[RankState]) -> Flat[Fu
         for name, (dtype, shape, part) in rank.inner.items():
             leaves[name] = _full(name, BY_NAME[dtype], shape)
             parts[name] = part
+    # DCP flattens a state to names joined by dots; the planner's paths of keys restore the nesting.
     skeleton = nest(paths, nodes, lambda built: {"dict": built})
     return Flat(skeleton, leaves, {}, {name: parts[name] for name in leaves})
 
@@ -172,11 +162,7 @@ def _check_dtypes(leaves: Mapping[str, FullTensor], ranks: Sequence[RankState]) 
 
 @dataclass(frozen=True, slots=True)
 class SharedFolder:
-    """The folder that all ranks of a save write into, the name of the save, and the number of ranks.
-
-    The coordinator puts it into the plans that DCP scatters. A planner that caches plans gives the writer a plan of an
-    earlier save instead of the received one. So a rank stores the folder in `_announced` when it unpickles it.
-    """
+    """The folder that all ranks of a save write into; the coordinator puts it into the plans that DCP scatters."""
 
     destination: str
     directory: str
@@ -184,18 +170,20 @@ class SharedFolder:
     ranks: int
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Unpickling announces the folder: a planner that caches plans gives the writer a plan of an earlier save
+        # instead of the received one.
         return _received, (self.destination, self.directory, self.save, self.ranks)
 
     def announce(self) -> "SharedFolder":
-        """Make the folder known in this process, for `announced`."""
         with _lock:
             _announced[self.destination] = self
         return self
 
     @classmethod
     def announced(cls, destination: str) -> "SharedFolder":
-        """Return the folder of the save that has begun, once; RanksDisagreeError if none was received."""
+        """Take the folder of the current save; RanksDisagreeError if this process received none."""
         with _lock:
+            # Each rank uses a folder once: a second save must not find the folder of the first.
             folder = _announced.pop(destination, None)
         if folder is None:
             raise RanksDisagreeError(
@@ -216,13 +204,7 @@ def _received(*fields: Any) -> SharedFolder:
 
 
 class BegunSave:
-    """The coordinator's side of a save: the temporary folder, until it is published or removed.
-
-    DCP does not call the coordinator's writer when another rank fails. The folder is then removed when the writer is
-    garbage-collected, when this process saves to the same path again, or at exit.
-
-    Raises DestinationExistsError, BusyError, StoreError as `Commit`.
-    """
+    """The coordinator's temporary folder. Raises DestinationExistsError, BusyError, StoreError as `Commit`."""
 
     is_writing: bool
 
@@ -242,7 +224,6 @@ class BegunSave:
         _begun[destination] = self
 
     def publish(self) -> None:
-        """Make the complete and durable folder visible as the checkpoint."""
         self.commit.publish()
         self._end()
 
@@ -251,9 +232,13 @@ class BegunSave:
         self._end()
 
 
+# DCP does not call the coordinator's writer when another rank fails. The folder is then removed when the writer is
+# garbage-collected, when this process saves to the same path again, or at exit.
 _begun: "weakref.WeakValueDictionary[Path, BegunSave]" = weakref.WeakValueDictionary()
 
 
+# DCP calls `prepare_local_plan` on every rank, `prepare_global_plan` on the coordinator, `write_data` on every rank,
+# and `finish` on the coordinator. In between it gathers and scatters, and raises an error of one rank on all ranks.
 class DcpWriter(StorageWriter):
     """Writes a native checkpoint for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
@@ -393,6 +378,7 @@ class DcpWriter(StorageWriter):
         assert self._path is not None
         self._begun = begun = BegunSave(Path(self._path), overwrite=self._request.write.overwrite)
         folder = SharedFolder(os.fspath(self._path), os.fspath(begun.commit.path), begun.name, len(plans))
+        # A save of one process pickles no plan, so nothing else announces the folder.
         folder.announce()
         return [replace(plan, storage_data=folder) for plan in plans]
 
@@ -423,6 +409,7 @@ class DcpWriter(StorageWriter):
             if begun is not None:
                 begun.is_writing = False
         assert together.report is not None
+        # DCP gathers these results to the coordinator, for `finish`.
         result = WriteResult(
             MetadataIndex(together.report.record.name),
             written.new_bytes,
@@ -456,6 +443,7 @@ class DcpWriter(StorageWriter):
 
     def _write(self, state: RankState, together: "_DcpRank") -> FormatResult:
         assert self._path is not None
+        # Kernels that the caller has queued may still write to the tensors.
         cuda.wait_for_caller(state.pieces)
         memory = SaveMemory(self._budget)
         try:
@@ -472,14 +460,12 @@ class DcpWriter(StorageWriter):
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """The report of a rank to the coordinator, once its part is durable."""
-
     report: FragmentReport
     description: RankState
 
 
 class _DcpRank:
-    """This rank among the ranks of a save: DCP carries the messages between ranks."""
+    """This rank among the ranks of a save; DCP carries the messages."""
 
     def __init__(self, rank: int, folder: SharedFolder) -> None:
         self.rank = rank
@@ -488,9 +474,7 @@ class _DcpRank:
         self._folder = folder
 
     def begin(self) -> tuple[Path, str]:
-        """Return the folder to write into, and the name of the save."""
         return Path(self._folder.directory), self._folder.save
 
     def finish(self, report: FragmentReport) -> None:
-        """Store the report of this rank, for DCP to gather."""
         self.report = report

@@ -1,8 +1,4 @@
-"""Finds the format of a checkpoint, opens it, and says what a path is if it is not a checkpoint.
-
-Each format recognises its own files (`Format.recognises`). This module asks the formats, and knows what is not one of
-them: pointers of Git LFS, web pages, archives, checkpoints of Orbax, and folders that hold several checkpoints.
-"""
+"""Finds the format of a checkpoint, opens it, and says what a path is if it is not a checkpoint."""
 
 import itertools
 import logging
@@ -50,6 +46,7 @@ def find_format(path: PathLike) -> Format:
         return FORMATS.get("native")
     _check_existence(place)
     recognising = _other_formats(place)
+    # Lazily: each further format costs reads of the folder, and requests in a store.
     found = [*itertools.islice(recognising, 1)]
     # A file has one format only.
     if found and _is_folder(place):
@@ -65,6 +62,7 @@ def find_format(path: PathLike) -> Format:
         return found[0]
     in_store = storage_of(place).remote
     listed = names_in(place)[: _MOST_IN_STORE if in_store else _MOST_LOOKED_AT] if _is_folder(place) else []
+    # A deleted step leaves a tombstone, so its other objects are not a damaged checkpoint.
     if in_store and any(map(is_tombstone, listed)):
         raise NotFoundError("this step was deleted", path=path, remedy="`tensorkeep log` lists the steps of a run")
     inside = [name for name in listed if is_checkpoint(place / name)]
@@ -82,7 +80,6 @@ def find_format(path: PathLike) -> Format:
 
 
 def open_reader(path: PathLike, settings: OpenSettings, format: str | None = None) -> Reader:
-    """Return a reader of the checkpoint at a path, in the given format or the one that is found."""
     place = _place(path)
     if format is None:
         return open_as(find_format(place), place, settings)
@@ -91,17 +88,19 @@ def open_reader(path: PathLike, settings: OpenSettings, format: str | None = Non
 
 
 def open_as(format: Format, place: Path, settings: OpenSettings) -> Reader:
-    """Return a reader of a checkpoint of a known format, and log its notes as warnings.
+    """Return a reader, and log its notes as warnings.
 
-    Raises the errors of `Format.open`; NotACheckpointError instead of CorruptCheckpointError if the first bytes of the
-    damaged file show that it is something else, such as a pointer of Git LFS.
+    Raises the errors of `Format.open`, with NotACheckpointError for a file that is something else, such as a pointer of
+    Git LFS.
     """
     try:
         reader = format.open(place, settings)
     except CorruptCheckpointError as error:
+        # A download may leave a web page or a pointer in the place of one shard: name the cause, not the damage.
         check_not_text(as_path(error.path or place), error)
         raise
     notes = [*reader.notes]
+    # One shard opens without an error, and lacks the tensors of the other shards.
     part = next(filter(is_part, (place.name, place.parent.name)), None)
     if part is not None:
         notes.append(f"by the name {part}, it is one of several parts of a checkpoint: others have the other tensors")
@@ -119,7 +118,6 @@ def is_checkpoint(place: Path) -> bool:
 
 
 def _other_formats(place: Path) -> Iterator[Format]:
-    """Yield the formats that recognise a path, except the native one."""
     return (format for format in FORMATS if format.name != "native" and format.recognises(place))
 
 
@@ -140,13 +138,13 @@ def _is_folder(place: Path) -> bool:
 
 
 def _check_not_orbax(place: Path, names: list[str]) -> None:
-    """Raise UnsupportedError for a folder of Orbax: a tree of arrays, a step with several trees, or a run of steps."""
     if _ORBAX_TREE in names:
         raise UnsupportedError(
             "is a checkpoint of Orbax, whose nested state is not read",
             path=place,
             remedy='to read its arrays as a flat dict: format="tensorstore" (--format tensorstore)',
         )
+    # A step of Orbax holds trees, a run holds steps.
     mark = _ORBAX_TREE if _ORBAX_STEP in names else _ORBAX_STEP
     inside = [name for name in names if exists(place / name / mark)]
     if inside:
@@ -159,6 +157,7 @@ def _check_not_orbax(place: Path, names: list[str]) -> None:
 
 
 def _folder_error(names: list[str], path: PathLike) -> NotACheckpointError:
+    # Complete checkpoints first: the remedy names the first one.
     names = sorted(names, key=is_part)
     listed = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if names[_MOST_NAMED:] else "")
     shard = next((found for name in names if (found := _SHARD.fullmatch(name))), None)
@@ -214,15 +213,11 @@ def check_not_pointer(path: Path) -> None:
 
 
 def check_not_text(path: Path, cause: Exception | None = None) -> None:
-    """Raise NotACheckpointError if the file is a pointer of Git LFS or a web page."""
     _check_start(_TEXTS, path, cause)
 
 
 def check_not_other(path: Path, cause: Exception | None = None) -> None:
-    """Raise NotACheckpointError if the first bytes of the file show another kind of file, which the error names.
-
-    Only for files of formats that never begin with these bytes.
-    """
+    """Raise NotACheckpointError if the first bytes show another kind of file, for formats without such first bytes."""
     _check_start(_OTHERS, path, cause)
 
 

@@ -1,8 +1,4 @@
-"""Files of checkpoints as memory: mapped from a disk, or fetched from an object store in pieces when they are used.
-
-A fetched object is an unnamed file in memory (memfd), as long as the object, and sparse: pieces appear when they are
-needed, and are punched out again when the budget is exceeded. Parsers see one array in both cases.
-"""
+"""Files of checkpoints as memory: mapped from a disk, or fetched from an object store when they are used."""
 
 import ctypes
 import io
@@ -36,10 +32,10 @@ _MISSING, _COMING, _HERE = range(3)
 
 
 class MappedFile(Closing):
-    """A file as memory, for code that parses it in place.
+    """A file as memory.
 
-    Read the bytes of ``content`` only inside ``with file.needed(start, stop)`` or ``with file.needed_by(view)``. The
-    memory outlives `close`.
+    Read ``content`` only inside ``with file.needed(...)`` or ``with file.needed_by(view)``. The memory outlives
+    `close`.
     """
 
     def __init__(self, file: SourceFile) -> None:
@@ -57,6 +53,7 @@ class MappedFile(Closing):
         """Use a view of ``content`` in a block; its strides must not be negative. From any thread."""
         steps = zip(view.shape, view.strides, strict=True)
         start = view.ctypes.data - self.content.ctypes.data
+        # The last byte of a view with gaps: everything between its first and last element counts.
         end = start + sum((length - 1) * stride for length, stride in steps) + view.itemsize
         return self.needed(start, end) if view.size else self.needed(0, 0)
 
@@ -64,7 +61,6 @@ class MappedFile(Closing):
         """Fetch ranges that are needed soon, with many requests at once."""
 
     def stream(self, start: int = 0, stop: int | None = None) -> io.BufferedReader:
-        """Return a range of the file as a file."""
         return io.BufferedReader(_Part(self, start, self.size if stop is None else stop))
 
     def close(self) -> None:
@@ -72,11 +68,7 @@ class MappedFile(Closing):
 
 
 class FetchedParts:
-    """The fetched pieces of all files of a checkpoint: about ``budget`` bytes, and everything that is in use.
-
-    Over the budget, the least recently used pieces are freed, and fetched again if they are needed again. The budget
-    grows to the largest range that was in use, because such a range is then read in smaller ranges.
-    """
+    """The fetched pieces of all files of a checkpoint: about ``budget`` bytes, and everything that is in use."""
 
     def __init__(self, budget: int) -> None:
         self.changed = threading.Condition()
@@ -90,7 +82,6 @@ class FetchedParts:
         self._idle: OrderedDict[tuple[int, int, int], int] = OrderedDict()
 
     def add(self, file: "FetchedFile") -> int:
-        """Return the number of a new file."""
         number = next(self._numbers)
         self._files[number] = file
         # The memory is freed with the file. Garbage collection may run inside the lock, so it is counted later.
@@ -107,9 +98,12 @@ class FetchedParts:
         self._bytes += pieces * _PIECE
 
     def used(self, number: int, first: int, last: int) -> int:
-        """Record that pieces of a file were in use until now, and return the time; the lock is held."""
+        """Record the last use of pieces, and return its time; the lock is held."""
+        # A range that was needed once is then read in smaller ranges: with a smaller budget, every small read would
+        # fetch it again.
         self._budget = max(self._budget, (last - first) * _PIECE)
         self._time += 1
+        # Sorted by time: the oldest use is the first to be freed.
         self._idle[number, first, last] = self._time
         self._idle.move_to_end((number, first, last))
         return self._time
@@ -125,11 +119,10 @@ class FetchedParts:
                 self._count(number, -file.give_back(first, last, time))
 
 
+# A fetched object is an unnamed file in memory (memfd), as long as the object, and sparse: pieces appear when they are
+# needed, and are punched out again over the budget. Parsers see one array in both cases.
 class FetchedFile(MappedFile):
-    """An object of a store as memory; its pieces are fetched when they are needed.
-
-    Until `close`, libraries can map ``fd_path`` themselves: they see pieces that are fetched later, too.
-    """
+    """An object of a store as memory. Until `close`, libraries can map ``fd_path`` themselves."""
 
     def __init__(self, file: SourceFile, parts: FetchedParts) -> None:
         import torch
@@ -141,6 +134,7 @@ class FetchedFile(MappedFile):
         self._number = parts.add(self)
         count = -(-file.size // _PIECE)
         self._states = np.zeros(count, np.uint8)
+        # Guarded by ``parts.changed``, as are all states: one lock for all files of a checkpoint.
         self._users = np.zeros(count, np.int32)
         self._times = np.zeros(count, np.int64)
         self._failure: BaseException | None = None
@@ -157,15 +151,11 @@ class FetchedFile(MappedFile):
 
     @property
     def fd_path(self) -> str:
-        """A path of the memory, until `close`."""
         return f"/proc/self/fd/{self._fd}"
 
     @contextmanager
     def needed(self, start: int, stop: int) -> Iterator[None]:
-        """Fetch the missing pieces of a range and use it in a block; raises the errors of `SourceFile.read_into`.
-
-        Threads that need the same range share its requests.
-        """
+        """Fetch the missing pieces of a range and use it in a block; raises the errors of `SourceFile.read_into`."""
         start, stop = max(start, 0), min(stop, self.size)
         first, last = start // _PIECE, -(-stop // _PIECE)
         if start >= stop:
@@ -174,6 +164,7 @@ class FetchedFile(MappedFile):
         with self._parts.changed:
             # Counted before fetching, so that no other thread frees a piece in between.
             self._users[first:last] += 1
+            # A failure from before this call does not count: the store may answer again.
             known = self._failure
         try:
             self._fetch(first, last, known)
@@ -192,7 +183,6 @@ class FetchedFile(MappedFile):
             pass
 
     def _fetch(self, first: int, last: int, known: BaseException | None) -> None:
-        """Fetch the missing pieces, and wait for the pieces that other threads fetch."""
         # The run of pieces that this thread fetches. After any exception, Ctrl-C included, other threads must not wait
         # for them forever.
         taken: list[tuple[int, int]] = []
@@ -208,10 +198,12 @@ class FetchedFile(MappedFile):
                     self._parts.came(self._number, end - begin)
         except BaseException as error:
             with self._parts.changed:
+                # Not Ctrl-C: an interrupt of this thread says nothing about the store.
                 if taken and isinstance(error, Exception):
                     self._failure = error
                 for begin, end in taken:
                     self._states[begin:end] = _MISSING
+                # Waiting threads look again: they raise the failure, or fetch the pieces themselves.
                 self._parts.changed.notify_all()
             raise
 
@@ -225,6 +217,7 @@ class FetchedFile(MappedFile):
                 states = self._states[first:last]
                 missing = np.flatnonzero(states == _MISSING)
                 if missing.size:
+                    # Neighbouring pieces come in one request.
                     run = states[missing[0] :][:_MOST_PIECES]
                     begin = first + int(missing[0])
                     end = begin + (int(np.argmax(run != _MISSING)) or run.size)
@@ -236,7 +229,7 @@ class FetchedFile(MappedFile):
                 self._parts.changed.wait()
 
     def give_back(self, first: int, last: int, time: int) -> int:
-        """Free pieces that were last used at a time and are not in use; return their number. The lock is held."""
+        """Free pieces last used at ``time`` and not in use; return their number. The lock is held."""
         part = slice(first, last)
         # A piece that was used again since has a later time, and stays.
         idle = (self._states[part] == _HERE) & (self._users[part] == 0) & (self._times[part] == time)
@@ -263,30 +256,27 @@ class FetchedFile(MappedFile):
         return None
 
     def close(self) -> None:
-        """Close the descriptor, but keep the memory; a second call does nothing."""
         if self._fd >= 0:
+            # A second call does nothing, and never closes a descriptor that another file has got since.
             fd, self._fd = self._fd, -1
             close(fd)
 
 
 def stream_of(file: SourceFile) -> io.BufferedReader:
-    """Return an open file as a Python file."""
     if not file.ranges_are_requests:
         return open(file.fd_path, "rb")
     return map_file(file, FetchedParts(0)).stream()
 
 
 def map_file(file: SourceFile, parts: FetchedParts) -> MappedFile:
-    """Return a file as memory, wherever it is."""
     if not file.ranges_are_requests:
         return MappedFile(file)
+    # The descriptor is only for libraries; the memory stays mapped without it.
     with FetchedFile(file, parts) as fetched:
         return fetched
 
 
 class _Part(io.RawIOBase):
-    """A range of a mapped file as a file."""
-
     def __init__(self, file: MappedFile, start: int, stop: int) -> None:
         self._file = file
         self._start = start

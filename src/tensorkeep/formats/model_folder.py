@@ -1,4 +1,4 @@
-"""Folders of weights as Hugging Face's libraries write them: which file to read, its index, and the files beside it."""
+"""Folders of weights as Hugging Face's libraries write them: the file to read, its index, and other files."""
 
 import re
 import stat
@@ -16,11 +16,11 @@ from tensorkeep.state.tree import Flat, placeholders
 from tensorkeep.storage import file_mode, first_bytes, folders_in, names_in
 from tensorkeep.storage.base import Directory, SourceFile
 
+# ``transformers`` reads the first existing one; ``save_pretrained`` leaves old files behind.
 _IN_ORDER = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""``transformers`` reads the first existing one; ``save_pretrained`` leaves old files behind."""
 
 _SHARD = r"-\d+-of-(?!0*1\.)\d+\."
 _OF_A_RANK = r"(?:mp|tp|pp|ep|fsdp|fsdp_\d+|world_size_\d+)_rank_?\d+|^(?:model-)?rank[-_]?\d+\b|^shard-\d+-"
@@ -62,7 +62,7 @@ def is_index(name: str, suffix: str) -> bool:
 
 
 def standard_weights(directory: Path, names: Collection[str]) -> str | None:
-    """Return the name of the file, or of the index, that ``transformers`` reads in a folder; None if it has neither."""
+    """Return the file or the index that ``transformers`` reads in a folder; None if it has neither."""
     return next((name for name in _IN_ORDER if name in names and stat.S_ISREG(file_mode(directory / name))), None)
 
 
@@ -74,7 +74,6 @@ class Index:
     total_size: int | None
 
     def keys_by_file(self) -> dict[str, str]:
-        """Return all file names, each with the name of one tensor in the file."""
         return {file: key for key, file in self.files.items()}
 
     def check(self, found: Iterable[tuple[Path, Iterable[str]]]) -> None:
@@ -88,13 +87,14 @@ class Index:
                 if (listed := self.files.get(key)) != path.name:
                     where = "does not list" if listed is None else f"lists in {listed}"
                     raise CorruptCheckpointError(f"holds a tensor that the index {where}", path=path, name=key)
+        # A missing tensor would load as a smaller state, without an error.
         for key in self.files.keys() - known:
             text = "the index lists it in this file, but it is not there"
             raise CorruptCheckpointError(text, path=paths[self.files[key]], name=key)
 
     def notes(self, flat: Flat[StoredLeaf]) -> Iterator[str]:
-        """Yield a note if the tensors have another number of bytes than the index says."""
         nbytes = sum(leaf.nbytes for leaf in flat.leaves.values())
+        # A note, not an error: the number does not change what is read. Placeholders have no known size.
         if self.total_size not in (None, nbytes) and not placeholders(flat.skeleton):
             yield f"the index gives a total_size of {self.total_size:,} bytes, the tensors have {nbytes:,}"
 
@@ -102,6 +102,7 @@ class Index:
 def read_index(directory: Directory, path: Path) -> Index:
     """Return the content of an index; CorruptCheckpointError if it is malformed, or names a file elsewhere."""
     with directory.open(path.name) as file:
+        # Before the read: the file decides how much memory it takes.
         if file.size > MAX_HEADER_BYTES:
             raise CorruptCheckpointError(f"is too large for an index: {file.size:,} bytes", path=path)
         content = file.read(0, file.size)
@@ -136,14 +137,13 @@ def open_shard(directory: Directory, name: str, key: str, count: int, *, page_ca
 
 
 def unused_files(directory: Path, used: Collection[str]) -> list[str]:
-    """Return the names in a folder that a reader does not use; folders, which come last, end with a slash."""
+    """Return the names in a folder that a reader does not use; folders come last, with a slash."""
     folders = {name for name in folders_in(directory) if not name.startswith(".")}
     left = [name for name in names_in(directory) if name not in used and name not in folders]
     return left + [f"{name}/" for name in sorted(folders)]
 
 
 def notes_on_folder(directory: Path, unused: Iterable[str]) -> Iterator[str]:
-    """Yield warnings: files that may hold a part of the state and are not read, and quantization."""
     names = [name for name in unused if _STATE.fullmatch(name) or not _DESCRIPTION.fullmatch(name)]
     # There may be hundreds of shards.
     names.sort(key=is_part)

@@ -61,7 +61,7 @@ def safetensor_errors() -> Iterator[None]:
 
 @cache
 def _both_errors(kind: Any) -> type[TensorkeepError]:
-    """Return the subclass of an error class and `SafetensorError`."""
+    # Cached: the same error class each time, so that callers can compare classes.
     return type(kind.__name__, (kind, SafetensorError), {"__module__": kind.__module__})
 
 
@@ -70,6 +70,7 @@ def bytes_of_file(serialize: Callable[..., bytes], tensors: Mapping[str, Any], m
     content = None if metadata is None else dict(metadata)
     if all(BY_NAME[str(each.dtype).removeprefix("torch.")].tag(tuple(each.shape)) for each in tensors.values()):
         return serialize(tensors, metadata=content)
+    # The library of safetensors does not know all dtypes, so our own writer makes the bytes.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"tensors{SUFFIX}")
         write_file(tensors, path, content)
@@ -77,7 +78,6 @@ def bytes_of_file(serialize: Callable[..., bytes], tensors: Mapping[str, Any], m
 
 
 def framework_of(name: str) -> Framework:
-    """Return the framework of a name; UnsupportedError if it is not torch or numpy."""
     found = _FRAMEWORKS.get(name)
     if found is None:
         raise UnsupportedError(
@@ -170,11 +170,11 @@ class safe_open:  # noqa: N801
             assert isinstance(reader, SafetensorsReader)
             self._reader = reader
             self._checkpoint = Checkpoint(reader, settings)
+            # Tensors of dtypes that neither torch nor numpy has: listed by name, but not read.
             self._unread = {found.name: found for found in placeholders(reader.flat.skeleton)}
             self._closed = False
 
     def _checked_device(self, device: "Device") -> "torch.device | None":
-        """Return the device of new tensors; None for the CPU."""
         if self._framework == "np" or str(device) == "cpu":
             return None
         import torch
@@ -209,6 +209,7 @@ class safe_open:  # noqa: N801
         """Return all tensors, or the named ones, read in parallel."""
         checkpoint = self._open()
         with safetensor_errors():
+            # All names are checked before anything is read.
             for name in self._unread if names is None else self._unread.keys() & set(names):
                 self._raise_unread(name)
             chosen = list(checkpoint) if names is None else [checkpoint[name].name for name in names]
@@ -238,10 +239,10 @@ class safe_open:  # noqa: N801
         return self._checkpoint
 
     def _as_framework(self, value: Array, dtype: DType) -> Array:
-        """Return a value as a tensor or array of the framework, over the same memory or on the device."""
         if self._framework == "np":
             if isinstance(value, np.ndarray):
                 return value
+            # `Tensor.numpy` refuses bfloat16 and other dtypes; the bytes are the same.
             content = Leaf("", "tensor", dtype, value.contiguous()).host_bytes()
             assert content is not None
             return content.view(dtype.numpy).reshape(tuple(value.shape))
@@ -265,6 +266,7 @@ class safe_open:  # noqa: N801
 def tensors_in(data: bytes, framework: str) -> dict[str, Array]:
     """Return the tensors in the bytes of a safetensors file; SafetensorError for other bytes."""
     try:
+        # The reader needs a file: a memory file takes no disk, and has a path while it is open.
         with open(memory_file(), "wb", buffering=0) as file:
             # A write to memory takes at most 2 GiB at once.
             view = memoryview(data)
@@ -314,7 +316,6 @@ class TensorSlice:
             return self._file._as_framework(selected, self._dtype)
 
     def _element_index(self, index: Any) -> Any:
-        """Convert an index that counts numbers to an index of elements, which may pack several numbers."""
         # float4_e2m1fn_x2 packs two numbers into one element; safetensors counts numbers.
         packs, places = self._dtype.packs, index if isinstance(index, tuple) else (index,)
         given = [place for place in places if place is not None and place is not ...]

@@ -61,5 +61,6 @@ def _native(arrays: Arrays) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
     """Return checked arrays in this machine's byte order and in C order; arrays that share memory are copied."""
     checked = checked_tensors(arrays, np.ndarray)
     found = {name: np.asarray(each, each.dtype.newbyteorder("="), order="C") for name, each in checked.items()}
+    # A safetensors file stores each tensor under one name, so views become copies.
     shared = find_aliases(leaf for name, each in found.items() if (leaf := Leaf.of(name, each)) is not None)
     return {name: each.copy() if name in shared else each for name, each in found.items()}

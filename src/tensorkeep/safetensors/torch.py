@@ -181,6 +181,7 @@ def load_model(
     """
     loaded = load_file(filename, device=device, backend=backend)
     state = model.state_dict()
+    # A name is not missing if the file has another name of the same tensor.
     wanted = state.keys() - _shared_names(state, preferred=loaded).keys()
     missing, unexpected = sorted(wanted - loaded.keys()), sorted(loaded.keys() - wanted)
     if strict and (missing or unexpected):
@@ -197,12 +198,14 @@ def load_model(
             missing=tuple(missing),
             extra=tuple(unexpected),
         )
+    # After the check of names: until here the module has not changed.
     model.load_state_dict(loaded, strict=False)
     return missing, unexpected
 
 
 def _shared_names(state: Mapping[str, torch.Tensor], preferred: Collection[str]) -> dict[str, str]:
     """Map the names of tensors that lie inside another tensor to its name; preferred names are not mapped."""
+    # The first of several names is kept. A name that the file has must be kept, or it would count as missing.
     order = sorted(state, key=lambda name: (name not in preferred, name))
     leaves = [leaf for name in order if (leaf := Leaf.of(name, state[name])) is not None]
     return {name: alias.of for name, alias in find_aliases(leaves).items()}

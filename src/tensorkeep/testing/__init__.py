@@ -1,4 +1,1 @@
-"""Conformance suites for authors of formats, codecs, storages and techniques, and the checks that they use.
-
-No other module of the package imports them.
-"""
+"""Conformance suites for authors of formats, codecs, storages and techniques; no other module imports them."""

@@ -49,6 +49,7 @@ def blocks() -> Iterator[CodecBlock]:
         yield CodecBlock(f"zeros-{name}", dtype, np.zeros(30_000 * dtype.itemsize, np.uint8))
         yield CodecBlock(f"constant-{name}", dtype, as_bytes(np.full(30_000, 1.25, dtype.numpy)))
         mask = random.random(weights.shape) < 0.05
+        # The last element is not zero: padding must be distinguishable.
         mask[-1, -1] = True
         yield CodecBlock(f"sparse-{name}", dtype, as_bytes((weights * mask).astype(dtype.numpy)))
         yield CodecBlock(f"rows-{name}", dtype, as_bytes(weights[random.integers(0, 9, 90)].astype(dtype.numpy)))
@@ -74,6 +75,7 @@ def as_bytes(array: npt.NDArray[Any]) -> Bytes:
 def encode(codec: Codec, block: CodecBlock) -> Bytes:
     """Encode a block, and assert that the codec kept to its bound and did not change its input."""
     bound = codec.bound(block.raw.size)
+    # The bytes behind the bound show whether a codec writes past it.
     out = np.full(bound + 64, _GUARD, np.uint8)
     before = block.raw.copy()
     length = codec.encode(block.raw, block.dtype, out[:bound])
@@ -85,6 +87,7 @@ def encode(codec: Codec, block: CodecBlock) -> Bytes:
 
 def decode(codec: Codec, stored: Bytes, dtype: DType, nbytes: int) -> Bytes:
     """Decode a block, and assert that the codec wrote nothing outside ``out``."""
+    # Guards on both sides: a codec in C can write before its memory, too.
     memory = np.full(64 + nbytes + 64, _GUARD, np.uint8)
     out = memory[64 : 64 + nbytes]
     try:

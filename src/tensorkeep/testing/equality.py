@@ -1,7 +1,4 @@
-"""Compares two states exactly: types, structure, order, dtypes, shapes and every bit.
-
-``==`` cannot do that: NaN differs from itself, 0.0 equals -0.0, ``1 == True``, and tensors have no truth value.
-"""
+"""Compares two states exactly: types, structure, order, dtypes, shapes and every bit."""
 
 import dataclasses
 import struct
@@ -19,6 +16,7 @@ def same(a: Any, b: Any) -> bool:
     return difference(a, b) is None
 
 
+# ``==`` cannot do that: NaN differs from itself, 0.0 equals -0.0, ``1 == True``, and tensors have no truth value.
 def difference(a: Any, b: Any, path: str = "state") -> str | None:
     """Describe the first difference between two states; None if they are equal.
 
@@ -53,6 +51,7 @@ def leaf_bytes(value: Any) -> bytes:
     import torch
 
     tensor = value.detach()
+    # Conjugation and negation are flags of a tensor: its storage then has other values. A copy resolves them.
     resolved = (
         torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_conj() or tensor.is_neg() else None
     )
@@ -86,6 +85,7 @@ def _dict_difference(a: dict[Any, Any], b: dict[Any, Any], path: str) -> str | N
         difference(x, y, f"{path}[{key_text(key)}]") for key, x, y in zip(a, a.values(), b.values(), strict=True)
     )
     if found is None and isinstance(a, OrderedDict):
+        # A state dict has the ``_metadata`` of a module as an attribute.
         return difference(dict(vars(a)), dict(vars(b)), f"{path}.__dict__")
     return found
 
@@ -97,12 +97,13 @@ def _first(differences: Any) -> str | None:
 def _type(value: Any) -> object:
     cls = type(value)
     fields = getattr(cls, "_fields", None)
+    # `load` creates classes for named tuples that are not registered, so names and fields decide.
     return (cls.__name__, fields) if isinstance(value, tuple) and fields is not None else cls
 
 
 def _scalar(value: Any) -> object:
-    """Return a scalar as its type and bits."""
     if isinstance(value, float):
+        # By bits, with the type: 1, 1.0 and True are equal and have one hash.
         return float, struct.pack("<d", value)
     if isinstance(value, complex):
         return complex, struct.pack("<dd", value.real, value.imag)

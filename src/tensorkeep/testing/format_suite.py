@@ -74,6 +74,7 @@ class FailingDisk:
     def __call__(self, *args: Any) -> Any:
         self.calls += 1
         if self._fatal is not None and self.calls >= self._fatal:
+            # From the chosen call on: a full disk stays full.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self._call(*args)
 
@@ -84,15 +85,14 @@ Point = namedtuple("Point", ["x", "y"])
 TORCH_DTYPES = [dtype for dtype in BY_NAME.values() if dtype.has_torch]
 NUMPY_DTYPES = [dtype for dtype in BY_NAME.values() if dtype.has_numpy]
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-"""Shapes with 0-d, empty and length-1 dimensions."""
 
 
 @st.composite
 def _filled(draw: st.DrawFn, kind: LeafKind, dtype: DType, shape: tuple[int, ...]) -> Any:
-    """Dense arrays of random bits, which include NaN payloads and denormals."""
     array = allocate(kind, dtype, shape)
     leaf = Leaf.of("x", array)
     assert leaf is not None
+    # Random bits include NaN payloads and denormals. A seed is far cheaper to draw than bytes.
     seed = draw(st.integers(0, 2**32 - 1))
     bits = np.random.default_rng(seed).integers(0, 256, leaf.nbytes, np.uint8)
     if dtype.kind == "bool":
@@ -151,13 +151,13 @@ parameters = (
     .filter(lambda tensor: not tensor.is_conj())
     .flatmap(lambda tensor: st.booleans().map(lambda grad: torch.nn.Parameter(tensor.detach(), requires_grad=grad)))
 )
+# All values that become leaves.
 leaves = tensors() | arrays() | numpy_scalars | parameters
-"""All values that become leaves."""
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     ["", ".", "a.b", "a", "b", "1", "True", "__metadata__", "a%2Eb", "%", "weight", "model", "a/b", "\0"]
 )
+# Floats with any bit pattern.
 floats = st.integers(0, 2**64 - 1).map(lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0]) | st.floats()
-"""Floats with any bit pattern."""
 keys = (
     texts
     | st.integers()
@@ -165,6 +165,7 @@ keys = (
     | st.none()
     | floats.map(lambda value: math.nan if math.isnan(value) else value)
 )
+# All plain values that a state can contain.
 plain_values = (
     st.none()
     | st.booleans()
@@ -181,7 +182,6 @@ plain_values = (
     | st.lists(st.integers(0, 2**40), max_size=3).map(torch.Size)
     | st.sampled_from([torch.bfloat16, torch.int64, torch.device("cpu"), torch.device("cuda:1")])
 )
-"""All plain values that a state can contain."""
 
 
 def _containers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -194,8 +194,8 @@ def _containers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
+# Nested states of all values that can be saved without registering a class.
 states = st.recursive(plain_values | leaves, _containers, max_leaves=12)
-"""Nested states of all values that can be saved without registering a class."""
 _NAN = float("nan")
 _odd_keys = st.sampled_from(
     [_NAN, -_NAN, math.nan, -0.0, 0, False, 1, True, 1.0, "1", "True", None, "None", "", ".", "%", "%rnan", "nan", b"1"]
@@ -204,9 +204,9 @@ _odd_keys = st.sampled_from(
 _odd_values = st.sampled_from([0, 1, 32, 33, 64, 65, 70]).map(lambda count: torch.ones((1,) * count)) | st.sampled_from(
     [np.ones((1,) * 64), np.ones((0, 2**50)), torch.ones(0, 2**40), np.float32(3), 10**400, _NAN, "\ud800", b"\0"]
 )
+# States that a save must keep exactly or refuse: keys that look alike or differ from themselves, and shapes with more
+# dimensions or longer ones than libraries support.
 odd_states = st.recursive(_odd_values, lambda inner: st.dictionaries(_odd_keys, inner, max_size=4), max_leaves=6)
-"""States that a save must keep exactly or refuse: keys that look alike or differ from themselves, and shapes with more
-dimensions or longer ones than libraries support."""
 _ODDEST: list[dict[str, Any]] = [
     {"model": {_NAN: torch.ones(2), -_NAN: torch.ones(3)}},
     {"a": torch.ones((1,) * 65)},
@@ -411,15 +411,16 @@ class FormatSuite:
         self._comes_back(state)
 
     def _comes_back(self, state: Any) -> bool:
-        """Save and load a state; return False if it was refused and left nothing. A saved state must load."""
         with tempfile.TemporaryDirectory() as folder:
             path = self.destination(Path(folder))
             try:
                 self.save(state, path)
             except UnsupportedError:
+                # A refused save leaves no file.
                 assert names_in(Path(folder)) == []
                 return False
             assert difference(state, self.read(path)) is None
+            # No other format may claim the files: the state can have names of their files.
             assert {each.name for each in FORMATS if each.recognises(path)} <= {self.format.name}
             return True
 
@@ -432,6 +433,7 @@ class FormatSuite:
                 mapped = reader.mapped(name)
                 if mapped is not None:
                     assert bytes(mapped) == bytes(expected)
+                    # The mapping is private: writes to it must not reach the file.
                     mapped[:] = 0
         assert content(saved) == before
 
@@ -568,7 +570,7 @@ class FormatSuite:
             assert all(pool.map(read, [*ranges, [0, expected.size], [4, 4]]))
 
     def test_a_checkpoint_can_be_converted(self, tmp_path: Path) -> None:
-        """The leaves come from another checkpoint, and the full state is never in memory."""
+        # The leaves come from another checkpoint, and the full state is never in memory.
         native = FORMATS.get("native")
         native.write(flatten(training_state()), tmp_path / "native", WriteSettings())
         with native.open(tmp_path / "native", OpenSettings()) as reader:

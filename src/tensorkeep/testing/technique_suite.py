@@ -283,12 +283,10 @@ class TechniqueSuite(ABC):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor on the CPU, of all its shards if it is sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()).cpu()
 
 
 def _distance(start: Mapping[str, torch.Tensor], folder: Path) -> float:
-    """Return how far the weights of a finished run are from their start."""
     end = last_state(folder)["model"]
     return float(torch.stack([(end[name] - each).norm() for name, each in start.items()]).norm())
 

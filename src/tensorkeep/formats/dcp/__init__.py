@@ -1,7 +1,4 @@
-"""The format ``dcp``: checkpoints of ``torch.distributed.checkpoint``, written by one process and read from any number.
-
-Reading needs neither DCP's own reader nor a process group.
-"""
+"""The format ``dcp``: checkpoints of ``torch.distributed.checkpoint``, without DCP's reader or a process group."""
 
 import re
 from pathlib import Path
@@ -16,6 +13,7 @@ from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.storage import first_bytes, names_in
 
+# Each thread writes one file.
 _MAX_THREADS = 256
 
 
@@ -61,6 +59,7 @@ class DcpFormat(Format):
         return write(flat, destination, settings, threads, replaceable=self._is_replaceable)
 
     def _is_replaceable(self, path: Path) -> bool:
+        # An overwrite removes the whole folder, so every file in it must be known.
         known = re.compile(rf"__\d+_\d+\.distcp|{re.escape(FILE_NAME)}|{re.escape(sidecar.FILE_NAME)}")
         return self.recognises(path) and all(known.fullmatch(name) for name in names_in(path))
 

@@ -1,8 +1,4 @@
-"""Parses DCP's ``.metadata``: the names, dtypes and shapes of tensors, and the locations of their chunks.
-
-The file is a pickle of the dataclasses of ``torch.distributed.checkpoint.metadata``. It is decoded without executing it
-(see ``torch_file/pickles.py``), and every field is checked.
-"""
+"""Parses DCP's ``.metadata``, a pickle of dataclasses, without executing it; every field is checked."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +18,8 @@ from tensorkeep.state.leaf import MOST_DIMENSIONS
 
 FILE_NAME = ".metadata"
 
+# In ``storage_meta.modules``. A checkpoint with this mark must have a sidecar.
 MARK = "tensorkeep"
-"""Tensorkeep writes it into ``storage_meta.modules``: a checkpoint with this mark must have a sidecar."""
 
 _MAX_FIELDS = 64
 _MAX = 2**63
@@ -42,6 +38,7 @@ _CLASSES = """
 Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties StorageMeta
 _MEM_FORMAT_ENCODING
 """
+# The classes and functions that torch 2.0 and later name in ``.metadata``.
 ALLOWED = (
     {(_METADATA, name) for name in _CLASSES.split()}
     | {(_FILESYSTEM, "_StorageInfo"), (_SHARDED, "TensorProperties"), (_SHARDED, "MEM_FORMAT_ENCODING")}
@@ -50,14 +47,13 @@ ALLOWED = (
     | {("torch", name) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits16")}
     | {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
 )
-"""Classes and functions that torch 2.0 and later name in ``.metadata``."""
 
 KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a chunk or a plain value is stored: bytes of a file beside ``.metadata`` that are a ``torch.save`` file."""
+    """The bytes of a ``torch.save`` file inside a file beside ``.metadata``."""
 
     file: str
     offset: int
@@ -66,15 +62,13 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and its location."""
-
     box: Box
     location: Location
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor; its chunks cover it once."""
+    """A tensor; its chunks cover each element once."""
 
     name: str
     dtype: DType
@@ -84,34 +78,27 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """The content of ``.metadata``.
-
-    ``values`` locates plain values, which are pickled. ``unread`` has tensors of unsupported dtypes. ``paths`` has the
-    keys that lead to each entry in the nested state: text for dicts, numbers for lists. ``has_mark`` is True if
-    Tensorkeep wrote the file.
-    """
+    """The content of ``.metadata``; ``unread`` has the tensors of unsupported dtypes."""
 
     tensors: dict[str, TensorEntry]
     values: dict[str, Location]
     unread: dict[str, Placeholder]
+    # The keys that lead to each entry in the nested state: text for dicts, numbers for lists.
     paths: dict[str, KeyPath]
     version: str | None
     has_mark: bool
 
     def locations(self) -> Iterator[tuple[str, Location, int]]:
-        """Yield name, location and least number of bytes of the chunks of all tensors, then of all plain values."""
+        """Yield name, location and least number of bytes: first of all chunks, then of all plain values."""
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 yield name, chunk.location, prod(box_shape(chunk.box)) * tensor.dtype.itemsize
+        # A plain value has at least one byte; its size is not known before it is decoded.
         yield from ((name, location, 1) for name, location in self.values.items())
 
 
 def parse(content: bytes, path: Path) -> DcpMetadata:
-    """Parse a ``.metadata`` file.
-
-    Raises CorruptCheckpointError if it is damaged or inconsistent; UnsupportedError if it names a class that DCP's
-    metadata does not need, or a transform.
-    """
+    """Parse ``.metadata``; CorruptCheckpointError if damaged, UnsupportedError for a foreign class or a transform."""
     with decoding(path, what="is not the metadata of a distributed checkpoint"):
         return _metadata(decode(content, ALLOWED, "its metadata"), len(content))
 
@@ -131,6 +118,7 @@ def _metadata(root: Any, nbytes: int) -> DcpMetadata:
         else:
             tensor = _fields(entry, "TensorStorageMetadata")
             chunks = _typed(tensor.get("chunks"), list, "the list of a tensor's chunks")
+            # The pickle may refer to one list of chunks from a million entries, so every reference counts.
             chunk_count += len(chunks)
             _check_count(chunk_count, nbytes // _CHUNK_BYTES, "chunks")
             dtype = _dtype(tensor.get("properties"))
@@ -163,7 +151,6 @@ def _is(value: Any, name: str) -> bool:
 
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
-    """Return the recorded attributes of a dataclass instance."""
     if not _is(value, name):
         raise ValueError(f"a {name} is expected")
     state = _typed(Pairs() if value.state is None else value.state, Pairs, name)
@@ -180,7 +167,6 @@ def _typed(value: Any, kind: type, what: str) -> Any:
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    """Return a ``torch.Size``, or a plain tuple or list, of valid lengths."""
     if _is(value, "Size") and len(value.args) == 1:
         value = value.args[0]
     if type(value) not in (tuple, list) or len(value) > MOST_DIMENSIONS:
@@ -191,8 +177,8 @@ def _size(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
+# The name of an entry, and the offsets of the chunk.
 _Key = tuple[str, tuple[int, ...] | None]
-"""Name of an entry, and offsets of the chunk."""
 
 
 def _locations(storage: Iterable[tuple[Any, Any]]) -> Iterator[tuple[_Key, Location]]:
@@ -232,6 +218,7 @@ def _tensor(
     name: str, dtype: DType, fields: Mapping[str, Any], listed: list[Any], locations: Mapping[_Key, Location]
 ) -> TensorEntry:
     shape = _size(fields.get("size"))
+    # Zeros are left out, so that an empty tensor with huge dimensions is refused as well.
     if prod(length for length in shape if length) * dtype.itemsize >= _MAX:
         raise CorruptCheckpointError(f"has the impossible shape {list(shape)}", name=name)
     boxes: list[Box] = []
@@ -282,16 +269,14 @@ def _paths(planner_data: Any, limit: int) -> Iterator[tuple[str, KeyPath]]:
 
 
 def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Check that the chunks of a tensor cover it, each element once.
-
-    Raises ValueError if they do not, or if more than 8192 chunks are cut in several dimensions.
-    """
+    """Raise ValueError unless chunks cover a tensor once, or for over 8192 chunks cut in several dimensions."""
     for box in boxes:
         if len(box) != len(shape):
             raise ValueError("a chunk has another number of dimensions")
         if any(side.stop > length for side, length in zip(box, shape, strict=True)):
             start = [side.start for side in box]
             raise ValueError(f"a chunk of shape {list(box_shape(box))} at {start} reaches beyond {list(shape)}")
+    # Empty chunks cover nothing and overlap nothing.
     full = [box for box in boxes if 0 not in box_shape(box)]
     count = sum(prod(box_shape(box)) for box in full)
     if count < prod(shape):
@@ -314,6 +299,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     if len(boxes) > _MAX_CHUNKS:
         raise ValueError(f"{len(boxes):,} chunks in several dimensions are too many to check")
     return any(
+        # Two boxes overlap if their ranges overlap in every dimension. One row at a time keeps memory linear.
         bool(((starts[i + 1 :] < stops[i]) & (starts[i] < stops[i + 1 :])).all(axis=1).any())
         for i in range(len(boxes) - 1)
     )

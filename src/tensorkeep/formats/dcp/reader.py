@@ -1,8 +1,4 @@
-"""Reads distributed checkpoints, mapped or fetched, without DCP's own reader and without a process group.
-
-A data file is a row of ``torch.save`` files, one for each chunk of a tensor and each plain value: the *pieces*. Chunks
-stay in the mapped memory, in the layout that was saved, and a read assembles them.
-"""
+"""Reads distributed checkpoints, mapped or fetched, without DCP's own reader and without a process group."""
 
 import re
 import threading
@@ -41,6 +37,8 @@ if TYPE_CHECKING:
 _MAX_METADATA_BYTES = 1024**3
 
 
+# A data file is a row of ``torch.save`` files, one for each chunk of a tensor and each plain value: the *pieces*.
+# Chunks stay in the mapped memory, in the layout that was saved, and a read assembles them.
 class TorchPiece:
     """A ``torch.save`` file inside a mapped file; opening it checks all records except storages, like `TorchZip`."""
 
@@ -53,11 +51,11 @@ class TorchPiece:
             self.archive = TorchZip(stream, location.length, file.path)
 
     def load_value(self, allow: Collection[str]) -> Unpickled:
-        """Return a plain value, without a reference to the mapped memory."""
         import torch
 
         self.check()
         with self._file.needed_by(self._content):
+            # A copy: a plain value is used after this block, when fetched pieces may be freed.
             content = np.array(self._content)
         return load_untrusted(torch.from_numpy(content).untyped_storage(), self.archive, self._file.path, allow)
 
@@ -68,6 +66,7 @@ class TorchPiece:
         # The storage is the mapped memory itself; nothing is copied.
         storage = torch.from_numpy(self._content).untyped_storage()
         with ExitStack() as stack:
+            # Rebuilding a tensor reads local headers only. Its storage is fetched when it is read.
             for start, stop in self.archive.local_headers():
                 stack.enter_context(self._file.needed(self._start + start, self._start + stop))
             found = load_untrusted(storage, self.archive, self._file.path)
@@ -85,6 +84,7 @@ class TorchPiece:
     def check(self) -> None:
         """Check every record; raises CorruptCheckpointError if one is damaged."""
         for name, info in self.archive.records.items():
+            # The lengths in the local header give the start of the data.
             header = self._start + info.header_offset
             with decoding(self._file.path, what="a piece is malformed"), self._file.needed(header, header + 30):
                 start = self.archive.record_start(name, self._content)
@@ -97,11 +97,9 @@ class TorchPiece:
 
 
 class TensorChunk:
-    """One chunk of a tensor; opened and checked once, by the first thread that asks.
+    """One chunk of a tensor; opened and checked once, by the first thread that asks."""
 
-    After `open`, ``array`` has the bits of the elements as unsigned integers, or as complex128 for 16 bytes.
-    """
-
+    # The bits of the elements as unsigned integers, or as complex128 for 16 bytes.
     array: npt.NDArray[Any]
     checksummed: bool
 
@@ -125,7 +123,6 @@ class TensorChunk:
         return self.array
 
     def needed(self, elements: npt.NDArray[Any]) -> AbstractContextManager[None]:
-        """Use a view of the array in a block."""
         return self._file.needed_by(elements)
 
     def _open(self) -> StorageCheck:
@@ -151,8 +148,6 @@ class TensorChunk:
 
 
 class DcpFormatReader(Reader):
-    """An open distributed checkpoint."""
-
     format = "dcp"
 
     def __init__(self, path: Path, settings: OpenSettings) -> None:
@@ -165,6 +160,7 @@ class DcpFormatReader(Reader):
     def _open(self, directory: Directory) -> None:
         notes = sidecar.read(directory, "dcp", Sidecar) if sidecar.FILE_NAME in names_in(directory.path) else None
         metadata = parse(_metadata_bytes(directory), directory.path / FILE_NAME)
+        # Without the sidecar, container types and shared storage would be lost without an error.
         if metadata.has_mark and notes is None:
             raise CorruptCheckpointError(
                 f"tensorkeep.json, which describes the state, is missing from {directory.path}",
@@ -188,6 +184,7 @@ class DcpFormatReader(Reader):
             self._set_state(flat, directory.path / FILE_NAME)
         self.metadata = notes.metadata if notes is not None else {}
         first = next(metadata.locations(), None)
+        # The first piece has the setting of the whole save; `audit` checks the others.
         checksummed = first is None or TorchPiece(self._files[first[1].file], first[1]).archive.checksummed
         self.verifiable = "CRC-32 of every record" if checksummed else None
         self.details = {
@@ -202,6 +199,7 @@ class DcpFormatReader(Reader):
         if unused:
             self.details["unused_files"] = unused
         self.notes = [*notes_on_folder(directory.path, unused)]
+        # The mapped files outlive the directory.
         directory.close()
 
     def _flat_of_sidecar(self, notes: Sidecar, path: Path) -> Flat[StoredLeaf]:
@@ -215,11 +213,9 @@ class DcpFormatReader(Reader):
         return notes.flat(leaves)
 
     def _flat_of_metadata(self) -> tuple[Flat[StoredLeaf], list[str]]:
-        """Return the state as the metadata nests it, and the names of attributes that it leaves out.
-
-        Keys that were not text come back as text.
-        """
+        """Return the state as the metadata nests it, and the names of attributes that it leaves out."""
         metadata = self._metadata
+        # Empty tensors stand for the stored tensors, so that the state can be nested without reading any.
         stand_ins = {name: allocate("tensor", tensor.dtype, (0,)) for name, tensor in metadata.tensors.items()}
         plain, attributes = self._load_values()
         values = {**stand_ins, **metadata.unread, **plain}
@@ -249,6 +245,7 @@ class DcpFormatReader(Reader):
         attributes: dict[str, None] = {}
         limit = SHARED_VALUES
         locations = self._metadata.values
+        # In an object store, a request for each value would take long.
         _prefetch(self._files, ((at.file, at.offset, at.offset + at.length) for at in locations.values()))
         for name, location in locations.items():
             with decoding(self.path, name):
@@ -259,6 +256,7 @@ class DcpFormatReader(Reader):
                 limit -= count_values(found.state, limit)
             values[name] = found.state
             attributes |= dict.fromkeys(found.attributes)
+            # The first refusal is enough: a load raises it if it keeps the refused objects.
             if self.refusal is None and found.refusal is not None:
                 self.refusal = found.refusal
                 self.refusal.name = name
@@ -294,7 +292,7 @@ class DcpFormatReader(Reader):
             at += prod(shape) * size
 
     def audit(self) -> Iterator[Problem]:
-        """Check the pieces that no read checks: plain values, and chunks of tensors that the state does not use."""
+        # Reads check the chunks that the state uses. Plain values and unused chunks remain.
         used = set(self._keys.values())
         # A piece begins with a header and ends with the zip directory.
         places = [location for _, location, _ in self._metadata.locations()]
@@ -322,7 +320,7 @@ class DcpFormatReader(Reader):
 
 
 def stored_form(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int, ...]]:
-    """Return the dtype and the shape that a tensor is stored with: its bytes as uint8 if torch lacks the dtype."""
+    """Return the stored dtype and shape: bytes as uint8 if torch lacks the dtype."""
     return (dtype, tuple(shape)) if dtype.has_torch else (BY_NAME["uint8"], (prod(shape) * dtype.itemsize,))
 
 
@@ -358,7 +356,7 @@ def _metadata_bytes(directory: Directory) -> bytes:
 
 
 def _map_files(directory: Directory, metadata: DcpMetadata, parts: FetchedParts) -> dict[str, MappedFile]:
-    """Map all files, and compare their sizes with the metadata before anything of a claimed size is allocated."""
+    # Sizes are compared with the metadata before anything of a claimed size is allocated.
     files: dict[str, MappedFile] = {}
     claimed = 0
     for name, location, nbytes in metadata.locations():

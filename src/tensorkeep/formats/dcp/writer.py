@@ -1,8 +1,4 @@
-"""Writes distributed checkpoints in DCP's layout, in one process.
-
-One thread writes each data file ``__0_{n}.distcp``: ``torch.save`` files of tensors and plain values, in a row.
-``.metadata`` is a pickle of DCP's own dataclasses. One rename publishes the folder.
-"""
+"""Writes distributed checkpoints in DCP's layout, in one process; one rename publishes the folder."""
 
 import functools
 import pickle
@@ -46,7 +42,6 @@ from tensorkeep.storage.direct_io import write_small
 def write(
     flat: Flat[Source], destination: Path, settings: WriteSettings, threads: int, replaceable: Callable[[Path], bool]
 ) -> WriteResult:
-    """Write a state as a directory, with one data file for each thread; see `tensorkeep.formats.base.Format.write`."""
     if settings.compression != "none":
         raise UnsupportedError(
             f"a distributed checkpoint cannot be compressed with {settings.compression!r}",
@@ -91,7 +86,7 @@ def write(
 
 
 def _assign(items: Sequence[Item], tensors: "_Tensors", count: int) -> list[list[Item]]:
-    """Distribute items over files as DCP does: values in turn; tensors to the smallest file, largest tensors first."""
+    # As DCP does: values in turn; tensors to the smallest file, largest tensors first.
     files: list[list[Item]] = [[] for _ in range(min(count, len(items)))]
     for number, item in enumerate(item for item in items if not item.leaf):
         files[number % len(files)].append(item)
@@ -109,7 +104,7 @@ def _metadata(items: Sequence[Item], tensors: "_Tensors", locations: dict[str, _
     for item in items:
         if item.leaf:
             like = tensors.stand_in(item.name)
-            # One chunk per tensor: this process has all of it.
+            # One chunk per tensor: this process has the full tensor.
             zeros = torch.Size([0] * like.dim())
             chunk = ChunkStorageMetadata(offsets=zeros, sizes=like.size())
             entries[item.name] = TensorStorageMetadata(TensorProperties(dtype=like.dtype), like.size(), [chunk])
@@ -124,9 +119,11 @@ def _metadata(items: Sequence[Item], tensors: "_Tensors", locations: dict[str, _
 
 
 def _write_sidecar(flat: Flat[Source], directory: Path, settings: WriteSettings) -> int:
-    """Write the sidecar, with everything that DCP cannot store; return the bytes of all files."""
+    """Write what DCP cannot store into the sidecar; return the bytes of all files."""
     files = {
-        path.name: sidecar.describe_file(path, hashed=path.name == FILE_NAME) for path in sorted(directory.iterdir())
+        # Only the metadata is hashed: data files have a CRC-32 for every record.
+        path.name: sidecar.describe_file(path, hashed=path.name == FILE_NAME)
+        for path in sorted(directory.iterdir())
     }
     notes = Sidecar(
         format="dcp",
@@ -139,7 +136,7 @@ def _write_sidecar(flat: Flat[Source], directory: Path, settings: WriteSettings)
 
 
 class _Tensors:
-    """The tensors to write. ``peak_bytes`` is the most bytes of copies at one moment, without the state itself."""
+    """The tensors to write; ``peak_bytes`` counts copies, without the state itself."""
 
     def __init__(self, flat: Flat[Source]) -> None:
         self.peak_bytes = 0
@@ -148,8 +145,8 @@ class _Tensors:
         self._bytes = 0
 
     def stand_in(self, name: str) -> torch.Tensor:
-        """Return a tensor on the meta device with the dtype and shape of the stored tensor."""
         source, alias = self._find(name)
+        # The meta device takes no memory: the metadata needs only dtype and shape.
         dtype, shape = stored_form(source.dtype, source.shape if alias is None else alias.shape)
         return cast(torch.Tensor, allocate("tensor", dtype, shape, device="meta"))
 
@@ -162,6 +159,7 @@ class _Tensors:
         """Yield a contiguous CPU tensor that fills its storage: torch would save the full storage."""
         source, alias = self._find(name)
         if alias is None and isinstance(source, Leaf) and source.is_torch and fills_its_storage(source):
+            # No copy: the memory of the state is written as it is.
             own: torch.Tensor = source.array
             if own.device.type == "cpu":
                 yield own
@@ -194,6 +192,7 @@ def _copy(source: Source, alias: Alias | None) -> torch.Tensor:
     if alias is None:
         return tensor
     if dtype is source.dtype:
+        # The clone fills its storage; the view would be saved with the full tensor.
         return cast(torch.Tensor, make_view(tensor, alias)).clone(memory_format=torch.contiguous_format)
     # Torch lacks the dtype, so the tensor holds bytes, and numpy makes the view of its elements.
     elements = out.view(f"V{source.dtype.itemsize}")

@@ -1,9 +1,4 @@
-"""The format ``safetensors``: one file, or a directory of shards with Hugging Face's index.
-
-A flat dict of tensors becomes a plain safetensors file. For any other state, the entry ``tensorkeep`` of the file's
-``__metadata__`` holds the structure (see ``blockfile/header.py``): other tools see all tensors by their dotted names,
-and `tensorkeep.load` returns the nested state. Links are followed: the cache of Hugging Face consists of links.
-"""
+"""The format ``safetensors``: one file, or a directory of shards with Hugging Face's index."""
 
 import re
 import stat
@@ -81,8 +76,8 @@ def locate(path: Path) -> Path | None:
 
 
 def begins_like_safetensors(path: Path) -> bool:
-    """Return whether a file begins with the length of a header and an opening brace."""
     start = first_bytes(path, 9)
+    # A file begins with the length of the header, then its opening brace.
     return start is not None and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES
 
 
@@ -109,11 +104,11 @@ class _DataFile:
     notes: FileEncoding
 
 
+# A flat dict of tensors is a plain safetensors file. For any other state, the entry ``tensorkeep`` of the file's
+# ``__metadata__`` has the structure (``blockfile/header.py``): other tools see all tensors by their dotted names, and
+# `tensorkeep.load` returns the nested state. Links are followed: the cache of Hugging Face consists of links.
 class SafetensorsReader(Reader):
-    """An open safetensors file, or several with an index; the format has no checksums.
-
-    ``written_by`` is metadata about single files, which a conversion does not copy.
-    """
+    """An open safetensors file, or several with an index; the format has no checksums."""
 
     format = "safetensors"
 
@@ -124,11 +119,13 @@ class SafetensorsReader(Reader):
         self._is_folder = stat.S_ISDIR(file_mode(path))
         data = read_directory(path if self._is_folder else path.parent, self._open)
         self.metadata = {}
+        # Reversed, so that the first file wins.
         for found in reversed(data):
             self.metadata |= found.header.metadata
         self.metadata.pop(METADATA_KEY, None)
         # By convention the library that wrote the file, and not metadata of the user.
         framework = self.metadata.pop(FRAMEWORK_KEY, None)
+        # About single files, so a conversion does not copy it.
         self.written_by = {key: self.metadata.pop(key) for key in _OF_WRITER if key in self.metadata}
         self.details = {"files": {file.path.name: file.size for file in self._files}, "framework": framework}
         if self._unused:
@@ -172,16 +169,13 @@ class SafetensorsReader(Reader):
         return data
 
     def _unused_files(self, place: Path) -> list[str]:
-        """Return the names in the folder that are not read.
-
-        Raises NotACheckpointError if there are other tensors beside an index with a name that other tools do not know:
-        nothing says whether the index or the other file is the checkpoint.
-        """
+        """Return the names in the folder that are not read; NotACheckpointError if they are a second checkpoint."""
         unused = [
             name
             for name in unused_files(self.path, {file.path.name for file in self._files} | {place.name})
             if save_of(name) is None
         ]
+        # Other tools do not know an index of this name and would read the other file: either may be the checkpoint.
         rivals = [name for name in unused if name.endswith(SUFFIX)]
         if rivals and is_index(place.name, SUFFIX) and standard_weights(self.path, [place.name]) is None:
             raise NotACheckpointError(
@@ -232,7 +226,6 @@ class SafetensorsReader(Reader):
         self._blocks.read(self._tensors[name], start, stop, out)
 
     def offset_order(self) -> list[str]:
-        """Return the names of the stored tensors in file order."""
         return sorted(self._places, key=self._places.__getitem__)
 
     def ahead(self, ranges: Sequence[tuple[str, int, int]]) -> AbstractContextManager[object]:
@@ -251,11 +244,9 @@ class SafetensorsReader(Reader):
 
 
 def _check_is_whole(data: _DataFile, *, listed: bool) -> None:
-    """Refuse the files of single ranks that torch.distributed.checkpoint writes as safetensors.
-
-    Their metadata has the offset of every shard, but the full shapes nowhere: a shard at offset 0 looks like a full
-    tensor. Files of the writer's other mode, with full tensors, are known by an index or by their name.
-    """
+    """Refuse the files of single ranks that torch.distributed.checkpoint writes as safetensors."""
+    # The metadata has the offset of every shard, but the full shapes nowhere: a shard at offset 0 looks like a full
+    # tensor. Files of the writer's other mode, with full tensors, are known by an index or by their name.
     text = data.header.metadata.get(_SHARDING)
     if text is None:
         return
@@ -278,10 +269,10 @@ def _check_is_whole(data: _DataFile, *, listed: bool) -> None:
 
 
 def _header(file: SourceFile) -> Header:
-    """Return the header of a file; raises NotACheckpointError, or the errors of `header.read`."""
     try:
         return header.read(file)
     except CorruptCheckpointError as error:
+        # A damaged header of a real safetensors file stays the error about damage.
         if not begins_like_safetensors(file.path):
             check_not_other(file.path, error)
         raise
@@ -297,10 +288,12 @@ def _stored(name: str, key: str, home: _DataFile) -> StoredTensor:
         blocks = lay_out(home.file, offset, note.blocks)
         starts: Sequence[int] = range(0, nbytes, home.notes.block_bytes)
         if note.raw is not None:
+            # Blocks of different raw lengths start at the sums of the lengths before.
             starts = list(accumulate(note.raw[:-1], initial=0))
         return StoredTensor(name, dtype, note.shape, nbytes, home.file, starts, blocks)
     assert record.dtype is not None
     nbytes = record.stop - record.start
+    # The format has no blocks: a raw tensor is read in ranges of one block each.
     lengths = [min(BLOCK_BYTES, nbytes - at) for at in range(0, nbytes, BLOCK_BYTES)]
     blocks = lay_out(home.file, offset, [("raw", length) for length in lengths])
     starts = range(0, nbytes, BLOCK_BYTES)
@@ -308,7 +301,6 @@ def _stored(name: str, key: str, home: _DataFile) -> StoredTensor:
 
 
 def _placeholder(name: str, record: TensorRecord) -> list[str]:
-    """Return the texts of the placeholder for a tensor of an unknown dtype."""
     what = (
         f"a tensor of {record.tag:.50} and shape {list(record.shape)}: neither torch nor numpy has this dtype and shape"
     )
@@ -331,7 +323,6 @@ class SafetensorsOptions(BlockFileOptions, frozen=True):
 
 
 def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
-    """Write a state as safetensors; see `tensorkeep.formats.base.Format.write`."""
     single = _is_one_file(destination)
     options = settings.options_as(SafetensorsOptions)
     if single and options.shard_bytes is not None:
@@ -419,9 +410,9 @@ def _checked_metadata(metadata: dict[str, Any], destination: Path) -> dict[str, 
 
 
 def _plans(flat: Flat[Source], shard_bytes: int | str | None, metadata: dict[str, str]) -> list[FilePlan]:
-    """Return the files to write: all tensors by full name, and the structure of the state in the first file."""
     if "__metadata__" in flat.leaves:
         raise UnsupportedError("safetensors reserves this name", name="__metadata__", remedy="rename the tensor")
+    # All tensors by full name; the structure of the state is in the first file.
     whole = Flat(flat.skeleton, flat.leaves, {}, {name: (DEFAULT_PART, name) for name in flat.leaves})
     plans = plan_files(whole, shard_bytes) or [FilePlan(f"{DEFAULT_PART}{SUFFIX}", DEFAULT_PART, ())]
     plans = [replace(plan, metadata=metadata) for plan in plans]

@@ -1,7 +1,4 @@
-"""The format ``t5x``: a msgpack file ``checkpoint``, and a zarr v2 array for each parameter.
-
-TensorStore writes and reads the arrays; it comes with the extra ``tensorstore``.
-"""
+"""The format ``t5x``: a msgpack file ``checkpoint``, and a zarr v2 array for each parameter."""
 
 import re
 import stat
@@ -102,7 +99,7 @@ def _numbered(values: list[Any]) -> dict[str, Any]:
 
 
 def decode(content: bytes) -> Any:
-    """Return the value of msgpack as `encode` makes it; tuples become lists, split arrays remain dicts (see `join`).
+    """Decode the msgpack of `encode`; tuples become lists, split arrays remain dicts (see `join`).
 
     Raises CorruptCheckpointError if it is not valid msgpack, or an array in it is malformed; UnsupportedError if it has
     an unknown extension type or dtype.
@@ -136,7 +133,6 @@ def _decode(code: int, data: memoryview) -> Any:
 
 
 def is_split(value: Any) -> bool:
-    """Return whether a value is a split array."""
     return isinstance(value, dict) and value.get(CHUNKED) is True
 
 
@@ -160,19 +156,17 @@ def _listed(value: Any) -> list[Any]:
 
 FILE_NAME = "checkpoint"
 VERSION = 3
+# A key beside ``version`` and ``optimizer``, which T5X ignores: a checkpoint with it must have a sidecar.
 MARK = "tensorkeep"
-"""A key beside ``version`` and ``optimizer``, which T5X ignores: a checkpoint with it must have a sidecar."""
 _MAX_BYTES = 4 * 1024**3
 _PLACEHOLDER = "PLACEHOLDER://"
 Keys = tuple[str, ...]
 
 
 def spec_of(key: str, layout: ArrayLayout, compressor: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the TensorStore spec of an array, as T5X writes it.
-
-    Readers use only the name of the array's directory: dtype, shape, chunks and compressor come from its ``.zarray``.
-    """
     return {
+        # Readers use only the name of the array's directory: dtype, shape, chunks and compressor come from its
+        # ``.zarray``.
         "driver": "zarr",
         "dtype": layout.types.stored.name,
         "kvstore": {"driver": "file", "path": key},
@@ -181,7 +175,6 @@ def spec_of(key: str, layout: ArrayLayout, compressor: dict[str, Any] | None) ->
 
 
 def is_spec(value: Any) -> bool:
-    """Return whether a value is the spec of an array."""
     return isinstance(value, dict) and "driver" in value and ("kvstore" in value or "path" in value)
 
 
@@ -203,7 +196,6 @@ def key_of(spec: dict[str, Any]) -> str:
 
 
 def read_tree(directory: Directory) -> dict[str, Any]:
-    """Return the content of a directory's ``checkpoint`` file."""
     path = directory.path / FILE_NAME
     try:
         file = directory.open(FILE_NAME)
@@ -240,6 +232,7 @@ def _check_version(version: Any) -> None:
 
 def leaves_of(tree: dict[str, Any], path: Path) -> Iterator[tuple[Keys, Any]]:
     """Yield the leaves of a tree (values, lists, specs and split arrays), each with its path of keys."""
+    # A list instead of recursion, because a hostile file may nest very deep.
     waiting: list[tuple[Keys, Any]] = [((), tree)]
     while waiting:
         keys, value = waiting.pop()
@@ -254,7 +247,7 @@ def leaves_of(tree: dict[str, Any], path: Path) -> Iterator[tuple[Keys, Any]]:
 
 
 def _check_leaf(leaf: Any) -> None:
-    """Refuse placeholders of Orbax, and arrays in lists, which would come back as dicts."""
+    # Placeholders of Orbax have no values here. Arrays in lists would come back as dicts.
     waiting: list[Any] = [leaf]
     while waiting:
         value = waiting.pop()
@@ -273,11 +266,7 @@ _ZARR = 2
 
 
 class T5XReader(ArraysReader):
-    """An open T5X checkpoint.
-
-    A checkpoint of Tensorkeep is the state that was saved, and a missing chunk is an error. A checkpoint of T5X is the
-    dict under ``optimizer`` (``target``, ``state``), and zarr defines a missing chunk as full of zeros.
-    """
+    """An open T5X checkpoint: the saved state, or the dict under ``optimizer`` if T5X wrote it."""
 
     format = "t5x"
 
@@ -293,6 +282,7 @@ class T5XReader(ArraysReader):
     def _open(self, directory: Directory) -> None:
         contents = read_contents(directory)
         notes = contents.notes
+        # Zarr defines a missing chunk as full of zeros. In a checkpoint of Tensorkeep, it is an error.
         leaves = self._open_arrays(directory, contents.directory, contents.arrays, fill_missing=notes is None)
         for name, leaf in leaves.items():
             if notes is None and not leaf.dtype.has_torch:
@@ -322,8 +312,6 @@ class T5XReader(ArraysReader):
 
 @dataclass(frozen=True, slots=True)
 class InlineTensor:
-    """A tensor with its bytes in the msgpack file."""
-
     dtype: DType
     shape: tuple[int, ...]
     content: Bytes
@@ -331,7 +319,7 @@ class InlineTensor:
 
 @dataclass(slots=True)
 class T5XCheckpoint:
-    """A checkpoint before its arrays are opened. ``notes`` is None if Tensorkeep did not write it."""
+    """A checkpoint before its arrays are opened; ``notes`` is None if Tensorkeep did not write it."""
 
     directory: ArrayDirectory
     tree: dict[str, Any]
@@ -342,7 +330,6 @@ class T5XCheckpoint:
 
 
 def read_contents(directory: Directory) -> T5XCheckpoint:
-    """Parse the msgpack file and the sidecar, after a check of the files of the arrays."""
     has_sidecar = sidecar.FILE_NAME in names_in(directory.path)
     notes = sidecar.read(directory, "t5x", Sidecar) if has_sidecar else None
     tree = read_tree(directory)
@@ -387,6 +374,7 @@ def _read_foreign(contents: T5XCheckpoint) -> None:
     for keys, value in leaves_of(contents.tree["optimizer"], path):
         with decoding(path, ".".join(keys)):
             if is_spec(value):
+                # An empty tensor stands for the array; its identity connects the name with the array.
                 leaf = allocate("tensor", BY_NAME["uint8"], (0,))
                 stand_ins[id(leaf)] = leaf, _known_array(contents.directory, value)
             else:
@@ -416,7 +404,6 @@ def _known_array(
 
 
 def _decode_value(value: Any) -> Any:
-    """Return a value of the state: arrays become tensors if torch has the dtype."""
     if is_split(value):
         value = join(value)
     dtype = of_numpy(value.dtype) if isinstance(value, np.ndarray) else None
@@ -432,14 +419,13 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> Bytes:
 
 
 _TARGET = "target"
+# A dict with such a key would look like a spec or a split array.
 _RESERVED = frozenset(("driver", CHUNKED))
-"""A dict with such a key would look like a spec or a split array."""
 
 
 def write(
     flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
 ) -> WriteResult:
-    """Write a state; see `tensorkeep.formats.base.Format.write`."""
     options = settings.options_as(T5XOptions).as_arrays()
     refuse_compression(settings, destination, 'compressor="gzip:1"')
     tensorstore()
@@ -480,8 +466,8 @@ def write(
 def _by_width(
     sources: Mapping[str, Source], options: TensorStoreOptions
 ) -> list[tuple[dict[str, Source], TensorStoreOptions]]:
-    """Separate floats wider than float32, which keep their dtype: a conversion to float32 would truncate them."""
     # T5X stores parameters as float32 by default.
+    # A conversion to float32 would truncate wider floats, so they keep their dtype.
     wide = {key: leaf for key, leaf in sources.items() if leaf.dtype.kind == "float" and leaf.dtype.itemsize > 4}
     narrow = {key: leaf for key, leaf in sources.items() if key not in wide}
     return [(narrow, options), (wide, msgspec.structs.replace(options, dtype="keep"))]
@@ -490,7 +476,6 @@ def _by_width(
 def _tree_leaves(
     flat: Flat[Source], keys: Mapping[str, str], written: Mapping[str, ArrayLayout], options: TensorStoreOptions
 ) -> dict[str, Any]:
-    """Return the entries of all tensors in the tree: the specs of arrays, or values."""
     parsed = parse_compressor(options.compressor, 2)
     compressor = parsed.zarr2() if isinstance(parsed, Compressor) else None
     leaves = {
@@ -509,13 +494,13 @@ def _read(source: Source) -> npt.NDArray[Any]:
 
 
 def _build_target(flat: Flat[Source], leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Keys]]:
-    """Return the tree of tensors and plain values, and the path of keys of each stored tensor."""
     target: dict[str, Any] = {}
     places: dict[str, Keys] = {}
     items = items_of(flat)
     for item in items:
         if item.leaf and item.name in leaves:
             keys = _insert(target, tuple(map(str, item.path)), leaves[item.name])
+            # T5X does not find it there, but `tensorkeep.json` has the place.
             keys = keys or _insert_at_top(target, item, leaves)
             if item.name in flat.leaves:
                 places[item.name] = (_TARGET, *keys)
@@ -549,11 +534,12 @@ def _insert_at_top(target: dict[str, Any], item: Item, leaves: Mapping[str, Any]
 
 
 def _is_packable(value: Any) -> bool:
-    """Return whether msgpack can hold a plain value, and the value does not look like a placeholder of Orbax."""
     if isinstance(value, list | tuple):
         return all(map(_is_packable, value))
     if isinstance(value, str):
+        # Msgpack has no lone surrogates, and the prefix marks a placeholder of Orbax.
         return value.encode("utf-8", "ignore").decode() == value and not value.startswith("PLACEHOLDER://")
+    # Msgpack has integers of 64 bits.
     return not isinstance(value, int) or -(2**63) <= value < 2**64
 
 
@@ -567,8 +553,8 @@ def _step(flat: Flat[Source]) -> npt.NDArray[Any]:
     return np.array(step, np.int32 if step < 2**31 else np.int64)
 
 
+# First bytes of a msgpack map.
 _MAPS = frozenset(bytes((code,)) for code in (*range(0x80, 0x90), 0xDE, 0xDF))
-"""First bytes of a msgpack map."""
 
 
 class T5XFormat(Format):

@@ -1,8 +1,4 @@
-"""The format ``tensorstore``: one Zarr v2 or v3 array per tensor, in a directory or an OCDBT database.
-
-``tensorkeep.json`` beside the arrays describes the nested state. Arrays of other programs are read, too. The package
-``tensorstore`` comes with the extra ``tensorstore`` and is imported on first use.
-"""
+"""The format ``tensorstore``: one Zarr v2 or v3 array per tensor, in a directory or an OCDBT database."""
 
 from pathlib import Path
 from typing import ClassVar

@@ -1,8 +1,4 @@
-"""The package ``tensorstore``: imported on first use, with object stores, and with Tensorkeep's errors.
-
-In object stores, TensorStore's own drivers read. They find credentials in the same places as
-`tensorkeep.storage.store_requests`, but have neither its endpoint nor a limit of time; both are set here.
-"""
+"""The package ``tensorstore``: imported on first use, with object stores, and with Tensorkeep's errors."""
 
 import os
 import re
@@ -28,6 +24,7 @@ from tensorkeep.storage.base import Directory
 from tensorkeep.storage.direct_io import store_error
 from tensorkeep.storage.store_requests import raise_alone
 
+# The first character after the slash: the sorted names below a folder end before it.
 _AFTER_SLASH = chr(ord("/") + 1)
 
 
@@ -41,18 +38,17 @@ class Listing:
         self._names = list(self.sizes)
 
     def below(self, key: str) -> dict[str, int]:
-        """Return the sizes of the objects below a name, or of all objects for an empty name."""
         if not key:
             return dict(self.sizes)
+        # Sorted names: an array of a large store is found without a look at all objects.
         first, last = (bisect_left(self._names, key + end) for end in ("/", _AFTER_SLASH))
         return {name: self.sizes[name] for name in self._names[first:last]}
 
 
 def kvstore_spec(url: StorePath, prefix: str) -> dict[str, Any]:
-    """Return the key-value store spec of the objects below a URL and then a prefix, which ends with a slash.
-
-    Raises UnsupportedError if TensorStore has no driver for the store.
-    """
+    """Return the key-value store spec below a URL and a prefix with a slash; UnsupportedError without a driver."""
+    # TensorStore's own drivers read object stores. They find credentials in the same places as
+    # `tensorkeep.storage.store_requests`, but have neither its endpoint nor a limit of time; both are set here.
     scheme, _, name = url.bucket.partition("://")
     path = f"{url.key}/{prefix}" if url.key else prefix
     if scheme == "s3":
@@ -75,7 +71,6 @@ def _settings_of_s3() -> dict[str, Any]:
 
 
 def _credentials_of_s3() -> dict[str, str] | None:
-    """Return where TensorStore takes credentials from; None for its own search."""
     if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
         return {"type": "anonymous"}
     # Its own search prints complaints about missing settings files on stderr.
@@ -83,7 +78,6 @@ def _credentials_of_s3() -> dict[str, str] | None:
 
 
 def retries() -> dict[str, Any]:
-    """Return the resources of a context that limit retries."""
     # The same number of retries as our own requests.
     first, longest = store_requests.pauses(store_requests.give_up_seconds())
     limits = {
@@ -95,7 +89,7 @@ def retries() -> dict[str, Any]:
 
 
 def patience() -> float:
-    """Return the seconds to wait for an answer: TensorStore itself waits forever."""
+    # TensorStore itself waits forever.
     return 2 * store_requests.give_up_seconds()
 
 
@@ -103,14 +97,15 @@ KvStore = Literal["file", "ocdbt"]
 _NOISE = re.compile(r"\s*\[(?:source locations|\w+)='(?:[^'\\]|\\.)*'\]")
 _FROM_TENSORSTORE = re.compile(r"[A-Z_]+: |Error parsing ")
 _STATUS = re.compile(r"^(?:[A-Z_]+): ")
+# TensorStore's messages about valid metadata that it does not support.
 _UNSUPPORTED = re.compile(
     r"is not registered|not one of the supported|filters are not supported|Unsupported zarr dtype|Unsupported metadata"
     r'|Expected one of .*, but received: "|Must specify a "field"'
     r'|No storage transformers|member "name": Expected .*, but received: "'
     r'|member "zarr_format": Expected integer in .*, but received: \d'
 )
-"""TensorStore's messages about valid metadata that it does not support."""
 _FILE = re.compile(r'local file "([^"]*)"')
+# Statuses that say nothing about the stored bytes.
 _REFUSALS = (
     *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNAUTHENTICATED", "DEADLINE_EXCEEDED"),
     *("ABORTED", "UNKNOWN", "INTERNAL"),
@@ -151,27 +146,22 @@ def context(
 
 @dataclass(frozen=True, slots=True)
 class ArrayDirectory:
-    """A directory or an OCDBT database of arrays, each under a key.
-
-    ``path`` is the user's path, for errors. ``root`` is what TensorStore opens, with a slash at the end: the path of a
-    descriptor, which remains the same directory if the checkpoint is replaced. An object store has a ``listing``
-    instead.
-    """
+    """A directory or an OCDBT database of arrays, each under a key; ``path`` is the user's path, for errors."""
 
     path: Path
+    # What TensorStore opens, with a slash at the end; empty in an object store, which has a listing instead.
     root: str
     kvstore: KvStore = "file"
     listing: Listing | None = None
 
     @classmethod
     def of(cls, directory: Directory, kvstore: KvStore = "file") -> Self:
-        """Return the arrays in an open directory."""
         if isinstance(directory.path, StorePath):
             return cls(directory.path, "", kvstore, Listing(directory.path))
+        # By descriptor: it remains the same directory if the checkpoint is replaced.
         return cls(directory.path, f"{directory.fd_path}/", kvstore)
 
     def spec(self, key: str = "") -> dict[str, Any]:
-        """Return the key-value store spec of the array at a key, or of all arrays for an empty key."""
         prefix = f"{key}/" if key else ""
         if self.kvstore == "ocdbt":
             return {"driver": "ocdbt", "base": self._base(""), "path": prefix}
@@ -184,11 +174,9 @@ class ArrayDirectory:
 
     @property
     def in_store(self) -> bool:
-        """Whether it is in an object store."""
         return self.listing is not None
 
     def open_store(self, *, sync: bool = True) -> Any:
-        """Return the open key-value store of all arrays."""
         return self.wait(tensorstore().KvStore.open(self.spec(), context=context(sync=sync, in_store=self.in_store)))
 
     def wait(self, future: Any) -> Any:
@@ -197,7 +185,7 @@ class ArrayDirectory:
 
     @contextmanager
     def reading(self, name: str | None = None) -> Iterator[None]:
-        """Raise the errors of TensorStore in a block that reads, such as a tensor, as Tensorkeep's errors."""
+        """Raise the errors of TensorStore in a block that reads as Tensorkeep's errors."""
         try:
             yield
         except TensorkeepError:
@@ -210,6 +198,7 @@ class ArrayDirectory:
             if self.in_store:
                 raise_alone(ours)
             if isinstance(ours, CorruptCheckpointError) and ours.path is not None:
+                # A file that Git LFS did not fetch looks like damage.
                 check_not_pointer(as_path(ours.path))
             raise ours from error
 
@@ -239,6 +228,7 @@ class ArrayDirectory:
         if isinstance(error, OSError):
             return store_error(error, self.path, "write the arrays")
         text = str(error)
+        # A ValueError of our own code must keep its type.
         if not _FROM_TENSORSTORE.match(text):
             return error
         message, path = self._message(text)
@@ -247,7 +237,6 @@ class ArrayDirectory:
         return StoreError(f"TensorStore cannot write it: {message}", path=path, name=name)
 
     def _message(self, text: str) -> tuple[str, Path]:
-        """Return a message of TensorStore as one short line, and the file that it names."""
         # TensorStore appends source locations and repeats the path.
         message = _STATUS.sub("", _NOISE.sub("", text)).splitlines()[0] if text else "no reason given"
         message = message.replace(self.root, "") if self.root else message
@@ -257,6 +246,6 @@ class ArrayDirectory:
 
 
 def _error_number(text: str) -> int | None:
-    """Return the operating system's error number at the end of a message."""
+    # The number of the operating system distinguishes a full or failing disk from damage.
     found = re.search(r"\[os_error_code='(\d+)'\]", text) or re.search(r"OS error (\d+)", text)
     return int(found[1]) if found else None

@@ -1,8 +1,4 @@
-"""Finds the arrays of a directory, an OCDBT database or an object store, and their files, without opening an array.
-
-Links to files are followed, because the cache of Hugging Face consists of links. Links to folders and unreadable
-folders are refused: a skipped folder would mean missing arrays or chunks.
-"""
+"""Finds the arrays of a directory, an OCDBT database or an object store, without opening an array."""
 
 import json
 import os
@@ -21,7 +17,6 @@ from tensorkeep.storage import file_mode, first_bytes, folders_in, names_in
 from tensorkeep.storage.direct_io import store_errors, sync_directory
 
 MAX_METADATA_BYTES = 16 * 1024**2
-"""The largest metadata file that is read."""
 _METADATA_FILES = frozenset(METADATA_FILE.values())
 # Files of Orbax's items and steps, and of T5X: these directories belong to other formats.
 _OTHER_FORMATS = frozenset(("_METADATA", "_CHECKPOINT_METADATA", "checkpoint"))
@@ -35,10 +30,7 @@ _BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class KnownArray:
-    """What is known of an array before it is opened: its key, the version of zarr, and the bytes of its files.
-
-    The bytes are 0 in a database. ``types`` and ``shape`` come from a sidecar: the array must have them.
-    """
+    """What is known of an array before it is opened; with a sidecar, it must have ``types`` and ``shape``."""
 
     key: str
     zarr: int
@@ -48,7 +40,6 @@ class KnownArray:
 
 
 def recognises(path: Path) -> bool:
-    """Return whether a directory holds TensorStore arrays, from names and first bytes only."""
     if not stat.S_ISDIR(file_mode(path)):
         return False
     if sidecar.lies_in(path, "tensorstore"):
@@ -59,7 +50,6 @@ def recognises(path: Path) -> bool:
 
 
 def is_database(path: Path) -> bool:
-    """Return whether a directory is an OCDBT database."""
     return first_bytes(path / _MANIFEST, 4) == _MANIFEST_START
 
 
@@ -69,7 +59,6 @@ def _holds_only_nodes(path: Path) -> bool:
 
 
 def _is_node(path: Path) -> bool:
-    """Return whether a directory is a zarr array or group."""
     if any(first_bytes(path / name, 1) == b"{" for name in (METADATA_FILE[2], ".zgroup")):
         return True
     content = _zarr3_content(path)
@@ -79,6 +68,7 @@ def _is_node(path: Path) -> bool:
 
 def _zarr3_content(path: Path) -> bytes | None:
     start = first_bytes(path / _ZARR3, 65536)
+    # Most metadata is small: one short read, and a second only for a long file.
     return start if start is None or len(start) < 65536 else first_bytes(path / _ZARR3, MAX_METADATA_BYTES + 1)
 
 
@@ -94,7 +84,6 @@ def _node_type(content: bytes) -> str | None:
 
 
 def has_mark(directory: ArrayDirectory) -> bool:
-    """Return whether the attributes of the group mention a sidecar of Tensorkeep."""
     names, mark = (".zattrs", _ZARR3), MARK.encode()
     if directory.kvstore == "file":
         root = directory.path if directory.in_store else Path(directory.root)
@@ -117,10 +106,8 @@ def find_arrays(directory: ArrayDirectory) -> list[KnownArray]:
 
 
 def _check_is_whole(path: Path) -> None:
-    """Raise UnsupportedError if Orbax named the directory as the part of one process, or as an unfinished save.
-
-    The part is a database as well. Its arrays look full: chunks that other processes wrote read as the fill value.
-    """
+    # The part of one process is a database as well. Its arrays look full: chunks that other processes wrote read as the
+    # fill value.
     if re.fullmatch(r"ocdbt\.process_\d+", path.name):
         whole = path.parent if path.parent.name else path.absolute().parent
         raise UnsupportedError(
@@ -157,7 +144,6 @@ def _find_in_folders(directory: ArrayDirectory) -> Iterator[KnownArray]:
 
 
 def _version_at(folder: Path, files: set[str], shown: Path) -> int | None:
-    """Return the version of zarr of the array in a folder; None if it holds no array."""
     if METADATA_FILE[2] in files:
         return 2
     if _ZARR3 not in files:
@@ -169,7 +155,6 @@ def _version_at(folder: Path, files: set[str], shown: Path) -> int | None:
 
 
 def _find_by_keys(directory: ArrayDirectory) -> list[KnownArray]:
-    """Return the arrays in a database, or below a prefix of an object store."""
     files = list_array(directory, "")
     with directory.reading():
         store = directory.open_store()
@@ -182,6 +167,7 @@ def _find_by_keys(directory: ArrayDirectory) -> list[KnownArray]:
         folder, _, name = text.rpartition("/")
         version = next((version for version, file in METADATA_FILE.items() if file == name), None)
         if version is not None:
+            # An array with both metadata files counts as zarr v2, as in a directory.
             found[folder] = min(version, found.get(folder, version))
             _check_count(len(found), directory)
             if folder.count("/") >= _MAX_DEPTH:
@@ -192,7 +178,7 @@ def _find_by_keys(directory: ArrayDirectory) -> list[KnownArray]:
 
 
 def _listed_by_web_server(directory: ArrayDirectory) -> list[str]:
-    """Return the metadata files of an array at the URL itself: a web server does not list the arrays of a group."""
+    # A web server does not list the arrays of a group: only an array at the URL itself can be read.
     names = [name for name in METADATA_FILE.values() if first_bytes(directory.path / name, 1) is not None]
     if names == [_ZARR3] and _node_type(_zarr3_content(directory.path) or b"") == "group":
         raise UnsupportedError(
@@ -202,11 +188,12 @@ def _listed_by_web_server(directory: ArrayDirectory) -> list[str]:
 
 
 def _groups(directory: ArrayDirectory, store: Any, keys: list[str]) -> set[str]:
-    """Return the keys with the metadata of zarr v3 groups, which may contain the metadata of their arrays."""
+    # The metadata of a zarr v3 group may contain the metadata of its arrays.
     groups = set()
     for start in range(0, len(keys), _BATCH):
         batch = keys[start : start + _BATCH]
         with directory.reading():
+            # In batches: requests of many keys run at the same time, with bounded memory.
             futures = {key: store.read(f"{key}/{_ZARR3}".lstrip("/")) for key in batch}
             contents = {key: directory.wait(future).value for key, future in futures.items()}
         for key, content in contents.items():
@@ -217,10 +204,7 @@ def _groups(directory: ArrayDirectory, store: Any, keys: list[str]) -> set[str]:
 
 
 def list_array(directory: ArrayDirectory, key: str) -> dict[str, int]:
-    """Return the sizes of an array's files by relative path, like `list_tree`; empty if the array is missing.
-
-    The directory itself (an empty key) may be reached through a link, an array may not.
-    """
+    """Return the sizes of an array's files by relative path, like `list_tree`; empty if the array is missing."""
     if directory.listing is not None:
         found = directory.listing.below(key)
         for name, size in found.items():
@@ -228,17 +212,14 @@ def list_array(directory: ArrayDirectory, key: str) -> dict[str, int]:
                 _check_metadata_size(size, directory.path / name)
         return found
     top = directory.root + key
+    # The checkpoint itself may be reached through a link, an array may not.
     if key and os.path.islink(top):
         raise _link_error(directory.path / key)
     return list_tree(top, directory.path / key)[0] if os.path.isdir(top) else {}
 
 
 def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str]]:
-    """Return the sizes in bytes of all files below a directory by relative path, and the paths of all folders.
-
-    Folders end with a slash. Parents come first, and the directory itself is the empty path. ``shown`` is the path of
-    the directory in errors.
-    """
+    """Return the sizes of all files below a directory by relative path, and all folders with a slash, parents first."""
     files: dict[str, int] = {}
     folders = [""]
     for inside in folders:  # grows during the loop
@@ -253,6 +234,8 @@ def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str]]:
                 if entry.name in _METADATA_FILES:
                     _check_metadata_size(size, path / entry.name)
                 files[inside + entry.name] = size
+            # Links to files are followed, because the cache of Hugging Face consists of links. Links to folders and
+            # unreadable folders are refused: a skipped folder would mean missing arrays or chunks.
             elif entry.is_symlink():
                 raise _link_error(path / entry.name)
             else:
@@ -262,6 +245,7 @@ def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str]]:
 
 def sync_directories(path: Path) -> None:
     """Make all names in and below a directory durable; StoreError if that fails."""
+    # Children first, so that no durable name leads to a folder without its own names.
     for folder in reversed(list_tree(str(path), path)[1]):
         with store_errors(path / folder, "make the directories durable"):
             sync_directory(path / folder)
@@ -269,11 +253,12 @@ def sync_directories(path: Path) -> None:
 
 def _scan_folder(folder: str, shown: Path) -> list[os.DirEntry[str]]:
     with store_errors(shown, "list the directory"), os.scandir(folder) as entries:
+        # The order of `scandir` differs among file systems; the order of the state must not.
         return sorted(entries, key=lambda entry: entry.name)
 
 
 def _linked_mode(entry: os.DirEntry[str]) -> int:
-    """Return the mode of the target of a link; 0 for other entries, and for links to nothing or to themselves."""
+    # 0 for other entries, and for links to nothing or to themselves.
     return file_mode(Path(entry.path)) if entry.is_symlink() else 0
 
 

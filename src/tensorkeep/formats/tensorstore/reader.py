@@ -43,8 +43,6 @@ _OMIT = 'leave out what cannot be read with select="*", or read it with zarr'
 
 @dataclass(frozen=True, slots=True)
 class OpenArray:
-    """An open array, with its zarr metadata as TensorStore decoded it."""
-
     store: Any
     types: StoredType
     shape: Shape
@@ -56,6 +54,7 @@ class OpenArray:
         """Fill ``out`` with the bytes of a box, in C order and in the state's dtype."""
         lengths = box_shape(box)
         view = None if self.types.converts else out.view(self.types.stored.numpy).reshape(lengths)
+        # TensorStore fills the caller's memory in place if it is aligned and has the stored dtype.
         target = view if view is not None and view.flags.aligned else np.empty(lengths, self.types.stored.numpy)
         ts = tensorstore()
         store = self.store
@@ -88,18 +87,14 @@ class OpenArray:
 
 
 class ArraysReader(Reader):
-    """Base class of readers that store tensors as TensorStore arrays.
-
-    A descriptor holds the directory open: if the checkpoint is replaced while it is read, its old content is read, or a
-    StoreError is raised.
-    """
-
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         tensorstore()
         self.path = path
         # Reading is cheapest in rows of chunks. Smaller ranges of a larger row are read through a cache that holds the
         # row, so that a sequential load still decodes each chunk once.
         self._max_row = max(BLOCK_BYTES, settings.pool.budget // 8)
+        # A descriptor holds the directory open: if the checkpoint is replaced while it is read, its old content is
+        # read, or a StoreError is raised.
         read_directory(path, self._open)
 
     @abstractmethod
@@ -115,15 +110,15 @@ class ArraysReader(Reader):
         fill_missing: bool,
         unread: dict[str, UnsupportedError] | None = None,
     ) -> dict[str, StoredLeaf]:
-        """Open arrays and return their tensors.
+        """Open arrays and return their tensors; ``unread`` receives the errors of unsupported arrays.
 
-        A missing chunk is an error, or with ``fill_missing`` the fill value: zarr may leave out chunks of zeros.
-        ``unread`` receives the errors of unsupported arrays, such as arrays of strings; without it they are raised.
         Raises the errors of `check_array`, and TensorStore's errors if an array cannot be opened.
         """
         self._open_directory = open_directory
         self._directory = directory
         in_store = directory.in_store
+        # Zarr may leave out chunks of zeros, so a missing chunk of another program is the fill value. Tensorkeep stores
+        # all chunks, so there it is an error.
         self._arrays = _open_all(directory, known, context(in_store=in_store), unread, fill_missing=fill_missing)
         large = {name: known[name] for name, array in self._arrays.items() if array.row_bytes > self._max_row}
         if large:
@@ -172,6 +167,7 @@ def _open_all(
     fill_missing: bool,
 ) -> dict[str, OpenArray]:
     futures, arrays = {}, {}
+    # All arrays are opened at once: one after another, each would wait for the disk or the store.
     for name, array in known.items():
         with directory.reading(name):
             futures[name] = start_open(directory, array, context, fill_missing=fill_missing)
@@ -187,13 +183,11 @@ def _open_all(
 
 
 def start_open(directory: ArrayDirectory, known: KnownArray, context: Any, *, fill_missing: bool) -> Any:
-    """Return the future of an array that TensorStore opens for reading."""
     spec = open_spec(directory, known.key, known.zarr, fill_missing=fill_missing)
     return tensorstore().open(spec, open=True, read=True, write=False, context=context)
 
 
 def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirectory) -> OpenArray:
-    """Return an opened array, after a comparison with its expected dtype and shape."""
     path = directory.path / known.key
     dtype = BY_NAME.get(store.dtype.name)
     if dtype is None:
@@ -220,23 +214,15 @@ def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirect
 
 
 class TensorStoreSidecar(Sidecar, frozen=True, kw_only=True):
-    """``tensorkeep.json`` beside TensorStore arrays; the place of a tensor is the key of its array.
-
-    ``options`` has the options of the save that were not the default.
-    """
+    """``tensorkeep.json`` beside TensorStore arrays; the place of a tensor is the key of its array."""
 
     zarr: Literal[2, 3]
     kvstore: KvStore
+    # Options of the save that were not the default.
     options: dict[str, Any]
 
 
 class TensorStoreReader(ArraysReader):
-    """An open directory of TensorStore arrays.
-
-    With a sidecar, the arrays are the state that was saved, and a missing chunk is an error. Arrays of other programs
-    are a dict of tensors by path, with dots for slashes; zarr defines a missing chunk as full of the fill value.
-    """
-
     format = "tensorstore"
 
     def _open(self, directory: Directory) -> None:
@@ -278,9 +264,11 @@ def read_own(directory: Directory) -> tuple[TensorStoreSidecar, ArrayDirectory, 
     arrays = ArrayDirectory.of(directory, notes.kvstore)
     source = arrays.path / sidecar.FILE_NAME
     keys = {name: "".join(note.place) for name, note in notes.tensors.items()}
+    # Two keys that differ only in case are one directory on some file systems.
     if len({key.casefold() for key in keys.values()}) != len(keys):
         raise CorruptCheckpointError("two tensors have the same array", path=source)
     if notes.kvstore == "ocdbt":
+        # Refuses links to folders and metadata that is too large.
         list_array(arrays, "")
     known = {}
     for name, note in notes.tensors.items():
@@ -296,7 +284,7 @@ def read_own(directory: Directory) -> tuple[TensorStoreSidecar, ArrayDirectory, 
 
 
 def _check_metadata(notes: TensorStoreSidecar, directory: ArrayDirectory, keys: Mapping[str, str]) -> None:
-    """Compare the metadata files of all arrays with their checksums, before TensorStore uses them."""
+    # Before TensorStore uses the metadata: damage there could change shapes or dtypes without an error.
     file = METADATA_FILE[notes.zarr]
     with directory.reading():
         store = directory.open_store()
@@ -312,7 +300,7 @@ def _check_metadata(notes: TensorStoreSidecar, directory: ArrayDirectory, keys: 
 
 
 def _foreign_arrays(arrays: ArrayDirectory) -> dict[str, KnownArray]:
-    """Return the arrays of a directory without a sidecar by name: the key with dots for slashes."""
+    # Without its sidecar, a checkpoint of Tensorkeep would load as a flat dict, without an error.
     if has_mark(arrays):
         raise CorruptCheckpointError(
             "is missing or damaged; without it the state of the arrays is unknown",

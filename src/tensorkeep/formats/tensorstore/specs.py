@@ -106,8 +106,8 @@ _LEVELS = {
     "bz2": range(1, 10),
     **dict.fromkeys(_BLOSC, range(10)),
 }
+# The names of compressors by zarr version.
 KNOWN = {2: ("gzip", "zlib", "zstd", "bz2", *_BLOSC), 3: ("gzip", "zstd", *_BLOSC)}
-"""The names of compressors by zarr version."""
 _CHECKS = {"gzip": "CRC-32 of every chunk", "zlib": "Adler-32 of every chunk", "bz2": "CRC-32 of every chunk"}
 
 
@@ -119,11 +119,9 @@ class Compressor:
     level: int | None = None
 
     def zarr2(self) -> dict[str, Any]:
-        """Return the value of ``compressor`` in zarr v2 metadata."""
         return {"id": self.name.partition("-")[0]} | self._configuration()
 
     def zarr3(self) -> dict[str, Any]:
-        """Return the codec in zarr v3 metadata."""
         configuration = self._configuration()
         return {"name": self.name.partition("-")[0]} | ({"configuration": configuration} if configuration else {})
 
@@ -177,7 +175,6 @@ def _parse_level(name: str, text: str) -> int:
 
 
 def checksum_of(metadata: dict[str, Any]) -> str | None:
-    """Return the checksum that the zarr metadata declares for chunks, or None."""
     if "codecs" not in metadata:
         return _CHECKS.get((metadata.get("compressor") or {}).get("id", ""))
     codecs = dict(_codecs(metadata["codecs"]))
@@ -199,11 +196,11 @@ def codec_of(metadata: dict[str, Any]) -> str:
 
 
 def _codecs(codecs: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the names and configurations of zarr v3 codecs, also inside shards."""
     for codec in codecs:
         configuration = codec.get("configuration") or {}
         yield codec["name"], configuration
         if codec["name"] == "sharding_indexed":
+            # The codecs of chunks are inside the codec of their shard.
             yield from _codecs(configuration.get("codecs") or [])
 
 
@@ -244,7 +241,6 @@ class ArrayOptions(FormatOptions, frozen=True):
     sync: bool = True
 
     def non_default(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults, by name."""
         defaults = msgspec.structs.asdict(type(self)())
         given = msgspec.structs.asdict(self)
         return {name: value for name, value in sorted(given.items()) if value != defaults[name]}
@@ -282,6 +278,7 @@ class TensorStoreOptions(ArrayOptions, frozen=True):
     kvstore: Literal["file", "ocdbt"] = "file"
 
     def __post_init__(self) -> None:
+        # Reports a malformed option before the save starts.
         chunk_shape((1,), 1, self.chunk, self.chunking)
         parse_compressor(self.compressor, self.zarr)
         if self.zarr == 2 and self.checksum == "crc32c":
@@ -291,17 +288,14 @@ class TensorStoreOptions(ArrayOptions, frozen=True):
 
     @property
     def has_checksum(self) -> bool:
-        """Whether each chunk gets a CRC-32C."""
         return self.zarr == 3 and self.checksum is not None
 
     @property
     def encodes(self) -> bool:
-        """Whether a chunk is not stored as its bytes alone."""
         return self.has_checksum or parse_compressor(self.compressor, self.zarr) is not None
 
     @property
     def shard_limit(self) -> int | None:
-        """``shard_bytes`` as a number."""
         return None if self.shard_bytes is None else max(1, parse_bytes(self.shard_bytes))
 
 
@@ -326,7 +320,6 @@ class T5XOptions(ArrayOptions, frozen=True):
         self.as_arrays()
 
     def as_arrays(self) -> TensorStoreOptions:
-        """Return the same options for the arrays of a checkpoint, which are zarr v2."""
         return TensorStoreOptions(zarr=2, **msgspec.structs.asdict(self))
 
 
@@ -336,11 +329,11 @@ _MAX_KEY = 200
 MAX_DIMENSIONS = 32  # TensorStore's limit
 # An attribute of the group. It shows that a sidecar is missing.
 MARK = f'"tensorkeep":"{FILE_NAME}"'
+# The files that make the directory a group, by version of zarr: zarr-python then opens all arrays at once.
 GROUP_FILES = {
     2: {".zgroup": b'{"zarr_format":2}', ".zattrs": b"{%s}" % MARK.encode()},
     3: {"zarr.json": b'{"zarr_format":3,"node_type":"group","attributes":{%s}}' % MARK.encode()},
 }
-"""The files that make the directory a group, by version of zarr: zarr-python then opens all arrays at once."""
 _RESERVED = frozenset((FILE_NAME, "zarr.json", "c", "d", "manifest.ocdbt", "checkpoint"))
 # TensorStore 0.1.86 lacks these dtypes; a test compares.
 UNSUPPORTED_DTYPES = frozenset(
@@ -376,21 +369,18 @@ def array_keys(names: Iterable[str]) -> dict[str, str]:
 def _encode(name: str) -> str:
     key = re.sub(r"[^A-Za-z0-9_.-]", lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), name)
     if not key or key[0] == "." or key.lower() in _RESERVED:
+        # A key must be neither hidden nor the name of one of zarr's own files.
         return f"%{ord(key[0]):02X}{key[1:]}" if key else "%"
     return key
 
 
 def _add_digest(key: str, name: str) -> str:
+    # A dash and 16 digits of the digest. A cut percent sign would not decode.
     return f"{key[: _MAX_KEY - 17].rstrip('%')}-{digest(name.encode())}"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredType:
-    """The dtype of a tensor in the state, and the dtype in the files.
-
-    The stored dtype is the same, or float32, or unsigned integers of the same bits if TensorStore lacks the dtype.
-    """
-
     dtype: DType
     stored: DType
 
@@ -401,7 +391,6 @@ class StoredType:
 
     @property
     def is_valid(self) -> bool:
-        """Whether some option stores this dtype so."""
         return self in (stored_type(self.dtype), stored_type(self.dtype, "float32"))
 
     def to_stored(self, data: Bytes) -> npt.NDArray[Any]:
@@ -413,7 +402,6 @@ class StoredType:
             return data.view(self.dtype.numpy).astype(np.float32)
 
     def from_stored(self, array: npt.NDArray[Any]) -> Bytes:
-        """Return the bytes of the state's elements for a C-contiguous array of stored elements."""
         flat = array.reshape(-1)
         if self.converts:
             with np.errstate(over="ignore", invalid="ignore"):
@@ -425,6 +413,7 @@ def stored_type(dtype: DType, option: str = "keep") -> StoredType:
     """Return the stored form of a dtype; ``option`` is ``"keep"`` or ``"float32"``."""
     if option == "float32" and dtype.kind == "float" and dtype.has_numpy:
         return StoredType(dtype, BY_NAME["float32"])
+    # Unsigned integers of the same size keep the bits.
     if dtype.name in UNSUPPORTED_DTYPES:
         return StoredType(dtype, BY_NAME[_SAME_SIZE[dtype.itemsize]])
     return StoredType(dtype, dtype)
@@ -441,7 +430,6 @@ class ArrayLayout:
 
 
 def layout_of(dtype: DType, shape: Sequence[int], options: TensorStoreOptions) -> ArrayLayout:
-    """Return how a tensor is stored with some options."""
     types = stored_type(dtype, options.dtype)
     chunk = shard = chunk_shape(shape, types.stored.itemsize, options.chunk, options.chunking)
     if options.shard_limit is not None:
@@ -450,10 +438,10 @@ def layout_of(dtype: DType, shape: Sequence[int], options: TensorStoreOptions) -
 
 
 def open_spec(directory: ArrayDirectory, key: str, zarr: int, *, fill_missing: bool) -> dict[str, Any]:
-    """Return the spec of an existing array; ``fill_missing`` reads missing chunks as the fill value."""
     return {
         "driver": _DRIVER[zarr],
         "kvstore": directory.spec(key),
+        # False makes a missing chunk an error; True reads it as the fill value.
         "fill_missing_data_reads": fill_missing,
         "recheck_cached_data": "open",
         "recheck_cached_metadata": "open",
@@ -463,12 +451,12 @@ def open_spec(directory: ArrayDirectory, key: str, zarr: int, *, fill_missing: b
 def create_spec(
     directory: ArrayDirectory, key: str, layout: ArrayLayout, options: TensorStoreOptions
 ) -> dict[str, Any]:
-    """Return the spec of a new array that stores all its chunks, also those equal to the fill value."""
     compressor = parse_compressor(options.compressor, options.zarr)
     return {
         "driver": _DRIVER[options.zarr],
         "kvstore": directory.spec(key),
         "metadata": _zarr2(layout, compressor) if options.zarr == 2 else _zarr3(layout, compressor, options),
+        # TensorStore would leave out chunks of zeros, and a lost chunk would read as zeros.
         "store_data_equal_to_fill_value": True,
     }
 
@@ -494,6 +482,7 @@ def _zarr3(layout: ArrayLayout, compressor: Compressor | str | None, options: Te
     # An array without dimensions has one chunk, which is its shard.
     if options.shard_limit is not None and layout.shape:
         inner = {"chunk_shape": list(layout.chunk), "codecs": codecs}
+        # The index of a shard has a checksum in any case: a wrong offset would give the bytes of another chunk.
         index = [{"name": "bytes"} | little_endian, {"name": "crc32c"}]
         codecs = [{"name": "sharding_indexed", "configuration": inner | {"index_codecs": index}}]
     grid = {"name": "regular", "configuration": {"chunk_shape": list(layout.shard)}}

@@ -1,9 +1,4 @@
-"""Writes states as TensorStore arrays: arrays, sidecar, then one rename.
-
-An array is written in regions of full chunks, so that TensorStore never reads a chunk back. A thread waits until the
-budget admits a region, and hands it to TensorStore, which releases the bytes when the region is written. TensorStore
-reads the memory of the state without a copy if it already has the stored form.
-"""
+"""Writes states as TensorStore arrays: arrays, sidecar, then one rename."""
 
 import functools
 import threading
@@ -49,13 +44,11 @@ _REGIONS = 4
 _CREATED_AHEAD = 16
 
 
+# A region acquires all its bytes at once and holds nothing while it waits. Regions are admitted in the order of their
+# requests, so none waits forever. A region larger than the limit is admitted alone. The budget allocates nothing: the
+# memory belongs to the state or to TensorStore.
 class ByteBudget:
-    """A limit on the bytes of all regions in flight.
-
-    A region acquires all its bytes at once and holds nothing while it waits. Regions are admitted in the order of their
-    requests, so none waits forever. A region larger than the limit is admitted alone. The budget allocates nothing: the
-    memory belongs to the state or to TensorStore. ``peak`` is the most bytes that were in flight at one moment.
-    """
+    """A limit on the bytes of all regions in flight; ``peak`` is the most bytes at one moment."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -66,10 +59,7 @@ class ByteBudget:
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> None:
-        """Wait until so many bytes are free, after all earlier requests, and take them.
-
-        Raises Cancelled if `cancel` was called.
-        """
+        """Wait until so many bytes are free, after all earlier requests, and take them; Cancelled after `cancel`."""
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
@@ -87,7 +77,6 @@ class ByteBudget:
         return self._used == 0 or self._used + nbytes <= self.limit
 
     def release(self, nbytes: int) -> None:
-        """Free bytes that were acquired."""
         with self._changed:
             self._used -= nbytes
             self._changed.notify_all()
@@ -99,7 +88,6 @@ class ByteBudget:
             self._changed.notify_all()
 
     def wait_until_empty(self) -> None:
-        """Wait until nothing is in flight."""
         with self._changed:
             self._changed.wait_for(lambda: self._used == 0)
 
@@ -116,11 +104,8 @@ def write_arrays(
     """Write each source as a new array under its key, and return how the arrays are stored.
 
     With the option ``sync``, the files are durable on return, but not the names of new directories (see
-    `sync_directories`). The state must not change during the call. The budget counts all regions in flight: copies made
-    here, and what TensorStore encodes. The threads gather and convert what TensorStore cannot read in place.
-
-    Raises UnsupportedLeafError, before anything is written, if an array has more than 32 dimensions; StoreError if the
-    disk fails.
+    `sync_directories`). The state must not change during the call. Raises UnsupportedLeafError, before anything is
+    written, if an array has more than 32 dimensions; StoreError if the disk fails.
     """
     for source in arrays.values():
         if len(source.shape) > MAX_DIMENSIONS:
@@ -141,6 +126,7 @@ def write_arrays(
         else:
             parallel.run(writer.tasks(jobs), threads, writer.cancellation)
     except Exception as error:
+        # The first failure caused the others, such as Cancelled.
         writer.failure = writer.failure or (error, None)
     finally:
         # TensorStore reads the state's memory until the last region is written, even after a failure.
@@ -153,14 +139,13 @@ def write_arrays(
 
 
 class _Job:
-    """One array: its source, its layout, and the future of the TensorStore array once its creation has started."""
-
     def __init__(self, key: str, source: Source, options: TensorStoreOptions) -> None:
         self.key = key
         self.source = source
         self.host = source.host_bytes()
         self.layout = layout_of(source.dtype, source.shape, options)
         self.types = self.layout.types
+        # The future of the TensorStore array, once its creation has started.
         self.array: Any = None
         in_place = self.host is not None and not self.types.converts
         # TensorStore reads a chunk more than once when it encodes it; the tensors of a state may change meanwhile.
@@ -179,6 +164,7 @@ class _Job:
             data = self._gather(box)
         elif not self.types.converts:
             view = self.host.view(self.types.stored.numpy).reshape(self.layout.shape)[box]
+            # TensorStore needs aligned elements.
             return view if view.flags.aligned else view.copy()
         else:
             elements = self.host.view(self.types.dtype.numpy).reshape(self.layout.shape)[box]
@@ -186,7 +172,6 @@ class _Job:
         return self.types.to_stored(data).reshape(box_shape(box))
 
     def _gather(self, box: Box) -> Bytes:
-        """Return the bytes of a region, read range by range."""
         size, at = self.source.dtype.itemsize, 0
         out = np.empty(prod(box_shape(box)) * size, np.uint8)
         for start, stop in box_to_ranges(self.layout.shape, box):
@@ -198,8 +183,6 @@ class _Job:
 
 @dataclass
 class _ArrayWriter:
-    """Writes the arrays of one call of `write_arrays`."""
-
     directory: ArrayDirectory
     options: TensorStoreOptions
     budget: ByteBudget
@@ -210,7 +193,6 @@ class _ArrayWriter:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tasks(self, jobs: list[_Job]) -> Iterator[Callable[[], None]]:
-        """Yield a task for each region of all arrays, and one for each empty array."""
         # Creating an array waits for the disk, so the creation of the next arrays starts ahead.
         for number, job in enumerate(jobs):
             for later in jobs[number : number + _CREATED_AHEAD]:
@@ -219,7 +201,6 @@ class _ArrayWriter:
             yield from regions or [functools.partial(self._create, job)]
 
     def write_alone(self, job: _Job) -> None:
-        """Write one array completely before the next is created."""
         self._create(job)
         for box in self._regions(job):
             self.cancellation.check()
@@ -229,7 +210,7 @@ class _ArrayWriter:
             raise self.failure[0]
 
     def _start_creating(self, job: _Job) -> None:
-        """Start to create an array, if that has not started; called by one thread at a time."""
+        """Start to create an array once; called by one thread at a time."""
         if job.array is None:
             spec = create_spec(self.directory, job.key, job.layout, self.options)
             job.array = tensorstore().open(spec, create=True, open=False, context=self.context)
@@ -243,17 +224,17 @@ class _ArrayWriter:
             raise
 
     def _regions(self, job: _Job) -> Iterator[Box]:
-        """Yield the regions of an array. An array that is written alone and fits the budget is one region."""
         # One element costs more than its bytes if it is copied or encoded.
         elements = self.budget.limit // job.cost(1)
         if self.options.in_flight == "all" or prod(job.layout.shape) > elements:
             elements //= _REGIONS
+        # Regions of full chunks, or TensorStore would read a chunk back to write its other part.
         return grid(job.layout.shape, grow(job.layout.shape, job.layout.shard, elements))
 
     def submit(self, job: _Job, box: Box) -> None:
-        """Hand a region to TensorStore as soon as the budget admits it."""
         elements = prod(box_shape(box))
         cost = job.cost(elements)
+        # Before the content is made: the copy counts as well.
         self.budget.acquire(cost)
         try:
             content = job.content(box)
@@ -283,12 +264,12 @@ class _ArrayWriter:
         with self.lock:
             if self.failure is None and not isinstance(error, Cancelled):
                 self.failure = error, job.source.name
+        # No thread starts another region, also not a thread that waits for the budget now.
         self.cancellation.cancel()
         self.budget.cancel()
 
 
 def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
-    """Write a state; see `tensorkeep.formats.base.Format.write`."""
     options = settings.options_as(TensorStoreOptions)
     refuse_compression(settings, destination, 'compressor="zstd:1"')
     tensorstore()
@@ -317,6 +298,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
                 options=options.non_default(),
             )
         )
+        # The sidecar describes all other files, so it comes last.
         _write_file(commit.path / sidecar.FILE_NAME, content, sync=options.sync)
         # TensorStore syncs files, but not the names of new directories.
         if options.sync:
@@ -369,7 +351,6 @@ def _write_file(path: Path, content: bytes, *, sync: bool) -> None:
 
 
 def _write_group(directory: ArrayDirectory, options: TensorStoreOptions, path: Path) -> None:
-    """Write the metadata of the group of all arrays, into the directory or the database."""
     if options.kvstore == "file":
         for name, content in GROUP_FILES[options.zarr].items():
             _write_file(path / name, content, sync=options.sync)
@@ -395,6 +376,7 @@ def _describe_tensors(
         with directory.reading():
             store = directory.open_store()
             futures = {name: store.read(f"{key}/{METADATA_FILE[options.zarr]}") for name, key in keys.items()}
+            # TensorStore wrote the metadata, so its bytes have to be read back.
             digests = {name: checksummed_json.digest(future.result().value) for name, future in futures.items()}
     # A database mixes all arrays in its files; their bytes are attributed by the sizes of the tensors.
     total = sum(files.values()) if options.kvstore == "ocdbt" else 0

@@ -17,6 +17,7 @@ import numpy as np
 from tensorkeep.errors import MissingExtraError
 
 _NATIVE = np.dtype(ml_dtypes.bfloat16)
+# JSON has no such numbers; zarr names them so.
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -37,7 +38,7 @@ def register() -> None:
 
 @cache
 def _bfloat16() -> Any:
-    """Return the dtype as zarr-python sees it; in a function, because the base class comes from zarr."""
+    # In a function, because the base class comes from zarr, which may not be installed.
     from dataclasses import dataclass
 
     from zarr.core.dtype.common import HasItemSize

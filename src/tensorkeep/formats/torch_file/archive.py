@@ -1,7 +1,4 @@
-"""The two containers of ``torch.save``: zip archives, and the plain files of torch before version 1.6.
-
-Both give the recorded pickle, the offsets of storages in the file, and the checksums, if there are any.
-"""
+"""The two containers of ``torch.save``: zip archives, and the plain files of torch before version 1.6."""
 
 import errno
 import io
@@ -35,6 +32,7 @@ from tensorkeep.storage.direct_io import Bytes, store_error, store_errors
 if TYPE_CHECKING:
     import torch
 
+# The dtypes of storage classes in pickles.
 STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -49,7 +47,6 @@ STORAGES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
-"""The dtypes of storage classes in pickles."""
 
 DAMAGED = "the stored bytes have changed since the save: take another checkpoint or copy"
 
@@ -71,17 +68,10 @@ _CODE_FOLDER, _CONSTANTS, _CONSTANTS_FOLDER = "code/", "constants.pkl", "constan
 class TorchZip:
     """The directory of a zip archive of ``size`` bytes that ``torch.save`` wrote.
 
-    Opening checks the directory, and the CRC-32 of all records except storages. A TorchScript archive (``is_script``)
-    also holds compressed code and ``constants``, which are neither read nor checked.
-
-    ``records`` are by name below the archive's root folder. ``storages`` has the lengths in bytes and the CRC-32 of all
-    storages. ``checksummed`` is False if ``torch.serialization.set_crc32_options(False)`` made torch write zeros.
-    ``is_compressed`` is True if another tool has compressed the archive: no record is checked, and the caller reads
-    the copy from `unpacked`.
-
-    Raises CorruptCheckpointError if the container is damaged or breaks the rules of what torch writes; UnsupportedError
-    if it is encrypted, holds several saves or comes from a big-endian machine; NotACheckpointError if it is another
-    kind of file.
+    Opening checks the directory, and the CRC-32 of all records except storages. Raises CorruptCheckpointError if the
+    container is damaged or breaks the rules of what torch writes; UnsupportedError if it is encrypted, holds several
+    saves or comes from a big-endian machine; NotACheckpointError for another kind of file. If ``is_compressed``,
+    another tool packed the archive, no record is checked, and the caller reads the copy from `unpacked`.
     """
 
     pickle: bytes
@@ -112,20 +102,17 @@ class TorchZip:
 
     @property
     def pickle_bytes(self) -> int:
-        """The length of the pickle."""
         return len(self.pickle)
 
     def recorded(self) -> tuple[Any, Recorder]:
-        """Return the recorded value of the pickle, and the recorder; ValueError if the pickle is malformed."""
+        """Decode the pickle without executing it; ValueError if it is malformed."""
         recorder = Recorder(io.BytesIO(self.pickle))
         return recorder.load(), recorder
 
     def record_start(self, name: str, content: Bytes) -> int:
-        """Return the offset of a record's data in ``content``, the file; ValueError if it lies beyond the end.
-
-        The offset depends on the local header: torch's alignment field is not in the zip directory.
-        """
+        """Return the offset of a record's data in ``content``, the file; ValueError if it lies beyond the end."""
         info = self.records[name]
+        # The local header decides: torch's alignment field is not in the zip directory.
         header = content[max(0, info.header_offset) : info.header_offset + _LOCAL_HEADER_BYTES]
         if len(header) < _LOCAL_HEADER_BYTES:
             raise ValueError(f"the record {name!r:.50} lies beyond the end")
@@ -142,22 +129,20 @@ class TorchZip:
         return self.record_start(_DATA_FOLDER + key, content)
 
     def storage_keys(self) -> list[str]:
-        """Return the keys of all storages."""
         return [name.removeprefix(_DATA_FOLDER) for name in self.records if name.startswith(_DATA_FOLDER)]
 
     def local_headers(self) -> list[tuple[int, int]]:
-        """Return the byte ranges that `storage_start` reads."""
         # Only fixed parts of the headers are read: the lengths of name and extra field, not their contents.
         starts = [self.records[_DATA_FOLDER + key].header_offset for key in self.storage_keys()]
         return [(start, start + _LOCAL_HEADER_BYTES) for start in starts]
 
     def crc_differs(self, name: str, data: Bytes) -> bool:
-        """Return whether a record's data has another CRC-32 than the directory says."""
         return self.checksummed and zlib.crc32(data) != self.records[name].CRC
 
     def _read(self, file: zipfile.ZipFile, size: int) -> None:
         infos = file.infolist()
         root = self._root(infos)
+        # A TorchScript archive also holds compressed code and constants. Neither is read nor checked.
         self.is_script = any(info.filename == f"{root}{_CONSTANTS}" for info in infos)
         self._check_is_one_save(file, infos)
         self._check_directory(infos, size)
@@ -207,7 +192,7 @@ class TorchZip:
         )
 
     def _check_is_one_save(self, file: zipfile.ZipFile, infos: list[zipfile.ZipInfo]) -> None:
-        """Refuse a file with several archives: its end describes the last one, which starts where another ends."""
+        # The end of a file with several archives describes the last one, which starts where another ends.
         start = min(info.header_offset for info in infos)
         # `zipfile` adds the bytes before the last archive to all offsets, so the first record of a single save is at 0.
         if start >= _END_BYTES and file.fp is not None:
@@ -220,7 +205,7 @@ class TorchZip:
                 )
 
     def _check_directory(self, infos: list[zipfile.ZipInfo], size: int) -> None:
-        """Refuse zip directories that torch never writes: duplicate names, more bytes than the file has."""
+        # Torch never writes these: duplicate names, or more bytes than the file has.
         names: set[str] = set()
         for info in infos:
             if info.filename in names:
@@ -245,7 +230,7 @@ class TorchZip:
             raise CorruptCheckpointError(f"its records claim {total:,} bytes, the file has {size:,}", path=self._path)
 
     def unpacked(self, file: BinaryIO) -> BinaryIO:
-        """Return a copy of a compressed archive in memory, as torch writes it: uncompressed, with aligned records."""
+        """Return a copy of a compressed archive in memory, as torch writes it: uncompressed, aligned."""
         # The directory is untrusted, so the sizes that it claims are compared with limits before anything is inflated.
         needed = sum(info.file_size for info in self.records.values())
         size = sum(info.compress_size for info in self.records.values())
@@ -275,8 +260,8 @@ class TorchZip:
 
 
 def _aligned(info: zipfile.ZipInfo, offset: int) -> zipfile.ZipInfo:
-    """Return an uncompressed record with aligned data, for a file that has ``offset`` bytes so far."""
     record = zipfile.ZipInfo(info.filename)
+    # `zipfile` decides with this size whether the record needs 64-bit lengths.
     record.file_size = info.file_size
     # For a large record, `zipfile` adds a field of 20 bytes with the 64-bit length.
     large = 20 if info.file_size * 1.05 > zipfile.ZIP64_LIMIT else 0
@@ -295,13 +280,12 @@ _QUANTISED = {"QInt32Storage": 4}
 class OldFile:
     """A file of ``size`` bytes as torch before version 1.6 wrote it; has the methods of `TorchZip`.
 
-    It is a row of pickles (magic number, version, system, state, keys of storages), then the storages one after
-    another, each behind its number of elements. It has no checksums and no alignment.
-
-    Raises CorruptCheckpointError if the pickles are malformed or the file is too short; UnsupportedError if it is
-    another pickle, comes from a big-endian machine, or holds more than one save.
+    Raises CorruptCheckpointError if the pickles are malformed or the file is too short; UnsupportedError for another
+    pickle, a big-endian machine, or more than one save.
     """
 
+    # A row of pickles (magic number, version, system, state, keys of storages), then the storages one after another,
+    # each behind its number of elements. There are no checksums and no alignment.
     checksummed = is_script = False
     constants = 0
 
@@ -310,6 +294,7 @@ class OldFile:
         self.storages: set[tuple[int, int]] = set()
         self._counts: dict[str, int] = {}
         file.seek(0)
+        # The recorder trusts lengths in a pickle, so the stream has to limit reads.
         recorder = Recorder(Bounded(file, size))
         try:
             first = file.read(_START_BYTES)
@@ -348,7 +333,6 @@ class OldFile:
             raise CorruptCheckpointError(f"its pickle is damaged ({error})", path=path) from error
 
     def _find_storages(self, keys: Any, start: int) -> dict[str, int]:
-        """Return the offsets of all storages; the first count is at ``start``."""
         sizes: dict[str, int] = {}
         # The pickle has the number of elements; the size of one element follows from the storage class.
         for found in self._recorder.references:
@@ -371,11 +355,10 @@ class OldFile:
         return starts
 
     def recorded(self) -> tuple[Any, Recorder]:
-        """Return the recorded value of the state's pickle, and the recorder."""
         return self._state, self._recorder
 
     def storage_start(self, key: str, content: Bytes) -> int:
-        """Return the offset of a storage in ``content``, the file; ValueError if the pickle contradicts the file."""
+        """Return the offset of a storage in ``content``; ValueError if the pickle contradicts the file."""
         if key not in self._starts:
             raise ValueError(f"it has no storage {key!r:.50}")
         start = self._starts[key]
@@ -385,11 +368,9 @@ class OldFile:
         return start
 
     def storage_keys(self) -> list[str]:
-        """Return the keys of all storages."""
         return [*self._starts]
 
     def local_headers(self) -> list[tuple[int, int]]:
-        """Return the byte ranges that `storage_start` reads."""
         return [(start - _COUNT_BYTES, start) for start in self._starts.values()]
 
 
@@ -405,7 +386,7 @@ def storage_bytes(storage: "torch.UntypedStorage") -> Bytes:
 
 
 class StorageCheck:
-    """Compares the CRC-32 of a storage in memory with its archive, once, in the first thread that reads it."""
+    """Compares the CRC-32 of a storage with its archive, once, in the first thread that reads it."""
 
     def __init__(self, storage: "torch.UntypedStorage", archive: Archive) -> None:
         self._storage = storage
@@ -415,14 +396,10 @@ class StorageCheck:
 
     @cached_property
     def content(self) -> Bytes:
-        """The memory of the storage."""
         return storage_bytes(self._storage)
 
     def run(self, needed: Callable[[], AbstractContextManager[None]], path: Path, name: str) -> None:
-        """Raise CorruptCheckpointError if the CRC-32 is wrong.
-
-        ``needed`` returns a context that makes the memory of the storage available.
-        """
+        """Raise CorruptCheckpointError if the CRC-32 is wrong; ``needed`` makes the memory available in a block."""
         if self._is_intact is None:
             # The lock comes second, so that threads that wait for it share the requests for the memory.
             with needed(), self._lock:
@@ -440,7 +417,6 @@ def _big_endian(path: Path) -> UnsupportedError:
 
 
 def is_torch_file(path: Path) -> bool:
-    """Return whether a file begins like the files of ``torch.save``, of any version, or is a zip file of that kind."""
     start = first_bytes(path, 512) or b""
     if begins_like_pickle(start):
         return True
@@ -461,5 +437,4 @@ def _lists_pickle(path: Path) -> bool:
 
 
 def begins_like_pickle(start: bytes) -> bool:
-    """Return whether these are the first bytes of a pickle of protocol 2 to 5."""
     return len(start) >= 2 and start[0] == 0x80 and 2 <= start[1] <= 5

@@ -1,8 +1,4 @@
-"""Decodes pickles without executing them: classes and calls are recorded by name.
-
-`Recorder` is Python's unpickler, written in Python, without the opcodes that import or call anything. Naming a class
-gives a `Global`, calling it gives a `Call`. ``unpickle.py`` turns the recorded values of torch files into states.
-"""
+"""Decodes pickles without executing them: naming a class gives a `Global`, calling it gives a `Call`."""
 
 import _compat_pickle
 import io
@@ -16,8 +12,6 @@ _MAX_BYTES = 1024**3
 
 
 class Global(NamedTuple):
-    """A class or function, by name."""
-
     module: str
     name: str
 
@@ -26,28 +20,25 @@ class Global(NamedTuple):
 
 
 class Call:
-    """Stand-in for a call (opcodes REDUCE and NEWOBJ); recorded, never executed.
-
-    ``state`` is the argument of the opcode BUILD, or None. If the call makes a subclass of list or dict, ``items`` are
-    the values that the pickle appends, and ``pairs`` the keys and values that it sets.
-    """
+    """Stand-in for a call (opcodes REDUCE and NEWOBJ); recorded, never executed."""
 
     __slots__ = ("args", "function", "items", "pairs", "state")
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
         self.function = function
         self.args = args
+        # The argument of the opcode BUILD.
         self.state: Any = None
+        # Appended by the pickle if the call makes a subclass of list.
         self.items: list[Any] = []
+        # Set by the pickle if the call makes a subclass of dict.
         self.pairs: list[tuple[Any, Any]] = []
 
 
+# The keys are not hashed. Hashing a tuple of tuples of tuples recurses in C, and a hostile file could nest them until
+# the stack overflows.
 class Pairs(list[tuple[Any, Any]]):
-    """Stand-in for a dict: its keys and values.
-
-    The keys are not hashed. Hashing a tuple of tuples of tuples recurses in C, and a hostile file could nest them until
-    the stack overflows.
-    """
+    """Stand-in for a dict: its keys and values."""
 
 
 class PersistentId(NamedTuple):
@@ -57,26 +48,22 @@ class PersistentId(NamedTuple):
 
 
 def name_of(found: Any) -> str:
-    """Return the full name of a recorded class or function; an empty text for any other value.
-
-    ``str(found)`` would not do: 60 nested tuples that each contain the next one twice have a text of 2**60 parts.
-    """
+    """Return the full name of a recorded class or function; an empty text for any other value."""
+    # Not `str` of any value: 60 nested tuples that each contain the next one twice have a text of 2**60 parts.
     return str(found) if type(found) is Global else ""
 
 
 def decode(content: bytes, allowed: Container[tuple[str, str]], what: str) -> Any:
-    """Return the recorded value of a pickle that may name only the ``allowed`` classes and functions.
+    """Decode a pickle that may name only ``allowed`` pairs of module and name; ``what`` is the subject of errors.
 
-    ``allowed`` holds pairs of module and name. ``what`` is the subject of error messages.
-
-    Raises ValueError if the pickle is malformed or larger than 1 GiB; UnsupportedError if it names another class or
-    function.
+    Raises ValueError if the pickle is malformed or larger than 1 GiB; UnsupportedError if it names another class.
     """
     # Nearly every byte can make an object, so a pickle takes many times its length in memory.
     if len(content) > _MAX_BYTES:
         raise ValueError(f"a pickle of {len(content):,} bytes")
     recorder = Recorder(io.BytesIO(content))
     found = recorder.load()
+    # Every name counts, also a name that no call uses.
     for each in recorder.globals.values():
         if each not in allowed:
             raise UnsupportedError(
@@ -86,22 +73,19 @@ def decode(content: bytes, allowed: Container[tuple[str, str]], what: str) -> An
     return found
 
 
+# Opcodes of Python's unpickler that make plain values, or that call `find_class` or `persistent_load`.
 _OPCODES = """
 PROTO FRAME MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MARK STOP POP POP_MARK DUP
 GLOBAL STACK_GLOBAL BINPERSID NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT
 STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8
 EMPTY_LIST LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
 """
-"""Opcodes of Python's unpickler that make plain values, or that call `find_class` or `persistent_load`."""
 
 
 class Recorder(pickle._Unpickler):
-    """Reads pickles of any objects from a binary stream, one with each call of `load`, and executes nothing.
+    """Reads pickles from a binary stream, one with each call of `load`, and executes nothing.
 
-    A dict becomes `Pairs`, a set becomes a `Call`. Lists, tuples, texts, bytes and numbers are themselves. ``globals``
-    has all classes and functions by full name, with their names in Python 3; ``references`` has all persistent ids.
-
-    The stream must refuse to read more bytes than it has: `Recorder` does not check the lengths in a pickle.
+    The stream must refuse to read more bytes than it has: lengths in a pickle are not checked.
     """
 
     # The C unpickler would allocate a memo as long as the largest index in the file; this one keeps a dict.
@@ -113,6 +97,7 @@ class Recorder(pickle._Unpickler):
     def __init__(self, stream: Any) -> None:
         # Texts that Python 2 pickled may be arbitrary bytes.
         super().__init__(stream, encoding="utf-8", errors="surrogateescape")
+        # All classes and functions by full name, with their names in Python 3; then all persistent ids.
         self.globals: dict[str, Global] = {}
         self.references: list[Any] = []
 
@@ -128,6 +113,7 @@ class Recorder(pickle._Unpickler):
             raise ValueError(f"the pickle is malformed ({type(error).__name__}: {error})") from error
 
     def find_class(self, module: str, name: str) -> Global:
+        # Pickles of Python 2 name `__builtin__` and other old modules.
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         found = Global(_compat_pickle.IMPORT_MAPPING.get(module, module), name)
         # Recorded before the stack uses it: a name counts even if the pickle never calls it.
@@ -240,6 +226,7 @@ class Bounded:
         return content
 
     def readline(self) -> bytes:
+        # Opcodes of protocol 0 read lines, which may be as long as the file.
         line: bytes = self._stream.readline(self._left)
         self._left -= len(line)
         return line

@@ -1,9 +1,4 @@
-"""Reads the files of ``torch.save``: single files, and folders with ``pytorch_model.bin`` or an index of several files.
-
-The file is mapped, and the tensors are views of the mapping. Torch stores a CRC-32 of every storage and never checks
-it; here it is checked before the first byte of a storage is returned. In an object store, the pickle and the zip
-directory are fetched on opening, and a storage on its first read.
-"""
+"""Reads ``torch.save`` files as mapped memory: single files, and folders with one or with an index of several."""
 
 import os
 import stat
@@ -48,12 +43,11 @@ from tensorkeep.units import counted
 _SUFFIX = ".bin"
 
 
+# Torch stores a CRC-32 of every storage and never checks it. Here it is checked before the first byte of a storage is
+# returned. In an object store, the pickle and the zip directory are fetched on opening, and a storage on its first
+# read.
 class TorchReader(Reader):
-    """An open ``torch.save`` file.
-
-    The file is opened once, so that a checkpoint that is replaced meanwhile is read to the end as it was. ``parts``
-    limits the fetched memory of several files together.
-    """
+    """An open ``torch.save`` file; ``parts`` limits the fetched memory of several files together."""
 
     format = "torch"
 
@@ -67,6 +61,7 @@ class TorchReader(Reader):
             raise NotACheckpointError("is not a regular file, as torch.save writes", path=path)
         self._fetched: FetchedFile | None = None
         with ExitStack() as stack:
+            # Opened once: a checkpoint that is replaced meanwhile is read to the end as it was.
             source = stack.enter_context(open_file(path))
             if source.ranges_are_requests:
                 self._fetched = stack.enter_context(FetchedFile(source, parts or FetchedParts(settings.pool.budget)))
@@ -86,6 +81,7 @@ class TorchReader(Reader):
                 archive = TorchZip(file, size, path)
                 if archive.is_compressed:
                     file = stack.enter_context(archive.unpacked(file))
+                    # The copy is in memory as a whole, so nothing is fetched piece by piece any more.
                     self._fetched, place, size = None, f"/proc/self/fd/{file.fileno()}", file.seek(0, os.SEEK_END)
                     archive = TorchZip(file, size, path)
             # Finding a storage reads its local header: fetch all headers with few requests.
@@ -133,10 +129,10 @@ class TorchReader(Reader):
             self.details["attributes_left_out"] = found.attributes
 
     def _find_storages(self, size: int) -> "dict[str, _Storage]":
-        """Return the storages of tensors by name. Numpy arrays have none: their elements are in the pickle."""
         found: dict[tuple[int, int], _Storage] = {}
         storages = {}
         for name, leaf in self._leaves.items():
+            # Numpy arrays have no storage: their elements are in the pickle.
             if not leaf.is_torch:
                 continue
             storage = _Storage(leaf, self._archive)
@@ -170,10 +166,10 @@ class TorchReader(Reader):
         return None if self._is_old else self._leaves[name].host_bytes()
 
     def audit(self) -> Iterator[Problem]:
-        """Check the storages that no tensor of the state uses, but placeholders do."""
         archive = self._archive
         if not isinstance(archive, TorchZip) or not archive.checksummed or not self._unread:
             return
+        # No read checks the storages that only placeholders use.
         content = storage_bytes(self._whole)
         for key in self._unread:
             name = f"data/{key}"
@@ -193,10 +189,10 @@ class TorchReader(Reader):
         return min(leaf.nbytes, self._own_bytes(name) // leaf.dtype.itemsize * leaf.dtype.itemsize)
 
     def _own_bytes(self, name: str) -> int:
-        """Return the bytes of a leaf's storage, which are counted for the first leaf in it."""
         if name not in self._storages:
             return self._leaves[name].nbytes
         storage = self._storages[name]
+        # Several leaves may share a storage. Its bytes count for the first leaf.
         return storage.nbytes if storage.name == name else 0
 
     def close(self) -> None:
@@ -208,8 +204,6 @@ class TorchReader(Reader):
 
 
 class _Storage:
-    """The storage of one or several leaves: its memory, which may have to be fetched, and its check."""
-
     def __init__(self, leaf: Leaf, archive: Archive) -> None:
         storage = leaf.array.untyped_storage()
         self.name = leaf.name
@@ -220,8 +214,8 @@ class _Storage:
         self._address = 0
 
     def fetch_from(self, file: FetchedFile, address: int | None) -> None:
-        """Fetch the memory of the storage when it is needed, from a file that is mapped at an address."""
         if self.nbytes:
+            # Without the address of the mapping, reads would return zeros for pieces that were never fetched.
             if address is None:
                 raise StoreError("cannot be found in memory", path=file.path, remedy="copy it to a disk first")
             self._file = file
@@ -232,20 +226,17 @@ class _Storage:
         host = None if self._file is None else leaf.host_bytes()
         if self._file is None or host is None:
             return self.all_needed()
+        # Offsets in the mapping are offsets in the file.
         first = host.ctypes.data - self._address
         return self._file.needed(first + start, first + stop)
 
     def all_needed(self) -> AbstractContextManager[None]:
-        """Use the full storage in a block."""
         start = self._data_pointer - self._address
         return nullcontext() if self._file is None else self._file.needed(start, start + self.nbytes)
 
 
 def locate(path: Path) -> Path | None:
-    """Return the file or the index of a folder's torch weights, from names alone; None for any other path.
-
-    The path of an index is itself.
-    """
+    """Return the file or the index of a folder's torch weights, from names alone; an index is itself."""
     mode = file_mode(path)
     if stat.S_ISREG(mode):
         return path if is_index(path.name, _SUFFIX) and first_bytes(path, 1) is not None else None
@@ -262,7 +253,7 @@ def locate(path: Path) -> Path | None:
 
 
 class TorchFolderReader(Reader):
-    """The open ``torch.save`` files of one state dict. Each file is itself a state dict with some of the entries."""
+    """The open ``torch.save`` files of one state dict; each file has some of the entries."""
 
     format = "torch"
 
@@ -297,7 +288,6 @@ class TorchFolderReader(Reader):
             self.notes = [*self.notes, *notes_on_folder(path, unused)]
 
     def _open(self, directory: Directory, *, place: Path, settings: OpenSettings) -> Index | None:
-        """Open the files, and return the index if there is one."""
         index = read_index(directory, place) if is_index(place.name, _SUFFIX) else None
         wanted = {place.name: ""} if index is None else index.keys_by_file()
         for name, key in wanted.items():
@@ -309,7 +299,6 @@ class TorchFolderReader(Reader):
         return index
 
     def _merge(self, index: Index) -> Flat[StoredLeaf]:
-        """Return the entries of all files as one dict, in the order of the index."""
         merged: dict[str, Any] = {}
         entries: dict[str, Any] = {}
         leaves: dict[str, StoredLeaf] = {}
@@ -326,6 +315,7 @@ class TorchFolderReader(Reader):
             merged = merged or {**skeleton, kind: entries}
             leaves |= file.flat.leaves
             aliases |= file.flat.aliases
+        # Otherwise an entry of one file could silently replace an entry of another file.
         index.check(found)
         ordered = {key: entries[key] for key in index.files}
         skeleton = {key: ordered if node is entries else node for key, node in merged.items()}

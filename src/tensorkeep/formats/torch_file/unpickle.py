@@ -1,10 +1,4 @@
-"""Turns the recorded pickle of a torch file into a state, without calling anything that the file names.
-
-Tensors are views of the file's memory. What torch's restricted unpickler would call is rebuilt here from the recorded
-arguments. An object of a class that the caller allows becomes a dict of its attributes: its class is neither imported
-nor called, so an allowed name cannot run code either. Every other value becomes a `Placeholder`, so that the rest of
-the file can be read.
-"""
+"""Turns the recorded pickle of a torch file into a state, without calling anything that the file names."""
 
 import json
 import re
@@ -29,21 +23,21 @@ if TYPE_CHECKING:
     Storages = Callable[[str, int], torch.UntypedStorage]
     """Returns the storage of a key and a number of bytes; ValueError if it does not exist."""
 
+# Names that run programs or code, which no checkpoint needs.
 COMMANDS = re.compile(
     r"(os|posix|nt|sys|subprocess|shutil|socket|runpy|importlib|ctypes|pty|code)(\..*)?"
     r"|builtins\.(eval|exec|compile|getattr|open|__import__)"
 )
-"""Names that run programs or code, which no checkpoint needs."""
+# Classes, or their full names.
 Allow = str | type | Iterable[str | type]
-"""Classes, or their full names."""
 _NUMPY_MODULES = ("numpy.core", "numpy._core")
+# The names that pickles of numpy arrays and scalars call; allowed together as "numpy".
 _NUMPY = {
     "numpy.dtype",
     "numpy.ndarray",
     *(f"{module}.multiarray.{name}" for module in _NUMPY_MODULES for name in ("scalar", "_reconstruct")),
     *(f"{module}.numeric._frombuffer" for module in _NUMPY_MODULES),
 }
-"""The names that pickles of numpy arrays and scalars call; allowed together as "numpy"."""
 
 
 def allowed_names(allow: Allow | None) -> frozenset[str]:
@@ -71,8 +65,8 @@ def allowed_names(allow: Allow | None) -> frozenset[str]:
     return frozenset(names).union(_NUMPY if "numpy" in names else ()) - {"numpy"}
 
 
+# Values that a state may have beyond the size of its pickle, because containers contain one another many times.
 SHARED_VALUES = 1_000_000
-"""Values that a state may have beyond the size of its pickle, because containers contain one another many times."""
 TRUST = "if you trust it, load it with torch.load(weights_only=False) and save tensors and plain values"
 _READ_WITH_TORCH = "load the file with torch, and save"
 _PLAIN_ARRAYS = "save strings and objects as lists of plain values, e.g. x.tolist()"
@@ -86,27 +80,25 @@ _TOO_DEEP = Placeholder("", f"nested deeper than {MAX_DEPTH} levels", TRUST)
 
 
 class Unpickled(NamedTuple):
-    """The state of a torch file.
-
-    ``refusal`` is the error for a load that keeps objects of classes that are not allowed, or None without such
-    objects. ``attributes`` names attributes of tensors and dicts that the state leaves out. ``storages`` are the keys
-    of the storages that its tensors use. ``others`` counts the values of a TorchScript archive that are not tensors.
-    """
+    """The state of a torch file; ``refusal`` is the error for a load that keeps objects of classes not allowed."""
 
     state: Any
     refusal: UnsupportedError | None
+    # Attributes of tensors and dicts that the state leaves out.
     attributes: list[str]
     storages: frozenset[str]
+    # Values of a TorchScript archive that are not tensors.
     others: int = 0
 
 
 def load_untrusted(
     whole: "torch.UntypedStorage", archive: Archive, path: Path, allow: Collection[str] = ()
 ) -> Unpickled:
-    """Return the state of a file. Its tensors are views of ``whole``, the content of the file; none of its code runs.
+    """Return the state of a file.
 
-    Raises UnsupportedError if the pickle names what runs programs or code, or has an unknown opcode;
-    CorruptCheckpointError if it is damaged; OutOfMemoryError if there is not enough memory.
+    Its tensors are views of ``whole``, the content of the file; none of its code runs. Raises UnsupportedError if the
+    pickle names what runs programs or code, or has an unknown opcode; CorruptCheckpointError if it is damaged;
+    OutOfMemoryError if there is not enough memory.
     """
     content = storage_bytes(whole)
     used: set[str] = set()
@@ -125,8 +117,10 @@ def load_untrusted(
         raise CorruptCheckpointError(f"its pickle is damaged ({error})", path=path) from error
     # Every name counts, even if no call uses it: the caller may load the file with torch next.
     names = [name for name in recorder.globals if not is_known(name) and name not in allow]
+    # The classes of a TorchScript archive are its own code, which is not read.
     names = sorted(name for name in names if not (archive.is_script and name.startswith(_SCRIPT)))
     refusal = _refusal(path, names) if names else None
+    # A file that runs commands is refused even if the caller wants only a part of the state.
     if refusal is not None and any(COMMANDS.fullmatch(name) for name in names):
         raise refusal
     # A value that is referenced twice may be copied twice, so the limit is a multiple of the pickle.
@@ -159,7 +153,6 @@ def load_untrusted(
 
 
 def is_known(name: str) -> bool:
-    """Return whether values of a class or function are read without permission."""
     import torch
 
     module, _, own = name.rpartition(".")
@@ -217,6 +210,7 @@ def count_values(state: object, limit: int) -> int:
     waiting: list[tuple[Any, bool]] = [(state, True)]
     while waiting:
         value, enters = waiting.pop()
+        # Only parents are tracked: a container that is reached twice counts twice, a cycle counts once.
         if not enters:
             parents.remove(id(value))
         elif isinstance(value, dict | list | tuple | set) and id(value) not in parents:
@@ -232,13 +226,11 @@ def count_values(state: object, limit: int) -> int:
     return count
 
 
+# What torch's restricted unpickler would call is rebuilt from the recorded arguments. An object of an allowed class
+# becomes a dict of its attributes: the class is neither imported nor called, so an allowed name cannot run code either.
+# Every other value becomes a `Placeholder`, so that the rest of the file can be read.
 class StateRebuilder:
-    """Rebuilds the state of one recorded pickle.
-
-    Objects of the classes in ``allow`` become dicts; with ``script``, so do objects of a TorchScript archive. The
-    arguments and values of all calls together may have ``limit`` elements or bytes. ``attributes`` collects the names
-    of attributes of tensors and dicts that the state leaves out.
-    """
+    """Rebuilds the state of one recorded pickle; all calls together may handle ``limit`` elements or bytes."""
 
     def __init__(self, storages: "Storages", allow: Collection[str], limit: int, *, script: bool = False) -> None:
         self.attributes: dict[str, None] = {}
@@ -289,13 +281,12 @@ class StateRebuilder:
         return Placeholder("", f"a {type(found).__name__} in a pickle", TRUST)
 
     def _register(self, found: Any, made: Any) -> Any:
-        """Register a container before it is filled, so that values inside it can refer to it."""
         self._kept.append(found)  # keeps its id from being used again
         self._built[id(found)] = made
         return made
 
     def _spend(self, *values: Any) -> None:
-        """Count the lengths of what is copied: a file of 1 MB can repeat one call a million times with 1 MB of text."""
+        # Lengths of copies count: a file of 1 MB can repeat one call a million times with 1 MB of text.
         self._left -= sum(
             value.nbytes if type(value) is np.ndarray else len(value)
             for value in values
@@ -316,7 +307,7 @@ class StateRebuilder:
         return made
 
     def _key(self, found: Any, taken: set[str]) -> str:
-        """Return a text for a key that no state can have, such as a class; unique among the keys of the dict."""
+        # A state cannot have such a key, for example a class. The text must not replace another key of the dict.
         text = base = _text(found)
         self._spend(base)
         while text in taken:
@@ -350,7 +341,6 @@ class StateRebuilder:
         return Placeholder("", "a storage without a tensor", f"{_READ_WITH_TORCH} tensors")
 
     def call(self, call: Call, depth: int) -> Any:
-        """Return the value of a recorded call."""
         self._spend(call.args, *call.args, call.state, *(call.state if type(call.state) is tuple else ()))
         if depth > MAX_DEPTH:
             return _TOO_DEEP
@@ -365,7 +355,7 @@ class StateRebuilder:
         return self._object(name, call, depth) if self._is_allowed(name) else self._refused(name)
 
     def _object(self, name: str, call: Call, depth: int) -> Any:
-        """Return an object as its items, as a dict of its attributes, or as a dict of its class and arguments."""
+        # Subclasses of dict and list become plain ones, without their attributes.
         if call.pairs or call.items:
             self._leave_out([call.state])
         if call.pairs:
@@ -385,14 +375,13 @@ class StateRebuilder:
         return made
 
     def _leave_out(self, states: Iterable[Any]) -> None:
-        """Record the names of attributes that the state leaves out."""
         for state in states:
             found = _attributes(state) or []
             self._spend(found)
             self.attributes |= {key: None for key, _ in found if type(key) is str and not key.startswith("_")}
 
     def _reconstructed(self, call: Call, depth: int) -> Any:
-        """Return an object that pickle protocols 0 and 1 made."""
+        # Pickle protocols 0 and 1 make objects so.
         cls, _, start = call.args
         made = Call(cls, () if start is None else (start,))
         made.state, made.items, made.pairs = call.state, call.items, call.pairs
@@ -423,7 +412,7 @@ class StateRebuilder:
         return Placeholder("", f"the function {_text(call)}", f"leave it out; {_READ_WITH_TORCH} its name")
 
     def _bytes(self, call: Call, depth: int) -> Any:
-        """Return bytes, which pickle protocols 0 to 2 store as text."""
+        # Pickle protocols 0 to 2 store bytes as text.
         text, encoding = call.args
         if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
             raise ValueError("bytes in another encoding than latin1")
@@ -506,17 +495,15 @@ class StateRebuilder:
         return torch.nn.Parameter(data, call.args[1]) if isinstance(data, torch.Tensor) else data
 
     def _tensor_of_type(self, call: Call, depth: int) -> Any:
-        """Return a tensor with attributes, or a tensor of a subclass.
-
-        A subclass that wraps other tensors becomes a dict of its attributes, any other subclass a plain tensor.
-        """
         function, kind, arguments, state = call.args
+        # A subclass that the caller allows becomes a plain tensor, or a dict if it wraps other tensors.
         name = name_of(kind)
         if not name:
             raise ValueError("a tensor has no class")
         if name not in ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"):
             if not self._is_allowed(name):
                 return self._refused(name)
+            # A subclass that wraps other tensors has no elements itself: its attributes have the tensors.
             if function.name == "_rebuild_wrapper_subclass":
                 made = Call(kind, ())
                 made.state = state
@@ -525,7 +512,6 @@ class StateRebuilder:
         return self.call(Call(function, arguments), depth + 1)
 
     def _tensor_on_device(self, call: Call, depth: int) -> Any:
-        """Return a tensor that torch saved as a CPU tensor or as a numpy array."""
         import torch
 
         # XLA and other devices save tensors so. Numpy has no bfloat16, so the array may have another dtype.
@@ -560,6 +546,7 @@ def _dtype(call: Any) -> np.dtype[Any] | None:
         return None
     # The text is one letter and digits, so numpy cannot parse anything else from it.
     dtype: np.dtype[Any] = np.dtype(kind)
+    # The byte order is in the state of the dtype, not in its text.
     is_big_endian = type(call.state) is tuple and len(call.state) > 1 and call.state[1] == ">"
     return dtype.newbyteorder(">") if is_big_endian else dtype
 
@@ -572,6 +559,7 @@ def _count(found: Any) -> int:
 
 def _attributes(state: Any) -> list[tuple[Any, Any]] | None:
     """Return the attributes in the state of an object, slots included; None if the state is another value."""
+    # With slots, the state is a pair: the dict of the object, and the dict of its slots.
     parts = state if type(state) is tuple and len(state) == 2 else (state,)
     if any(part is not None and type(part) is not Pairs for part in parts):
         return None
@@ -579,18 +567,17 @@ def _attributes(state: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_key(found: Any) -> bool:
-    """Return whether a recorded value is a key that a state can have."""
     if type(found) is tuple:
         return all(type(part) in _SCALARS for part in found)
     return type(found) in _SCALARS and (type(found) is not str or found.isascii() or not _SURROGATES.search(found))
 
 
 def _text(found: Any, depth: int = 0) -> str:
-    """Return a recorded value as text, abbreviated."""
     if type(found) is str and depth == 0:
         return found.encode("utf-8", "backslashreplace").decode()
     if type(found) in (*_SCALARS, bytes):
         return ascii(found[:_MOST_LETTERS] if isinstance(found, str | bytes) else found)[:_MOST_LETTERS]
+    # Errors show this text, and a hostile value may nest without end.
     if depth > 3 or type(found) not in (Call, tuple):
         return name_of(found) or "..."
     arguments = [_text(each, depth + 1) for each in (found if type(found) is tuple else found.args)[:_MOST_ARGUMENTS]]
@@ -628,6 +615,7 @@ def _unreadable(what: str, remedy: str) -> _Rebuild:
 
 
 _UTILS = "torch._utils._rebuild"
+# Classes and functions that are rebuilt without permission, by full name.
 _KNOWN: dict[str, _Rebuild] = {
     "collections.OrderedDict": StateRebuilder._ordered,
     "collections.Counter": StateRebuilder._counter,
@@ -665,4 +653,3 @@ _KNOWN: dict[str, _Rebuild] = {
         for name in ("build_intlist", "build_doublelist", "build_boollist", "build_tensorlist", "restore_type_tag")
     },
 }
-"""Classes and functions that are rebuilt without permission, by full name."""

@@ -1,10 +1,4 @@
-"""Writes the files of ``torch.save``: torch makes the pickle and the zip container, the storages are written here.
-
-Torch reads a storage twice, for its CRC-32 and to write it. If the tensor changes in between, the file is damaged.
-So torch leaves the storages out (`torch.serialization.skip_data`), and each is copied, hashed and written in pieces.
-Torch records 0 as their CRC-32, in the descriptor behind each storage and in the zip directory; the right value
-replaces it. The result has the bytes that torch alone writes, except for ``serialization_id``, a hash of all CRC-32.
-"""
+"""Writes the files of ``torch.save``: torch makes the pickle and the zip container, the storages are written here."""
 
 import ctypes
 import functools
@@ -46,16 +40,16 @@ _ENTRY, _ENTRY_CRC, _ENTRY_LENGTHS, _ENTRY_NAME = b"PK\x01\x02", 16, 28, 46
 _STORAGES = b"/data/"
 
 
+# Torch reads a storage twice, for its CRC-32 and to write it. If the tensor changes in between, the file is damaged. So
+# torch leaves the storages out (`torch.serialization.skip_data`), and each is copied, hashed and written in pieces.
+# Torch records 0 as their CRC-32, in the descriptor behind each storage and in the zip directory; the right value
+# replaces it. The result has the bytes that torch alone writes, except for ``serialization_id``, a hash of all CRC-32.
 class TorchStream(Closing):
-    """A new file for one or several calls of `save`; a context manager that closes it.
-
-    The meter counts the written bytes, up to its total: the zip container takes more bytes than the tensors.
-    """
-
     def __init__(self, path: Path, *, cancellation: Cancellation | None = None, meter: Meter | None = None) -> None:
         self._file = DirectFile(path, direct=False)
         self._cancellation = cancellation
         self._meter = meter
+        # The zip container takes more bytes than the tensors, so the meter stops at its total.
         self._uncounted = meter.total if meter is not None else 0
         self._small = bytearray()
         # One piece is copied, hashed and written while it is in the cache of the core.
@@ -63,7 +57,6 @@ class TorchStream(Closing):
         self._offset = 0
 
     def save(self, value: object) -> None:
-        """Append what ``torch.save`` writes for a value."""
         import torch
 
         container = _Container(self)
@@ -82,7 +75,6 @@ class TorchStream(Closing):
             raise _unexpected()
 
     def append(self, data: Any) -> None:
-        """Append bytes; small writes are collected and written together."""
         if self._cancellation is not None:
             self._cancellation.check()
         # Torch makes some forty writes of a few bytes for each tensor.
@@ -135,16 +127,11 @@ class TorchStream(Closing):
         return self._offset
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 class _Container:
-    """The file object that torch writes one zip container to; it inserts the storages and their CRC-32.
-
-    It keeps the first error and writes nothing after it, because torch's zip writer does not survive an exception from
-    a write. ``complete`` is True once the zip directory was written.
-    """
+    """The file object that torch writes one zip container to; it inserts the storages and their CRC-32."""
 
     def __init__(self, stream: TorchStream) -> None:
         self.pickle_module, self._storages = _recording_pickle()
@@ -156,12 +143,11 @@ class _Container:
         self._failure: BaseException | None = None
 
     def write(self, data: Any) -> int:
-        """Write bytes of the container."""
         self._guarded(self._write_piece, data)
         return len(data)
 
     def seek(self, offset: int, whence: int) -> int:
-        """Write the storage that torch skips with this seek."""
+        # Torch skips a storage with a seek over its bytes.
         self._guarded(self._write_storage, offset)
         return self.tell()
 
@@ -169,9 +155,11 @@ class _Container:
         return self._stream.tell()
 
     def flush(self) -> None:
-        """Do nothing; torch calls it."""
+        """Do nothing."""
 
     def _guarded(self, write: Callable[[Any], None], argument: Any) -> None:
+        # Torch's zip writer does not survive an exception from a write: keep the first error, and write nothing after
+        # it.
         if self._failure is None:
             try:
                 write(argument)
@@ -179,12 +167,11 @@ class _Container:
                 self._failure = error
 
     def raise_failure(self) -> None:
-        """Raise the first error, if there was one."""
         if self._failure is not None:
             raise self._failure
 
     def forget_storages(self) -> None:
-        """Drop the references to the storages; the class of the pickler lives until the next garbage collection."""
+        # The class of the pickler lives until the next garbage collection, and would keep the tensors alive.
         self._storages.clear()
 
     def _storages_with_bytes(self) -> "Iterator[tuple[int, torch.UntypedStorage]]":
@@ -258,7 +245,6 @@ def _recording_pickle() -> "tuple[ModuleType, dict[int, torch.UntypedStorage]]":
 def write(
     flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
 ) -> WriteResult:
-    """Write a state as one file; see `tensorkeep.formats.base.Format.write`."""
     _check_settings(destination, settings)
     specs = leaf_specs(flat.skeleton)
     _check_readable(flat, specs)
@@ -283,9 +269,9 @@ def _check_settings(destination: Path, settings: WriteSettings) -> None:
 
 
 def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
-    """Refuse a state that ``torch.load(weights_only=True)`` refuses: save and load it with empty tensors."""
     import torch
 
+    # `torch.load(weights_only=True)` must read the file. Only a try can show it, because its rules differ by version.
     stand_ins: dict[tuple[str, str], Array] = {}
     values: dict[str, Array] = {}
     for name, spec in specs.items():
@@ -341,13 +327,13 @@ def _materialise(flat: Flat[Source], specs: Mapping[str, LeafSpec], threads: int
             tasks += _reads(source, values[name])
             copied += source.nbytes
     parallel.run(tasks, threads)
+    # Views of one storage are saved as views, so aliases cost no bytes.
     for name, alias in flat.aliases.items():
         values[name] = make_view(values[alias.of], alias)
     return values, copied
 
 
 def fills_its_storage(leaf: Leaf) -> bool:
-    """Return whether a tensor is contiguous and fills its storage."""
     tensor = leaf.array
     return bool(not is_lazy(tensor) and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == leaf.nbytes)
 
