@@ -114,12 +114,11 @@ class SaveOptions:
 
     @property
     def delta(self) -> bool:
-        """Whether changed blocks may be stored as differences."""
         return self.incremental == "delta"
 
     @property
     def codec(self) -> str | None:
-        """The compression, which ``"delta"`` implies."""
+        # A difference takes less space only when it is coded.
         return "lossless" if self.delta else self.compression
 
 
@@ -148,7 +147,6 @@ Options = TypeVar("Options", LocalTier, Retention, SaveOptions)
 
 
 def _with_keywords(options: Options, keywords: dict[str, Any]) -> Options:
-    """Return options with the keywords that are their fields, which are removed from ``keywords``."""
     own = {field.name: keywords.pop(field.name) for field in fields(options) if field.name in keywords}
     return replace(options, **own) if own else options
 
@@ -301,11 +299,9 @@ class CheckpointManager:
         return self._backend.uploads()
 
     def _newest_first(self) -> Iterable[Step]:
-        """Return the complete steps, the last one first; a step is looked at when it is asked for.
-
-        All ranks return the steps that rank 0 has found.
-        """
+        """Return the complete steps, the last one first; all ranks return the steps that rank 0 has found."""
         if not self._ranks.is_distributed:
+            # An iterator: a step is looked at when it is asked for.
             return self._complete_steps()
         what = "listing the steps"
         found: list[tuple[Any, ...]] = []
@@ -390,6 +386,7 @@ class CheckpointManager:
                 record = self._record(step, metrics)
                 # The lock comes before everything that looks at the folder: another process could change it.
                 self._claim()
+                # Waits for the save before this one. If that has failed, this one is not begun.
                 self._queue.wait_for_place()
                 self._queue.raise_failure()
                 self._warn_of_failures()
@@ -409,7 +406,6 @@ class CheckpointManager:
         return pending
 
     def _record(self, step: int, metrics: Mapping[str, float] | None) -> StepRecord:
-        """Return what is stored with a step. Only rank 0 stores and checks metrics."""
         is_main = self._ranks.is_main
         # The time of the call, when the state was reached. The step may be durable much later.
         record = StepRecord(step, clock().time(), checked_metrics(metrics if is_main else None))
@@ -422,15 +418,13 @@ class CheckpointManager:
                 path=self._backend.root,
                 remedy="look at the number of the step and at the clock of this machine",
             ) from error
+        # Only rank 0 stores and checks metrics.
         if is_main:
             self.keep.check(record.metrics)
         return record
 
     def _check_free(self, step: int, *, overwrite: bool) -> bool:
-        """Check that a step can be saved; return whether to replace an existing step.
-
-        A damaged step is always replaced. So is a step that a restore found damaged, if its manifest is still the same.
-        """
+        """Check that a step can be saved; return whether to replace an existing step."""
         if not self._ranks.is_main:
             return overwrite
 
@@ -438,6 +432,7 @@ class CheckpointManager:
             path, numbers = self._backend.path_of(step), self._backend.numbers()
             replaces = overwrite
             if step in numbers and not overwrite:
+                # A step that a restore found damaged is replaced, if its manifest is still the same.
                 known = self._damaged.get(path)
                 replaces = is_damaged(path) or (known is not None and known == manifest_digest(path))
                 if not replaces:
@@ -461,7 +456,7 @@ class CheckpointManager:
         return self._base if self._base is not None and self._backend.exists(self._base) else None
 
     def _after_save(self, path: Path, step: int) -> None:
-        """Finish a save, in the thread that wrote it, once the step is durable."""
+        # In the thread that wrote the step, once it is durable.
         self._base = path
         self._damaged.pop(path, None)  # the damaged step was replaced
         if self._ranks.is_main:

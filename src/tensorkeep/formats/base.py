@@ -1,9 +1,6 @@
 """The contract of a format: how it describes a state, its writer and its reader.
 
-A format is one `Format` object, registered under the entry point ``tensorkeep.formats``. It recognises its own files,
-opens them as a `Reader`, and writes a flattened state. Loading, slicing, verifying, comparing and converting use
-`Reader.read` alone, so they work with every format. ``tensorkeep.testing.format_suite.FormatSuite`` is the conformance
-suite.
+A format is one `Format` object, registered under the entry point ``tensorkeep.formats``.
 """
 
 import functools
@@ -47,16 +44,14 @@ SourceT = TypeVar("SourceT", bound=Source)
 
 
 class AliasRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An `Alias` as JSON: offset and strides count elements.
-
-    Only manifests store ``key``; elsewhere, `Structure.parts` has it.
-    """
+    """An `Alias` as JSON: offset and strides count elements."""
 
     of: str
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     part: str
+    # Only manifests store the key; elsewhere, `Structure.parts` has it.
     key: str = ""
 
     @classmethod
@@ -86,16 +81,14 @@ class Structure(msgspec.Struct, frozen=True):
 
 
 def check_saveable(flat: Flat[Source]) -> None:
-    """Check a state with the readers' rules, so that no save succeeds that no load accepts.
-
-    Raises UnsupportedLeafError with the rule that is broken.
-    """
+    """Check a state with the readers' rules; UnsupportedLeafError for the first rule that is broken."""
     tensors = {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in flat.leaves.items()}
     for name, (dtype, shape) in tensors.items():
         if _extent(shape) * dtype.itemsize >= _MOST_SAVED:
             text = f"a tensor of shape {list(shape)} cannot be saved: not every library can have it"
             raise UnsupportedLeafError(text, name=name, remedy="save it in another shape, x.flatten() for example")
     try:
+        # No save may succeed that no load accepts.
         check_structure(flat.skeleton, tensors, flat.aliases, flat.parts)
     except ValueError as error:
         remedy = "rename or leave out what the message names, and report this: it should have had a better message"
@@ -108,11 +101,9 @@ def check_structure(
     aliases: Mapping[str, Alias],
     parts: Mapping[str, PartKey],
 ) -> dict[str, LeafSpec]:
-    """Check that a state can be rebuilt from a skeleton, stored tensors (dtype and shape), views and parts.
+    """Check that a state can be rebuilt; return the leaves that the skeleton names, in its order.
 
-    Return the leaves that the skeleton names, in its order.
-
-    Raises ValueError with the rule that is broken.
+    Tensors are given by dtype and shape. Raises ValueError with the rule that is broken.
     """
     specs = leaf_specs(skeleton)
     known = tensors.keys() | aliases.keys()
@@ -134,6 +125,7 @@ def check_structure(
         raise ValueError("the parts and the table of tensors do not name the same tensors")
     if len(set(places)) != len(places):
         raise ValueError("two tensors have the same part and key")
+    # `__metadata__` is not a tensor in a safetensors header.
     if any(not part or not key or key == "__metadata__" for part, key in places):
         raise ValueError("a part or a key has an impossible name")
     return specs
@@ -141,6 +133,7 @@ def check_structure(
 
 def _check_leaf(name: str, spec: LeafSpec, dtype: DType, shape: tuple[int, ...]) -> None:
     numpy = spec.kind in ("ndarray", "npscalar")
+    # The spec comes from the file: an impossible kind would only fail deep inside of torch or numpy.
     if not (dtype.has_numpy if numpy else dtype.has_torch):
         raise ValueError(f"{name!r} cannot be a {spec.kind} of {dtype}")
     if _extent(shape) * (dtype.itemsize if numpy else 1) >= _MOST:
@@ -152,7 +145,7 @@ def _check_leaf(name: str, spec: LeafSpec, dtype: DType, shape: tuple[int, ...])
 
 
 def _extent(shape: tuple[int, ...]) -> int:
-    """Return the product of the lengths other than 0: libraries compute it for an empty tensor, too."""
+    # Without lengths of 0: libraries compute this product for an empty tensor, too, and it must not overflow.
     return prod(length for length in shape if length)
 
 
@@ -172,7 +165,7 @@ BLOCK_BYTES = 16 * 1024**2
 
 
 def thread_bytes(block_bytes: int, *, buffers: int) -> int:
-    """Return the pool memory that one thread may use at once: ``buffers`` blocks, each with the pages around it."""
+    """Return the pool memory that one thread may use at once, for this many blocks."""
     # A direct read or write covers whole pages, so up to a page more at either end.
     return buffers * buffer_bytes(block_bytes + 2 * ALIGNMENT)
 
@@ -209,7 +202,8 @@ OptionsT = TypeVar("OptionsT", bound=FormatOptions)
 
 
 def _choices(kind: object) -> str | None:
-    """Return the valid values of a `Literal` type, or None if it is not one."""
+    """Return a remedy with the values of a `Literal` type; None for other types."""
+    # The type may also be a union, such as `Literal["a", "b"] | None`.
     inner = kind if get_origin(kind) is Literal else next((a for a in get_args(kind) if get_origin(a) is Literal), None)
     return None if inner is None else f"choose one of: {', '.join(map(repr, get_args(inner)))}"
 
@@ -350,7 +344,7 @@ class StagedWrite(ABC):
 
 
 class FullCopyWrite(StagedWrite):
-    """A staged write for formats that do not write block by block: the whole state is copied before it is written."""
+    """A staged write for formats that do not write block by block: `stage` copies the whole state."""
 
     def __init__(
         self,
@@ -400,6 +394,7 @@ class FullCopyWrite(StagedWrite):
         self._copied.set()
 
     def _write(self) -> WriteResult:
+        # A failed `stage` sets no event, so the wait looks at the cancellation now and then.
         while self._pool is not None and not self._copied.wait(POLL_SECONDS):
             self._cancellation.check()
         return self._write_format(self._flat, self._destination, self._settings)
@@ -411,7 +406,7 @@ class FullCopyWrite(StagedWrite):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _HostCopy:
-    """A leaf's bytes in a buffer; a `tensorkeep.state.leaf.Source`."""
+    """A copied leaf, as a `tensorkeep.state.leaf.Source`."""
 
     name: str
     dtype: DType
@@ -427,6 +422,7 @@ class _HostCopy:
 
 
 def _copy(source: Source, start: int, stop: int, out: Bytes) -> None:
+    # On a stream of its own: the copy neither waits for kernels that are queued later nor delays them.
     with side_stream(source):
         source.read(start, stop, out)
 
@@ -573,9 +569,8 @@ class Reader(Closing, ABC):
     def _set_state(self, flat: "Flat[StoredLeaf]", source: Path, leaf_specs: dict[str, LeafSpec] | None = None) -> None:
         """Check that a state can be rebuilt from its description, and set `flat` and `leaf_specs`.
 
-        The stored tensors may be in any order. ``source`` is the file that describes the state, for errors.
-        ``leaf_specs`` is the result of `check_structure`, if it was called already. Raises CorruptCheckpointError if
-        skeleton, tensors, aliases and parts contradict each other.
+        ``source`` is the file that describes the state. ``leaf_specs`` is the result of `check_structure`, if it was
+        called already. Raises CorruptCheckpointError if skeleton, tensors, aliases and parts contradict each other.
         """
         try:
             tensors = {name: (leaf.dtype, leaf.shape) for name, leaf in flat.leaves.items()}
@@ -589,7 +584,6 @@ class Reader(Closing, ABC):
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Every tensor by name, aliases included, in the state's order."""
         return {name: self._entry(name) for name in self.leaf_specs}
 
     def _entry(self, name: str) -> Entry:
@@ -599,14 +593,12 @@ class Reader(Closing, ABC):
         if alias is None:
             return Entry(name, part, leaf.dtype, leaf.shape, leaf.nbytes, leaf.stored_bytes, leaf.codec, leaf.file)
         nbytes = prod(alias.shape) * leaf.dtype.itemsize
+        # A view has no stored bytes of its own: sums over all entries count each byte once.
         return Entry(name, part, leaf.dtype, alias.shape, nbytes, 0, "alias", leaf.file, alias.of)
 
 
 class StoredLeaf(msgspec.Struct, frozen=True, eq=False):
-    """A tensor stored in a checkpoint; a `Source` for writers, so that converting never holds a whole state.
-
-    ``stored_bytes``, ``file`` and ``codec`` are as in `Entry`.
-    """
+    """A tensor in a checkpoint, as a `Source` for writers: converting never holds a whole state."""
 
     reader: Reader
     name: str

@@ -21,7 +21,6 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
-    """Return the box that begins at an element and has these lengths."""
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
@@ -38,7 +37,7 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """Return a box by its indices within an array that holds the outer box alone."""
+    """Return a box by its indices within the outer box."""
     return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(box, outer, strict=True))
 
 
@@ -75,7 +74,7 @@ def grid(shape: Sequence[int], block: Sequence[int]) -> Iterator[Box]:
 
 
 def box_to_ranges(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the array's C-order stream, in elements, that make up a box; in order."""
+    """Yield the ranges of the C-order stream, in elements, that make up a box; in order."""
     lengths = box_shape(box)
     # After the last dimension that is cut, the box is contiguous.
     last = max((axis for axis in range(len(shape)) if lengths[axis] != shape[axis]), default=-1)
@@ -91,7 +90,7 @@ def box_to_ranges(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
 
 
 def covering_range(shape: Sequence[int], box: Box) -> tuple[int, int]:
-    """Return the shortest range of the array's C-order stream, in elements, that covers a box with elements."""
+    """Return the shortest range of the C-order stream, in elements, that covers a box with elements."""
     # The positions of the first and the last element, by Horner's scheme.
     first = last = 0
     for side, length in zip(box, shape, strict=True):
@@ -161,9 +160,8 @@ MAX_CUT_DIMENSIONS = 8
 MAX_COORDINATES = 2**25
 
 
+# The first element, in C order, that no box has, or that more than one box has.
 class Flaw(NamedTuple):
-    """Where boxes do not tile an array: the first element, in C order, in no box, or in more than one."""
-
     offsets: Corner
     is_gap: bool
 
@@ -191,6 +189,7 @@ def find_flaw(shape: Sequence[int], boxes: Iterable[tuple[Corner, Corner]]) -> F
     lengths = np.array([sizes for _, sizes in found], np.int64).reshape(size)
     # Along a dimension that no box cuts, all boxes have the same two coordinates.
     cut = [axis for axis in range(len(whole)) if (lengths[:, axis] != whole[axis]).any()]
+    # Both limits come before any corner is made: the boxes may come from a hostile file.
     if len(cut) > MAX_CUT_DIMENSIONS:
         raise ValueError(f"is cut along {len(cut)} dimensions, more than {MAX_CUT_DIMENSIONS}")
     if len(found) * len(cut) << len(cut) > MAX_COORDINATES:
@@ -211,8 +210,8 @@ def find_flaw(shape: Sequence[int], boxes: Iterable[tuple[Corner, Corner]]) -> F
 
 
 def _corners(starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
-    """Return the corners of boxes, of shape (corners, dimensions), and their signs."""
     dimensions = starts.shape[1]
+    # Arrays of shape (corners, dimensions) and (corners,).
     corners, signs = [], []
     for choice in itertools.product((False, True), repeat=dimensions):
         corners.append(np.where(np.array(choice, bool), stops, starts))
@@ -221,9 +220,10 @@ def _corners(starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
 
 
 def _first_left_over(corners: Integers, signs: Integers) -> tuple[Integers, int]:
-    """Return the first corner, in C order, with signs that do not add up to 0, and their sum; (anything, 0)."""
+    """Return the first corner, in C order, with a sum of signs other than 0, and the sum; 0 if none is left."""
     if not corners.shape[1]:
         return corners[:0].reshape(-1), int(signs.sum())
+    # `lexsort` sorts by its last key first.
     order = np.lexsort(corners.T[::-1])
     corners, signs = corners[order], signs[order]
     # Equal corners are neighbours now: add up the signs of each group.
@@ -262,7 +262,7 @@ class BoxTarget:
         return self._host[found[0] * self._itemsize : found[1] * self._itemsize]
 
     def spare_bytes(self, nbytes: int) -> int:
-        """Return the memory that `put` needs for a part of this size."""
+        # `put` compacts a part before it writes it to a leaf.
         return round_up(nbytes) if self._host is None else 0
 
     def put(self, region: Box, data: npt.NDArray[Any], spare: Bytes) -> None:
@@ -292,10 +292,7 @@ def read_box(
     pool: BufferPool,
     most_bytes: int,
 ) -> None:
-    """Fill a leaf with a box of a tensor; ``read(start, stop, out)`` reads a range of its bytes in C order.
-
-    Short rows are read together with what is between them, in ranges of at most ``most_bytes``.
-    """
+    """Fill a leaf with a box of a tensor; ``read(start, stop, out)`` reads a range of its C-order bytes."""
     size = out.dtype.itemsize
     wanted = box_of(offsets, out.shape)
     target = BoxTarget.of_leaf(out)
@@ -315,12 +312,13 @@ def read_box(
             read(start, stop, buffer[: stop - start])
             strides = [prod(shape[axis + 1 :]) * size for axis in range(len(shape))]
             base = words(buffer[: stop - start], (last - first,), size)
+            # The elements of the part lie in the buffer with the strides of the full tensor.
             data = np.lib.stride_tricks.as_strided(base, box_shape(part), strides)
             target.put(region, data, buffer[round_up(stop - start) :])
 
 
 def _parts(shape: Sequence[int], box: Box, most: int, long_run: int) -> Iterator[Box]:
-    """Yield a box in parts that each are one range of at most ``most`` elements, or short runs within such a range."""
+    """Yield parts of a box: ranges of at most ``most`` elements, or short runs within such a range."""
     first, last = covering_range(shape, box)
     together = as_range(shape, box) is not None
     axis = next((axis for axis, side in enumerate(box) if side.stop - side.start > 1), None)
@@ -337,7 +335,7 @@ def _parts(shape: Sequence[int], box: Box, most: int, long_run: int) -> Iterator
 
 
 def _run(shape: Sequence[int], box: Box) -> int:
-    """Return the number of contiguous elements at the end of a box's rows."""
+    # The contiguous elements of a row: from the last dimension that is cut to the end.
     lengths = box_shape(box)
     last = max((axis for axis in range(len(shape)) if lengths[axis] != shape[axis]), default=0)
     return prod(lengths[last:])

@@ -1,7 +1,6 @@
-"""JSON files with a checksum of their content: manifests, sidecars, data sets, runs.
+"""JSON files with a checksum: ``{"xxh3_64":"<16 hex digits>","body":{...}}``.
 
-Such a file is ``{"xxh3_64":"<16 hex digits>","body":{...}}``. The checksum covers every byte after the digits, from
-their closing quote to the end.
+The checksum covers every byte after the digits, from their closing quote to the end.
 """
 
 from pathlib import Path
@@ -30,12 +29,11 @@ Hasher = xxhash.xxh3_64 | xxhash.xxh3_128
 
 
 def new_hasher(*, wide: bool = False) -> Hasher:
-    """Return a new hasher: xxh3-64, or xxh3-128, which is wide enough to identify blocks by it alone."""
+    # 64 bits detect damage; 128 bits identify blocks without a comparison of their bytes.
     return xxhash.xxh3_128() if wide else xxhash.xxh3_64()
 
 
 def digest(data: Any, *, wide: bool = False) -> str:
-    """Return the checksum of some bytes: 16 hexadecimal digits, or 32 if wide."""
     return xxhash.xxh3_128_hexdigest(data) if wide else xxhash.xxh3_64_hexdigest(data)
 
 
@@ -58,16 +56,11 @@ Body = TypeVar("Body")
 
 
 class Content(msgspec.Struct, Generic[Body]):
-    """The content of a file, as a type for decoders."""
-
     body: Body
 
 
 def seal(body: object) -> bytes:
-    """Return the bytes of a file with this body, which msgspec can encode.
-
-    Raises UnsupportedError if they are more than `read_content` reads.
-    """
+    """Return the bytes of a file with this body; UnsupportedError if `read_content` would refuse its size."""
     # The digits come first, so that the checksum covers every byte that follows.
     rest = b'","body":' + msgspec.json.encode(body) + b"}\n"
     if len(rest) > MAX_BYTES - len(OPENING) - _DIGITS:
@@ -101,7 +94,7 @@ def read_content(directory: Directory, name: str, *, follow_links: bool = False)
 
 
 def body_of(content: bytes, path: Path) -> dict[str, Any]:
-    """Return the body in the bytes of a file; CorruptCheckpointError, with the file's path, if it has no body."""
+    """Return the body in the bytes of a file; CorruptCheckpointError, with ``path``, if it has no body."""
     with decoding(path):
         body = msgspec.json.decode(content, type=dict[str, Any]).get("body")
     if not isinstance(body, dict):

@@ -19,10 +19,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def decode_json_object(text: bytes) -> dict[str, Any]:
-    """Return a JSON object.
-
-    Raises ValueError, RecursionError if it is not a JSON object, or a name occurs twice in it.
-    """
+    """Return a JSON object; ValueError or RecursionError if it is not one, or a name occurs twice in it."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -41,9 +38,10 @@ def decode_json_object(text: bytes) -> dict[str, Any]:
 
 @contextmanager
 def as_a_reader() -> Iterator[None]:
-    """Run a reader's checks on what is saved: what a reader calls corrupt cannot be saved, and is unsupported."""
+    """Run a reader's checks on what is saved: CorruptCheckpointError becomes UnsupportedError."""
     try:
         yield
+    # Nothing on a disk is damaged here: the state itself breaks a rule of the format.
     except CorruptCheckpointError as error:
         raise UnsupportedError(
             f"cannot be saved, as a load would refuse it: {error.message}",
@@ -73,8 +71,10 @@ def decoding(path: PathLike | None = None, name: str | None = None, *, what: str
     try:
         yield
     except UnsupportedLeafError as error:
+        # For a reader, a value that cannot be saved is a feature of the file that is not supported.
         raise UnsupportedError(error.message, path=path, name=error.name or name, remedy=error.remedy) from error
     except TensorkeepError as error:
+        # The inner block knows the place best.
         error.path = error.path or (None if path is None else os.fspath(path))
         error.name = error.name or name
         raise

@@ -20,12 +20,13 @@ _LISTS = frozenset(("list", "tuple"))
 _PLAIN = (type(None), bool, int, float, str)
 _LONGEST_INTEGER = 2**2000  # torch's restricted unpickler does not read larger integers
 _MAX_GAPS = 10_000
+# None is a plain value itself.
 _NONE = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One entry of a checkpoint: a tensor (``leaf``) or a plain value, with the name that other tools find it by."""
+    """One entry of a checkpoint: a tensor (``leaf``) or a plain value, named as other tools find it."""
 
     name: str
     path: Path
@@ -34,13 +35,13 @@ class Item:
 
 
 def items_of(flat: Flat[Source]) -> list[Item]:
-    """Return the items of a state, in its order."""
     walked = list(_walk(flat.skeleton, (), in_value=False))
     # A plain value with the name of a tensor is left out.
     taken = {item.name for item in walked if item.leaf}
     found: dict[str, Item] = {}
     for item in walked:
         if item.leaf and _is_stored(item.name, flat):
+            # Names are escaped where keys would make them ambiguous; such a name becomes one key.
             is_joined = item.path and ".".join(map(str, item.path)) == item.name
             found[item.name] = item if is_joined else Item(item.name, (item.name,), True)
         elif not item.leaf and item.name not in taken:
@@ -49,18 +50,18 @@ def items_of(flat: Flat[Source]) -> list[Item]:
 
 
 def _is_stored(name: str, flat: Flat[Source]) -> bool:
-    """Return whether a tensor gets an item. A view gets one unless it has more elements than the stored tensor."""
+    # A view with more elements than its tensor, such as an expanded one, would grow when it is copied.
     alias = flat.aliases.get(name)
     return alias is None or prod(alias.shape) <= prod(flat.leaves[alias.of].shape)
 
 
 def _walk(node: Any, path: Path, *, in_value: bool) -> Iterator[Item]:
-    """Yield the items below a node. As in DCP, dicts are entered, and lists if they hold dicts or tensors."""
     tag = node_tag(node)
     if tag in LEAF_KINDS:
         yield Item(node[tag], path, True)
         return
     children = child_nodes(node)
+    # As in DCP: dicts are entered, and lists if they hold dicts or tensors.
     enters = not in_value and (tag in _DICTS or (tag in _LISTS and _holds_items(node)))
     if not enters and not in_value and path and (value := _plain(node)) is not _NONE:
         yield Item(".".join(map(str, path)), path, False, value)
@@ -89,6 +90,7 @@ def _is_plain(value: Any) -> bool:
     if type(value) is int:
         return abs(value) < _LONGEST_INTEGER
     if type(value) is str:
+        # A lone surrogate cannot be encoded.
         return value.isprintable() or value.encode("utf-8", "ignore").decode() == value
     return type(value) in _PLAIN
 
@@ -124,9 +126,8 @@ def nest(
     return root.build(make_dict)
 
 
+# A dict or a list under construction. A class of its own, because a plain dict may be a value.
 class _Node(dict[Any, Any]):
-    """A dict or a list under construction; a dict of another class is a value."""
-
     def __init__(self, *, is_list: bool) -> None:
         self.is_list = is_list
 

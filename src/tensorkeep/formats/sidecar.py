@@ -1,10 +1,6 @@
-"""``tensorkeep.json``: Tensorkeep's metadata beside the files of another format.
+"""``tensorkeep.json``: nested states, shared storage, metadata and checksums beside the files of another format.
 
-The formats of other libraries store tensors, but no nested states, no tensors that share storage, no user metadata, and
-no checksums of their own bookkeeping. This JSON file adds all of that; other tools ignore it. The file carries a
-checksum of itself (see ``formats/checksummed_json.py``).
-
-The schema is `Sidecar`. A format that stores more there passes a subclass to `read`.
+A format that stores more there passes a subclass of `Sidecar` to `read`.
 """
 
 from collections.abc import Mapping
@@ -37,65 +33,59 @@ _REWRITTEN = "if another tool wrote here since, remove tensorkeep.json; otherwis
 
 
 class SidecarTensor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A stored tensor: its type in the state, and its encoding in the format.
-
-    ``place`` has the keys that lead to the tensor, in formats with nested or other names. ``stored_dtype`` is the dtype
-    in the files, if it differs. ``stored_bytes`` are the bytes in the files, if the format's reader cannot compute
-    them. ``xxh3_64`` is the checksum of the tensor's own metadata file, if it has one.
-    """
+    """A stored tensor: its type in the state, and its encoding in the format."""
 
     dtype: str
     shape: tuple[int, ...]
+    # The keys that lead to the tensor, in formats with nested or other names.
     place: tuple[str, ...] = ()
+    # The dtype in the files, if it differs.
     stored_dtype: str = ""
+    # The bytes in the files, if the format's reader cannot compute them.
     stored_bytes: int = 0
+    # The checksum of the tensor's own metadata file, if it has one.
     xxh3_64: str = ""
 
     @property
     def state_dtype(self) -> DType:
-        """The dtype in the state, which `read` has checked."""
+        # `_check_tensors` has seen to it that both names are known.
         return BY_NAME[self.dtype]
 
     @property
     def file_dtype(self) -> DType:
-        """The dtype in the files, which `read` has checked."""
         return BY_NAME[self.stored_dtype or self.dtype]
 
 
 class SidecarFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file of the checkpoint: its size in bytes, and its xxh3-64 if the format has no checksum itself."""
-
     bytes: int
+    # Empty if the files of the format have checksums themselves.
     xxh3_64: str = ""
 
 
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The content of the file: what the files beside it cannot hold.
+    """The content of the file: what the files beside it cannot hold."""
 
-    ``format`` names the format of these files, and ``version`` is the version of this schema. ``tensors`` are in the
-    state's order. ``files``, by path relative to the checkpoint, are checked when it is opened.
-    """
-
+    # The first field: `lies_in` looks for it in the first bytes of the file.
     format: str
     structure: Structure
+    # In the state's order.
     tensors: dict[str, SidecarTensor]
+    # By path relative to the checkpoint; checked when it is opened.
     files: dict[str, SidecarFile]
     metadata: dict[str, Any]
+    # The version of this schema.
     version: int = VERSION
     writer: str = f"tensorkeep {__version__}"
 
     @cached_property
     def leaf_specs(self) -> dict[str, LeafSpec]:
-        """Kind and ``requires_grad`` of every tensor, as `check_structure` returns them.
-
-        Raises ValueError if the structure breaks a rule; `read` has checked that it does not.
-        """
+        """Kind and ``requires_grad`` of every tensor; ValueError if the structure breaks a rule."""
         tensors = {name: (note.state_dtype, note.shape) for name, note in self.tensors.items()}
         flat: Flat[Source] = self.structure.flat({})
         return check_structure(flat.skeleton, tensors, flat.aliases, flat.parts)
 
     def flat(self, leaves: Mapping[str, SourceT]) -> Flat[SourceT]:
-        """Return the state with these stored tensors, in the state's order."""
+        # In the state's order, not in the order of the files.
         return self.structure.flat({name: leaves[name] for name in self.tensors})
 
 
@@ -105,7 +95,6 @@ SidecarT = TypeVar("SidecarT", bound=Sidecar)
 def describe_tensors(
     flat: Flat[Source], places: Mapping[str, tuple[str, ...]] | None = None
 ) -> dict[str, SidecarTensor]:
-    """Return the records of a state's stored tensors, with their places if given."""
     return {
         name: SidecarTensor(source.dtype.name, tuple(source.shape), (places or {}).get(name, ()))
         for name, source in flat.leaves.items()
@@ -113,7 +102,6 @@ def describe_tensors(
 
 
 def describe_file(path: Path, *, hashed: bool) -> SidecarFile:
-    """Return the record of a file that was written, with its checksum if ``hashed``."""
     if not hashed:
         return SidecarFile(path.stat().st_size)
     content = path.read_bytes()
@@ -131,13 +119,13 @@ def write(directory: Path, sidecar: Sidecar) -> int:
 
 
 def lies_in(directory: Path, format: str) -> bool:
-    """Return whether a directory holds the sidecar of a format, damaged or not, by the file's first bytes."""
+    """Return whether a directory holds the sidecar of a format, damaged or not."""
     # The format is the first field of `Sidecar`, so it is within the first bytes.
     return b'"body":{"format":"%s"' % format.encode() in (first_bytes(directory / FILE_NAME, 256) or b"")
 
 
 def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
-    """Return a directory's sidecar as a class of sidecars, checked in itself and against the files that it lists.
+    """Return a directory's sidecar, checked in itself and against the files that it lists.
 
     Raises NotACheckpointError if the file does not exist; CorruptCheckpointError if it is damaged or breaks a rule, or
     a file that it lists is missing or has changed; UnsupportedError if it has another version of the schema.
@@ -154,7 +142,8 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
 
 
 def _parse(body: dict[str, Any], kind: type[SidecarT], path: Path) -> SidecarT:
-    """Return a checked sidecar; the files that it lists are still to be checked. Raises the errors of `read`."""
+    """Return a sidecar that breaks no rule; its files are not checked yet. Raises the errors of `read`."""
+    # Before the fields: a later version may have changed any field.
     if body.get("version") != VERSION:
         raise UnsupportedError(
             f"was written in version {body.get('version')} of its schema, this release reads version {VERSION}",

@@ -22,20 +22,14 @@ from tensorkeep.storage.parallel import Cancelled
 class GroupSaveCoordinator:
     """How the ranks of one save act together; a `tensorkeep.formats.native.writer.SaveCoordinator`.
 
-    The order is: rank 0 makes the staging folder with the plan of the save (`begin`); every rank writes its files and
-    its fragment durably; rank 0 receives all reports, writes the manifest and publishes (`finish`). A rank that is
-    killed before its report ends the save on all ranks, and the staging folder is removed. If rank 0 is killed after
-    all reports, the folder has all fragments and the plan: the next save there publishes it.
-
-    Rank 0 believes the reports. On a network file system it may not see the files of other ranks yet. In an object
-    store there is no folder: each rank uploads objects that have the id of the save in their names.
+    A rank that is killed before its report ends the save on all ranks, and the staging folder is removed.
     """
 
     def __init__(self, shared: SharedState, destination: Path, settings: WriteSettings) -> None:
         self.rank, self.size = shared.ranks.rank, shared.ranks.size
         self.ticket = shared.ranks.ticket()
+        # Stored and new bytes of all ranks.
         self.totals: tuple[int, int] = 0, 0
-        """The stored and new bytes of all ranks."""
         self._channel = shared.ranks.writer
         self._shared = shared
         self._destination = destination
@@ -74,12 +68,14 @@ class GroupSaveCoordinator:
     def finish(self, report: FragmentReport) -> None:
         """Publish the checkpoint, once the parts of all ranks are durable; collective."""
         reports = self._channel.gather(report, "writing its part", of=FragmentReport, to_main=True)
+        # Rank 0 believes the reports: on a network file system it may not see the files of other ranks yet.
         # Each report says that the files of one rank are durable. Only now may a manifest name them.
         totals = sum(each.stored_bytes for each in reports), sum(each.new_bytes for each in reports)
         commit, plan = self._commit, self._plan
         if commit is not None and plan is not None:
             # Rank 0 alone renames the folder, or puts the manifest: the one step that makes the checkpoint visible.
             if commit.is_staged:
+                # If rank 0 is killed here, the folder has all fragments and the plan: the next save publishes it.
                 write_root(commit.path, plan, reports)
                 commit.publish()
             else:
@@ -118,9 +114,9 @@ class GroupSaveCoordinator:
             self._leave()
 
     def _leave(self) -> None:
-        """Unlock the staging folder, and remove it unless it was published."""
         commit, self._commit = self._commit, None
         if commit is not None:
+            # Unlocks the staging folder, and removes it unless it was published.
             commit.__exit__()
 
 

@@ -1,7 +1,4 @@
-"""The ranks that save or load one checkpoint together: how they exchange values and errors, and who is next to write.
-
-A process alone is a `RankCoordinator` of one rank, and exchanges nothing.
-"""
+"""The ranks that save or load one checkpoint together: exchanges of values and errors, and the order of saves."""
 
 import threading
 import time
@@ -24,34 +21,34 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Seconds that a rank waits for the other ranks, which may still be writing.
 DEFAULT_TIMEOUT = 1800.0
-"""Seconds that a rank waits for the other ranks, which may still be writing."""
+# Seconds until ranks that wait in the same exchange notice that a connection was closed.
 _GRACE = 1.0
-"""Seconds until ranks that wait in the same exchange notice that a connection was closed."""
+# The store of the process group must answer within so many seconds.
 _STORE_SECONDS = 5.0
-"""The store of the process group must answer within so many seconds."""
 _INTERRUPTED = "was interrupted"
+# Values are padded to the longest one for a single all-gather, unless that adds more than this many bytes.
 _PADDING_BYTES = 64 * 1024
-"""Values are padded to the longest one for a single all-gather, unless that adds more than this many bytes."""
 
 
 class RankCoordinator:
     """One process alone: rank 0 of 1. `GroupCoordinator` has the ranks of a process group.
 
-    Every rank calls the same methods in the same order. ``what`` says what the ranks are doing, the same on all ranks;
-    errors quote it.
+    Every rank calls the same methods in the same order. Errors quote ``what`` the ranks are doing, the same on all
+    ranks.
     """
 
     rank = 0
     size = 1
+    # Whether the caller gave a process group, even one of a single rank: only then can a state be sharded.
     is_distributed = False
-    """Whether the caller gave a process group, even one of a single rank: only then can a state be sharded."""
+    # Held for all exchanges of one operation.
     lock: AbstractContextManager[object] = nullcontext()
-    """Held for all exchanges of one operation."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone makes checkpoints visible and deletes steps."""
+        # Rank 0 alone makes checkpoints visible and deletes steps.
         return self.rank == 0
 
     @property
@@ -64,7 +61,6 @@ class RankCoordinator:
         return [value]
 
     def broadcast(self, value: Any, what: str) -> Any:
-        """Return the value of rank 0."""
         return self.gather(value if self.is_main else None, what)[0]
 
     @contextmanager
@@ -85,22 +81,19 @@ ONE_RANK = RankCoordinator()
 
 
 class SaveTicket:
-    """The place of a save in the queue of its group: two saves at once would mix their exchanges.
-
-    `enqueue` is called on all ranks in the same order. The next save is written after `release`, or when the ticket is
-    garbage collected because its save was dropped.
-    """
+    """The place of a save in the queue of its group: two saves at once would mix their exchanges."""
 
     def __init__(self, queue: list[threading.Event]) -> None:
         self._queue = queue
         self._earlier: list[threading.Event] = []
         self._released = threading.Event()
 
+    # A save may be dropped before it begins, and must not block the later ones.
     def __del__(self) -> None:
         self._released.set()
 
     def enqueue(self) -> None:
-        """Queue the save behind the saves that were begun before it."""
+        # All ranks enqueue in the same order, so all have the same queue.
         self._earlier = [each for each in self._queue if not each.is_set()]
         self._queue[:] = [*self._earlier, self._released]
 
@@ -110,7 +103,6 @@ class SaveTicket:
             each.wait()
 
     def release(self) -> None:
-        """Let the next save be written."""
         self._released.set()
 
 
@@ -120,11 +112,8 @@ class SaveTicket:
 class GlooConnection:
     """Gathers bytes and numbers of all ranks over gloo; every rank calls the same methods in the same order.
 
-    Operations share the connection, each with its own timeout in seconds. When a rank does not answer in time, or is
-    interrupted in an exchange, all ranks close the connection, and the next exchange opens a new one. When a rank has
-    ended, every later exchange fails at once. ``lost`` is the error of the last closing; ``shared_error`` is the last
-    error that all ranks know. A user of the connection holds ``lock`` for all exchanges of one operation, and begins
-    operations in the same order on all ranks.
+    When a rank does not answer in time, or is interrupted in an exchange, all ranks close the connection, and the next
+    exchange opens a new one. When a rank has ended, every later exchange fails at once.
     """
 
     def __init__(self, group: "ProcessGroup", name: str) -> None:
@@ -132,10 +121,13 @@ class GlooConnection:
         from torch.distributed.distributed_c10d import _get_process_group_store
 
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # Held for all exchanges of one operation. Operations begin in the same order on all ranks.
         self.lock = threading.RLock()
+        # The error of the last closing, and the last error that all ranks know.
         self.lost: RanksDisagreeError | None = None
         self.shared_error: BaseException | None = None
         self.has_ended = False
+        # Not `new_group`: it numbers the groups of a process, and ranks with different numbers would never meet.
         self._name = name
         self._group_store = _get_process_group_store(group)
         self._store: Store = self._group_store  # of this connection
@@ -166,9 +158,9 @@ class GlooConnection:
             raise
 
     def _next_store(self) -> "Store":
-        """Return the store of the next connection that no rank has closed; a slow rank skips the closed ones."""
         from torch.distributed.distributed_c10d import PrefixStore
 
+        # A slow rank skips the connections that the others have closed meanwhile.
         while True:
             self._connections += 1
             store = PrefixStore(f"tensorkeep/{self._name}/{self._connections}", self._group_store)
@@ -186,11 +178,12 @@ class GlooConnection:
     def gather_bytes(self, value: bytes, sizes: Sequence[int], timeout: float, *, to_main: bool = False) -> list[bytes]:
         """Return the bytes of all ranks, with known sizes; with ``to_main`` only rank 0 gets them.
 
-        RuntimeError if a rank is missing.
+        Raises RuntimeError if a rank is missing.
         """
         import torch
         from torch._C._distributed_c10d import BroadcastOptions
 
+        # A bytearray, because torch warns of a tensor over memory that cannot be written.
         own = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         longest = max(sizes)
         received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
@@ -229,6 +222,7 @@ class GlooConnection:
         reason = None
         if not isinstance(error, RuntimeError):
             reason = _INTERRUPTED
+        # Gloo raises RuntimeError for everything: only the text shows a timeout.
         elif "timed out" in str(error).lower() or "timeout" in str(error).lower():
             reason = f"did not answer within {timeout:g} s"
         try:
@@ -280,10 +274,10 @@ def _ask_store(question: Callable[[], T], seconds: float) -> T:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """Return the subject of a sentence about ranks that did not answer: at least one is lost, others may be busy."""
     if not ranks:
         return "another rank"
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    # At least one of several is lost; others may only be busy.
     return f"rank {shown}" if len(ranks) == 1 else f"one or more of the ranks {shown}"
 
 
@@ -291,18 +285,16 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 class _State(msgspec.Struct, array_like=True):
-    """What a rank is doing, and the class and the text of its error."""
-
     doing: str
+    # The class and the text of its error.
     error: tuple[str, str] | None
 
 
 class Channel:
     """Exchanges plain values on a connection, with one timeout in seconds.
 
-    A rank that has failed calls `report` in place of its next exchange, so that no other rank waits for it. The
-    exchange then raises RanksDisagreeError on all other ranks. It also does so, and names the ranks, if ranks have
-    ended, do not answer in time, or are doing something else.
+    A rank that has failed calls `report` in place of its next exchange. The exchange then raises RanksDisagreeError on
+    all other ranks; so it does if ranks have ended, do not answer in time, or are doing something else.
     """
 
     def __init__(self, connection: GlooConnection, timeout: float) -> None:
@@ -379,15 +371,12 @@ def _disagreement(states: Iterable[_State]) -> RanksDisagreeError:
     )
 
 
+# What all operations of a process group share, with any timeout.
 class _GroupState:
-    """What all operations of a process group share, with any timeout.
-
-    The threads that call `save` and the threads that write have a connection each, since they run at the same time.
-    ``remembered`` has what all ranks agreed on in the last save, so that an equal state is not merged again.
-    """
-
     def __init__(self, group: "ProcessGroup") -> None:
+        # Two connections: the threads that call `save` and the threads that write run at the same time.
         self.caller, self.writer = GlooConnection(group, "caller"), GlooConnection(group, "writer")
+        # What all ranks agreed on in the last save, so that an equal state is not merged again.
         self.remembered: dict[str, Any] = {}
         self.tickets: list[threading.Event] = []
 
@@ -395,8 +384,7 @@ class _GroupState:
 class GroupCoordinator(RankCoordinator):
     """The ranks of a process group, in operations with one timeout.
 
-    Exchanges of this class are made by the threads that call `save` or `load`. ``writer`` is for the threads that
-    write, one save after another: see `SaveTicket`.
+    The threads that call `save` or `load` use this class; the threads that write use ``writer``, see `SaveTicket`.
     """
 
     is_distributed = True
@@ -412,11 +400,10 @@ class GroupCoordinator(RankCoordinator):
         return self._caller.connection.lost
 
     def ticket(self) -> SaveTicket:
-        """Return a ticket for a new save, not queued yet."""
         return SaveTicket(self._tickets)
 
     def connect(self) -> None:
-        """Connect both channels, so that a rank that ends later is missed at once and not at the timeout."""
+        # At once, so that a rank that ends later is missed immediately and not at the timeout.
         for channel in (self._caller, self.writer):
             channel.connect("connecting")
 

@@ -22,45 +22,38 @@ from tensorkeep.storage.direct_io import Bytes
 
 PREPARING = "preparing to save"
 
+# A box of a tensor: its offsets, then its sizes.
 BoxKey = tuple[int, ...]
-"""A box of a tensor: its offsets, then its sizes."""
 
 
 class TensorOutline(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A tensor of a rank: name, part and key, dtype, full shape, and the layout of a DTensor as text ("" if plain)."""
-
     name: str
     part: str
     key: str
     dtype: str
+    # Of the full tensor.
     shape: tuple[int, ...]
+    # The layout of a DTensor as text; empty for a plain tensor.
     layout: str
 
     @property
     def nbytes(self) -> int:
-        """Raw bytes of the full tensor."""
         return prod(self.shape) * BY_NAME[self.dtype].itemsize
 
 
+# A struct of its own: usually all ranks have the same tensors, and only the first rank sends them.
 class Tensors(msgspec.Struct, frozen=True):
-    """The tensors of a rank, in the order of its state, and its views of other tensors.
-
-    Usually all ranks have the same tensors, and only the first rank sends them.
-    """
-
     tensors: list[TensorOutline]
     aliases: dict[str, AliasRecord]
 
 
 class RankOutline(NamedTuple):
-    """The tensors of a rank, and for each tensor the boxes that the rank has."""
-
     tensors: Tensors
+    # For each tensor, the boxes that the rank has.
     boxes: list[list[BoxKey]]
 
     @classmethod
     def of_state(cls, flat: Flat[Leaf]) -> "RankOutline":
-        """Return the outline of a flattened state."""
         tensors = [
             TensorOutline(
                 name,
@@ -77,7 +70,6 @@ class RankOutline(NamedTuple):
 
 
 def digest_of(value: object) -> str:
-    """Return the checksum of plain values."""
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(value))
 
 
@@ -98,14 +90,14 @@ class FullTensor:
 
 
 class MergedTensors(msgspec.Struct, frozen=True):
-    """The tensors of all ranks, each once; ``boxes`` has, for every tensor, its boxes and the ranks that have them."""
+    """The tensors of all ranks, each once."""
 
     tensors: dict[str, TensorOutline]
     aliases: dict[str, AliasRecord]
+    # For every tensor, its boxes and the ranks that have them.
     boxes: dict[str, dict[BoxKey, list[int]]]
 
     def flat(self, skeleton: object) -> Flat[FullTensor]:
-        """Return the state of all ranks, with a merged skeleton of structure and plain values."""
         leaves = {
             name: FullTensor(name, BY_NAME[each.dtype], each.shape, each.nbytes) for name, each in self.tensors.items()
         }
@@ -153,7 +145,6 @@ def _add(
     tensors: dict[str, tuple[int, TensorOutline]],
     aliases: dict[str, tuple[int, AliasRecord]],
 ) -> None:
-    """Add the tensors of a rank, which must agree with the tensors of the ranks before it."""
     for tensor in own.tensors:
         first, known = tensors.setdefault(tensor.name, (rank, tensor))
         for field in ("dtype", "shape", "part", "key"):
@@ -178,8 +169,8 @@ def _text(value: object) -> str:
 
 
 def _check_complete(tensor: TensorOutline, boxes: Iterable[BoxKey]) -> None:
-    """Refuse boxes that leave gaps. The writer of the manifest finds boxes that overlap."""
     count = len(tensor.shape)
+    # Gaps only. The writer of the manifest finds boxes that overlap.
     covered, full = sum(prod(box[count:]) for box in boxes), prod(tensor.shape)
     if covered != full:
         layout = f" ({tensor.layout})" if tensor.layout else ""
@@ -199,7 +190,6 @@ def merge_skeletons(skeletons: Sequence[Any]) -> Any:
 
 
 def _merged(nodes: list[tuple[int, Any]], name: str) -> Any:
-    """Merge the nodes of some ranks at one place of the state."""
     first, node = nodes[0]
     # Compared as JSON, because 1, True and 1.0 are equal in Python.
     encoded = msgspec.json.encode(node)
@@ -214,6 +204,7 @@ def _merged(nodes: list[tuple[int, Any]], name: str) -> Any:
     for rank, other in nodes:
         for key, child in child_nodes(other) or ():
             children.setdefault(repr(key), (key, []))[1].append((rank, child))
+    # Only a dict may have other keys on each rank; items of a list have no names to merge by.
     if tag not in ("dict", "ordered", "items", "ordered_items"):
         for rank, other in nodes[1:]:
             if len(child_nodes(other) or ()) != len(child_nodes(node) or ()):
@@ -253,10 +244,8 @@ _SAMPLE_BYTES = 1024
 
 
 def sample_digests(leaves: Mapping[str, Leaf]) -> dict[str, str]:
-    """Return a checksum of the first and the last bytes, for every plain tensor in host memory.
-
-    Plain tensors should be equal on all ranks, but hashing them in full would take longer than writing them.
-    """
+    # Plain tensors should be equal on all ranks, but hashing them in full would take longer than writing them: a
+    # checksum of the first and the last bytes must do.
     found: dict[str, str] = {}
     for name, leaf in leaves.items():
         # Reading from a GPU would wait for all kernels that are queued there.
@@ -291,8 +280,8 @@ def warn_of_differing(by_rank: Sequence[Mapping[str, str]]) -> None:
 
 # Who writes what.
 
+# A box that several ranks have is split among them into row ranges of at least this many bytes.
 SPLIT_BYTES = 64 * 1024**2
-"""A box that several ranks have is split among them into row ranges of at least this many bytes."""
 
 
 class WriteAssignment(NamedTuple):
@@ -307,9 +296,7 @@ class WriteAssignment(NamedTuple):
 def assign(merged: MergedTensors, ranks: int, own: int) -> list[WriteAssignment]:
     """Return what rank ``own`` writes, so that every box is written once and all ranks write about the same bytes.
 
-    Every rank computes the same answer without an exchange. A box that one rank has is written by that rank. Boxes that
-    several ranks have follow, the largest first: the rank with the least bytes so far writes the box, or each row range
-    of a large box. Ties go to the first name and the lowest rank, so every save of the same state assigns alike.
+    Every rank computes the same answer without an exchange.
     """
     # Boxes with one owner come first: they decide how much the other boxes must balance.
     load = [0] * ranks
@@ -329,6 +316,8 @@ def assign(merged: MergedTensors, ranks: int, own: int) -> list[WriteAssignment]
                 continue
             for start, stop in _row_ranges(rows, nbytes, len(owners)):
                 shared.append((nbytes // rows * (stop - start), owners, WriteAssignment(name, box, start, stop)))
+    # The largest first, each to the rank with the least bytes so far. Ties go to the lowest rank, and the sort is
+    # stable: every save of the same state assigns alike.
     for nbytes, owners, assignment in sorted(shared, key=lambda each: -each[0]):
         writer = min(owners, key=lambda rank: (load[rank], rank))
         load[writer] += nbytes
@@ -339,7 +328,6 @@ def assign(merged: MergedTensors, ranks: int, own: int) -> list[WriteAssignment]
 
 
 def own_pieces(assignments: Sequence[WriteAssignment], leaves: Mapping[str, Leaf]) -> list[TensorShard]:
-    """Return views of the memory that this rank writes."""
     pieces: list[TensorShard] = []
     by_box: dict[str, dict[BoxKey, TensorShard]] = {}
     for each in assignments:
@@ -347,12 +335,12 @@ def own_pieces(assignments: Sequence[WriteAssignment], leaves: Mapping[str, Leaf
             by_box[each.name] = {(*piece.offsets, *piece.shape): piece for piece in shards_of(leaves[each.name])}
         piece = by_box[each.name][each.box]
         is_full = not piece.shape or (each.start, each.stop) == (0, piece.shape[0])
+        # A view: nothing is copied here.
         pieces.append(piece if is_full else piece.rows(each.start, each.stop))
     return pieces
 
 
 def _row_ranges(rows: int, nbytes: int, owners: int) -> Iterator[tuple[int, int]]:
-    """Yield the row ranges of a box: one, or several of about the same size."""
     count = max(1, min(owners, nbytes // SPLIT_BYTES, rows))
     yield from pairwise(rows * number // count for number in range(count + 1))
 
@@ -362,8 +350,6 @@ def _row_ranges(rows: int, nbytes: int, owners: int) -> Iterator[tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """The state of all ranks, and the pieces that this rank writes."""
-
     ranks: GroupCoordinator
     flat: Flat[FullTensor]
     layouts: Mapping[str, str]
@@ -378,9 +364,7 @@ class SharedState:
 def merge_rank_states(ranks: GroupCoordinator, flat: Flat[Leaf], arguments: Mapping[str, Any]) -> SharedState:
     """Merge the states of all ranks; ``flat`` is the state of this rank. Collective.
 
-    ``arguments`` are plain values of the call that must be the same on all ranks.
-
-    Raises RanksDisagreeError, on all ranks, if an argument, a tensor or a plain value differs.
+    Raises RanksDisagreeError, on all ranks, if one of ``arguments`` of the call, a tensor or a plain value differs.
     """
     outline = RankOutline.of_state(flat)
     # A training run saves the same tensors again and again: the last merge is reused if no rank has changed.
@@ -412,7 +396,7 @@ def merge_rank_states(ranks: GroupCoordinator, flat: Flat[Leaf], arguments: Mapp
 
 
 def _gather_outlines(ranks: GroupCoordinator, own: RankOutline, digests: Sequence[str]) -> list[RankOutline]:
-    """Return the outlines of all ranks. Of ranks with the same tensors, only the first sends them."""
+    # Of ranks with the same tensors, only the first sends them.
     is_first = digests.index(digests[ranks.rank]) == ranks.rank
     sent = ranks.gather(own.tensors if is_first else None, PREPARING, of=Tensors | None)
     boxes = ranks.gather(own.boxes, PREPARING, of=list[list[BoxKey]])

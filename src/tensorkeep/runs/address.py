@@ -1,7 +1,6 @@
 """Addresses of checkpoints: a path, a run's folder, ``RUN@latest``, ``RUN@best``, ``RUN@best:METRIC`` or ``RUN@1200``.
 
-A run's folder is the root of a `CheckpointManager`, or a folder that contains it as ``checkpoints/``. As the address of
-one checkpoint it means the last complete step. A path that exists is taken literally, even with an ``@``.
+A run's folder is the root of a `CheckpointManager`, or a folder that contains it as ``checkpoints/``.
 """
 
 import os
@@ -37,29 +36,17 @@ _FORMS = "write RUN@latest, RUN@best, RUN@best:METRIC, or RUN@1200 with the numb
 
 
 def backend_of(root: PathLike) -> SingleTierBackend:
-    """Return the backend of the steps below a root, which need not exist."""
     path = as_path(root)
     return StoreBackend(path) if isinstance(path, StorePath) else LocalBackend(path)
 
 
 class Address(NamedTuple):
-    """The checkpoint that an address means.
-
-    Attributes
-    ----------
-    path : path-like
-        The checkpoint.
-    step : int or None
-        The number of the step, if the checkpoint was found in a run.
-    reason : str or None
-        Why this step was chosen, if the address does not give a number: ``"the latest"``.
-    skipped : mapping of int to TensorkeepError
-        Later steps that are damaged or incomplete, with the reason.
-    """
-
     path: PathLike
+    # The number of the step, if the checkpoint was found in a run.
     step: int | None = None
+    # Why this step was chosen, if the address does not give a number: "the latest".
     reason: str | None = None
+    # Later steps that are damaged or incomplete, with the reason.
     skipped: Mapping[int, TensorkeepError] = MappingProxyType({})
 
 
@@ -94,11 +81,11 @@ def find_checkpoint(path: PathLike) -> Address:
 
 
 def split_address(path: PathLike) -> tuple[PathLike, str | None]:
-    """Split an address into its path, and the part after its ``@`` or None."""
     path = checked_path(path, stores=True)
     # `Path("")` is the current folder, which may be a run.
     if not os.fspath(path):
         raise UsageError("the path is empty", remedy="give the path of a checkpoint or a run")
+    # A path that exists is taken literally, even with an `@`.
     match = _ADDRESS.fullmatch(os.fspath(path))
     return (path, None) if match is None or exists(as_path(path)) else (match[1], match[2])
 

@@ -1,7 +1,4 @@
-"""Where the steps of a run are stored: the interface of all backends, and a folder of a disk.
-
-`object_store` has the backend of a bucket, `tiered` a disk in front of a bucket; `address.backend_of` chooses.
-"""
+"""Where the steps of a run are stored: the interface of all backends, and a folder of a disk."""
 
 import logging
 import operator
@@ -37,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# The most steps that an error suggests instead of a missing one.
 _NEAREST = 4
-"""The most steps that an error suggests instead of a missing one."""
 
 
 class StepBackend(ABC):
@@ -65,7 +62,6 @@ class StepBackend(ABC):
         """Check the manifest and the file sizes of every step; no tensor is read."""
 
     def path_of(self, number: SupportsIndex) -> Path:
-        """Return the path of a step, which need not exist."""
         return step_path(self.root, number)
 
     def find(self, number: SupportsIndex) -> Path:
@@ -81,10 +77,7 @@ class StepBackend(ABC):
 
     @abstractmethod
     def newest_first(self) -> Iterator[tuple[int, Step | TensorkeepError]]:
-        """Yield each step number, the last one first, with the step or what is wrong with it.
-
-        A step is read when it is asked for.
-        """
+        """Yield each step number, the last one first, with the step, read only now, or what is wrong with it."""
 
     def read_nearest(self, path: Path, read: Callable[[Path], T]) -> T:
         """Call ``read`` with the path of the nearest undamaged copy of a step."""
@@ -100,7 +93,6 @@ class StepBackend(ABC):
         return
 
     def release(self) -> None:
-        """Let other processes write."""
         return
 
     def finish_saves(self) -> None:
@@ -108,7 +100,6 @@ class StepBackend(ABC):
         return
 
     def before_save(self, number: int, *, overwrite: bool) -> None:
-        """Prepare for the save of a step, which may replace another one."""
         return
 
     def after_save(self, number: int, rule: Keep) -> None:
@@ -118,6 +109,7 @@ class StepBackend(ABC):
             if not isinstance(rule, KeepAll):
                 self.delete_unwanted(rule, protect=(number,))
         except TensorkeepError as error:
+            # The save has succeeded: its caller must not get an error about another step.
             self._undeleted = error
 
     def wait_for_uploads(self) -> None:
@@ -177,6 +169,7 @@ class StepBackend(ABC):
     def _sweep(self) -> None:
         try:
             self.sweep()
+        # What is not swept now is swept after the next save.
         except TensorkeepError as error:
             self._undeleted = error
 
@@ -184,8 +177,8 @@ class StepBackend(ABC):
 class SingleTierBackend(StepBackend):
     """Steps in one storage. `tensorkeep.log` and ``prune`` also look at the files of its steps."""
 
+    # How long the files of a deleted step remain for readers that have opened the step.
     grace_seconds = 0.0
-    """How long the files of a deleted step remain for readers that have opened the step."""
 
     @abstractmethod
     def summaries(self) -> Iterator[tuple[int, CheckpointSummary | TensorkeepError]]:
@@ -199,8 +192,8 @@ class SingleTierBackend(StepBackend):
     def not_removable(self, paths: Sequence[Path]) -> dict[Path, TensorkeepError]:
         """Return the paths that are not deleted, with the reasons.
 
-        UsageError: the step contains files that do not belong to it. NotACheckpointError: the path is not a step, but
-        another file or folder of that name, a link, or a step that has lost its manifest.
+        UsageError: the step contains foreign files. NotACheckpointError: the path is not a step, or has lost its
+        manifest.
         """
 
     def remove(self, path: Path) -> None:
@@ -217,7 +210,6 @@ class SingleTierBackend(StepBackend):
         return Garbage()
 
     def read(self, number: int) -> Step:
-        """Return a step, having checked its manifest and the sizes of its files."""
         path = self.path_of(number)
         return step_of(path, number, summarise(path))
 
@@ -230,7 +222,7 @@ class SingleTierBackend(StepBackend):
                     yield number, error
 
     def is_broken(self, number: int, error: TensorkeepError) -> bool:
-        """Return whether a step that could not be read still exists: another process may have deleted it meanwhile."""
+        # Another process may have deleted the step since it was listed: then it is not broken, but gone.
         return not isinstance(error, NotACheckpointError) or self.exists(self.path_of(number))
 
     def listing(self) -> StepListing:
@@ -311,6 +303,7 @@ class LocalBackend(SingleTierBackend):
             try:
                 remove_checkpoint(path)
             except FileNotFoundError:
+                # Another process was faster.
                 return
         logger.info("deleted %s", path)
 
@@ -332,7 +325,6 @@ def _check_removable(path: Path) -> None:
 def collect_failures(
     call: Callable[[Path], None], paths: Iterable[Path], *kinds: type[TensorkeepError]
 ) -> dict[Path, TensorkeepError]:
-    """Call a function with each path; return the paths that raised errors of the given kinds."""
     failures: dict[Path, TensorkeepError] = {}
     for path in paths:
         try:

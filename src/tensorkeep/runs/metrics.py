@@ -1,4 +1,4 @@
-"""Metrics of steps: which metric ranks the steps, which of its values is best, and which step."""
+"""Metrics of steps: the metric that ranks the steps, its direction, and the best step."""
 
 import json
 import math
@@ -33,7 +33,6 @@ def direction(name: str) -> str | None:
 
 
 def checked_mode(mode: str | None) -> str | None:
-    """Return a mode that a caller gave; UsageError unless it is "min", "max" or None."""
     if mode not in ("min", "max", None):
         raise UsageError(f"mode is {mode!r}", remedy='give "min" or "max"')
     return mode
@@ -53,6 +52,7 @@ def mode_of(metric: str, mode: str | None) -> str:
 def only_metric(names: Collection[str]) -> str | None:
     """Return the only metric, or None without any; UsageError if there are several."""
     if len(names) > 1:
+        # The remedy names the likeliest metric first: a loss, then any with a known direction.
         first = min(names, key=lambda name: (direction(name) is None, "loss" not in _words(name), name))
         raise UsageError(
             f"the steps have several metrics: {', '.join(sorted(names))}",
@@ -75,7 +75,6 @@ def usual_metric(names: Collection[str]) -> str | None:
 
 
 def metric_names(steps: Sequence[Step]) -> set[str]:
-    """Return the names of all metrics of some steps."""
     return {name for step in steps for name in step.metrics}
 
 
@@ -108,26 +107,26 @@ def best_step(steps: Sequence[Step], metric: str | None = None, mode: str | None
 
 
 def _words(name: str) -> set[str]:
-    """Return the words of a name in lower case; ``eval/acc5`` has "eval", "acc5" and "acc"."""
     parts = re.split(r"[^A-Za-z0-9]+", name)
+    # `valLoss` has the words "val" and "loss".
     camel = [word for part in parts for word in re.split(r"(?<=[a-z0-9])(?=[A-Z])", part)]
     words = {word.lower() for word in (*parts, *camel)}
+    # `eval/acc5` has the words "eval", "acc5" and "acc".
     return words | {word.rstrip("0123456789") for word in words}
 
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
-    """Return metrics as a `StepRecord` stores them: numbers, and "nan", "inf" and "-inf", which JSON lacks.
-
-    Raises UsageError if one is not a number, or its name is not text.
-    """
+    """Return metrics as a `StepRecord` stores them; UsageError if one is not a number, or its name is not text."""
     found: dict[str, Any] = {}
     for name, value in (metrics or {}).items():
         try:
+            # Scalars of torch and numpy are accepted as well.
             number = float(value)
             str(name).encode()
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(
                 f"the metric {name!r:.80} is {value!r:.80}", remedy="give a number, under a name that is text"
             ) from error
+        # JSON has no NaN and no infinities.
         found[str(name)] = number if math.isfinite(number) else str(number)
     return found

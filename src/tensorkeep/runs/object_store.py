@@ -1,9 +1,6 @@
 """The steps of a run in an object store: found by one listing, deleted in two stages.
 
-First the manifest of a step is copied to ``removed.json``, its tombstone, and ``manifest.json`` is deleted: the step is
-gone. A later `StoreBackend.sweep` deletes the objects of the step, when the tombstone is older than the grace period
-and no other step refers to them. So a reader that has opened the step can finish, and so can a save that shares its
-objects.
+A deleted step leaves a tombstone, ``removed.json``. `StoreBackend.sweep` later deletes its objects.
 """
 
 import logging
@@ -50,13 +47,13 @@ from tensorkeep.units import format_age, parse_seconds
 
 logger = logging.getLogger(__name__)
 
+# The grace period: readers and saves that have opened a deleted step may finish. `TENSORKEEP_STORE_GRACE` replaces it.
 DEFAULT_GRACE = "1h"
-"""The grace period; ``TENSORKEEP_STORE_GRACE`` replaces it."""
+# S3 refuses requests from machines with a larger clock error.
 _MOST_CLOCK_AHEAD = timedelta(minutes=15)
-"""S3 refuses requests from machines with a larger clock error."""
 _ATTEMPTS = 5
+# Bytes of manifests that a snapshot keeps, to write them as tombstones. Further manifests are read twice.
 _KEPT_BYTES = 64 * 1024**2
-"""Bytes of manifests that a snapshot keeps, to write them as tombstones. Further manifests are read twice."""
 
 Objects = Mapping[str, ObjectStatus]
 ReadManifest = ManifestContents | TensorkeepError
@@ -67,14 +64,10 @@ ReadManifest = ManifestContents | TensorkeepError
 
 @dataclass(frozen=True, slots=True)
 class ManifestReferences:
-    """The objects that a manifest or a tombstone refers to.
-
-    ``prefix`` is the prefix of its step, with a slash at the end. ``keys`` are all objects that it names, itself
-    included; None if it is damaged.
-    """
-
     status: ObjectStatus
+    # The prefix of the step, with a slash at the end.
     prefix: str
+    # All objects that the manifest names, itself included; None if it is damaged.
     keys: frozenset[str] | None
 
     def among(self, objects: Objects) -> set[str]:
@@ -94,9 +87,7 @@ def find_garbage(
 ) -> Garbage:
     """Return the objects below the steps of a run that can be deleted now or later.
 
-    An object remains if a manifest refers to it, or a tombstone younger than the grace period: a reader may have opened
-    that step before it was deleted. Of the other objects, garbage is what an older tombstone refers to, and what
-    a failed save has left. A tombstone goes when the objects of its step are gone.
+    An object remains if a manifest refers to it, or a tombstone younger than the grace period.
     """
     used = _referenced(manifests, objects)
     # A later save may have given the name of a deleted object to a new one, which the tombstone does not mean.
@@ -104,6 +95,7 @@ def find_garbage(
         each.status.key: {key for key in each.among(objects) if objects[key].modified <= each.status.modified}
         for each in tombstones
     }
+    # A reader may have opened a step just before it was deleted.
     recent = [each for each in tombstones if now - each.status.modified < grace]
     past = [each for each in tombstones if now - each.status.modified >= grace]
     waiting: set[str] = set().union(*(meant[each.status.key] for each in recent)) - used
@@ -123,7 +115,6 @@ def find_garbage(
 
 
 def freed_bytes(objects: Objects, deleted: Sequence[ManifestReferences], kept: Sequence[ManifestReferences]) -> int:
-    """Return the bytes of the objects that only deleted steps refer to."""
     return sum(_sizes(_referenced(deleted, objects) - _referenced(kept, objects), objects).values())
 
 
@@ -140,14 +131,12 @@ def _sizes(keys: Iterable[str], objects: Objects) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class RunObjects:
-    """The objects directly below the steps, and the contents of the manifests and tombstones among them, by key.
-
-    ``names`` has all names below each step, by the step's name. ``unlisted`` has the steps with an object that cannot
-    be listed, and the error. Only their manifests are known.
-    """
+    """The objects directly below the steps, and the contents of manifests and tombstones among them, by key."""
 
     objects: dict[str, ObjectStatus] = field(default_factory=dict)
+    # All names below each step, by the step's name.
     names: dict[str, set[str]] = field(default_factory=dict)
+    # Steps with an object that cannot be listed, and the error. Only their manifests are known.
     unlisted: dict[str, UnsupportedError] = field(default_factory=dict)
     manifests: Mapping[str, ReadManifest] = field(default_factory=dict)
     tombstones: Mapping[str, ReadManifest] = field(default_factory=dict)
@@ -155,20 +144,15 @@ class RunObjects:
 
 @dataclass
 class _ManifestCache:
-    """Manifests that need not be read again: ``by_tag`` by key and tag of the object.
-
-    ``tombstones`` has the tombstones that this process has written, by key, with their sizes: nobody replaces them.
-    """
+    """Manifests that need not be read again: ``by_tag`` by key and tag of the object."""
 
     by_tag: dict[tuple[str, str], ManifestContents] = field(default_factory=dict)
+    # Written by this process, by key, with their sizes: nobody replaces them.
     tombstones: dict[str, tuple[int, ManifestContents]] = field(default_factory=dict)
 
 
 class RunScanner:
-    """Lists the objects of a run, and reads its manifests.
-
-    A `snapshot` does so once, and answers every later question from memory.
-    """
+    """Lists the objects of a run, and reads its manifests. A `snapshot` does so once."""
 
     def __init__(self, url: StorePath) -> None:
         self._url = url
@@ -179,13 +163,11 @@ class RunScanner:
         self._room = _KEPT_BYTES
 
     def snapshot(self) -> Self:
-        """Return a scanner that scans once."""
         found = copy(self)
         found._is_snapshot, found._kept = True, {}
         return found
 
     def check_listing(self) -> None:
-        """Raise UnsupportedError for a web server."""
         if not self._url.has_listing:
             raise UnsupportedError(
                 "a web server lists no names, so the steps of a run are not found",
@@ -194,7 +176,6 @@ class RunScanner:
             )
 
     def list(self, step: str = "") -> RunObjects:
-        """List the objects of all steps, or of one step, without reading manifests."""
         self.check_listing()
         depth = len(self._url.key.split("/")) if self._url.key else 0
         found = RunObjects()
@@ -214,12 +195,13 @@ class RunScanner:
             if not step:
                 return self._list_each_step(unlisted)
             unlisted[step] = error
+        # The manifest can be asked for by name: the step exists if it is there.
         with suppress(NotFoundError):
             return [store_requests.head(self._url / step / MANIFEST_NAME)]
         return []
 
     def _list_each_step(self, unlisted: dict[str, UnsupportedError]) -> Sequence[ObjectStatus]:
-        """List each step by itself: a listing of all steps fails for a single object that it cannot contain."""
+        # A listing of all steps fails for a single object that it cannot contain.
         try:
             steps = [
                 name for name, status in store_requests.children(self._url) if status is None and step_numbers([name])
@@ -240,6 +222,7 @@ class RunScanner:
             return self._scanned
         # The manifests are read after the listing: if one has changed, the listing is out of date.
         for _ in range(_ATTEMPTS):
+            # A snapshot answers every later question, about any step.
             step = "" if self._is_snapshot else step
             listed = self.list(step)
             manifests = self._read(listed.objects, MANIFEST_NAME.__eq__)
@@ -264,6 +247,7 @@ class RunScanner:
 
         for key in [key for key in tags if key in written]:
             size, contents = written.pop(key)
+            # Popped: from now on, the tag of the listing identifies the tombstone.
             if size == objects[key].size:
                 found.setdefault(key, contents)
         missing = [key for key in tags if key not in found]
@@ -290,7 +274,6 @@ class RunScanner:
             return None if directory.was_replaced() else error
 
     def references(self, objects: Objects, manifests: Mapping[str, ReadManifest]) -> Iterator[ManifestReferences]:
-        """Yield the references of manifests or tombstones."""
         for key, found in manifests.items():
             directory = StoreDirectory(self.path_of_key(key).parent)
             keys = None
@@ -308,7 +291,6 @@ class RunScanner:
             self._cache.tombstones[tombstone.key] = len(content), contents
 
     def path_of_key(self, key: str) -> StorePath:
-        """Return the path of an object of this bucket."""
         return StorePath(f"{self._url.bucket}/{key}")
 
 
@@ -348,6 +330,7 @@ class StoreBackend(SingleTierBackend):
     def summaries(self) -> Iterator[tuple[int, CheckpointSummary | TensorkeepError]]:
         run = self._scanner.scan()
         references = self._scanner.references(run.objects, run.manifests)
+        # The count of manifests that name an object stands for the link count of a file.
         links = Counter(key for each in references for key in each.among(run.objects))
         listed = {key: each._replace(links=links[key]) for key, each in run.objects.items()}
         steps = {key.split("/")[-2]: found for key, found in run.manifests.items()}
@@ -364,7 +347,6 @@ class StoreBackend(SingleTierBackend):
         return super().is_broken(number, error)
 
     def _summary(self, path: StorePath, found: ReadManifest, listed: Objects) -> CheckpointSummary | TensorkeepError:
-        """Return the summary of a step, or what is wrong with it."""
         if isinstance(found, ManifestContents):
             with suppress(TensorkeepError):
                 return summarise_contents(StoreDirectory(path, listed), found)
@@ -485,10 +467,8 @@ class StoreBackend(SingleTierBackend):
         logger.info("deleted %d objects below %s that no step needs", len(found), self.root)
 
     def _check_clock(self, step: StorePath) -> None:
-        """Check that this machine's clock is not ahead: what others read and save now would seem old.
-
-        Stores refuse signed requests with a wrong time, but Google's requests are signed without a time.
-        """
+        # With a clock that is ahead, what others read and save now would seem old. Most stores refuse requests with a
+        # wrong time, but Google's requests are signed without a time.
         # obstore does not pass on the time of an answer, but the time of an object. If this process is killed, the
         # probe remains, and is deleted like an object of a failed save.
         probe = step / object_name("model.safetensors", secrets.token_hex(8))
@@ -509,7 +489,7 @@ class StoreBackend(SingleTierBackend):
 
 
 def _only(paths: Sequence[Path]) -> str:
-    """Return the name of a single step; empty for several steps."""
+    # One step is listed alone; for several, one listing of the run takes fewer requests.
     return paths[0].name if len(paths) == 1 else ""
 
 

@@ -1,8 +1,4 @@
-"""Which steps to keep: rules, and combinations of rules.
-
-A rule only chooses. The manager deletes the steps that no rule keeps, after a later step is durable; it never deletes
-the last step.
-"""
+"""Which steps to keep: rules, and combinations of rules."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -43,16 +39,12 @@ class Keep(ABC):
 
 @dataclass(frozen=True)
 class KeepAll(Keep):
-    """Keeps every step."""
-
     def wanted(self, steps: Sequence[Step]) -> set[int]:
         return {step.number for step in steps}
 
 
 @dataclass(frozen=True)
 class KeepAny(Keep):
-    """Keeps a step if any of several rules keeps it."""
-
     rules: tuple[Keep, ...]
 
     def wanted(self, steps: Sequence[Step]) -> set[int]:
@@ -85,6 +77,7 @@ class KeepLast(Keep):
         check_count("keep_last", self.count)
 
     def wanted(self, steps: Sequence[Step]) -> set[int]:
+        # The steps come in the order of their numbers, not of their times.
         return {step.number for step in steps[-self.count :]}
 
 
@@ -160,7 +153,6 @@ class KeepBest(Keep):
             mode_of(metric, self.mode)
 
     def ranked(self, steps: Sequence[Step]) -> list[Step]:
-        """Return the steps that have the metric, best first; raise as `wanted`."""
         metric = self.metric or only_metric(metric_names(steps))
         return [] if metric is None else ranked(steps, metric, self.mode)
 
@@ -266,7 +258,6 @@ class Retention:
 
     @property
     def rule(self) -> Keep:
-        """All rules together."""
         rules = [
             None if self.keep_last is None else KeepLast(self.keep_last),
             None if self.keep_every is None else KeepEvery(self.keep_every),
@@ -277,6 +268,7 @@ class Retention:
         return KeepAny(given) if given else KeepAll()
 
 
+# A rule only chooses. Steps are deleted after a later step is durable.
 def unwanted(rule: Keep, steps: Sequence[Step], protect: Collection[int] = ()) -> list[Step]:
     """Return the steps that a rule does not keep, without the last step and the protected ones, which are new."""
     # The last step is the one to resume from, whatever a rule chooses.
@@ -291,17 +283,14 @@ def unwanted(rule: Keep, steps: Sequence[Step], protect: Collection[int] = ()) -
 
 
 def run_times(steps: Sequence[Step]) -> list[float]:
-    """Return when each step was saved, in seconds of the run's own time since the first step.
-
-    The time between two saves is the difference of their clocks. If that is negative, or more than twice the usual time
-    of so many training steps, the clock was changed or the run was stopped, and the usual time is used instead. The
-    usual time of a step is the median over all pairs of neighbours. If a run becomes slower, steps seem younger until
-    the slow pairs are in the majority.
-    """
+    """Return when each step was saved, in seconds of the run's own time since the first step."""
     gaps = [(after.saved_at - before.saved_at, after.number - before.number) for before, after in pairwise(steps)]
     paces = sorted(seconds / count for seconds, count in gaps if seconds > 0)
     # One pair is not enough to detect a clock change. The lower median makes steps younger, which rather keeps them.
     pace = paces[(len(paces) - 1) // 2] if len(paces) > 1 else 0.0
+    # If the difference of two clocks is negative, or more than twice the usual time, the clock was changed or the run
+    # was stopped: the usual time is used instead. If a run becomes slower, steps seem younger until the slow pairs are
+    # in the majority.
     times = [0.0]
     for seconds, count in gaps:
         usual = pace * count

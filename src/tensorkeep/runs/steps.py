@@ -21,8 +21,8 @@ from tensorkeep.paths import STEP_NAME, as_path
 from tensorkeep.storage import open_directory
 from tensorkeep.storage.base import MANIFEST_NAME
 
+# Step numbers have at most 18 digits: they fit into an int64, and their names sort.
 _LARGEST = 10**18 - 1
-"""Step numbers have at most 18 digits: they fit into an int64, and their names sort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +101,11 @@ class UploadStatus:
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Objects in a store that no step uses: their keys, with their sizes in bytes.
-
-    ``removable`` objects can be deleted now. ``waiting`` objects belong to steps that were deleted within the grace
-    period: someone may still read them. ``unfinished`` objects belong to saves that run or failed less than a day ago.
-    """
-
+    # Can be deleted now.
     removable: dict[str, int] = field(default_factory=dict)
+    # Of steps that were deleted within the grace period: someone may still read them.
     waiting: dict[str, int] = field(default_factory=dict)
+    # Of saves that run or failed less than a day ago.
     unfinished: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -131,19 +128,16 @@ def step_number(number: SupportsIndex, root: PathLike | None = None) -> int:
 
 
 def step_path(root: PathLike, number: SupportsIndex) -> Path:
-    """Return the path of a step; raises like `step_number`."""
     return as_path(root) / f"step-{step_number(number, root):06d}"
 
 
 def step_numbers(names: Iterable[str]) -> list[int]:
-    """Return the numbers of the names that are step names, in order."""
     found = (match for name in names if (match := STEP_NAME.fullmatch(name)))
     # `step-0000100` and `step-000100` would be one number: only the name that `step_path` gives counts.
     return sorted(int(match[1]) for match in found if f"step-{int(match[1]):06d}" == match[0])
 
 
 def step_of(path: Path, number: int, summary: CheckpointSummary) -> Step:
-    """Return a step by the summary of its checkpoint."""
     record = summary.outline.step
     # Checkpoints that a manager did not save have no record. The first file is the manifest, which is written last.
     saved_at = record.saved_at if record else summary.files[0].st_mtime
@@ -164,6 +158,7 @@ def check_is_step(path: Path, foreign: Sequence[str] | None = None) -> None:
                 remedy="if it is not needed, remove it yourself",
             )
         foreign = foreign_names(path)
+    # To delete the step would delete the user's file with it.
     if foreign:
         raise UsageError(
             f"holds {foreign[0]!r}, which does not belong to the step, so it is not deleted",

@@ -1,7 +1,4 @@
-"""The steps of a run on a disk, which a background thread uploads to an object store.
-
-The backend of a `CheckpointManager` with ``local=``.
-"""
+"""The steps of a run on a disk, which a background thread uploads to an object store."""
 
 import atexit
 import logging
@@ -44,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# How long the first save waits for the store; see `TieredBackend.claim`.
 _FIRST_ANSWER_SECONDS = 1.0
-"""How long the first save waits for the store; see `TieredBackend.claim`."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +89,13 @@ class LocalTier:
 
     @property
     def bytes_per_second(self) -> int | None:
-        """The limit of the uploads as a number."""
         return None if self.upload_bytes_per_second is None else parse_bytes(self.upload_bytes_per_second)
 
 
 class TieredBackend(StepBackend):
     """A folder of steps on a disk, and the copies of the steps in an object store.
 
-    After each upload, ``rule`` chooses the steps that remain in the store. On the disk remain the last steps that the
-    tier keeps; the steps that are not uploaded yet; and the step that was uploaded last, because the next incremental
-    step shares its files.
+    After each upload, ``rule`` chooses the steps that remain in the store.
     """
 
     def __init__(self, tier: LocalTier, store: StorePath, rule: Keep) -> None:
@@ -141,9 +135,9 @@ class TieredBackend(StepBackend):
         return super().find(number)
 
     def listing(self) -> StepListing:
-        """List the steps on the disk, and the further steps in the store.
+        """List the steps on the disk, and the further steps in the store; warn if the store does not answer.
 
-        If the store does not answer, a warning says so; StoreError if the disk has no step either.
+        Raises StoreError if the disk has no step either.
         """
         disk = self._disk.listing()
         try:
@@ -168,8 +162,8 @@ class TieredBackend(StepBackend):
         yield from sorted((steps | {**found.broken}).items(), key=lambda each: -each[0])
 
     def read_nearest(self, path: Path, read: Callable[[Path], T]) -> T:
-        """Read a step from the disk, or from the store if the copy on the disk is damaged or gone."""
         errors: list[TensorkeepError] = []
+        # The disk first: it is faster, and may have what the store does not.
         for copy in (self._on_disk(path), self._in_store(path)):
             try:
                 found = read(copy)
@@ -250,7 +244,7 @@ class TieredBackend(StepBackend):
                 self._uploader.add_found(step.number)
 
     def still_wanted(self, waiting: list[int]) -> list[int]:
-        """Return the steps that are worth an upload: steps may be saved faster than they are uploaded."""
+        # Steps may be saved faster than they are uploaded: a step that no rule keeps any more is not uploaded.
         needless = self._unwanted(self._with_store(self._disk.listing()).steps)
         return [number for number in waiting if number not in needless]
 
@@ -261,6 +255,7 @@ class TieredBackend(StepBackend):
         try:
             disk = self._disk.listing()
             needless = self._unwanted(self._with_store(disk).steps)
+            # The next incremental step shares files of the step that was uploaded last: an upload finds them by inode.
             kept = self._kept_on_disk(disk.steps) | {uploaded}
             for number in ((self._uploader.stored() - self._broken) | needless) - kept:
                 self._remove_from_disk(number)
@@ -283,6 +278,7 @@ class TieredBackend(StepBackend):
                 self._uploader.drop_copy(number)
 
     def _kept_on_disk(self, steps: list[Step]) -> set[int | None]:
+        # Not uploaded yet, or the base of the next incremental save.
         kept = {*self._uploader.pending(), self._saved_last}
         if self._keep_local is None:
             return kept.union({step.number for step in steps} - self._unwanted(steps))
@@ -330,8 +326,7 @@ def _warn(message: str) -> None:
 class Uploader:
     """Uploads the steps of a folder in a background thread, by number, until no step waits or the store fails.
 
-    The thread then ends; `add` and `start` begin a new one. An interpreter that exits waits for it. The thread calls
-    `TieredBackend.find_left` until it succeeds, `still_wanted` if several steps wait, and `clean_up` after each upload.
+    The thread then ends; `add` and `start` begin a new one.
     """
 
     def __init__(self, root: Path, store: StorePath, bytes_per_second: int | None, backend: TieredBackend) -> None:
@@ -364,8 +359,8 @@ class Uploader:
         self.start()
 
     def start(self, *, look: bool = False) -> None:
-        """Start the thread unless it runs; with ``look`` it looks again for steps that were left."""
         with self._lock:
+            # `look`: steps may have been left on the disk since the last look.
             self._looked = self._looked and not look
             if self._thread is not None:
                 return
@@ -374,6 +369,7 @@ class Uploader:
                 return
             self._cancellation = Cancellation()
             try:
+                # Not a daemon: an interpreter that exits waits for the uploads.
                 self._thread = threading.Thread(target=self._run, name="tensorkeep-uploads")
                 self._thread.start()
                 return
@@ -410,22 +406,19 @@ class Uploader:
                 steps.pop(number, None)
 
     def drop_copy(self, number: int) -> None:
-        """Drop the record of a copy: its step is saved again, or deleted from the disk."""
         with self._lock:
+            # The step is saved again, or deleted from the disk.
             self._copies.pop(number, None)
 
     def stored(self) -> set[int]:
-        """Return the steps of the folder with a copy in the store."""
         with self._lock:
             return set(self._copies)
 
     def pending(self) -> set[int]:
-        """Return the steps that wait or cannot be uploaded."""
         with self._lock:
             return {*self._waiting, *self._refused}
 
     def statuses(self) -> list[UploadStatus]:
-        """Return the steps that are not in the store yet, in order."""
         with self._lock:
             reason = None if self._failure is None else str(self._failure)
             state: Literal["waiting", "failed"] = "waiting" if reason is None else "failed"
@@ -436,7 +429,6 @@ class Uploader:
             return [found[number] for number in sorted(found)]
 
     def take_failure(self) -> BaseException | None:
-        """Return the last failure, once."""
         return _unreported.pop(self, None)
 
     def raise_failure(self) -> None:
@@ -470,8 +462,7 @@ class Uploader:
     def _look_at_copy(self, number: int, *, replace: bool) -> bool:
         """Record the copy in the store; with ``replace``, a damaged copy waits to be replaced.
 
-        Returns False if the store has another step of that number, or a damaged copy that stays. Raises the errors of
-        `find_copy`.
+        Return False if the store has another step of that number, or a damaged copy that stays. Raises as `find_copy`.
         """
         source, destination = self._paths(number)
         copy = find_copy(source, destination)
@@ -550,6 +541,7 @@ class Uploader:
                 # Deleted by somebody else: `forget` waits for the upload to end.
                 self._refuse(number, NotFoundError("was deleted before it was uploaded", path=source))
                 return
+            # The store has failed: the step waits for the next thread, or waits already if it was saved again.
             with self._lock:
                 self._waiting.setdefault(number, overwrite)
             raise
@@ -558,7 +550,6 @@ class Uploader:
         self._backend.clean_up(number)
 
     def _copy(self, number: int, *, overwrite: bool) -> StoredCopy:
-        """Copy a step; try once more if the store fails, because not every request is repeated by itself."""
         source, destination = self._paths(number)
         transfer = Transfer(self._throttle, self._cancellation, partial(self._note_progress, number))
         with self._lock:
@@ -566,6 +557,7 @@ class Uploader:
         try:
             return copy_to_store(source, destination, transfer, earlier=earlier, overwrite=overwrite)
         except StoreError as error:
+            # Once more, because not every request is repeated by itself.
             logger.info("step %d of %s is uploaded again: %s", number, self._root, first_line(error))
             return copy_to_store(source, destination, transfer, earlier=earlier, overwrite=overwrite)
 
@@ -590,7 +582,6 @@ class Uploader:
                 self._copies[number] = copy
 
     def _refuse(self, number: int, error: TensorkeepError) -> None:
-        """Record a step that cannot be uploaded, while others can."""
         logger.info("step %d of %s cannot be uploaded: %s", number, self._root, first_line(error))
         with self._lock:
             _unreported[self] = error
@@ -598,8 +589,8 @@ class Uploader:
                 self._refused[number] = error
 
 
+# The last failures that no method has returned or raised yet. They are logged at exit.
 _unreported: dict[Uploader, BaseException] = {}
-"""The last failures that no method has returned or raised yet. They are logged at exit."""
 
 
 def _log_unreported() -> None:

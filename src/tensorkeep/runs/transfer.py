@@ -1,9 +1,4 @@
-"""Copies a native checkpoint from a disk to an object store, without decoding its files.
-
-The manifest is written again, with the object names of a new save, and so is an index that names files. If the store
-has a copy of a file from an earlier checkpoint, which shares it on the disk by a hard link, the manifest refers to that
-copy.
-"""
+"""Copies a native checkpoint from a disk to an object store, without decoding its files."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,31 +27,26 @@ from tensorkeep.storage.object_store import Upload, part_bytes
 from tensorkeep.storage.parallel import Cancellation, Meter
 from tensorkeep.storage.store_commit import object_name
 
+# A file name that begins like this refers to an object of another checkpoint of the run.
 _BESIDE = "../"
-"""A file name that begins like this refers to an object of another checkpoint of the run."""
+# One part is read while the others are sent.
 _PARTS_IN_MEMORY = 4
-"""One part is read while the others are sent."""
+# Device, inode and size of a file.
 FileIdentity = tuple[int, int, int]
-"""Device, inode and size of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredCopy:
-    """A checkpoint on a disk that was copied to a store.
-
-    ``digest`` is the checksum of the manifest on the disk. ``references`` maps the names of the files on the disk to
-    the references of a neighbouring step: ``../step-000100/model-<id>.safetensors``.
-    """
-
     path: Path
+    # The checksum of the manifest on the disk.
     digest: str
+    # References of a neighbouring step, `../step-000100/model-<id>.safetensors`, by file name on the disk.
     references: Mapping[str, str]
 
 
 class Throttle:
-    """Limits the average bytes per second, unless the limit is None."""
-
     def __init__(self, bytes_per_second: int | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        # None: no limit.
         self._rate = bytes_per_second
         self._clock = clock
         self._free_at = clock()
@@ -74,8 +64,6 @@ class Throttle:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The speed limit, the cancellation and the progress callback of a copy."""
-
     throttle: Throttle
     cancellation: Cancellation
     progress: Callable[[int, int], None]
@@ -84,9 +72,7 @@ class Transfer:
 def copy_to_store(
     source: Path, destination: StorePath, transfer: Transfer, *, earlier: Iterable[StoredCopy] = (), overwrite: bool
 ) -> StoredCopy:
-    """Copy a native checkpoint into a store; the manifest is written last and makes the copy visible.
-
-    ``earlier`` are copies of other checkpoints of the same folder.
+    """Copy a native checkpoint into a store; ``earlier`` are copies of other checkpoints of the same folder.
 
     Raises NotACheckpointError if the source does not exist; CorruptCheckpointError if it is damaged or cannot be read;
     UnsupportedError if many ranks saved it; DestinationExistsError if the store has a checkpoint there and
@@ -101,6 +87,7 @@ def copy_to_store(
                 remedy="let the ranks save into the store",
             )
         with commit_to(destination, overwrite=overwrite) as commit:
+            # A file that the store has from an earlier checkpoint is not sent again: the manifest refers to that copy.
             names, owners = _names_of_copies(opened, destination, commit.save_id, _shared_files(earlier))
             files = _copy_files(opened, names, destination, transfer)
             content = checksummed_json.seal(_with_files(manifest, files))
@@ -108,6 +95,7 @@ def copy_to_store(
             manifests.parse(content, destination / manifests.FILE_NAME)
             _check_references(files, owners, destination)
             transfer.cancellation.check()
+            # Last: the manifest makes the copy visible.
             commit.publish(content)
         return _stored_copy(source, opened.identity(), manifest.files, files, destination)
 
@@ -126,7 +114,6 @@ def find_copy(source: Path, destination: StorePath) -> StoredCopy | None:
 
 
 def _comparable(manifest: Manifest) -> Manifest:
-    """Return a manifest without the fields that a copy changes."""
     # An index names files, so a copy changes its bytes; other files keep their sizes and checksums.
     files = [
         FileRecord("", 0, 0, "") if _is_index(file) else msgspec.structs.replace(file, name="", origin="")
@@ -137,7 +124,6 @@ def _comparable(manifest: Manifest) -> Manifest:
 
 
 def _with_files(manifest: Manifest, files: list[FileRecord]) -> Manifest:
-    """Return the manifest of a copy with these files."""
     refers = any(file.name.startswith(_BESIDE) for file in files)
     features = [*manifest.features, REFERENCES] if refers else manifest.features
     return msgspec.structs.replace(manifest, files=files, features=features)
@@ -150,19 +136,16 @@ def _is_index(file: FileRecord) -> bool:
 def _stored_copy(
     path: Path, digest: str, files: Iterable[FileRecord], copies: Iterable[FileRecord], destination: StorePath
 ) -> StoredCopy:
-    """Return the copy of a checkpoint; ``files`` and ``copies`` are in the same order."""
     references = {
         file.name: copy.name if copy.name.startswith(_BESIDE) else f"{_BESIDE}{destination.name}/{copy.name}"
+        # Both lists have the order of the manifest.
         for file, copy in zip(files, copies, strict=True)
     }
     return StoredCopy(path, digest, references)
 
 
 def _shared_files(earlier: Iterable[StoredCopy]) -> dict[FileIdentity, tuple[str, str]]:
-    """Return the files of earlier checkpoints that have not changed since they were copied.
-
-    The values are the reference to the copy, and the name of a step in the store that has it.
-    """
+    """Return unchanged files of earlier checkpoints: the reference to the copy, and the step that has it."""
     found: dict[FileIdentity, tuple[str, str]] = {}
     for copy in earlier:
         try:
@@ -182,15 +165,13 @@ def _shared_files(earlier: Iterable[StoredCopy]) -> dict[FileIdentity, tuple[str
 def _names_of_copies(
     opened: OpenFiles, destination: StorePath, save_id: str, shared: Mapping[FileIdentity, tuple[str, str]]
 ) -> tuple[list[str], set[str]]:
-    """Return the names of the files in the store, and the steps there that share their copies.
-
-    A copy is shared if its step still exists. The objects of a deleted step may go at any moment.
-    """
+    """Return the names of the files in the store, and the steps there that share their copies."""
     names: list[str] = []
     owners: set[str] = set()
     for record, status in zip(opened.records, opened.statuses, strict=True):
         # The inode identifies the file: it is open, so that no new file can have its inode.
         found = shared.get((status.st_dev, status.st_ino, status.st_size)) if record.origin else None
+        # Only if the step still exists: the objects of a deleted step may go at any moment.
         if found and _exists(_manifest_of(found[1]), destination) and _exists(found[0], destination):
             names.append(found[0])
             owners.add(found[1])
@@ -213,11 +194,8 @@ def _exists(reference: str, destination: Path) -> bool:
 
 
 def _check_references(files: Iterable[FileRecord], owners: Iterable[str], destination: StorePath) -> None:
-    """Check that the shared objects, and the steps that own them, still exist.
-
-    Called just before the copy becomes visible. If the owner is deleted later, the grace period keeps its objects until
-    a sweep sees the new manifest.
-    """
+    # Just before the copy becomes visible. If the owner is deleted later, the grace period keeps its objects until a
+    # sweep sees the new manifest.
     references = [file.name for file in files if file.name.startswith(_BESIDE)]
     for name in (*references, *map(_manifest_of, owners)):
         if not _exists(name, destination):
@@ -231,7 +209,6 @@ def _check_references(files: Iterable[FileRecord], owners: Iterable[str], destin
 def _copy_files(
     opened: OpenFiles, names: Sequence[str], destination: StorePath, transfer: Transfer
 ) -> list[FileRecord]:
-    """Copy the files that are not shared; return the records of all files of the copy."""
     records = [msgspec.structs.replace(record, name=name) for record, name in zip(opened.records, names, strict=True)]
     meter = Meter(sum(each.bytes for each in records if not each.name.startswith(_BESIDE)), transfer.progress)
     homes = {record.name: name for record, name in zip(opened.records, names, strict=True)}
@@ -263,8 +240,8 @@ def copy_budget(most_bytes: int) -> int:
 
 
 def _copy_file(file: SourceFile, path: StorePath, transfer: Transfer, pool: BufferPool, meter: Meter) -> None:
-    """Upload one file; as many parts are sent at once as the pool has buffers."""
     cancellation = transfer.cancellation
+    # As many parts are sent at once as the pool has buffers.
     upload = Upload(path, pool, cancellation, most_bytes=file.size)
     size = part_bytes(file.size)
     try:
@@ -292,7 +269,7 @@ def _read(file: SourceFile, at: int, count: int, memory: Bytes) -> Bytes:
 
 
 def _renamed_index(file: SourceFile, digest: str, names: Mapping[str, str]) -> bytes:
-    """Return the index that Hugging Face tools read, with the names of the objects."""
+    # An index names files, so its copy must name the objects.
     content = file.read(0, file.size)
     if checksummed_json.digest(content) != digest:
         raise CorruptCheckpointError("the checksum of its content is wrong", path=file.path)

@@ -47,8 +47,6 @@ class SaveWhen(ABC):
 
 @dataclass(frozen=True)
 class AnyOf(SaveWhen):
-    """Saves when any of several rules does."""
-
     rules: tuple[SaveWhen, ...]
 
     @property
@@ -170,6 +168,7 @@ class OnSignal(Closing, SaveWhen):
             self._pass_on(number, frame)
             return
         self._noted.add(number)
+        # Only noted: a save in the handler would see a state in the middle of a step.
         self.received = self._waiting = True
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -186,6 +185,7 @@ class OnSignal(Closing, SaveWhen):
 
     def saved(self, step: int) -> None:
         self._waiting = False
+        # A second SIGTERM must end the process as usual, so it stays noted.
         self._noted -= {signal.SIGUSR1, signal.SIGUSR2}
 
     def close(self) -> None:

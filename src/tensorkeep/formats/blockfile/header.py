@@ -58,7 +58,7 @@ _SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor in the header: dtype tag, shape, and byte range relative to the start of the data."""
+    """One tensor in the header; its byte range is relative to the start of the data."""
 
     name: str
     tag: str
@@ -75,28 +75,26 @@ class TensorRecord:
 
     @property
     def element_shape(self) -> tuple[int, ...]:
-        """The shape in elements of the dtype, which must be known."""
         assert self.dtype is not None
+        # Torch counts elements that pack several numbers; the header counts the numbers.
         return (*self.shape[:-1], self.shape[-1] // self.dtype.packs) if self.shape else self.shape
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header.
+    """A parsed header; ``metadata`` is the file's ``__metadata__``."""
 
-    The data starts at byte ``nbytes`` of the file. The records may be in another order than the data. ``metadata`` is
-    the file's ``__metadata__``.
-    """
-
+    # The data starts at this byte of the file.
     nbytes: int
+    # In the order of the JSON, which may differ from the order of the data.
     records: dict[str, TensorRecord]
     metadata: dict[str, str]
 
 
 def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, size: int | None = None) -> bytes:
-    """Return the header's bytes, padded with spaces to ``size`` or else to the next multiple of 4096.
+    """Return the header, padded with spaces to ``size`` or else to the next multiple of 4096.
 
-    Raises UnsupportedError if the header is longer than readers accept.
+    Raises UnsupportedError if it is longer than readers accept.
     """
     content: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for record in records:
@@ -120,10 +118,7 @@ def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, size: in
 
 
 def read(file: SourceFile) -> Header:
-    """Read and check the header of a file.
-
-    Raises CorruptCheckpointError if it breaks any rule of the format.
-    """
+    """Read the header of a file; CorruptCheckpointError if it breaks any rule of the format."""
     if file.size < _LENGTH_BYTES + 2:
         raise CorruptCheckpointError("too short to be a safetensors file", path=file.path)
     # Checked before it is read: a damaged length must not become an allocation.
@@ -163,6 +158,7 @@ def _record(name: str, value: object) -> TensorRecord:
     if any(length < 0 for length in raw.shape):
         raise CorruptCheckpointError(f"negative length in shape {raw.shape}", name=name)
     dtype = BY_SAFETENSORS.get(raw.dtype)
+    # A tensor of numbers below a byte must still end at a whole byte.
     bits = _SUB_BYTE.get(raw.dtype) or (8 * dtype.itemsize if dtype else None)
     # The size of elements of a later dtype is unknown.
     needed, rest = divmod(prod(raw.shape) * bits, 8) if bits is not None else (stop - start, 0)
@@ -174,6 +170,7 @@ def _record(name: str, value: object) -> TensorRecord:
 
 
 def _check_tiling(records: list[TensorRecord], data_bytes: int) -> None:
+    # Without gaps and overlaps, no byte of the file has two meanings, and no bytes are hidden.
     end = 0
     for record in records:
         if record.start != end:
@@ -188,18 +185,16 @@ def _check_tiling(records: list[TensorRecord], data_bytes: int) -> None:
 
 
 class TensorEncoding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The tensor in a ``U8`` vector: dtype and shape, and the codec and stored length of its blocks in this file.
-
-    ``numbers`` are the blocks' indices in the tensor, if files of earlier saves have the others.
-    ``differences`` are the positions in ``blocks`` of differences from blocks in other files. ``raw`` are the raw
-    bytes of every block, unless they are ``block_bytes``.
-    """
+    """The tensor in a ``U8`` vector, and the codec and stored length of its blocks in this file."""
 
     dtype: str
     shape: tuple[int, ...]
     blocks: list[tuple[str, int]]
+    # The blocks' indices in the tensor, if files of earlier saves have the others.
     numbers: list[int] | None = None
+    # Positions in `blocks` of differences from blocks in other files.
     differences: list[int] = []
+    # The raw bytes of every block, unless they are `block_bytes`.
     raw: list[int] | None = None
 
     @property
@@ -209,14 +204,10 @@ class TensorEncoding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FileEncoding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The ``tensorkeep`` entry of a file's metadata.
-
-    In checkpoints without a manifest, ``structure`` describes the state.
-    """
-
     version: int
     block_bytes: int
     tensors: dict[str, TensorEncoding]
+    # Describes the state, in checkpoints without a manifest.
     structure: Structure | None = None
 
 
@@ -227,7 +218,7 @@ Description = tuple[list[TensorRecord], FileEncoding | None]
 def describe(
     plan: FilePlan, blocks: Mapping[BlockKey, BlockRecord], differences: Collection[BlockKey] = ()
 ) -> Description:
-    """Return the description of a file with these blocks; ``differences`` are differences from blocks in other files.
+    """Return the description of a file; ``differences`` are blocks that are differences from other files.
 
     A tensor is left out if all of its blocks are elsewhere.
     """
@@ -283,11 +274,12 @@ def describe_longest(plan: FilePlan, *, changes: bool = False, delta: bool = Fal
 
 
 def _raw_lengths(leaf: LeafInFile, blocks: list[Block]) -> list[int] | None:
-    """Return the raw bytes of the blocks in the file; None if a reader can compute them."""
+    # Readers compute the length of a block from `block_bytes`, and of a single block from the shape.
     return None if leaf.starts is None or len(leaf.starts) < 2 else [block.nbytes for block in blocks]
 
 
 def _encoding(tensors: dict[str, TensorEncoding], plan: FilePlan) -> FileEncoding | None:
+    # The lowest version that can describe the file, so that older readers refuse only what they would misread.
     version = VERSION if all(each.complete for each in tensors.values()) else CHANGES_VERSION
     if any(each.raw is not None for each in tensors.values()):
         version = CUTS_VERSION
@@ -295,7 +287,7 @@ def _encoding(tensors: dict[str, TensorEncoding], plan: FilePlan) -> FileEncodin
 
 
 def _is_plain(leaf: LeafInFile, blocks: Iterable[BlockRecord], start: int) -> bool:
-    """Return whether a tensor is stored as any safetensors reader expects it."""
+    # As any safetensors reader expects it.
     # Readers that map the file need elements at multiples of their size. A padded block is longer than its raw bytes.
     raw = all(block.codec == "raw" for block in blocks)
     return raw and sum(b.length for b in blocks) == leaf.source.nbytes and start % leaf.source.dtype.itemsize == 0
@@ -304,8 +296,7 @@ def _is_plain(leaf: LeafInFile, blocks: Iterable[BlockRecord], start: int) -> bo
 def parse(header: Header, path: Path) -> FileEncoding:
     """Return the ``tensorkeep`` entry of a file, checked against its header; an empty one if the file has none.
 
-    Raises CorruptCheckpointError if it is malformed or contradicts the header; UnsupportedError if a later version
-    wrote it.
+    Raises CorruptCheckpointError if it contradicts the header; UnsupportedError if a later version wrote it.
     """
     text = header.metadata.get(METADATA_KEY)
     if text is None:
@@ -328,6 +319,7 @@ def _check(name: str, encoding: TensorEncoding, block_bytes: int, header: Header
     if encoding.dtype not in BY_NAME:
         raise UnsupportedError(f"has dtype {encoding.dtype!r}, which this release does not know", name=name)
     if (
+        # A reader allocates its buffers by these numbers.
         not 1 <= block_bytes <= MAX_BLOCK_BYTES
         or block_bytes % 16
         or len(encoding.shape) > MOST_DIMENSIONS

@@ -1,8 +1,6 @@
 """The layout of data files: tensors into files, tensors into blocks, blocks into write tasks.
 
-A data file is one stream of bytes. A task is a run of whole blocks, together at most one block's size. Tasks are
-written in whole pages, in any order, with O_DIRECT. Two tasks may share a page at their border; the task that completes
-the page writes it.
+A task is a run of whole blocks, together at most one block's size. Tasks are written in whole pages, in any order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,15 +47,13 @@ class BlockFileOptions(FormatOptions, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LeafInFile:
-    """A leaf in a file: its key there, and the offset of its raw bytes in the data.
-
-    ``starts`` are the first raw bytes of its blocks; None stands for a block every ``BLOCK_BYTES``.
-    """
+    """A leaf in a file: its key there, and the offset of its raw bytes in the data."""
 
     source: Source
     part: str
     key: str
     start: int
+    # The first raw bytes of its blocks; None stands for a block every `BLOCK_BYTES`.
     starts: Sequence[int] | None = None
 
     @property
@@ -67,17 +63,16 @@ class LeafInFile:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One data file; its leaves are in the order of the data, with raw offsets that begin at 0.
-
-    ``header_order`` has the keys in the order of the header, if it differs. ``metadata`` is the ``__metadata__`` of the
-    header without the entry ``tensorkeep``. ``structure`` describes the state, in checkpoints without a manifest.
-    """
+    """One data file; its leaves are in the order of the data, with raw offsets that begin at 0."""
 
     name: str
     part: str
     leaves: tuple[LeafInFile, ...]
+    # The keys in the order of the header, if it differs.
     header_order: tuple[str, ...] = ()
+    # The `__metadata__` of the header, without the entry `tensorkeep`.
     metadata: Mapping[str, str] = field(default_factory=lambda: {FRAMEWORK_KEY: FRAMEWORK})
+    # Describes the state, in checkpoints without a manifest.
     structure: Structure | None = None
 
     @property
@@ -109,11 +104,11 @@ CutSource = tuple[Source, str, Sequence[int] | None]
 BlockKey = tuple[str, int]
 
 
+# Without the cyclic garbage collector: a large checkpoint has very many blocks.
 class BlockRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A written block: codec, stored bytes, and the checksums of the raw bytes and, if coded, of the stored bytes."""
-
     codec: str
     length: int
+    # The checksum of the raw bytes, and of the stored bytes if the block is coded.
     raw: str = ""
     stored: str = ""
 
@@ -126,11 +121,10 @@ def blocks_of(leaf: LeafInFile) -> Iterator[Block]:
 
 
 def plan_files(flat: Flat[Source], shard_bytes: int | str | None = None, *, suffix: str = SUFFIX) -> list[FilePlan]:
-    """Return the data files of a state: one set for each part, no file above ``shard_bytes`` unless one leaf is.
+    """Return the data files of a state: a set for each part, no file above ``shard_bytes`` unless one leaf is.
 
-    Names follow Hugging Face: ``model.safetensors`` alone, ``model-00001-of-00003.safetensors`` in a set.
-
-    Raises UsageError if ``shard_bytes`` is not a positive size.
+    Names follow Hugging Face: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` in a set. Raises
+    UsageError if ``shard_bytes`` is not a positive size.
     """
     limit = shard_limit(shard_bytes)
     parts: dict[str, list[CutSource]] = {}
@@ -142,7 +136,6 @@ def plan_files(flat: Flat[Source], shard_bytes: int | str | None = None, *, suff
 
 
 def shard_limit(shard_bytes: int | str | None) -> int:
-    """Return the size above which the tensors of a part are split over several files; UsageError if it is not one."""
     limit = DEFAULT_SHARD_BYTES if shard_bytes is None else parse_bytes(shard_bytes)
     if limit <= 0:
         raise UsageError(f"shard_bytes is {shard_bytes}", remedy="give a positive number of bytes")
@@ -150,12 +143,12 @@ def shard_limit(shard_bytes: int | str | None) -> int:
 
 
 def plan_part(part: str, stem: str, leaves: list[CutSource], limit: int, *, suffix: str = SUFFIX) -> Iterator[FilePlan]:
-    """Yield the data files of one part, named ``stem``...; see `plan_files`."""
     # Wide elements first: every leaf then begins at a multiple of its item size, which readers that map a file need.
     ordered = sorted(leaves, key=lambda leaf: -leaf[0].dtype.itemsize)
     shards: list[list[CutSource]] = [[]]
     size = 0
     for leaf in ordered:
+        # A leaf is never split over files: other tools could not load it.
         if shards[-1] and size + leaf[0].nbytes > limit:
             shards.append([])
             size = 0
@@ -179,6 +172,7 @@ def tasks_of(plan: FilePlan) -> list[list[Block]]:
     size = BLOCK_BYTES  # so that the first block begins a group
     for leaf in plan.leaves:
         for block in blocks_of(leaf):
+            # Small blocks share a task, so that many small tensors do not become many small writes.
             if size + block.nbytes > BLOCK_BYTES:
                 groups.append([])
                 size = 0
@@ -229,7 +223,7 @@ class Cuts(Protocol):
 
 
 class ByteCuts(NamedTuple):
-    """A cut every ``most_bytes``, whatever the shape: the blocks of a tensor that one process writes."""
+    """A cut every ``most_bytes``: the blocks of a tensor that one process writes."""
 
     most_bytes: int
 
@@ -244,6 +238,7 @@ class ByteCuts(NamedTuple):
         return self.most_bytes
 
     def cut_alike(self, one: Sequence[int], other: Sequence[int]) -> bool:
+        # Counted from the start of the tensor, the blocks do not depend on the shape.
         return prod(one) == prod(other)
 
 
@@ -254,8 +249,7 @@ LEAST_BYTES = 128 * 1024
 class Grid(NamedTuple):
     """Cuts at rows of the full tensor, so that any number of ranks cuts its boxes at the same rows.
 
-    A cut comes about every ``most_bytes``, or ``parts`` times in a tensor if that is finer, but not within 128 KiB. A
-    rank that reads other rows than were written reads at most two blocks too many per box.
+    A cut comes about every ``most_bytes``, or ``parts`` times in a tensor if that is finer, but not within 128 KiB.
     """
 
     most_bytes: int
@@ -313,9 +307,11 @@ class Grid(NamedTuple):
             return range(0, nbytes, max(1, nbytes))
         row = nbytes // box.sizes[0]
         step = self.bytes_between_cuts(box.full, box.itemsize)
+        # A cut within a row is counted from the start of the box's row, so ranks with the same columns cut alike.
         if row > step:
             return range(0, nbytes, row), range(0, row, step)
         rows = self.rows_per_block(box.full, box.itemsize)
+        # The first cut is at the first row of the full tensor that is a multiple of `rows`.
         return range(-box.offsets[0] % rows * row, nbytes, rows * row)
 
     def read_bytes(self, full: Sequence[int], itemsize: int) -> int:
@@ -323,14 +319,17 @@ class Grid(NamedTuple):
         most = self.bytes_between_cuts(full, itemsize)
         if not full or row > most:
             return max(BLOCK_BYTES, most)
+        # As many whole blocks as a large read covers.
         cut = self.rows_per_block(full, itemsize) * row
         return max(1, BLOCK_BYTES // cut) * cut if cut else BLOCK_BYTES
 
     def cut_alike(self, one: Sequence[int], other: Sequence[int]) -> bool:
+        # The grid follows the rows, so another shape cuts the same bytes in other places.
         return tuple(one) == tuple(other)
 
 
-# A rank that reads one of eight shards of a tensor reads little more than its own bytes.
+# A rank that reads other rows than were written reads up to two blocks too many for each box. With fine cuts, a rank
+# that reads one of eight shards of a tensor reads little more than its own bytes.
 RAW_GRID = Grid(4 * 1024**2, parts=128)
 # Smaller blocks take twice the time to code.
 CODED_GRID = Grid(4 * 1024**2)
@@ -362,7 +361,7 @@ def plan_shards(
 
 
 def _keys(shards: Sequence[TensorShard], parts: Mapping[str, PartKey]) -> list[str]:
-    """Return the key of each box in its data file: the tensor's key, with the ranges of the box if it has several."""
+    """Return the key of each box in its data file: the tensor's key, with the ranges if it has several boxes."""
     counts: dict[str, int] = {}
     for shard in shards:
         counts[shard.name] = counts.get(shard.name, 0) + 1

@@ -34,10 +34,7 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 
 class StoredBlock(msgspec.Struct, frozen=True):
-    """One block: its stored bytes in a file, and the expected checksums of raw and stored bytes, empty if unknown.
-
-    With ``bases``, the block is a difference: its raw bytes are the XOR of the decoded block and all decoded bases.
-    """
+    """One block: its stored bytes in a file, and the expected checksums, empty if unknown."""
 
     file: SourceFile
     codec: str
@@ -45,6 +42,7 @@ class StoredBlock(msgspec.Struct, frozen=True):
     length: int
     raw: str = ""
     stored: str = ""
+    # Of a difference: its raw bytes are the XOR of the decoded block and all decoded bases.
     bases: "tuple[StoredBlock, ...]" = ()
 
 
@@ -90,12 +88,14 @@ def lay_out(file: SourceFile, offset: int, blocks: list[tuple[str, int]]) -> tup
 
 def read_ahead(ranges: Sequence[tuple[StoredTensor, int, int]]) -> AbstractContextManager[object]:
     """Return a context for reading these ranges in this thread: one request fetches neighbours in an object."""
+    # A disk has its own read-ahead; only requests to a store are worth joining.
     if not ranges or not ranges[0][0].file.ranges_are_requests:
         return nullcontext()
     places: dict[SourceFile, list[tuple[int, int]]] = {}
     for tensor, start, stop in ranges:
         for block in tensor.blocks[bisect(tensor.starts, start) - 1 : bisect_left(tensor.starts, stop)]:
             places.setdefault(block.file, []).append((block.offset, block.offset + block.length))
+    # If a later request fails, the exit stack ends the earlier prefetches.
     with ExitStack() as stack:
         for file, found in places.items():
             stack.enter_context(file.prefetch(_joined(found)))
@@ -103,7 +103,6 @@ def read_ahead(ranges: Sequence[tuple[StoredTensor, int, int]]) -> AbstractConte
 
 
 def _joined(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join the places that are at most `_GAP_BYTES` apart."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(places):
         if joined and start - joined[-1][1] <= _GAP_BYTES:
@@ -114,20 +113,14 @@ def _joined(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class BlockReader:
-    """Reads ranges of stored tensors, from any thread, and verifies their checksums.
-
-    A range that covers whole blocks is read or decoded directly into its destination.
-    """
+    """Reads and verifies ranges of stored tensors, from any thread."""
 
     def __init__(self, pool: BufferPool, *, verify: bool) -> None:
         self._pool = pool
         self._verify = verify
 
     def read(self, tensor: StoredTensor, start: int, stop: int, out: Bytes) -> None:
-        """Fill ``out`` with the raw bytes ``start:stop`` of a tensor.
-
-        Raises CorruptCheckpointError with file, tensor and block.
-        """
+        """Fill ``out`` with the raw bytes ``start:stop``; CorruptCheckpointError with file, tensor and block."""
         done = start
         while done < stop:
             index = bisect(tensor.starts, done) - 1
@@ -138,8 +131,10 @@ class BlockReader:
             target = out[done - start : done - start + count]
             block = tensor.blocks[index]
             whole, coded = count == size, _is_coded(block, size)
+            # A whole block is read or decoded straight into its destination.
             if whole and not coded:
                 count = self._read_run(tensor, index, stop - done, out[done - start : stop - start])
+            # Nothing to verify: only the wanted bytes are read. Otherwise the checksum needs the whole block.
             elif not (coded or (self._verify and block.raw)):
                 block.file.read_into(block.offset + skip, target)
             else:
@@ -153,10 +148,8 @@ class BlockReader:
             done += count
 
     def _read_run(self, tensor: StoredTensor, first: int, most: int, out: Bytes) -> int:
-        """Read a raw block, and the raw blocks that follow it in the file, at once; return their bytes.
-
-        At most ``most`` bytes. The blocks that many ranks write are much smaller than a disk's fastest reads.
-        """
+        """Read a raw block and raw blocks that follow it, at most ``most`` bytes; return the count of bytes."""
+        # The blocks that many ranks write are much smaller than a disk's fastest reads.
         ends = [*tensor.starts[first + 1 : first + 1 + _MOST_IN_RUN], tensor.nbytes]
         # A run ends where blocks are not adjacent in the file, at a coded block, and at the size of a large read.
         begin = at = tensor.starts[first]
@@ -201,6 +194,7 @@ class BlockReader:
         """Fill ``out`` with a raw block, from ``data`` if that was read already; return the checksum."""
         if block.length != len(out):
             raise CorruptCheckpointError(f"{len(out):,} raw bytes are stored in {block.length:,}")
+        # One pass: each piece is hashed while it is still in the cache.
         hasher = new_hasher(wide=is_wide(block.raw)) if self._verify and block.raw else None
         for at in range(0, len(out), _HASH_BYTES):
             piece = out[at : at + _HASH_BYTES]
@@ -256,6 +250,7 @@ class BlockReader:
             raise CorruptCheckpointError("the checksum of its stored bytes is wrong", path=block.file.path)
         try:
             if isinstance(codec, PlanesCodec):
+                # This codec XORs while it decodes, so the layer is not written to memory and read again.
                 codec.decode(stored, dtype, out, done=done, xor=layer is not None)
                 return
             codec.decode(stored, dtype, out if layer is None else layer)
@@ -269,7 +264,6 @@ class BlockReader:
 
 @contextmanager
 def _named(tensor: StoredTensor, index: int) -> Iterator[None]:
-    """Add file, tensor and block to the error for a damaged block."""
     try:
         yield
     except CorruptCheckpointError as error:
@@ -283,7 +277,7 @@ def _named(tensor: StoredTensor, index: int) -> Iterator[None]:
 
 
 def scratch_bytes(block: StoredBlock, raw_bytes: int) -> int:
-    """Return the scratch memory that decoding a block takes."""
+    # The layers are decoded one after another into the same memory.
     stored = max(_with_pages(part.length) for part in (block, *block.bases))
     return stored + (round_up(raw_bytes) if block.bases else 0)
 

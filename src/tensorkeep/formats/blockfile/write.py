@@ -37,6 +37,7 @@ _HASH_BYTES = 1024**2
 
 def slices_of(blocks: list[Block]) -> Iterator[tuple[Block, slice]]:
     """Yield each block's slice of the task's buffer, which is aligned like the file offset."""
+    # Direct I/O needs memory and file offset at the same place within a page.
     at = (blocks[0].leaf.start + blocks[0].start) % ALIGNMENT
     for block in blocks:
         yield block, slice(at, at + block.nbytes)
@@ -64,13 +65,11 @@ def stage(blocks: list[Block], buffer: Bytes) -> None:
 
 
 class HashedInput:
-    """The raw bytes of a block, each read once and hashed; see `tensorkeep.codecs.base.BlockInput`.
-
-    The state may change during a save. Every byte is therefore copied first, and the copy is hashed and coded: the
-    checksum always matches the stored bytes. ``copy_buffer`` is None if nothing changes the block.
-    """
+    """The raw bytes of a block, each read once and hashed; see `tensorkeep.codecs.base.BlockInput`."""
 
     def __init__(self, copy_buffer: Bytes | None, *, wide: bool) -> None:
+        # The state may change during a save. Every byte is therefore copied first, and the copy is hashed and coded:
+        # the checksum always matches the stored bytes. None if nothing changes the block.
         self.copy_buffer = copy_buffer
         self._hasher: Hasher = new_hasher(wide=wide)
 
@@ -92,7 +91,6 @@ class HashedInput:
 
 
 def copy_and_hash(block: Block, out: Bytes, *, wide: bool) -> str:
-    """Copy a block's raw bytes to ``out``; return their checksum."""
     raw = block.leaf.source.host_bytes()
     if raw is None:
         block.leaf.source.read(block.start, block.stop, out)
@@ -115,7 +113,7 @@ def readable(block: Block, copy_buffer: Bytes) -> tuple[Bytes, Bytes | None]:
 
 
 class EncodedBlock(NamedTuple):
-    """A block at the front of a buffer: the checksum of its raw bytes, its codec and its stored length."""
+    """A block at the front of a buffer; ``length`` is its stored length."""
 
     raw_digest: str
     codec: str
@@ -173,45 +171,39 @@ StagedTask = Callable[[], Buffer]
 
 @dataclass(frozen=True, slots=True)
 class WriteContext:
-    """Settings and resources that the data files of one save share.
-
-    ``direct`` bypasses the page cache where the file system allows it. The checksums of raw bytes have 128 bits if
-    ``wide``. If ``codec`` is None, a probe chooses the codec of every block. File names contain ``save_id``, unless it
-    is empty.
-    """
+    """Settings and resources that the data files of one save share."""
 
     pool: BufferPool
     meter: Meter
     cancellation: Cancellation
     pace: Pace
+    # Bypass the page cache where the file system allows it.
     direct: bool = True
+    # Checksums of raw bytes have 128 bits, so that later saves find unchanged blocks by them.
     wide: bool = False
+    # None: a probe chooses the codec of every block.
     codec: Codec | None = None
+    # Part of the file names, unless it is empty.
     save_id: str = ""
 
 
 class DataFile(ABC):
-    """One data file, or object of a store, that is being written.
-
-    It is open only from its first task to its last: a state may have a thousand parts.
+    """One data file, or object of a store, that is being written; `finish` sets the last four attributes.
 
     Attributes
     ----------
     name : str
         The plan's file name after the prefix, with the id of the save.
-    tasks : list of list of Block
-        The tasks, in order: each is a list of blocks.
     records : dict of (str, int) to BlockRecord
         The blocks written so far.
     header_size : int
         Bytes of the header, a multiple of 4096; 0 without a header.
     size, header_digest, offsets, direct
-        Set by `finish`: the file's bytes, the header's xxh3-64, the first byte of every tensor by key, and whether the
-        page cache was bypassed.
+        The file's bytes, the header's xxh3-64, the first byte of every tensor by key, whether writes were direct.
     """
 
+    # Whether the header is known before the data. An object of a store has a header only then.
     header_comes_first: ClassVar[bool]
-    """Whether the header is known before the data. An object of a store has a header only then."""
 
     def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, *, prefix: str = "") -> None:
         self.plan = plan
@@ -264,9 +256,9 @@ class DataFile(ABC):
         return self._storage.buffer_bytes(self._most_bytes)
 
     def write_task(self, number: int, take: StagedTask | None = None) -> None:
-        """Write the blocks of a task; tasks start in order and each runs once. The last one makes the file durable.
+        """Write the blocks of a task, or the copy that ``take`` returns, which is then released.
 
-        If ``take`` is given, the copy that it returns is written instead of the state, and released.
+        Tasks start in order and each runs once. The last one makes the file durable.
         """
         staged = take() if take else None
         try:
@@ -282,7 +274,7 @@ class DataFile(ABC):
             self.finish()
 
     def _put(self, offset: int, data: Bytes, memory: Buffer, raw_bytes: int) -> None:
-        """Write ``data``, which lies in ``memory``, and count the task's raw bytes as done when it is written."""
+        """Write ``data``, which lies in ``memory``; the raw bytes count as done when it is written."""
         self._file.write(offset, data, memory, counts=raw_bytes)
 
     def finish(self) -> None:
@@ -305,6 +297,7 @@ class DataFile(ABC):
     @property
     def _file(self) -> OutputFile:
         with self._lock:
+            # Opened by its first task: a state may have a thousand parts, more files than a process may open.
             if self._open_file is None:
                 self._open_file = self._create()
             return self._open_file
@@ -330,8 +323,8 @@ def write_files(
 ) -> None:
     """Write data files from many threads, fewer if the pool's budget is too small; each is durable on return.
 
-    If ``take`` is given, it returns the staged copy of a task, by its number among the tasks of all files. With
-    ``delta``, blocks may be stored as differences, which takes more memory.
+    ``take`` returns the staged copy of a task, by its number among the tasks of all files. With ``delta``, blocks may
+    be stored as differences, which takes more memory.
     """
     try:
         tasks: list[Callable[[], None]] = []
@@ -351,21 +344,17 @@ def write_files(
 
 
 def buffers_per_thread(*, staged: bool, delta: bool) -> int:
-    """Return how many block-sized buffers one writing thread may use at once.
-
-    One for coded bytes. Unless blocks were staged, one for raw bytes, and one that a source in another checkpoint reads
-    into. For differences, one each for the earlier block, its stored bytes and the difference.
-    """
+    # One for coded bytes. Unless blocks were staged, one for raw bytes, and one that a source in another checkpoint
+    # reads into. For differences, one each for the earlier block, its stored bytes and the difference.
     return (1 if staged else 3) + (3 if delta else 0)
 
 
 def bytes_per_thread(*, staged: bool, delta: bool) -> int:
-    """Return the pool memory that one writing thread may use at once."""
     return thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=staged, delta=delta))
 
 
 def index_content(files: Iterable[DataFile], order: Iterable[str] | None = None) -> bytes:
-    """Return the bytes of the index that Hugging Face tools read for finished files, with the keys in this order."""
+    """Return the index that Hugging Face tools read for finished files, with the keys in this order."""
     homes = {key: file.name for file in files for key in file.offsets}
     total = sum(file.size - file.header_size for file in files)
     content: bytes = msgspec.json.encode(
@@ -396,7 +385,6 @@ class RawFile(DataFile):
         return file
 
     def _write(self, number: int, staged: Buffer | None) -> None:
-        """Write the task's blocks, except the pages shared with other tasks that are not complete yet."""
         blocks = self.tasks[number]
         begin = self.header_size + blocks[0].leaf.start + blocks[0].start
         end = begin + bytes_of(blocks)
@@ -409,17 +397,16 @@ class RawFile(DataFile):
                 else:
                     checksum = copy_and_hash(block, buffer[place], wide=self._context.wide)
                 self.records[block.key] = BlockRecord("raw", block.nbytes, checksum)
+            # Pages that other tasks share are left out until they are complete.
             low, high = (begin, end) if self._storage.writes_in_order else self._edges.settle(begin, end, buffer)
             self._put(low, buffer[low - first : high - first], memory, end - begin)
 
 
 class _SharedPages:
-    """Pages that two tasks share at their border; the task that completes a page writes it.
-
-    A direct write covers whole pages, so two tasks that both write a page would overwrite each other's bytes.
-    """
+    """Pages that two tasks share at their border; the task that completes a page writes it."""
 
     def __init__(self, size: int) -> None:
+        # A direct write covers whole pages: two tasks that both write a page would overwrite each other's bytes.
         self._size = size
         self._pages: dict[int, tuple[Bytes, int]] = {}
         self._lock = threading.Lock()
@@ -445,6 +432,7 @@ class _SharedPages:
             content[start - page : stop - page] = own[start - page : stop - page]
             count += stop - start
             self._pages[page] = (content, count)
+            # The last page of the file ends with the file.
             if page + count < min(page + ALIGNMENT, self._size):
                 return False
             own[:] = content
@@ -452,17 +440,14 @@ class _SharedPages:
 
 
 class CompressedFile(DataFile):
-    """A data file of blocks that are coded one by one; a block's size is known only after coding.
-
-    Space for the header is reserved at the front, and the header is written last. On a disk, a task's bytes are padded
-    to whole pages, so that a direct write takes them from the buffer that they were encoded into.
-    """
+    """A data file of blocks that are coded one by one; a block's size is known only after coding."""
 
     header_comes_first = False
 
     def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, *, prefix: str = "") -> None:
         super().__init__(directory, plan, context, prefix=prefix)
         self._order = Order(context.cancellation)
+        # Space for the header is reserved at the front, and the header is written last.
         self._end = self.header_size
 
     def _longest_description(self) -> Description:
@@ -501,7 +486,6 @@ class CompressedFile(DataFile):
             )
 
     def _scratch_bytes(self, blocks: list[Block]) -> int:
-        """Return the memory that `_store` needs for a block, besides its output."""
         return 0
 
     def _code(
@@ -517,11 +501,13 @@ class CompressedFile(DataFile):
         coded: list[tuple[Block, EncodedBlock, int]] = []
         used = 0
         for block, (raw, copy_buffer) in zip(blocks, raw_of, strict=True):
+            # Beside training, coding leaves processors to the training.
             with self._context.pace.coding():
                 stored = self._store(block, raw, copy_buffer, out[used:], scratch)
             if stored is not None:
                 coded.append((block, stored, used))
                 used += stored.length
+        # Padded on a disk, so that a direct write takes the bytes from the buffer that they were encoded into.
         end = round_up(used) if padded else used
         # The buffer holds older data: the padding must be zeros, which decoders check.
         out[used : round_up(used)] = 0

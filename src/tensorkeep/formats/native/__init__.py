@@ -1,7 +1,4 @@
-"""The native format: a directory of safetensors files and a manifest.
-
-Specified in ``docs/reference/native-format.md``.
-"""
+"""The native format: safetensors files and a manifest, specified in ``docs/reference/native-format.md``."""
 
 from pathlib import Path
 
@@ -18,8 +15,6 @@ from tensorkeep.storage import storage_of
 
 
 class NativeFormat(Format):
-    """A directory of safetensors files and a manifest; see `tensorkeep.formats.base.Format`."""
-
     name = "native"
     options = NativeOptions
     writes_to_stores = True
@@ -32,13 +27,16 @@ class NativeFormat(Format):
         try:
             return NativeReader(opened, settings)
         except BaseException as error:
+            # The reader owns the files from here on only if its constructor succeeds.
             opened.close()
+            # Only a hostile skeleton is nested so deeply.
             if isinstance(error, RecursionError):
                 raise CorruptCheckpointError("is nested too deeply", path=path / FILE_NAME) from error
             raise
 
     def check(self, destination: Path, settings: WriteSettings) -> None:
         base = settings.options_as(NativeOptions).base
+        # A callable names the base only when the writing begins.
         if base is None or callable(base):
             return
         if storage_of(as_path(base)) is not storage_of(destination):

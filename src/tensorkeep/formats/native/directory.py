@@ -1,4 +1,4 @@
-"""The directory of a native checkpoint: recognising it, committing it, its files and foreign ones, its disk space."""
+"""The directory of a native checkpoint: recognising it, committing it, foreign files, disk space."""
 
 import os
 import re
@@ -24,8 +24,6 @@ _OUR_NAMES = re.compile(rf".*({_SUFFIXES})|rank-\d{{5,}}(-[0-9a-f]{{16}})?\.json
 
 
 def _read(path: Path, read: Callable[[Directory], T]) -> T:
-    """Call a function with an open directory, as `read_directory`, and close the directory."""
-
     def read_and_close(directory: Directory) -> T:
         found = read(directory)
         directory.close()
@@ -48,11 +46,10 @@ def is_ours(name: str) -> bool:
 def foreign_names(path: Path) -> list[str]:
     """Return the names in the directory of a native checkpoint that do not belong to it.
 
-    In a store, the leftovers of other saves and deleted steps belong to it.
-
     Raises NotACheckpointError, StoreError if the manifest is missing or cannot be read.
     """
     names = names_in(path)
+    # A damaged manifest lists nothing: then names are judged by their form.
     contents: ManifestContents | None = None
     with suppress(CorruptCheckpointError, UnsupportedError):
         contents = _read(path, read_contents)
@@ -60,17 +57,15 @@ def foreign_names(path: Path) -> list[str]:
 
 
 def foreign_among(names: Iterable[str], contents: "ManifestContents | None", *, in_store: bool) -> list[str]:
-    """Return the foreign ones among the names in a directory; see `foreign_names`.
-
-    ``contents`` is what the manifest lists. Without it (the manifest is damaged), a name is judged by its form alone.
-    """
+    """Return the foreign ones among the names in a directory; ``contents`` is None for a damaged manifest."""
     if in_store:
+        # The leftovers of other saves and of deleted steps belong to the checkpoint.
         names = [name for name in names if name != TOMBSTONE_NAME and save_of(name) is None]
     return sorted(name for name in names if not (is_ours(name) if contents is None else name in contents.sizes))
 
 
 def listed_names(path: Path) -> list[str]:
-    """Return the names of the files that the manifest of a checkpoint lists, without its own; none if it is damaged."""
+    """Return the files that the manifest of a checkpoint lists, without its own; none if it is damaged."""
     try:
         contents = _read(path, read_contents)
     except (CorruptCheckpointError, UnsupportedError):
@@ -79,9 +74,8 @@ def listed_names(path: Path) -> list[str]:
 
 
 class ManifestContents(NamedTuple):
-    """The outline of a checkpoint, and file sizes by name; None for the manifest."""
-
     outline: manifests.Outline
+    # File sizes by name; None for the manifest itself, which cannot list its own size.
     sizes: dict[str, int | None]
 
 
@@ -89,6 +83,7 @@ def read_contents(directory: Directory, manifest: str = manifests.FILE_NAME) -> 
     """Read what a manifest and its fragments list; ``manifest`` is its name. Raises as `manifests.read`."""
     outline = manifests.read_outline(directory, manifest)
     sizes: dict[str, int | None] = {manifest: None, **{file.name: file.bytes for file in outline.files}}
+    # A root lists fragments, and only the fragments list the data files.
     if manifests.PIECES in outline.features:
         root = manifests.read_root(directory, manifest)
         sizes |= {record.name: record.bytes for record in root.fragments}
@@ -97,10 +92,7 @@ def read_contents(directory: Directory, manifest: str = manifests.FILE_NAME) -> 
 
 
 def is_replaceable(path: Path) -> bool:
-    """Return whether a path is a native checkpoint and nothing else.
-
-    Raises DestinationExistsError if it holds files that do not belong to the checkpoint.
-    """
+    """Return whether a path is a native checkpoint; DestinationExistsError if it holds foreign files."""
     if not is_native(path):
         return False
     # A replacement removes the old directory, so a user's file in it would be lost.
@@ -115,7 +107,6 @@ def is_replaceable(path: Path) -> bool:
 
 
 def commit_to(destination: Path, *, overwrite: bool) -> PendingCommit:
-    """Return the commit of a native checkpoint; see `Storage.commit`."""
     return storage_of(destination).commit(
         destination,
         directory=True,
@@ -127,8 +118,6 @@ def commit_to(destination: Path, *, overwrite: bool) -> PendingCommit:
 
 
 class CheckpointSummary(NamedTuple):
-    """The outline of a checkpoint, and the status of its files."""
-
     outline: manifests.Outline
     files: list[os.stat_result]
 
@@ -138,15 +127,12 @@ class CheckpointSummary(NamedTuple):
 
     @property
     def own_bytes(self) -> int:
-        """The disk space of the files that nothing else links to."""
+        # Other steps link the files that they share, so one link means that no other step has the file.
         return sum(occupied_bytes(status) for status in self.files if status.st_nlink == 1)
 
 
 def summarise(path: Path) -> CheckpointSummary:
-    """Sum up a checkpoint, and check that its files exist and have the sizes that the manifest lists.
-
-    Raises the errors of `OpenFiles`.
-    """
+    """Sum up a checkpoint, and compare its files with the sizes in the manifest; raises as `OpenFiles`."""
     return _read(path, lambda directory: summarise_contents(directory, read_contents(directory)))
 
 
@@ -170,12 +156,8 @@ def summarise_contents(directory: Directory, contents: ManifestContents) -> Chec
 
 
 def freed_bytes(checkpoints: Iterable[os.PathLike[str]]) -> int:
-    """Return the bytes of disk that removing all ``checkpoints`` would free.
-
-    A shared file is freed if the checkpoints hold all of its links.
-
-    Raises StoreError if the operating system refuses access.
-    """
+    """Return the bytes of disk that removing all ``checkpoints`` frees; StoreError if access is refused."""
+    # A shared file is freed if the checkpoints hold all of its links.
     links: dict[tuple[int, int], int] = {}
     freed = 0
     for path in checkpoints:

@@ -1,8 +1,6 @@
-"""Incremental saves: unchanged blocks of an earlier checkpoint are reused, changed ones may be stored as differences.
+"""Incremental saves: unchanged blocks of an earlier checkpoint are reused, changed ones may be differences.
 
-`BaseCheckpoint` is the open earlier checkpoint. `SharedFiles` makes its files part of the new checkpoint. On a disk,
-they are hard-linked, so that each checkpoint is complete and removing one never breaks another. In an object store, the
-new manifest names the objects. `IncrementalFile` is the data file that stores the remaining blocks.
+`BaseCheckpoint` finds the blocks, `SharedFiles` shares their files, and `IncrementalFile` stores the others.
 """
 
 import os
@@ -68,21 +66,17 @@ Cell = tuple[str, str, int, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 class DifferenceBase(NamedTuple):
-    """The blocks that a block may be stored as the difference from: manifest records, and how to read their XOR."""
-
     records: list[BaseRecord]
     stored: StoredBlock
+    # How many saves in a row have stored the block as a difference, this one included.
     age: int
 
 
 class BaseCheckpoint(Closing):
     """An open earlier checkpoint that a save takes unchanged blocks from; a context manager.
 
-    The base must be native, and saved with ``incremental=True`` or itself with a base. ``sources`` are the tensors or
-    boxes that the new save writes, cut by ``cuts``. With ``delta``, changed blocks may be stored as differences.
-    ``obstacle`` is the first reason why not everything could be used.
-
-    Raises the errors of `OpenFiles`.
+    ``sources`` are the tensors or boxes that the new save writes, cut by ``cuts``. ``obstacle`` is the first reason why
+    not everything could be used. Raises the errors of `OpenFiles`.
     """
 
     def __init__(
@@ -102,7 +96,6 @@ class BaseCheckpoint(Closing):
         self._missing_codecs = codecs - set(CODECS.names())
 
     def _incompatible(self, cuts: Cuts) -> str | None:
-        """Return the reason why no block of the base can be used again, or None."""
         found = {fragment.cuts for fragment in self._opened.fragments}
         if {type(each) for each in found} != {type(cuts)}:
             if isinstance(self._opened.manifest, Root):
@@ -116,7 +109,6 @@ class BaseCheckpoint(Closing):
         return None
 
     def _index(self, sources: Iterable[Source], cuts: Cuts) -> None:
-        """List the blocks of the boxes in the base that share elements with what is saved."""
         wanted = defaultdict(list)
         tensors = {leaf.name: leaf for leaf in self._opened.manifest.leaves}
         for source in sources:
@@ -143,7 +135,7 @@ class BaseCheckpoint(Closing):
                     self._cells[cell] = block, place.renumbered(self._opened.numbers[rank])
 
     def share_with(self, directory: Path, own_files: int, *, ranks: int = 1) -> bool:
-        """Make the files with reusable blocks part of the new checkpoint in a directory; return whether there is any.
+        """Make the files with reusable blocks part of a new checkpoint; return whether there is any.
 
         ``own_files`` is the number of data files that this process writes itself.
         """
@@ -157,6 +149,7 @@ class BaseCheckpoint(Closing):
         live = self._live_bytes()
         candidates = {number for _, place in self._cells.values() for number in place.files}
         worthy = [number for number in _worth_keeping(self._opened.records, live) if number in candidates]
+        # The files with the most bytes in use come first.
         kept = worthy[: max(MOST_FILES // ranks, 2 * own_files)]
         for number in sorted(kept):
             # Refused (another file system, too many links, a missing file), its blocks are simply written again.
@@ -182,18 +175,15 @@ class BaseCheckpoint(Closing):
         return live
 
     def find(self, block: Block, wide_digest: str) -> Located | None:
-        """Return the earlier block of the same elements, if it has this digest and can be used again.
-
-        The stored block is not read: equal checksums of 128 bits mean equal bytes, and a later read verifies them.
-        """
+        """Return the earlier block of the same elements, if it has this digest and can be used again."""
         found = self._earlier(block)
+        # The stored block is not read: equal checksums of 128 bits mean equal bytes, and a later read verifies them.
         if found is None or found[0].raw != wide_digest:
             return None
         self._used_files.update(found[1].files)
         return found
 
     def difference_base(self, block: Block) -> DifferenceBase | None:
-        """Return the blocks that a changed block may be stored as the difference from, or None."""
         found = self._earlier(block) if self._delta and block.nbytes >= SMALLEST_DIFFERENCE else None
         if found is None or found[1].age >= MAX_DIFFERENCES_IN_A_ROW:
             return None
@@ -237,6 +227,7 @@ class BaseCheckpoint(Closing):
         if found is None:
             return None
         record, place = found
+        # The file is not shared, or could not be read: the block is written again.
         if not self._usable_files.issuperset(place.files):
             return None
         if not self._missing_codecs.isdisjoint(_codecs(record, place)):
@@ -252,7 +243,6 @@ class BaseCheckpoint(Closing):
 
 
 def _cell(name: str, dtype: str, box: TensorBox, start: int, stop: int) -> Cell:
-    """Return the elements of the block of the bytes ``start:stop`` of a box."""
     row = box.nbytes // box.sizes[0] if box.sizes else box.nbytes
     first = box.offsets[0] if box.offsets else 0
     return name, dtype, first + start // row, start % row, stop - start, box.offsets[1:], box.sizes[1:]
@@ -263,9 +253,10 @@ def _codecs(block: BlockRecord, place: BlockLocation) -> list[str]:
 
 
 def _worth_keeping(records: list[FileRecord], live: dict[int, int]) -> list[int]:
-    """Return the numbers of the files with enough bytes in use, the most first."""
     fractions = {
-        number: count / max(1, records[number].bytes - records[number].head_bytes) for number, count in live.items()
+        # Without the header, which no block uses.
+        number: count / max(1, records[number].bytes - records[number].head_bytes)
+        for number, count in live.items()
     }
     worthy = (number for number, fraction in fractions.items() if fraction >= LEAST_LIVE)
     return sorted(worthy, key=lambda number: -live[number])
@@ -282,14 +273,13 @@ def open_base(
 ) -> tuple[BaseCheckpoint | None, str | None]:
     """Return the opened base of a save, or the reason why it cannot be used; neither if there is no base.
 
-    A damaged or unreadable base is not an error: then everything is written.
-
     Raises NotACheckpointError if the path holds no checkpoint, unless it is ``optional``.
     """
     if path is None:
         return None, None
     try:
         return BaseCheckpoint(as_path(path), settings, sources, cuts, delta=delta), None
+    # A mistyped path is an error: otherwise every save would silently be a full one.
     except NotACheckpointError as error:
         if not optional:
             raise NotACheckpointError(
@@ -299,6 +289,7 @@ def open_base(
             ) from error
         return None, str(error)
     except (CorruptCheckpointError, StoreError, UnsupportedError) as error:
+        # A damaged base must not end a training run: everything is written.
         return None, str(error)
 
 
@@ -309,12 +300,8 @@ _LONGEST_ORIGIN = 100
 
 
 class SharedFiles(ABC):
-    """Files of an open earlier checkpoint that a new one has as well.
-
-    ``names`` are the names in the new checkpoint, by file number in the earlier one.
-    """
-
     def __init__(self, opened: OpenFiles, directory: Path) -> None:
+        # Names in the new checkpoint, by file number in the earlier one.
         self.names: dict[int, str] = {}
         self._opened = opened
         self._directory = directory
@@ -328,10 +315,7 @@ class SharedFiles(ABC):
         """Forget the files that are not used, and make sure that the others remain.
 
         Return the records of the used files, and their new numbers, from ``first`` on, by file number in the earlier
-        checkpoint.
-
-        Raises CorruptCheckpointError or StoreError if a file was changed or removed meanwhile; StoreError if the
-        operating system or the store refuses access.
+        checkpoint. Raises CorruptCheckpointError or StoreError if a file was changed or removed meanwhile.
         """
         self._settle(used)
         records: list[FileRecord] = []
@@ -349,15 +333,13 @@ class SharedFiles(ABC):
 
 
 class References(SharedFiles):
-    """Names of objects of an earlier step, for the manifest of a new step in the same object store.
-
-    Only steps of one run share objects: before an object of one is deleted, the manifests of all others are looked at.
-    """
+    """Names of objects of an earlier step, for the manifest of a new step in the same object store."""
 
     def add(self, number: int) -> str | None:
         name = self._opened.records[number].name
         here, there = self._directory, self._opened.path
         steps = [path for path in (here, there) if isinstance(path, StorePath) and path.is_step]
+        # Before an object is deleted, the manifests of all steps of its run are looked at, and no other ones.
         if len(steps) < 2 or here.parent != there.parent:
             return f"{name} cannot be shared: in an object store, only steps of one run share objects"
         self.names[number] = name if "/" in name or here == there else f"../{there.name}/{name}"
@@ -380,8 +362,7 @@ class References(SharedFiles):
 class Links(SharedFiles):
     """Hard links in a new checkpoint's directory to the files of an open earlier one.
 
-    If the directory is ``shared``, other ranks link files into it at the same time, by the same names. Links that are
-    not used then remain until rank 0 removes all files that no fragment lists.
+    If the directory is ``shared``, other ranks link files into it at the same time, by the same names.
     """
 
     def __init__(self, opened: OpenFiles, directory: Path, *, shared: bool = False) -> None:
@@ -432,12 +413,13 @@ class Links(SharedFiles):
         for number, name in self.names.items():
             if number in used:
                 _make_durable(self._directory / name, self._opened.records[number].bytes)
+            # Another rank may use a link that this one does not: rank 0 removes the links that no fragment lists.
             elif not self._shared:
                 _remove(self._directory / name)
 
 
 def _origin(path: Path) -> str:
-    """Return a checkpoint's name in the characters that file names may have; never empty."""
+    # The origin is a part of file names, which may not be empty or have other characters.
     return re.sub(r"[^A-Za-z0-9_-]", "_", absolute(path).name)[:_LONGEST_ORIGIN] or "root"
 
 
@@ -447,7 +429,7 @@ def _remove(link: Path) -> None:
 
 
 def _make_durable(link: Path, size: int) -> None:
-    """Sync a linked file: a checkpoint that `cp` made a moment ago may not be on the disk yet."""
+    # A checkpoint that `cp` made a moment ago may not be on the disk yet.
     with store_errors(link, "make the linked file durable"):
         fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -483,18 +465,17 @@ _GROUPS, _PIECES, _PIECE = 4, 16, 4096
 
 
 class IncrementalFile(CompressedFile):
-    """A data file of the blocks that the base does not have.
-
-    ``found`` are the blocks that the base has; their locations have its file numbers. ``bases`` are the bases of the
-    blocks in this file that are differences.
-    """
+    """A data file of the blocks that the base does not have."""
 
     def __init__(
         self, directory: Path, plan: FilePlan, context: WriteContext, base: BaseCheckpoint, *, delta: bool
     ) -> None:
+        # First: the constructor of the base class asks for the longest description.
         self._delta = delta
         super().__init__(directory, replace(plan, name=coded_name(plan.name)), context, prefix=NAME_PREFIX)
+        # The blocks that the base has; their locations have its file numbers.
         self.found: dict[BlockKey, Located] = {}
+        # The bases of the blocks in this file that are differences.
         self.bases: dict[BlockKey, DifferenceBase] = {}
         self._base = base
 
@@ -573,11 +554,9 @@ def _coding_bytes(block: Block) -> int:
 
 
 def _samples(raw: Bytes, raw_digest: str) -> Iterator[Bytes]:
-    """Yield pieces of a block, in groups.
-
-    The digest of the block seeds the positions: fixed positions could all miss what the rest is like.
-    """
+    # Fixed positions could all miss what the rest of the block is like. The digest as the seed makes saves repeatable.
     draw = random.Random(raw_digest)
+    # At multiples of 16 bytes, so that samples begin with a whole element.
     last = (len(raw) - _PIECE) // 16
     for _ in range(_GROUPS):
         starts = sorted(16 * draw.randint(0, last) for _ in range(_PIECES))
@@ -587,7 +566,7 @@ def _samples(raw: Bytes, raw_digest: str) -> Iterator[Bytes]:
 def locations(
     keys: Sequence[BlockKey], offset: int, number: int, file: IncrementalFile, numbers: dict[int, int]
 ) -> tuple[list[BlockRecord], list[BlockLocation]]:
-    """Return the blocks of a leaf and their locations, which are empty if the blocks simply follow one another.
+    """Return the blocks of a leaf and their locations, which are empty if the blocks follow one another.
 
     ``number`` is the number of the file, and ``offset`` is where the leaf begins in it. ``numbers`` maps the file
     numbers of the base to the numbers in the new checkpoint.

@@ -1,9 +1,6 @@
-"""The JSON files of a native checkpoint: their records, and how they are read and checked: nothing in them is trusted.
+"""The JSON files of a native checkpoint: their records, and their rules. Nothing in them is trusted.
 
-One process writes one `Manifest`. Many ranks write a `Root` together, which describes the state, and one `Fragment`
-each, which lists the boxes of tensors that the rank stored. Reader and rules see a `Manifest` as one fragment of full
-tensors. Every file carries a checksum of itself (see ``formats/checksummed_json.py``). The manifest is written last: a
-checkpoint exists if and only if it has a valid manifest. ``docs/reference/native-format.md`` specifies the format.
+``docs/reference/native-format.md`` specifies the format.
 """
 
 import re
@@ -34,6 +31,7 @@ from tensorkeep.storage.base import MANIFEST_NAME, Directory
 from tensorkeep.storage.store_commit import object_name
 from tensorkeep.structs import json_decoder
 
+# Written last: a checkpoint exists if and only if it has a valid manifest.
 FILE_NAME = MANIFEST_NAME
 VERSION = 1
 FRAGMENT_FORMAT = "tensorkeep-fragment"
@@ -79,8 +77,6 @@ def save_id(save: str) -> str:
 
 
 class BaseRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A base of a difference: a stored block, with its file and offset."""
-
     codec: str
     length: Count
     raw: str
@@ -90,17 +86,14 @@ class BaseRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class BlockLocation(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The location of a block that does not follow the block before it, and the bases of a difference.
-
-    ``file`` is an index into the list of files. ``bases`` is empty for a block that is stored in full. Otherwise the
-    raw block is the bitwise XOR of the decoded block and the raw first base; the first base may itself be a difference
-    from the second, and so on. The last base is stored in full. ``age`` counts how many saves in a row have stored the
-    block as a difference.
-    """
+    """The location of a block that does not follow the block before it, and the bases of a difference."""
 
     file: Count
     offset: Count
+    # Empty for a block that is stored in full. Otherwise the raw block is the XOR of the decoded block and the raw
+    # first base, which may itself be a difference from the second. The last base is stored in full.
     bases: Annotated[list[BaseRecord], Meta(max_length=MAX_BASES)] = []
+    # How many saves in a row have stored the block as a difference.
     age: Count = 0
 
     @property
@@ -116,17 +109,12 @@ def renumbered(bases: Sequence[BaseRecord], numbers: Mapping[int, int] | Sequenc
 
 
 class StoredRecord:
-    """Base class of records that list the blocks of a tensor or of a box.
-
-    Without ``places``, the blocks follow one another from ``offset`` in ``file``. Otherwise ``places`` has the location
-    of every block.
-    """
-
     __slots__ = ()
 
     file: int
     offset: int
     blocks: list[BlockRecord]
+    # Empty if the blocks follow one another from `offset` in `file`; otherwise the location of every block.
     places: list[BlockLocation]
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:
@@ -138,7 +126,6 @@ class StoredRecord:
             yield from ((base.file, base.offset, base.length) for base in place.bases)
 
     def located(self) -> list[tuple[BlockRecord, BlockLocation]]:
-        """Return each block with its location."""
         if self.places:
             return list(zip(self.blocks, self.places, strict=True))
         offsets = accumulate([block.length for block in self.blocks], initial=self.offset)
@@ -146,8 +133,6 @@ class StoredRecord:
 
 
 class TensorDescription(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tensor of the state: name, part of the state, key within the part, dtype and full shape."""
-
     name: str
     part: str
     key: str
@@ -160,8 +145,7 @@ class TensorDescription(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ShardedTensor(TensorDescription, frozen=True, omit_defaults=True):
-    """A tensor of a `Root`. ``layout`` is a hint for people: how the tensor was sharded."""
-
+    # A hint for people: how the tensor was sharded.
     layout: str = ""
 
 
@@ -175,11 +159,9 @@ class LeafRecord(StoredRecord, TensorDescription, frozen=True, omit_defaults=Tru
 
 
 class BoxRecord(StoredRecord, msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A box of a tensor, and its blocks, which hold the C-order bytes of the box.
+    """A box of a tensor from the element ``offsets``, and the blocks of its C-order bytes."""
 
-    ``leaf`` is an index into the names of the fragment. The box begins at the element ``offsets``.
-    """
-
+    # An index into the names of the fragment.
     leaf: Count
     offsets: Shape
     sizes: Shape
@@ -190,22 +172,18 @@ class BoxRecord(StoredRecord, msgspec.Struct, array_like=True, frozen=True, gc=F
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file: its size, and the checksum of its first ``head_bytes`` bytes, which are the whole file for an index.
-
-    Blocks follow the head without gaps or overlaps. ``origin`` names the earlier save that wrote the file, if any;
-    blocks that are no longer used may then lie between the others.
-    """
+    """A file. Blocks follow its head without gaps or overlaps."""
 
     name: Annotated[str, Meta(pattern=FILE_NAME_PATTERN)]
     bytes: Count
+    # `head` is the checksum of these first bytes. The head of an index is the whole file.
     head_bytes: Count
     head: str
+    # The earlier save that wrote the file, if any. Blocks that are no longer used may then lie between the others.
     origin: str = ""
 
 
 class FragmentHead(msgspec.Struct, frozen=True):
-    """The fields that every fragment begins with: its format and features, the save, and the rank."""
-
     format: str
     version: int
     features: list[str]
@@ -215,17 +193,16 @@ class FragmentHead(msgspec.Struct, frozen=True):
 
 
 class Fragment(FragmentHead, frozen=True):
-    """The boxes that one rank stored, and its data files. ``leaves`` are the names of the boxes' tensors.
+    """The boxes that one rank stored, and its data files."""
 
-    ``grid_bytes`` and ``grid_parts`` determine where boxes are cut into blocks: see `Grid`.
-    """
-
+    # Whether a box may have no elements.
     may_be_empty: ClassVar[bool] = False
-    """Whether a box may have no elements."""
 
+    # Where boxes are cut into blocks: see `Grid`.
     grid_bytes: Annotated[int, Meta(ge=16, le=MAX_BLOCK_BYTES, multiple_of=16)]
     grid_parts: Annotated[int, Meta(ge=1)]
     files: list[FileRecord]
+    # The names of the boxes' tensors.
     leaves: list[str]
     boxes: list[BoxRecord]
 
@@ -250,23 +227,19 @@ class FragmentFiles(FragmentHead, frozen=True):
     files: list[FileRecord]
 
 
+# What a `Manifest` and a `Root` both record about the whole state.
 class StateRecord:
-    """Base class of the two kinds of manifests: what both say about the whole state."""
-
     __slots__ = ()
 
     leaves: list[Any]
     aliases: dict[str, AliasRecord]
 
     def parts(self) -> dict[str, PartKey]:
-        """Return the part and the key of every tensor and alias.
-
-        The first manifests of version 1 stored no key for aliases: the key is then made from the name.
-        """
         found = {leaf.name: (leaf.part, leaf.key) for leaf in self.leaves}
         found |= {name: (alias.part, alias.key) for name, alias in self.aliases.items() if alias.key}
         taken = set(found.values())
         for name, alias in self.aliases.items():
+            # The first manifests of version 1 stored no key for aliases: it is made from the name.
             if not alias.key:
                 key = name.removeprefix(f"{alias.part}.")
                 while (alias.part, key) in taken:
@@ -277,20 +250,14 @@ class StateRecord:
 
 
 def alias_records(flat: Flat[Source]) -> dict[str, AliasRecord]:
-    """Return the records of a state's aliases, with their keys."""
     return {name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()}
 
 
 class Manifest(StateRecord, msgspec.Struct, frozen=True, omit_defaults=True):
-    """The manifest of a checkpoint that one process wrote.
-
-    ``features`` names what a reader must support besides the version. ``step`` is the record of a `CheckpointManager`:
-    number, time, metrics.
-    """
-
     format: str
     version: int
     writer: str
+    # What a reader must support besides the version.
     features: list[str]
     block_bytes: Annotated[int, Meta(ge=1, le=MAX_BLOCK_BYTES, multiple_of=16)]
     compression: str
@@ -312,28 +279,24 @@ class Manifest(StateRecord, msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FragmentRecord(msgspec.Struct, frozen=True):
-    """The file of a fragment: its size, and the xxh3-128 of its bytes."""
-
     name: str
     bytes: Count
+    # The xxh3-128 of the bytes of the fragment's file.
     digest: str
 
 
 class Root(StateRecord, msgspec.Struct, frozen=True, omit_defaults=True):
-    """The manifest of a checkpoint that many ranks wrote.
-
-    ``save`` is the random name of the save, which every fragment repeats. ``fragments`` has one record for each rank,
-    in the order of the ranks. ``files`` is empty: the fragments list the data files.
-    """
-
     format: str
     version: int
     writer: str
     features: list[str]
     compression: str
+    # The random name of the save, which every fragment repeats.
     save: str
     ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    # One for each rank, in the order of the ranks.
     fragments: list[FragmentRecord]
+    # Empty: the fragments list the data files.
     files: Annotated[list[FileRecord], Meta(max_length=0)]
     leaves: list[ShardedTensor]
     aliases: dict[str, AliasRecord]
@@ -343,16 +306,14 @@ class Root(StateRecord, msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FragmentReport(msgspec.Struct, frozen=True):
-    """A rank's report to rank 0 when its files are durable: its fragment, data files and boxes.
-
-    ``boxes`` are (index into ``leaves``, offsets, sizes): rank 0 checks that they tile every tensor without reading
-    files of other hosts. ``stored_bytes`` and ``new_bytes`` come from the rank's `WriteResult`.
-    """
+    """A rank's report to rank 0 when its files are durable."""
 
     rank: int
     record: FragmentRecord
     files: list[str]
     leaves: list[str]
+    # Index into `leaves`, offsets, sizes: rank 0 checks that they tile every tensor without reading files of other
+    # hosts.
     boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
     stored_bytes: int = 0
     new_bytes: int = 0
@@ -367,8 +328,6 @@ class FragmentReport(msgspec.Struct, frozen=True):
 
 
 class ShapeRecord(msgspec.Struct, frozen=True):
-    """The dtype and shape of a stored tensor, which determine its raw bytes."""
-
     dtype: str
     shape: tuple[Count, ...]
 
@@ -390,9 +349,8 @@ class Outline(msgspec.Struct, frozen=True):
         return sum(prod(leaf.shape) * BY_NAME[leaf.dtype].itemsize for leaf in self.leaves)
 
 
+# Decodes whatever a later version has changed, so that the error names the version.
 class _Version(msgspec.Struct):
-    """The fields that say whether this release can read a manifest or a fragment."""
-
     format: str = ""
     version: int = 0
     features: list[str] = []
@@ -412,8 +370,6 @@ RankBox = tuple[int, BoxRecord]
 
 
 class Fragments(NamedTuple):
-    """The fragments of a checkpoint in the order of the ranks, and the boxes by tensor."""
-
     fragments: list[Fragment]
     boxes: dict[str, list[RankBox]]
 
@@ -422,10 +378,9 @@ class Fragments(NamedTuple):
 
 
 def read(directory: Directory) -> Manifest | Root:
-    """Read the manifest of a checkpoint and check its rules; `read_fragments` checks the fragments.
+    """Read the manifest of a checkpoint and check its rules, but not the fragments.
 
-    Raises NotACheckpointError if it does not exist; CorruptCheckpointError if it is damaged or breaks a rule;
-    UnsupportedError if a later version wrote it.
+    Raises NotACheckpointError if it does not exist; otherwise the errors of `parse`.
     """
     return parse(_content(directory), directory.path / FILE_NAME)
 
@@ -471,10 +426,7 @@ def read_root(directory: Directory, name: str = FILE_NAME) -> Root:
 
 
 def parse_root(content: bytes, path: Path, *, with_fragments: bool = True) -> Root:
-    """Return the manifest of a checkpoint of many ranks; without fragments, before these are written.
-
-    Raises the errors of `parse`.
-    """
+    """Return the manifest of many ranks; without fragments, before these are written. Raises as `parse`."""
     root = _decoded(_ROOT_DECODER, content, path)
     if PIECES not in root.features:
         raise CorruptCheckpointError(f"has fragments, which need the feature {PIECES!r}", path=path)
@@ -489,7 +441,7 @@ def parse_root(content: bytes, path: Path, *, with_fragments: bool = True) -> Ro
 
 
 def _decoded(decoder: msgspec.json.Decoder[Content[Body]], content: bytes, path: Path) -> Body:
-    """Return the records of a manifest, with checked types and ranges and of a version that this release reads."""
+    """Return records with checked types and ranges, of a version that this release reads."""
     try:
         body = decoder.decode(content).body
     except (msgspec.DecodeError, RecursionError) as error:
@@ -538,7 +490,8 @@ def _check_unique(what: str, names: Sequence[str], path: Path) -> None:
 
 
 def check_references(files: Sequence[FileRecord], features: Sequence[str], path: Path) -> None:
-    """Check that only a checkpoint in an object store, with the feature for it, names objects of other checkpoints."""
+    """Check that only a checkpoint in an object store, with the feature for it, names objects of others."""
+    # On a disk, nothing would keep the file of a neighbour: its step may be deleted at any moment.
     if REFERENCES in features and not storage_of(path).remote:
         raise UnsupportedError(
             "shares objects with other checkpoints, which is read from an object store only",
@@ -563,11 +516,7 @@ def check_references(files: Sequence[FileRecord], features: Sequence[str], path:
 
 
 def read_fragments(directory: Directory, manifest: Manifest | Root) -> Fragments:
-    """Read all fragments, and check that their boxes tile each tensor; a manifest of one process is one fragment.
-
-    Raises CorruptCheckpointError with file, tensor and offsets if one is missing, damaged, of another save, or breaks a
-    rule; UnsupportedError if a later version wrote it.
-    """
+    """Read all fragments, and check that their boxes tile each tensor; raises the errors of `parse`."""
     if isinstance(manifest, Root):
         fragments = [_read_fragment(directory, manifest, rank, _FRAGMENT_DECODER) for rank in range(manifest.ranks)]
         return join(manifest, fragments, directory.path)
@@ -577,12 +526,13 @@ def read_fragments(directory: Directory, manifest: Manifest | Root) -> Fragments
 
 
 def read_files(directory: Directory, root: Root) -> list[FileRecord]:
-    """Return the data files in the fragments without decoding boxes; raises the errors of `read_fragments`."""
+    """Return the data files in the fragments without decoding boxes; raises as `read_fragments`."""
     found: dict[str, FileRecord] = {}
     for rank in range(root.ranks):
         fragment = _read_fragment(directory, root, rank, _FILES_DECODER)
         check_references(fragment.files, fragment.features, directory.path / root.fragments[rank].name)
         for file in fragment.files:
+            # Several ranks may list the same file of an earlier save.
             found.setdefault(file.name, file)
     return list(found.values())
 
@@ -652,10 +602,7 @@ def _check_fragment_version(found: Fragment | FragmentFiles | _Version, path: Pa
 
 
 def join(root: Root, fragments: Sequence[Fragment], folder: Path) -> Fragments:
-    """Check the boxes of fragments against the tensors of the root, and return them by tensor.
-
-    Raises CorruptCheckpointError for the first rule that is broken.
-    """
+    """Check fragments against the root, and return their boxes by tensor; CorruptCheckpointError for a broken rule."""
     tensors = {leaf.name: leaf for leaf in root.leaves}
     boxes: dict[str, list[RankBox]] = {leaf.name: [] for leaf in root.leaves}
     owners: dict[str, tuple[FileRecord, str]] = {}
@@ -674,21 +621,18 @@ def join(root: Root, fragments: Sequence[Fragment], folder: Path) -> Fragments:
 def _check_owners(
     fragment: Fragment, path: Path, owners: dict[str, tuple[FileRecord, str]], reserved: set[str]
 ) -> None:
-    """Check that no two ranks list the same data file, unless both link the same file of an earlier save."""
     for file in fragment.files:
         # Compared without case: on some file systems, both names would be the same file.
         if file.name.casefold() in reserved:
             raise CorruptCheckpointError(f"lists {file.name} as a data file", path=path)
         other, by = owners.setdefault(file.name.casefold(), (file, path.name))
+        # Two ranks may link the same file of an earlier save. A file of this save has one writer.
         if by != path.name and (other != file or not file.origin):
             raise CorruptCheckpointError(f"lists the file {file.name}, which {by} lists as well", path=path)
 
 
 def check_fragment(fragment: Fragment, path: Path, tensors: Mapping[str, TensorDescription]) -> None:
-    """Check the rules of one fragment: its files, its boxes of the state's tensors, and their blocks.
-
-    Raises CorruptCheckpointError, with ``path``, for the first rule that is broken.
-    """
+    """Check the files of a fragment, its boxes and their blocks; CorruptCheckpointError for a broken rule."""
     rules = _BlockRules(path, fragment.files, fragment.features)
     rules.check_files()
     _check_unique("leaf", fragment.leaves, path)
@@ -714,7 +658,6 @@ def check_fragment(fragment: Fragment, path: Path, tensors: Mapping[str, TensorD
 
 
 def check_box(tensor: TensorDescription, offsets: Sequence[int], sizes: Sequence[int], path: Path) -> None:
-    """Check that a box has elements and lies within its tensor."""
     if len(offsets) == len(sizes) == len(tensor.shape) and all(
         size > 0 and offset + size <= length for offset, size, length in zip(offsets, sizes, tensor.shape, strict=True)
     ):
@@ -749,8 +692,6 @@ def check_tiling(tensor: TensorDescription, boxes: Sequence[tuple[Shape, Shape, 
 
 
 class _BlockRules:
-    """The rules of files and blocks that types and ranges of the records do not express."""
-
     def __init__(self, path: Path, files: Sequence[FileRecord], features: Sequence[str]) -> None:
         self._path = path
         self._files = files
@@ -773,7 +714,7 @@ class _BlockRules:
                 raise self.corrupt(f"file {file.name} cannot have a head of {file.head_bytes:,} bytes")
 
     def check_blocks(self, record: BoxRecord, name: str, lengths: Sequence[int]) -> None:
-        """Check the blocks of a box, which have these raw lengths."""
+        # `lengths` are the raw lengths of the blocks. Numbers and counts come first: the loops below use them.
         self._check_file_numbers([record.file], name)
         if record.places and not self._has_places:
             raise self.corrupt(f"has blocks with places, which need the feature {PLACES!r}", name)
@@ -801,6 +742,7 @@ class _BlockRules:
     def check_coverage(self, fragment: Fragment) -> None:
         """Check that blocks do not overlap, and fill the files of this save behind their heads without gaps."""
         ends = [file.head_bytes for file in self._files]
+        # Every byte of a file of this save belongs to its head or to one block, so every byte has a checksum.
         ranges = sorted((*each, fragment.leaves[box.leaf]) for box in fragment.boxes for each in box.ranges())
         for number, start, length, name in ranges:
             file = self._files[number]

@@ -41,10 +41,6 @@ from tensorkeep.storage.direct_io import Bytes, store_errors
 class OpenFiles:
     """The open files of a native checkpoint, in the order of the manifest; to be closed.
 
-    The directory is held open, and all files are opened at once unless they are very many: a checkpoint that is
-    replaced meanwhile is then read to the end as it was. ``numbers[rank]`` maps a fragment's file numbers to
-    ``files``. ``statuses`` are the files' statuses when they were opened.
-
     Raises NotACheckpointError if the path has no manifest; CorruptCheckpointError if the manifest breaks a rule, or a
     file is missing or has another size; UnsupportedError if a later version wrote it; StoreError if the operating
     system refuses access.
@@ -54,6 +50,7 @@ class OpenFiles:
         self.path = path
         self.blocks = BlockReader(settings.pool, verify=settings.verify)
         self.files: list[SourceFile] = []
+        # The files' statuses when they were opened.
         self.statuses: list[os.stat_result] = []
         read_directory(path, lambda directory: self._open(directory, settings))
 
@@ -67,7 +64,10 @@ class OpenFiles:
             records = {file.name: file for fragment in self.fragments for file in fragment.files}
             places = {name: number for number, name in enumerate(records)}
             self.records = list(records.values())
+            # `numbers[rank]` maps a fragment's file numbers to `files`.
             self.numbers = [[places[file.name] for file in fragment.files] for fragment in self.fragments]
+            # All at once, unless they are very many: a checkpoint that is replaced meanwhile is read to the end as it
+            # was.
             for record in self.records:
                 self.files.append(self._open_file(record, page_cache=settings.page_cache))
                 self.statuses.append(self.files[-1].status)
@@ -93,7 +93,6 @@ class OpenFiles:
 
     @property
     def has_wide_digests(self) -> bool:
-        """Whether all blocks have checksums of 128 bits, which identify changed blocks."""
         return all(WIDE_DIGESTS in fragment.features for fragment in self.fragments)
 
     @property
@@ -110,7 +109,7 @@ class OpenFiles:
         return StoredTensor(tensor.name, dtype, box.sizes, found.nbytes, file, starts, blocks)
 
     def identity(self) -> str:
-        """Return the checksum of the manifest, which has the checksums of all blocks or of all fragments."""
+        # The manifest has the checksums of all blocks or of all fragments.
         return checksummed_json.digest(checksummed_json.read_content(self.directory, manifests.FILE_NAME), wide=True)
 
     def close(self) -> None:
@@ -142,13 +141,11 @@ def wrong_size(path: Path, size: int, expected: int) -> CorruptCheckpointError:
 
 
 def occupied_bytes(status: os.stat_result) -> int:
-    """Return the bytes of disk that the file system has allocated for a file, as ``du`` counts them."""
+    # As `du` counts: what the file system has allocated.
     return status.st_blocks * 512  # the unit of st_blocks on every file system
 
 
 class NativeReader(Reader):
-    """An open native checkpoint: ranges and boxes of tensors, gathered from the boxes on disk."""
-
     format = "native"
 
     def __init__(self, opened: OpenFiles, settings: OpenSettings) -> None:
@@ -220,9 +217,9 @@ class NativeReader(Reader):
         return self._opened.identity()
 
     def audit(self) -> Iterator[Problem]:
-        """Yield the files that have a damaged header, or damaged content."""
         for record, file in zip(self._opened.records, self._opened.files, strict=True):
             if checksummed_json.digest_of(file, record.head_bytes) != record.head:
+                # Blocks have their own checksums; heads and indexes are checked here.
                 whole = record.head_bytes == record.bytes
                 yield Problem(f"the checksum of its {'content' if whole else 'header'} is wrong", file=record.name)
 
@@ -261,13 +258,13 @@ class NativeReader(Reader):
             done += count
 
     def read_box(self, name: str, offsets: Sequence[int], out: Leaf, pool: BufferPool) -> None:
+        # A full tensor of one process is read by ranges, as in every other format.
         if not isinstance(self._opened.manifest, Root):
             super().read_box(name, offsets, out, pool)
             return
         self._fill(name, box_of(offsets, out.shape), BoxTarget.of_leaf(out), pool)
 
     def _fill(self, name: str, wanted: Box, target: BoxTarget, pool: BufferPool) -> None:
-        """Read a box of a tensor from all stored boxes that share elements with it."""
         for number, (_, record) in enumerate(self._opened.boxes[name]):
             box = box_of(record.offsets, record.sizes)
             common = intersection(box, wanted)
@@ -294,6 +291,7 @@ class NativeReader(Reader):
         stops = (*stored.starts[1:], stored.nbytes)
         for index in range(bisect(stored.starts, first * size) - 1, bisect(stored.starts, last * size - 1)):
             start, stop = stored.starts[index], stops[index]
+            # A block is a range of the box's C-order stream, so it is a few boxes.
             parts = list(range_to_boxes(stored.shape, start // size, stop // size))
             spare = target.spare_bytes(stop - start)
             with pool.acquire(round_up(stop - start) + spare) as buffer:
@@ -316,7 +314,6 @@ class NativeReader(Reader):
 
 
 def _details(opened: OpenFiles, locations: Sequence[BlockLocation], block_bytes: int) -> dict[str, Any]:
-    """Return the details for `info`, as plain values."""
     manifest, statuses = opened.manifest, [*opened.statuses, *opened.manifest_statuses]
     occupied = sum(map(occupied_bytes, statuses))
     # Removing the checkpoint alone frees the files that nothing else has a link to.

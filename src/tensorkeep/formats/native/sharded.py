@@ -1,8 +1,6 @@
-"""The root manifest of a checkpoint that many ranks write, and the recovery of saves that rank 0 did not finish.
+"""The root manifest of a checkpoint that many ranks write, and saves that rank 0 did not finish.
 
-Rank 0 writes the plan of a save (the root without fragments) before any rank writes data, and the root at the end. On a
-disk, the plan lies in the folder of the save: if rank 0 dies after all ranks have written, the next save there
-finishes it. In an object store there is no such folder: an unfinished save is removed later.
+Rank 0 writes the plan of a save before any rank writes data, and the root at the end.
 """
 
 import logging
@@ -38,6 +36,7 @@ from tensorkeep.version import __version__
 logger = logging.getLogger(__name__)
 
 # The file, in the folder of an unfinished save, that is needed to finish it.
+# In an object store there is no such folder: an unfinished save is removed later.
 PLAN_NAME = "plan.json"
 
 
@@ -58,7 +57,7 @@ def plan_root(
     """Return the root of a save, without its fragments.
 
     ``flat`` is the merged state of all ranks: its leaves have the shapes of the full tensors, and are not read.
-    ``save`` is a random name of this save. ``layouts`` says in words how tensors are sharded.
+    ``layouts`` says in words how tensors are sharded.
     """
     texts = layouts or {}
     leaves = [
@@ -84,20 +83,18 @@ def plan_root(
 
 
 def write_plan(commit: PendingCommit, root: manifests.Root) -> None:
-    """Write the plan of a save durably into its staging folder, before any rank writes data.
-
-    Raises StoreError if the operating system refuses.
-    """
+    """Write the plan of a save durably into its staging folder; StoreError if that fails."""
     path = commit.path / PLAN_NAME
     with as_a_reader():
         check_plan(root, path)
     write_small(path, checksummed_json.seal(SavePlan(commit.destination.name, commit.overwrite, root)))
+    # The name of the file as well: without the plan, a complete set of fragments cannot be finished.
     with store_errors(commit.path, "make the plan durable"):
         sync_directory(commit.path)
 
 
 def check_plan(root: manifests.Root, path: Path) -> None:
-    """Check a root without fragments as a reader will; raises as `manifests.parse_root`."""
+    # As a reader will: a state that no load accepts must fail before all ranks write it.
     manifests.parse_root(checksummed_json.seal(root), path, with_fragments=False)
 
 
@@ -133,9 +130,7 @@ def write_root(directory: Path, plan: manifests.Root, reports: Sequence[manifest
 def root_content(path: Path, plan: manifests.Root, reports: Sequence[manifests.FragmentReport]) -> bytes:
     """Return the manifest of a save that has durable fragments.
 
-    There must be a report of every rank, and the boxes must tile every tensor.
-
-    Raises CorruptCheckpointError if they do not.
+    Raises CorruptCheckpointError unless every rank has a report, and the boxes tile every tensor.
     """
     # The reports are believed: on a network file system, this host may not see the files of others yet.
     ordered = sorted(reports, key=lambda report: report.rank)
@@ -144,6 +139,7 @@ def root_content(path: Path, plan: manifests.Root, reports: Sequence[manifests.F
         raise CorruptCheckpointError(f"the fragments are those of ranks {found}, not of {plan.ranks} ranks", path=path)
     _check_boxes(plan, ordered, path)
     content = checksummed_json.seal(msgspec.structs.replace(plan, fragments=[report.record for report in ordered]))
+    # No save may succeed that no load accepts.
     manifests.parse(content, path)
     return content
 
@@ -165,11 +161,9 @@ def _check_boxes(plan: manifests.Root, reports: Sequence[manifests.FragmentRepor
 
 
 def finish_saves(folder: Path) -> list[Path]:
-    """Finish or clear away every abandoned save of many ranks in a folder; return the checkpoints that it made visible.
+    """Finish or clear away every abandoned save of many ranks; return the checkpoints that it made visible.
 
-    Saves with a live rank 0 and staging folders of other users are left alone. The folder may be missing.
-
-    Raises StoreError if the folder cannot be listed.
+    The folder may be missing. Raises StoreError if it cannot be listed.
     """
     with store_errors(folder, "look into the folder"):
         if not folder.is_dir():
@@ -181,8 +175,7 @@ def finish_saves(folder: Path) -> list[Path]:
 def finish_or_clear(temporary: Path) -> Path | None:
     """Finish the save in an abandoned staging folder if all ranks had written, or remove the folder.
 
-    Return the checkpoint that it made visible; None if it did not. A folder without a plan is left alone: one process
-    wrote it. A folder with a live writer, or of another user, is left alone as well.
+    Return the checkpoint that it made visible, if any. A folder with a live writer, or of another user, is left alone.
     """
     with store_errors(temporary, "look at the folder"):
         # Never through a link or in a folder of another user: what is in it would decide what is removed.
@@ -190,6 +183,7 @@ def finish_or_clear(temporary: Path) -> Path | None:
             return None
     with LocalDirectory(temporary) as directory:
         plan = _read_plan(directory)
+    # A folder without a plan is left alone: one process wrote it.
     if plan is None:
         return None
     destination = temporary.parent / plan.destination
@@ -197,6 +191,7 @@ def finish_or_clear(temporary: Path) -> Path | None:
     if plan.destination != destination.name or not temporary.name.startswith(prefix(destination)):
         return None
     try:
+        # Adopting takes the lock of the folder, and removes the folder unless it is published.
         with Commit(
             destination, directory=True, overwrite=plan.overwrite, replaceable=is_replaceable, adopt=temporary
         ) as commit:
@@ -222,6 +217,7 @@ def _complete(temporary: Path, root: manifests.Root) -> None:
             name = manifests.fragment_name(rank)
             content = manifests.read_fragment_content(directory, name)
             fragment = manifests.parse_fragment(content, temporary / name, root.save, root.ranks, rank)
+            # `root_content` looks up the names of boxes; the index comes from the file.
             if any(box.leaf >= len(fragment.leaves) for box in fragment.boxes):
                 raise CorruptCheckpointError("has a box of a tensor that is not listed", path=temporary / name)
             record = manifests.FragmentRecord(name, len(content), checksummed_json.digest(content, wide=True))

@@ -1,8 +1,4 @@
-"""Writing native checkpoints: data files, then the JSON file that lists them, then the commit.
-
-One process writes a manifest (`SingleProcessWrite`). Each of many ranks writes the boxes that it stores and a fragment
-(`ShardedWrite`), and rank 0 writes the root manifest (``sharded.py``). Everything else is `NativeWrite`.
-"""
+"""Writing native checkpoints: data files, then the JSON file that lists them, then the commit."""
 
 import functools
 import logging
@@ -91,7 +87,7 @@ class NativeOptions(BlockFileOptions, frozen=True):
 
     @property
     def wide_digests(self) -> bool:
-        """Whether the checksums of raw blocks have 128 bits, so that later saves may build on this one."""
+        # Only checksums of 128 bits let later saves build on this one.
         return self.base is not None if self.incremental is None else self.incremental
 
 
@@ -101,16 +97,12 @@ StoredBlocks = tuple[int, int, list[BlockRecord], list[manifests.BlockLocation]]
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """The finished data files of a save, and the files of an earlier checkpoint that it shares.
-
-    ``records`` are all their records, the shared files last. ``numbers`` maps file numbers of the base to
-    numbers among ``records``. ``base`` is the base if blocks were taken from it, and ``refused`` is why not all
-    unchanged blocks were.
-    """
-
     files: list[DataFile]
+    # The shared files come last.
     records: list[manifests.FileRecord]
+    # File numbers among `records`, by file number in the base.
     numbers: dict[int, int]
+    # The base if blocks were taken from it, and why not all unchanged blocks were.
     base: PathLike | None
     refused: str | None
 
@@ -125,7 +117,7 @@ class WrittenFiles:
                     yield leaf, (number, offset, [file.records[key] for key in keys], [])
 
     def features(self, stored: Iterable[manifests.StoredRecord], *, wide: bool) -> list[str]:
-        """Return the features that a reader needs."""
+        # Only what the checkpoint uses: releases without a feature can still read the others.
         needed = {
             manifests.WIDE_DIGESTS: wide,
             manifests.PLACES: any(each.places for each in stored),
@@ -134,7 +126,6 @@ class WrittenFiles:
         return [name for name, is_needed in needed.items() if is_needed]
 
     def result(self, settings: WriteSettings, json_bytes: int) -> WriteResult:
-        """Return the result of the save; ``json_bytes`` is the size of the manifest or fragment."""
         new_bytes = sum(record.bytes for record in self.records if not record.origin) + json_bytes
         return WriteResult(
             stored_bytes=new_bytes + sum(record.bytes for record in self.records if record.origin),
@@ -147,8 +138,6 @@ class WrittenFiles:
 
 
 class NativeWrite(StagedWrite):
-    """The writing of planned data files, block by block; see `tensorkeep.formats.base.StagedWrite`."""
-
     def __init__(self, plans: list[FilePlan], destination: Path, settings: WriteSettings, cuts: Cuts) -> None:
         super().__init__(destination, settings)
         self._options = options = settings.options_as(NativeOptions)
@@ -184,7 +173,6 @@ class NativeWrite(StagedWrite):
             self._staging.close()
 
     def _check_budget(self) -> None:
-        """Raise UsageError if differences need more memory than the budget."""
         if self._options.delta:
             # The first save has no base: without this check, only the second save would find a too small budget.
             self._settings.pool.threads(1, bytes_per_thread(staged=self._staging is not None, delta=True))
@@ -195,9 +183,11 @@ class NativeWrite(StagedWrite):
         ``save_id`` is part of all file names unless it is empty.
         """
         options = self._options
+        # Asked as late as possible: the step before this one may only now be durable.
         path: PathLike | None = options.base() if callable(options.base) else options.base
         sources = [leaf.source for plan in self._plans for leaf in plan.leaves]
         opening = OpenSettings(pool=self._settings.pool)
+        # A callable names what it last saved, which may be gone; a path was written by the user.
         optional = callable(options.base)
         base, refused = open_base(path, opening, sources, self._cuts, delta=options.delta, optional=optional)
         # The base stays open to the end: its files must remain readable, and are shared only when all blocks are known.
@@ -290,11 +280,11 @@ class SingleProcessWrite(NativeWrite):
 
 
 def _write_indexes(directory: Path, files: Sequence[DataFile], save_id: str) -> Iterator[manifests.FileRecord]:
-    """Write the index that Hugging Face tools read, for each part that has several files."""
     parts: dict[str, list[DataFile]] = {}
     for file in files:
         parts.setdefault(file.plan.part, []).append(file)
     for shards in parts.values():
+        # Tools that load a part from several files look for this index.
         if len(shards) > 1:
             name = object_name(shards[0].name.rsplit("-00001-of-", 1)[0] + INDEX_SUFFIX, save_id)
             content = index_content(shards)
@@ -327,10 +317,9 @@ class SaveCoordinator(Protocol):
 
 
 class ShardedWrite(NativeWrite):
-    """The writing of the boxes of one rank.
+    """The writing of the boxes of one rank. The result of `run` counts the bytes of this rank.
 
-    ``parts`` has the part and the key of every tensor of the full state, so that all ranks name files alike. The result
-    of `run` counts the bytes of this rank. `run` calls `SaveCoordinator.begin` and `SaveCoordinator.finish`.
+    ``parts`` has the part and the key of every tensor of the full state, so that all ranks name files alike.
     """
 
     def __init__(
@@ -378,13 +367,13 @@ class ShardedWrite(NativeWrite):
     def _fragment(
         self, written: WrittenFiles, save: str
     ) -> tuple[manifests.Fragment, dict[str, manifests.TensorDescription]]:
-        """Return the fragment of the finished files, and the tensors of its boxes."""
         leaves: dict[str, int] = {}
         boxes: list[manifests.BoxRecord] = []
         tensors: dict[str, manifests.TensorDescription] = {}
         for leaf, stored in written.leaves():
             shard = leaf.source
             assert isinstance(shard, TensorShard)
+            # A rank may have several boxes of one tensor.
             index = leaves.setdefault(shard.name, len(leaves))
             boxes.append(manifests.BoxRecord(index, shard.offsets, shard.shape, *stored))
             tensors[shard.name] = manifests.TensorDescription(
@@ -407,16 +396,12 @@ class ShardedWrite(NativeWrite):
 
 
 class Staging:
-    """Copies of a state's blocks, made before the caller continues, in the order of the writes.
-
-    Buffers are acquired in the order of the tasks, so that a state larger than the pool's budget streams through it:
-    the copying waits for buffers that the writing releases, and never for one that a later task holds. The writing
-    shares the cancellation, so that the failure of one ends the other.
-    """
+    """Copies of a state's blocks, made before the caller continues, in the order of the writes."""
 
     def __init__(self, groups: list[list[Block]], pool: BufferPool, cancellation: Cancellation) -> None:
         self._groups = groups
         self._pool = pool
+        # Shared with the writing, so that the failure of one ends the other.
         self._cancellation = cancellation
         self._order = Order(cancellation)
         self._ready: dict[int, Buffer] = {}
@@ -424,16 +409,15 @@ class Staging:
         self._changed = threading.Condition()
 
     def copy(self, threads: int) -> None:
-        """Copy all blocks; when this returns, the state may change.
-
-        Raises Cancelled if the writing has failed.
-        """
+        """Copy all blocks; when this returns, the state may change. Raises Cancelled if the writing has failed."""
         tasks = (functools.partial(self._copy, number) for number in range(len(self._groups)))
         parallel.run(tasks, threads, self._cancellation)
         self._cancellation.check()
 
     def _copy(self, number: int) -> None:
         blocks = self._groups[number]
+        # In the order of the tasks, so that a state larger than the budget streams through the pool: the copying waits
+        # for buffers that the writing releases, and never for one that a later task holds.
         with self._order.turn(number):
             buffer = self._pool.acquire(staging_bytes(blocks), self._cancellation)
         try:
