@@ -1,9 +1,4 @@
-"""Designs: turn a base and changes of its settings into the arms of an experiment.
-
-Settings that are equal are measured once: the first arm with them stands in for the others and lists their places in
-`Arm.places`. So step 1 of a stack is also its first change alone. A change without another one that it needs is
-omitted, with the reason.
-"""
+"""Designs: turn a base and changes of its settings into the arms of an experiment."""
 
 import itertools
 import json
@@ -46,8 +41,6 @@ class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"sets": "set", "unsets": "unset"}):
-    """One change of settings."""
-
     name: Text
     sets: Settings = {}  # settings that are added or replaced
     unsets: tuple[Text, ...] = ()  # settings that are removed first
@@ -67,9 +60,8 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"se
 
 
 class Combination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Several changes together; by default, its name joins theirs."""
-
     changes: tuple[Text, ...]
+    # None joins the names of the changes.
     name: Text | None = None
     about: str = ""
 
@@ -84,12 +76,10 @@ class Expansion:
     aliases: tuple[tuple[tuple[str, ...], ...], ...] = ()  # groups of effects that cannot be separated
 
     def add(self, name: str, base: Base, changes: Sequence[Change], place: Place, about: str = "") -> bool:
-        """Add the base with some changes, or give its place to an earlier arm with the same settings.
-
-        Return whether an arm was added.
-        """
+        """Add an arm; return False if an earlier arm with the same settings takes the place instead."""
         settings, slow = _apply(base, changes)
         for index, arm in enumerate(self.arms):
+            # Equal settings are measured once: step 1 of a stack is also its first change alone.
             if equal(arm.settings, settings):
                 self.arms[index] = msgspec.structs.replace(arm, places=(*arm.places, place))
                 return False
@@ -100,14 +90,12 @@ class Expansion:
 
 
 def one_at_a_time(base: Base, changes: Sequence[Change]) -> Expansion:
-    """Return the base, and each change alone."""
     found = _with_base(base)
     _add_alone(found, base, changes)
     return found
 
 
 def leave_one_out(base: Base, changes: Sequence[Change]) -> Expansion:
-    """Return the base, the full stack, and the full stack without each change."""
     found = _with_base(base)
     stack = _stack(changes)
     found.add(FULL, base, stack, Place("full"), "All changes together.")
@@ -116,16 +104,18 @@ def leave_one_out(base: Base, changes: Sequence[Change]) -> Expansion:
 
 
 def steps(base: Base, changes: Sequence[Change]) -> Expansion:
-    """Return the base, the full stack built up one change at a time, each change alone, and each change left out."""
+    """Return the base, the stack built up one change at a time, each change alone, and each change left out."""
     found = _with_base(base)
     stack = _stack(changes)
     for index, change in enumerate(stack, start=1):
         place = Place("step", change.name, index)
         if not found.add(change.arm or f"+{change.name}", base, stack[:index], place, change.about):
             raise UsageError(
+                # Two steps would share one arm, so the gain of the second could not be measured.
                 f"step {change.name!r} has the settings of an earlier one",
                 remedy="remove it, or mark it as optional, so that it is measured alone",
             )
+    # The last step has these settings, so its arm gets this place and no arm is added.
     found.add(FULL, base, stack, Place("full"))
     _add_alone(found, base, changes)
     _add_without(found, base, stack)
@@ -133,7 +123,6 @@ def steps(base: Base, changes: Sequence[Change]) -> Expansion:
 
 
 def combinations(base: Base, changes: Sequence[Change], combined: Sequence[Combination]) -> Expansion:
-    """Return the base, each change of a combination alone, and the combinations."""
     found = _with_base(base)
     by_name = {change.name: change for change in changes}
     used = {name for combination in combined for name in combination.changes}
@@ -187,6 +176,7 @@ def _points(base: Base, factors: Mapping[str, Sequence[Change]], points: Iterabl
         chosen = {name: factors[name][index] for name, index in zip(factors, point, strict=True)}
         moved = [f"{name}={level.name}" for name, level in chosen.items() if level is not factors[name][0]]
         place = Place("point", levels={name: level.name for name, level in chosen.items()})
+        # The joined levels of many factors would be too long for a name.
         name = "+".join(moved) if len(factors) <= MOST_FACTORS_IN_FULL else f"point {number}"
         about = "" if moved else base.about
         if not found.add(name if moved else base.name, base, list(chosen.values()), place, about):
@@ -205,6 +195,7 @@ def _with_base(base: Base) -> Expansion:
 def _add_alone(found: Expansion, base: Base, changes: Sequence[Change]) -> None:
     for change in changes:
         place = Place("alone", change.name)
+        # Alone it would have no effect, and its gain of 1 would look like a result.
         if change.needs:
             found.omitted.append(Omitted(place, f"it needs {' and '.join(change.needs)}"))
         else:
@@ -215,10 +206,12 @@ def _add_without(found: Expansion, base: Base, stack: Sequence[Change]) -> None:
     for change in stack:
         place = Place("without", change.name)
         others = [other for other in stack if other is not change]
+        # Without this change, the changes that need it would be left out as well: the arm would lack several.
         needing = [other.name for other in others if change.name in other.needs]
         if needing:
             need = "needs" if len(needing) == 1 else "need"
             found.omitted.append(Omitted(place, f"{' and '.join(needing)} {need} it"))
+        # The arm would repeat the full stack, and its difference would be noise.
         elif equal(_apply(base, stack)[0], _apply(base, others)[0]):
             reason = "a later change replaces it: the full stack is the same without it"
             found.omitted.append(Omitted(place, reason))
@@ -227,9 +220,9 @@ def _add_without(found: Expansion, base: Base, stack: Sequence[Change]) -> None:
 
 
 def _apply(base: Base, changes: Sequence[Change]) -> tuple[Settings, bool]:
-    """Return the base's settings after some changes, and whether an arm with them is slow."""
     settings, slow = dict(base.settings), base.slow
     for change in changes:
+        # Unset before set, so that one change can replace a group of settings by another.
         settings = {key: value for key, value in settings.items() if key not in change.unsets} | change.sets
         slow = slow if change.slow is None else change.slow
     return settings, slow
@@ -253,17 +246,14 @@ def _stack(changes: Sequence[Change]) -> list[Change]:
 
 
 def equal(a: Settings, b: Settings) -> bool:
-    """Return whether two settings are equal as JSON, where 1 and true differ."""
+    # Compared as JSON, because in Python True == 1 and 1 == 1.0.
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
 def columns(factors: int) -> list[int]:
-    """Return the generators of 6 to 15 factors, as bit sets of the basic factors (the first four or five).
-
-    The basic factors take every combination of their levels. Each other factor takes the parity of the basic factors of
-    its generator. All designs have resolution IV: a main effect is never aliased with a main effect or an interaction
-    of two factors, but interactions of two factors are aliased with each other.
-    """
+    """Return the generators of 6 to 15 factors, as bit sets of the basic factors (the first four or five)."""
+    # All designs have resolution IV: a main effect is never aliased with a main effect or an interaction of two
+    # factors, but interactions of two factors are aliased with each other.
     basic = 4 if factors <= 8 else 5
     words = _GENERATORS.get(factors, _ODD_WORDS).split()[: factors - basic]
     return [1 << place for place in range(basic)] + [
@@ -275,6 +265,8 @@ def fraction(factors: int) -> list[tuple[int, ...]]:
     """Return the 16 points (up to 8 factors) or 32 points of the design: a level, 0 or 1, for each factor."""
     bits = columns(factors)
     points = 1 << (4 if factors <= 8 else 5)
+    # The basic factors take every combination of their levels; any other factor takes the parity of the basic factors
+    # in its generator.
     return [tuple((point & column).bit_count() & 1 for column in bits) for point in range(points)]
 
 

@@ -1,9 +1,4 @@
-"""Experiments: read them by name or from a JSON file, and plan their arms.
-
-Three kinds of files describe an experiment. One lists ``arms``. One has a ``base`` and ``changes`` or ``factors``,
-which a design turns into arms. One is the configuration of an isolated-optimisation suite (`Suite`). The structs below
-and the structs of ``design.py`` are the schema.
-"""
+"""Experiments: read them by name or from a JSON file (arms, a design, or a suite), and plan their arms."""
 
 import json
 import os
@@ -37,8 +32,6 @@ _STRING_OR_COMMENT = re.compile(r'"(?:[^"\\]|\\.)*+"?|//[^\n]*', re.DOTALL)
 
 
 class ExperimentPlan(msgspec.Struct, frozen=True):
-    """An experiment and its arms, ready to be run."""
-
     experiment: Experiment
     arms: tuple[Arm, ...]  # the baseline first, then the A/A control if there is one
     notes: tuple[str, ...] = ()  # remarks that the user sees before the run
@@ -51,10 +44,7 @@ class ExperimentPlan(msgspec.Struct, frozen=True):
         limits: Limits | None = None,
         budget: int | None = None,
     ) -> "ExperimentPlan":
-        """Return the plan with another number of blocks, order, limits of a cell, or budget; None keeps the value.
-
-        Raises UsageError if the number of blocks is out of range.
-        """
+        """Return the plan with other values; None keeps a value. UsageError if ``runs`` is out of range."""
         if runs is not None and not 1 <= runs <= MOST_RUNS:
             raise UsageError(f"an experiment runs 1 to {MOST_RUNS} times, not {runs}", remedy="give, for example, 5")
         given = {"runs": runs, "seed": seed, "limits": limits, "budget": budget}
@@ -62,7 +52,7 @@ class ExperimentPlan(msgspec.Struct, frozen=True):
         return replace(self, experiment=replace(self.experiment, **changed))
 
     def with_settings(self, **settings: Any) -> "ExperimentPlan":
-        """Return the plan with some of the workload's settings replaced; UsageError if a setting is not valid."""
+        """Return the plan with some workload settings replaced; UsageError if one is not valid."""
         workload = get_workload(self.experiment.workload)
         checked = workload.parse_settings({**self.experiment.settings, **settings})
         return replace(self, experiment=replace(self.experiment, settings=msgspec.to_builtins(checked)))
@@ -78,19 +68,18 @@ class ExperimentPlan(msgspec.Struct, frozen=True):
         if len(kept) == len(self.arms):
             return self
         # Some arms of a design are another design: steps and effects would compare other changes.
+        # The control keeps its place, which lies outside a design.
         plain = tuple(arm if arm.role == "control" else replace(arm, places=(Place("arm"),)) for arm in kept)
         experiment = replace(self.experiment, design="arms", omitted=(), factors={}, aliases=())
         return replace(self, experiment=experiment, arms=plain)
 
 
 def make_plan(experiment: Experiment, arms: Sequence[Arm], path: str, notes: tuple[str, ...] = ()) -> ExperimentPlan:
-    """Return a plan: give the arms their roles, and the baseline its A/A control if it is wanted.
-
-    Raises UsageError if a name is not valid or not unique, there are too many arms, or the baseline is not an arm.
-    """
+    """Return a plan with roles and the A/A control; UsageError if names, arms or the baseline are not valid."""
     names = [arm.name for arm in arms]
     if len(names) > MOST_ARMS:
         raise UsageError(f"has {len(names)} arms, more than {MOST_ARMS}", path=path, remedy="use fewer")
+    # Names are keys of the results, where two equal names could not be separated.
     for place, name in enumerate(names):
         check_name(name, "arm", path)
         if name in names[:place]:
@@ -98,6 +87,7 @@ def make_plan(experiment: Experiment, arms: Sequence[Arm], path: str, notes: tup
     if experiment.baseline not in names:
         remedy = did_you_mean(str(experiment.baseline), names, "its arms")
         raise UsageError(f"the baseline {experiment.baseline!r} is not an arm", path=path, remedy=remedy)
+    # The control runs as one more arm in every block, so it sees the same drift as the others.
     control = f"{experiment.baseline} (again)"
     if experiment.control and control in names:
         raise UsageError(f"{control!r} is the name of the A/A control", path=path, remedy="rename that arm")
@@ -110,14 +100,14 @@ def make_plan(experiment: Experiment, arms: Sequence[Arm], path: str, notes: tup
 
 
 def check_name(name: str, what: str, path: str) -> None:
-    """Raise UsageError if a name is not valid for an arm or a change."""
     if not is_name(name):
         shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
         raise UsageError(f"{what} {shown!r} has an invalid name", path=path, remedy=NAME_RULE)
 
 
 def is_name(text: str) -> bool:
-    """Return whether a text is a valid name of an arm."""
+    # Names appear in terminals, tables and options of the command line: a slash, a control character or a leading minus
+    # would be read as something else.
     printable = text.isprintable() and "/" not in text and text == text.strip()
     return printable and 0 < len(text) <= _LONGEST_NAME and text[0] not in "-."
 
@@ -126,8 +116,6 @@ def is_name(text: str) -> bool:
 
 
 class FileLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The limits of a cell, in seconds and bytes; null for no limit."""
-
     seconds: Annotated[int, Meta(ge=1, le=_MOST_SECONDS)] | None = DEFAULT_SECONDS
     memory_bytes: Annotated[int, Meta(ge=1, le=1 << 50)] | None = None
 
@@ -151,18 +139,14 @@ class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @abstractmethod
     def expand(self, path: str) -> Expansion:
-        """Return the arms of the design."""
+        """Return the arms of the design; UsageError if they are not valid."""
 
 
 class NamedArm(Base, frozen=True, kw_only=True):
-    """An arm of the design ``arms``; it needs a name."""
-
     name: Text
 
 
 class ArmsFile(ExperimentFile, frozen=True, kw_only=True):
-    """The design ``arms``."""
-
     arms: Annotated[tuple[NamedArm, ...], Meta(min_length=1)]
 
     def expand(self, path: str) -> Expansion:
@@ -181,7 +165,6 @@ class ChangesDesignFile(ExperimentFile, frozen=True, kw_only=True):
         return expand[self.design](self.base, self.changes)
 
     def check_changes(self, path: str) -> None:
-        """Raise UsageError if a change has an invalid name, changes nothing, or refers to something unknown."""
         names = [change.name for change in self.changes]
         settings = {*self.base.settings, *(key for change in self.changes for key in change.sets)}
         for place, change in enumerate(self.changes):
@@ -203,8 +186,6 @@ class ChangesDesignFile(ExperimentFile, frozen=True, kw_only=True):
 
 
 class CombinationsFile(ChangesDesignFile, frozen=True, kw_only=True):
-    """The design ``combinations``."""
-
     combinations: Annotated[tuple[Combination, ...], Meta(min_length=1, max_length=MOST_ARMS)]
 
     def expand(self, path: str) -> Expansion:
@@ -223,10 +204,7 @@ class CombinationsFile(ChangesDesignFile, frozen=True, kw_only=True):
 
 
 class FactorsFile(ExperimentFile, frozen=True, kw_only=True):
-    """The designs ``factorial`` and ``fractional``.
-
-    A factor is a list of values of the setting with its name, or an object of levels by name.
-    """
+    """A factor is a list of values of the setting with its name, or an object of levels by name."""
 
     base: Base
     factors: Annotated[dict[str, Any], Meta(min_length=1)]
@@ -259,6 +237,7 @@ def read_design(value: object, path: Path) -> ExperimentPlan:
     try:
         expansion = file.expand(where)
     except UsageError as error:
+        # `bench.design` does not know the file, so its errors get the path here.
         raise error if error.path else UsageError(error.message, path=where, remedy=error.remedy) from error
     settings = get_workload(file.workload).parse_settings(file.settings, where)
     name = file.name or path.stem
@@ -319,27 +298,20 @@ _SUITE_EXAMPLE = '[{"name": "baseline", "chunk_size_elements": 64, "concurrency_
 
 
 class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The object ``testing``."""
-
     num_runs: Annotated[int, Meta(ge=1, le=MOST_RUNS)] = 3
     save_dir: Text | None = None
     use_gpu: bool = False
 
 
 class Configuration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One configuration; ``compression`` is a compressor's name or null."""
-
     name: Text
     chunk_size_elements: Annotated[int, Meta(ge=1, le=1 << 40)]
     concurrency_limit: Annotated[int, Meta(ge=1, le=1 << 16)]
     compression: Text | None
 
     def arm(self) -> Arm:
-        """Return the arm, which writes one zarr 2 directory per parameter in float32, one after the other.
-
-        In such suites, 64 elements mean chunks of at most 64 along each dimension. Any other number is the elements of
-        a chunk, reached by halving the largest dimension.
-        """
+        # In such suites, 64 elements mean chunks of at most 64 along each dimension. Any other number is the elements
+        # of a chunk, reached by halving the largest dimension.
         per_dimension = self.chunk_size_elements == _PER_DIMENSION
         settings = {
             "tool": "tensorstore",
@@ -349,6 +321,7 @@ class Configuration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "concurrency": self.concurrency_limit,
             # Null stores raw bytes. Without the setting, TensorStore would use Blosc.
             "compressor": self.compression,
+            # The suites convert parameters to float32 and write one after the other.
             "dtype": "float32",
             "in_flight": "one",
         }
@@ -356,8 +329,6 @@ class Configuration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CustomTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The object ``custom_tests``. Its configurations are validated even where it is not enabled."""
-
     enabled: bool = False
     configurations: tuple[Configuration, ...] = ()
 
@@ -371,6 +342,7 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _is_suite(value: object) -> bool:
+    # Any of its fields is enough, so that a suite with a typo gets the error of a suite.
     return isinstance(value, dict) and any(field in value for field in Suite.__struct_fields__)
 
 
@@ -378,6 +350,7 @@ def read_suite(value: object, path: Path) -> ExperimentPlan:
     where = str(path)
     suite = convert(value, Suite, what="the configuration", path=where)
     testing, custom = suite.testing, suite.custom_tests
+    # Custom configurations are validated even where they are not enabled, so a typo shows at once.
     configurations = [*suite.test_configurations, *(custom.configurations if custom.enabled else ())]
     if not configurations:
         remedy = f'write, for example, "test_configurations": {_SUITE_EXAMPLE}'
@@ -403,27 +376,22 @@ def read_suite(value: object, path: Path) -> ExperimentPlan:
 
 
 def shipped(workload: str | None = None) -> dict[str, str]:
-    """Return the titles of the experiments that ship with Tensorkeep by name: all, or only those for a workload."""
+    """Return the titles of the experiments that ship with Tensorkeep by name, or only those for a workload."""
     found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in _shipped_files()}
     return {name: each["title"] for name, each in found.items() if workload in (None, each["workload"])}
 
 
 def read_experiment(name_or_path: str | os.PathLike[str], *, check_arms: bool = True) -> ExperimentPlan:
-    """Return the plan of an experiment that ships with Tensorkeep, or of a JSON file.
-
-    A shipped name takes precedence over a file of the same name; ``./name`` is always the file. Unless ``check_arms``
-    is false, the workload validates every arm, which imports the workload.
-
-    Raises UsageError if the experiment does not exist or is not valid; the message names the file, the place and the
-    field.
-    """
+    """Return the plan of a shipped experiment or a JSON file; UsageError if missing or not valid."""
     path = _find(name_or_path)
     value = read_json(path)
+    # A suite is recognised by its top-level names: it has no "design".
     plan = (read_suite if _is_suite(value) else read_design)(value, path)
     if check_arms:
         workload = get_workload(plan.experiment.workload)
         for arm in plan.arms:
             try:
+                # Validating an arm imports the workload, and with it torch, so listings leave it out.
                 workload.parse_arm(arm.settings)
             except UsageError as error:
                 message = f"arm {arm.name!r}: {error.message}"
@@ -434,6 +402,7 @@ def read_experiment(name_or_path: str | os.PathLike[str], *, check_arms: bool = 
 def _find(name_or_path: str | os.PathLike[str]) -> Path:
     name = os.fspath(name_or_path)
     found = {path.stem: path for path in _shipped_files()}
+    # A shipped name wins over a file of the same name; ``./name`` is always the file.
     if isinstance(name_or_path, str) and name in found:
         return found[name]
     path = Path(name)
@@ -448,12 +417,10 @@ def _shipped_files() -> list[Path]:
 
 
 def read_json(path: Path) -> object:
-    """Return the content of a JSON file, which may have ``//`` comments.
-
-    Raises UsageError if the file cannot be read, is too large, is not JSON, or gives a key twice.
-    """
+    """Return the content of a JSON file with ``//`` comments; UsageError if it is too large or not valid JSON."""
     try:
         with path.open("rb") as opened:
+            # One byte more than allowed: the size of a pipe or device is not known before reading.
             content = opened.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         remedy = "give the name of an experiment, or the path of a JSON file"
@@ -476,6 +443,7 @@ def read_json(path: Path) -> object:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
+    # json keeps the last of two equal keys silently; a pasted setting would be lost.
     if len(found) < len(pairs):
         repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {repeated!r} appears twice in one object")

@@ -1,9 +1,4 @@
-"""The schema of a results file, and reading and writing it.
-
-``docs/reference/results.md`` explains every field. Times of day are UTC in ISO 8601, sizes are bytes. A results file
-may come from a stranger: `read_results` limits its size and depth, validates every field and number, and replaces
-unprintable characters, which could drive a terminal.
-"""
+"""The schema of a results file, which may come from a stranger, and reading and writing it."""
 
 import errno
 import gzip
@@ -23,6 +18,7 @@ from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError,
 from tensorkeep.storage.commit import replace_file
 from tensorkeep.structs import prepared
 
+# ``docs/reference/results.md`` explains every field. Times of day are UTC in ISO 8601, sizes are bytes.
 KIND = "tensorkeep-results"
 SCHEMA = 1
 Status = Literal["ok", "planned", "gate", "failed", "timeout", "memory", "disk", "not-run"]
@@ -49,13 +45,10 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A position in the experiment's design.
+    """A position in the experiment's design; ``arm`` and ``control`` stand outside a design."""
 
-    ``arm`` and ``control`` stand outside a design. ``base`` has no change, ``full`` has all changes, ``alone`` has one,
-    ``without`` has all but one, ``step`` has all up to one, and ``combination`` has several. ``point`` is a point of a
-    factorial design.
-    """
-
+    # ``base`` has no change, ``full`` has all changes, ``alone`` has one, ``without`` has all but one, ``step`` has all
+    # up to one, ``combination`` has several. ``point`` is a point of a factorial design.
     kind: PlaceKind
     change: str = ""  # of alone, without and step
     index: Index = 0  # of step, from 1
@@ -64,8 +57,6 @@ class Place(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Arm(msgspec.Struct, frozen=True):
-    """One of the alternatives that are compared."""
-
     name: Name
     role: Role = "arm"  # the control is the baseline measured again under another name (A/A)
     settings: Settings = {}
@@ -75,8 +66,6 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 class CellRecord(msgspec.Struct, frozen=True):
-    """One process: one arm in one block."""
-
     arm: str
     block: Index
     status: Status
@@ -97,8 +86,6 @@ class CellRecord(msgspec.Struct, frozen=True):
 
 
 class ArmStatistics(msgspec.Struct, frozen=True):
-    """The statistics of one arm in one measure; the verdict is None for measures that are not primary."""
-
     n: int = 0
     mean: float | None = None
     std: float | None = None  # n - 1
@@ -113,6 +100,7 @@ class ArmStatistics(msgspec.Struct, frozen=True):
     p: float | None = None
     p_holm: float | None = None
     detectable: float | None = None  # the smallest gain that so many blocks would have shown
+    # None for measures that are not primary.
     verdict: Verdict | None = None
     reason: str | None = None
 
@@ -143,8 +131,6 @@ class StackStep(msgspec.Struct, frozen=True):
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """The main effect of one factor, or the interaction of two, in one measure."""
-
     factors: Annotated[tuple[str, ...], Meta(min_length=1, max_length=2)]
     measure: str
     gain: float | None = None
@@ -154,12 +140,11 @@ class Effect(msgspec.Struct, frozen=True):
 
 
 class Interaction(msgspec.Struct, frozen=True):
-    """The gain of a combination of changes, the product of their single gains, and the ratio of the two."""
-
     changes: tuple[str, ...]
     arm: str
     measure: str
     gain: float | None = None
+    # The product of the gains of the single changes; ``ratio`` is ``gain`` over it.
     product: float | None = None
     ratio: float | None = None
     low: float | None = None
@@ -167,15 +152,12 @@ class Interaction(msgspec.Struct, frozen=True):
 
 
 class Caution(msgspec.Struct, frozen=True):
-    """A warning about the figures, with a remedy."""
-
     text: str
     remedy: str = ""
 
 
 class Recommendation(msgspec.Struct, frozen=True, rename={"purpose": "for"}):
-    """A recommendation for this machine; ``arm`` is None if no arm is better than the baseline."""
-
+    # ``arm`` is None if no arm is better than the baseline.
     purpose: str
     text: str
     arm: str | None = None
@@ -183,8 +165,6 @@ class Recommendation(msgspec.Struct, frozen=True, rename={"purpose": "for"}):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A published claim and the result measured here."""
-
     id: str
     claim: str
     theirs: str
@@ -217,8 +197,6 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Omitted(msgspec.Struct, frozen=True):
-    """A place of the design that has no arm, and why."""
-
     place: Place
     reason: str
 
@@ -246,8 +224,6 @@ class Experiment(msgspec.Struct, frozen=True):
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """What the cells work on."""
-
     description: str = ""
     tensors: int | None = None
     bytes: int | None = None
@@ -255,8 +231,6 @@ class Subject(msgspec.Struct, frozen=True):
 
 
 class Results(msgspec.Struct, frozen=True, dict=True, kw_only=True):
-    """A results file."""
-
     schema: int = SCHEMA
     kind: str = KIND
     tensorkeep: str = ""  # version
@@ -274,7 +248,6 @@ class Results(msgspec.Struct, frozen=True, dict=True, kw_only=True):
 
     @cached_property
     def cells_by_arm(self) -> dict[str, list[CellRecord]]:
-        """The cells by arm, in the order of the blocks."""
         found: dict[str, list[CellRecord]] = {arm.name: [] for arm in self.arms}
         for cell in sorted(self.cells, key=lambda cell: (cell.block, cell.order)):
             found[cell.arm].append(cell)
@@ -282,12 +255,10 @@ class Results(msgspec.Struct, frozen=True, dict=True, kw_only=True):
 
     @property
     def baseline(self) -> str | None:
-        """Name of the arm that the others are compared with; None where the experiment has none."""
         return next((arm.name for arm in self.arms if arm.role == "baseline"), None)
 
     @property
     def blocks(self) -> int:
-        """How many blocks have cells."""
         return len({cell.block for cell in self.cells})
 
     def figures(self, arm: str, measure: str) -> dict[int, float]:
@@ -301,19 +272,18 @@ class Results(msgspec.Struct, frozen=True, dict=True, kw_only=True):
     def ratios(self, above: tuple[str, str], below: tuple[str, str]) -> list[float]:
         """Return the ratio of two figures, each given by arm and measure, in each block that has both."""
         numerators, denominators = self.figures(*above), self.figures(*below)
+        # Only within a block: what slows a block down slows both sides of the ratio.
         return [numerators[block] / denominators[block] for block in sorted(numerators.keys() & denominators.keys())]
 
     @property
     def failures(self) -> dict[str, str]:
-        """The arms that failed or could not run, with the first reason."""
+        # Reversed, because the last one wins in a dict: the first failure has the cause, later ones only repeat it.
         return {cell.arm: cell.reason or "" for cell in reversed(self.cells) if cell.status not in ("ok", "planned")}
 
     def ran(self, arm: str) -> bool:
-        """Return whether a cell of the arm has figures."""
         return any(cell.status == "ok" for cell in self.cells_by_arm[arm])
 
     def measure(self, name: str) -> Measure | None:
-        """Return the measure of this name, or None."""
         return next((measure for measure in self.measures if measure.name == name), None)
 
     def primary(self) -> list[Measure]:
@@ -322,7 +292,6 @@ class Results(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         return [measure for measure in self.measures if measure.primary and measure.name in taken]
 
     def statistics(self, arm: str, measure: str) -> ArmStatistics:
-        """Return the summary of an arm in a measure; an empty one if it has none."""
         return self.summary.arms.get(arm, {}).get(measure) or ArmStatistics()
 
 
@@ -334,10 +303,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_results(path: str | os.PathLike[str], *, printable: bool = True) -> Results:
-    """Read and validate a results file, ``*.json`` or ``*.json.gz``, or the ``results.json`` of a folder.
-
-    Unless ``printable`` is false, every unprintable character is replaced. Only a resumed run needs the texts as the
-    file has them, because its settings may name odd paths.
+    """Read and validate ``*.json``, ``*.json.gz`` or the ``results.json`` of a folder.
 
     Raises NotFoundError if nothing is there; UsageError if it is a file of another kind; UnsupportedError if a later
     version wrote it, or it is too large; CorruptCheckpointError if it breaks the schema; StoreError if the operating
@@ -347,9 +313,13 @@ def read_results(path: str | os.PathLike[str], *, printable: bool = True) -> Res
     file = file / FILE_NAME if file.is_dir() else file
     content = _content(file)
     try:
+        # Size, depth and numbers are limited before anything is built from them. Unprintable characters, which could
+        # drive a terminal, are replaced. Only a resumed run needs the texts as they are: its settings may name odd
+        # paths.
         document = _checked(msgspec.json.decode(_decompressed(content)), printable)
     except (msgspec.DecodeError, ValueError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise _corrupt(file, error) from None
+    # Checked before the schema: another kind of file is a mistake of the user, not a corrupt file.
     kind, schema = (document.get("kind"), document.get("schema")) if isinstance(document, dict) else (None, None)
     if kind != KIND:
         raise UsageError(
@@ -360,6 +330,7 @@ def read_results(path: str | os.PathLike[str], *, printable: bool = True) -> Res
         raise UnsupportedError(message, path=file, remedy="install a later Tensorkeep")
     try:
         results = msgspec.convert(document, prepared(Results))
+        # The schema cannot express that names are unique and refer to arms.
         _check_references(results)
     except (msgspec.ValidationError, ValueError) as error:
         raise _corrupt(file, error) from None
@@ -368,6 +339,8 @@ def read_results(path: str | os.PathLike[str], *, printable: bool = True) -> Res
 
 def write_results(results: Results, path: Path) -> None:
     """Replace the file atomically and durably, or raise StoreError; NaN and infinity become null."""
+    # An interrupted run resumes from this file, so a crash must leave the old or the new content. msgspec writes NaN
+    # and infinity as null.
     replace_file(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 
 
@@ -384,6 +357,7 @@ def _content(file: Path) -> bytes:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as opened:
             regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            # A device such as /dev/zero never ends, so only regular files are read.
             content = opened.read(MAX_BYTES + 1) if regular else b""
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
@@ -409,7 +383,7 @@ def _decompressed(content: bytes) -> bytes:
 
 
 def _checked(value: Any, clean: bool, depth: int = 0) -> Any:
-    """Return JSON values, with printable texts if ``clean``; ValueError if they are nested too deeply or too large."""
+    """Return JSON values, with printable texts if ``clean``; ValueError if too deep or too large."""
     if depth > MAX_DEPTH:
         raise ValueError("it is nested too deeply")
     if isinstance(value, str):
@@ -425,12 +399,13 @@ def _checked(value: Any, clean: bool, depth: int = 0) -> Any:
 
 
 def _check_references(results: Results) -> None:
-    """Raise ValueError if names are ambiguous or refer to nothing."""
     arms = {arm.name for arm in results.arms}
+    # Names are keys everywhere: of two equal names, one would silently take the figures of the other.
     if len(arms) < len(results.arms) or len({one.name for one in results.measures}) < len(results.measures):
         raise ValueError("two arms or two measures have the same name")
     if sum(arm.role == "baseline" for arm in results.arms) > 1:
         raise ValueError("two arms have the role of the baseline")
+    # The file has the baseline in two places, which must agree.
     if results.experiment.baseline != results.baseline:
         raise ValueError(f"its baseline {results.experiment.baseline!r} is not an arm with that role")
     for cell in results.cells:

@@ -8,27 +8,26 @@ NEAR, FAR = 0.01, 100.0  # where the ends of a very wide interval, and the axis 
 
 
 def gate_words(workload: str) -> str:
-    """Return the meaning of a failed gate of a workload."""
     if workload == "training":
         return "the technique was not active, or changed what is computed"
     return "the loaded state differs from the saved one"
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Return a number with so many significant digits: ``0.663``, ``2.91``, ``134``, ``26,412``, ``1.2e-05``."""
+    """Format a number: ``0.663``, ``2.91``, ``134``, ``26,412``, ``1.2e-05``."""
     if not 10.0**-digits <= abs(value) < 1e7:
         return f"{value:.{digits}g}"
     return f"{value:,.{_decimals(value, digits)}f}"
 
 
 def _decimals(value: float, digits: int) -> int:
-    """Return how many decimals make so many significant digits."""
+    # Formatted first, because rounding may carry: 9.996 has one digit more than its logarithm says.
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
     return max(0, digits - 1 - exponent)
 
 
 def spread(mean: float, std: float | None) -> str:
-    """Return ``mean ± std`` with four significant digits of the mean; one run has no deviation."""
+    # One run has no deviation.
     if std is None or not 1e-4 <= abs(mean) < 1e7:
         return number(mean, 4) if std is None else f"{mean:.3g} ± {std:.2g}"
     decimals = _decimals(mean, 4)
@@ -36,7 +35,6 @@ def spread(mean: float, std: float | None) -> str:
 
 
 def gain(value: float | None) -> str:
-    """Return a gain as text, such as ``2.31x``."""
     return NOTHING if value is None else f"{number(value)}x"
 
 
@@ -44,6 +42,7 @@ def interval(low: float | None, high: float | None) -> str:
     """Return ``2.05 to 2.61``; the ends of an interval that spans more than a factor of 100 are cut off."""
     if low is None or high is None:
         return NOTHING
+    # Two very different blocks give ends of many digits that mean nothing.
     wide = high > low * FAR
     below = f"<{NEAR:g}" if wide and low < NEAR else number(low)
     above = f">{FAR:g}" if wide and high > FAR else number(high)
@@ -51,7 +50,6 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def interval_95(low: float | None, high: float | None) -> str:
-    """Return ``95% 2.05 to 2.61``, or that one block has no interval."""
     return "one block, no interval" if low is None or high is None else f"95% {interval(low, high)}"
 
 
@@ -64,16 +62,15 @@ def difference(ratio: float) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Return a change in percent with its sign, such as ``+53.6%``."""
     if value is None:
         return NOTHING
+    # Otherwise a small decrease would be shown as -0.0%.
     if abs(value) < 0.05:
         return "0.0%"
     return f"{value:+.1f}%" if abs(value) < 999.5 else f"{value:+,.0f}%"
 
 
 def probability(value: float | None) -> str:
-    """Return a probability, such as ``0.032``."""
     if value is None:
         return NOTHING
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
@@ -88,7 +85,6 @@ def listed(names: Sequence[str], most: int = 6) -> str:
 
 
 def capitalised(text: str) -> str:
-    """Return a text that begins with a capital letter."""
     return text[:1].upper() + text[1:]
 
 
@@ -96,5 +92,6 @@ def clipped(text: str, most: int) -> str:
     """Return a text of at most so many characters; a longer one loses its middle."""
     if len(text) <= most:
         return text
+    # The middle is cut, because names often differ at the end only.
     tail = (most - 1) // 3
     return f"{text[: most - 1 - tail]}…{text[-tail:]}"

@@ -1,8 +1,4 @@
-"""The contract of a workload: typed settings, and how the process of a cell measures one task.
-
-A workload is one module, ``tensorkeep.bench.NAME.workload``, with an instance of `Workload` called ``WORKLOAD``. The
-runner handles settings as JSON objects; only the workload gives them types.
-"""
+"""The contract of a workload, the ``WORKLOAD`` of ``tensorkeep.bench.NAME.workload``: typed settings, and cells."""
 
 import importlib
 import re
@@ -22,6 +18,7 @@ from tensorkeep.structs import prepared
 
 T = TypeVar("T")
 SettingsT = TypeVar("SettingsT", bound=msgspec.Struct)
+# The runner handles settings as JSON objects; only the workload gives them types.
 ArmT = TypeVar("ArmT")
 
 _ERROR_PATH = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
@@ -66,11 +63,11 @@ class Outcome(msgspec.Struct):
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        """Add the seconds that the ``with`` block takes to a clock."""
         begin = time.perf_counter()
         try:
             yield
         finally:
+            # Added up, because a stage such as a warm-up occurs several times in one cell.
             self.clocks[name] = self.clocks.get(name, 0.0) + time.perf_counter() - begin
 
 
@@ -124,7 +121,6 @@ class Workload(ABC, Generic[SettingsT, ArmT]):
 
 
 def get_workload(name: str) -> Workload[Any, Any]:
-    """Return the workload ``checkpoint`` or ``training``."""
     # Imported by name: the module of a workload imports torch, which listing and reading experiments must not.
     return cast("Workload[Any, Any]", importlib.import_module(f"tensorkeep.bench.{name}.workload").WORKLOAD)
 
@@ -149,7 +145,7 @@ def convert(value: object, kind: type[T], *, what: str, path: str | None = None)
 
 
 def _explain(problem: str, value: object, kind: type[Any], what: str) -> tuple[str, str]:
-    """Return message and remedy for an error of msgspec."""
+    # msgspec reports the place only in the text of the message.
     found = _ERROR_PATH.fullmatch(problem)
     problem, place = (found[1], found[2]) if found else (problem, "")
     fields, place = _follow(place, value, kind)
@@ -163,11 +159,7 @@ def _explain(problem: str, value: object, kind: type[Any], what: str) -> tuple[s
 
 
 def _follow(place: str, value: Any, kind: type[Any]) -> tuple[list[str], str]:
-    """Follow a path such as ``.arms[0].settings`` through a struct type and a value.
-
-    Return the fields of the struct at its end, and the path with the ``name`` of every listed object:
-    ``arms[0] ('one').settings``.
-    """
+    """Follow a path such as ``.arms[0].settings``; return the fields at its end, and ``arms[0] ('one').settings``."""
     info: Type | None = type_info(kind)
 
     def described(step: re.Match[str]) -> str:
@@ -176,8 +168,10 @@ def _follow(place: str, value: Any, kind: type[Any]) -> tuple[list[str], str]:
         info = _child(info, key)
         try:
             value = value[key]
+        # The value is invalid, so the path may leave it early.
         except (KeyError, IndexError, TypeError):
             value = None
+        # A name is easier to find in a long list than a number.
         name = value.get("name") if step[2] and isinstance(value, dict) else None
         return f"{step[0]} ({name!r})" if isinstance(name, str) else step[0]
 
@@ -187,7 +181,7 @@ def _follow(place: str, value: Any, kind: type[Any]) -> tuple[list[str], str]:
 
 
 def _container(info: Type | None) -> Type | None:
-    """Return the first type of a union that is an object or a list."""
+    # A field that may be null is a union; its error lies in the type that is not null.
     kinds = info.types if isinstance(info, UnionType) else (info,)
     return next((kind for kind in kinds if isinstance(kind, StructType | ListType | VarTupleType | DictType)), None)
 

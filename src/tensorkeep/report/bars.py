@@ -15,16 +15,14 @@ BAR_LEGEND = (("base", "baseline"), ("good", "better"), ("bad", "worse"), ("", "
 
 @dataclass(frozen=True, slots=True)
 class ChartBar:
-    """One bar: its value, which the text shows with a unit.
-
-    ``scaled`` from a smaller state; ``tone`` is ``"good"``, ``"bad"``, ``"base"`` or empty; ``low`` and ``high`` are
-    the ends of the range of the runs.
-    """
+    """One bar; ``low`` and ``high`` are the ends of the range of the runs."""
 
     label: str
     value: float
     text: str
+    # Whether the value is scaled from a smaller state.
     scaled: bool = False
+    # ``"good"``, ``"bad"``, ``"base"`` or empty.
     tone: str = ""
     low: float | None = None
     high: float | None = None
@@ -32,24 +30,20 @@ class ChartBar:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Bars of one measure."""
-
     title: str
     bars: list[ChartBar]
 
     @property
     def full(self) -> float:
-        """The value of a bar of full length: the largest that was measured at full size; longer ones are cut off."""
+        # Longer bars, which were scaled, are cut off: they would make all others short.
         return max((max(bar.value, bar.high or 0.0) for bar in self.bars if not bar.scaled), default=1.0) or 1.0
 
 
 def amount_bars(results: Results) -> list[Bars]:
-    """Return the bars of saving, loading and size: the medians of the arms, the smallest first."""
     return [_bars(results, measure) for measure in compared_measures(results).named().values()]
 
 
 def bars_note(results: Results) -> str:
-    """Return what the bars show, and how many arms they omit."""
     count = sum(results.ran(arm.name) for arm in compared_arms(results))
     left_out = f" The baseline and the best {_MOST_BARS - 1} of {count} arms." if count > _MOST_BARS else ""
     return f"Medians, the best first: shorter is better. Line: range of the runs.{left_out}"
@@ -65,5 +59,6 @@ def _bars(results: Results, measure: Measure) -> Bars:
             text = number(found.median) if scale.per_byte else f"{number(found.median)} {scale.unit}"
             bars.append(ChartBar(arm.name, found.median, text, tone=tone, low=found.low, high=found.high))
     bars.sort(key=lambda bar: bar.value)
+    # The baseline is always kept; the sort is stable, so the best of the others follow.
     kept = sorted(bars, key=lambda bar: bar.tone != "base")[:_MOST_BARS]
     return Bars(capitalised(scale.label), [bar for bar in bars if bar in kept])

@@ -1,10 +1,4 @@
-"""The drawing engine of all figures: boxes, lines and texts on a canvas, written as SVG for the page or as SVG and PNG.
-
-A shape names its colour. In the page a colour is a CSS variable, so that the figure follows the light or dark theme; in
-a file it is the value in `PALETTE`, on white. The colours are from Okabe and Ito (2008); people with any colour
-vision can distinguish them. Positions and sizes are pixels; sizes of texts are estimated, because the browser chooses
-the font.
-"""
+"""The drawing engine of all figures: boxes, lines and texts on a canvas, written as SVG and PNG."""
 
 import io
 import math
@@ -17,6 +11,9 @@ from typing import Any
 
 from tensorkeep.errors import import_extra
 
+# A shape names its colour. In the page a colour is a CSS variable, so that the figure follows the light or dark theme;
+# in a file it is this value, on white. The colours are from Okabe and Ito (2008); people with any colour vision can
+# distinguish them.
 PALETTE = {
     "ink": "#1b1f24",
     "faint": "#5f6872",
@@ -45,6 +42,7 @@ PALETTE = {
 
 FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
 SIZE = 12.0
+# Positions and sizes are pixels.
 TITLE_HEIGHT = 34
 _ANCHORS = {"start": "l", "middle": "m", "end": "r"}  # of Pillow, horizontally
 _PIXELS = 2  # of a PNG, for each pixel of the canvas
@@ -55,8 +53,6 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A filled rectangle."""
-
     x: float
     y: float
     width: float
@@ -65,14 +61,14 @@ class Box:
     about: str = ""  # what a pointer over it shows
 
     def svg(self, colours: dict[str, str]) -> str:
-        """Return the element."""
         place = f'x="{_text(self.x)}" y="{_text(self.y)}" width="{_text(self.width)}" height="{_text(self.height)}"'
+        # Escaped, because names come from results files.
         title = f"<title>{escape(self.about)}</title>" if self.about else ""
         return f'<rect {place} style="fill:{colours[self.fill]}">{title}</rect>'
 
     def paint(self, image: Any, scale: float, down: float) -> None:
-        """Draw it into an image of Pillow, lower by ``down`` pixels."""
         top = (self.y + down) * scale
+        # Pillow counts the last pixel as a part of the rectangle.
         corner = ((self.x + self.width) * scale - 1, top + self.height * scale - 1)
         # Pillow draws a rectangle of no width as a line.
         if self.width > 0 and self.height > 0:
@@ -90,7 +86,6 @@ class Line:
     name: str = ""  # class of the element, for styles and scripts of the page
 
     def svg(self, colours: dict[str, str]) -> str:
-        """Return the element."""
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in self.points) + ("Z" if self.fill else "")
         named = f'class="{self.name}" ' if self.name else ""
         fill = colours[self.fill] if self.fill else "none"
@@ -98,8 +93,8 @@ class Line:
         return f'<path {named}d="{path}" style="{style}"/>'
 
     def paint(self, image: Any, scale: float, down: float) -> None:
-        """Draw it into an image of Pillow, lower by ``down`` pixels."""
         points = [(x * scale, (y + down) * scale) for x, y in self.points]
+        # A line of width 0 would vanish.
         width = max(1, round(self.width * scale))
         if self.fill:
             image.polygon(points, fill=PALETTE[self.fill])
@@ -121,14 +116,12 @@ class Text:
     italic: bool = False
 
     def svg(self, colours: dict[str, str]) -> str:
-        """Return the element."""
         style = f"fill:{colours[self.colour]};font-size:{self.size:g}px"
         style += ";font-weight:600" * self.bold + ";font-style:italic" * self.italic
         anchor = "" if self.anchor == "start" else f' text-anchor="{self.anchor}"'
         return f'<text x="{_text(self.x)}" y="{_text(self.y)}"{anchor} style="{style}">{escape(self.text)}</text>'
 
     def paint(self, image: Any, scale: float, down: float) -> None:
-        """Draw it into an image of Pillow, lower by ``down`` pixels."""
         font, complete = _font(round(self.size * scale), self.bold, self.italic)
         # Without a font of the system, Pillow has one for little more than ASCII.
         text = self.text if complete else _ascii(self.text)
@@ -147,7 +140,6 @@ class Canvas:
         self.shapes: list[Shape] = []
 
     def add(self, *shapes: Shape) -> None:
-        """Draw shapes above the earlier ones."""
         self.shapes += shapes
 
     def mark(self, kind: str, x: float, y: float, colour: str, fill: str = "", size: float = 4.0) -> None:
@@ -155,13 +147,11 @@ class Canvas:
         self.add(Line([(x + a * size, y + b * size) for a, b in _MARKS[kind]], colour, 1.3, fill or colour))
 
     def page_svg(self, label: str) -> str:
-        """Return the SVG for the page: as wide as its box, with the colours of the theme."""
         colours = {name: f"var(--plot-{name})" for name in PALETTE}
         head = f'viewBox="0 0 {self.width:g} {self.height:g}" role="img" aria-label="{escape(label)}"'
         return f"<svg {head}>{self._body(colours)}</svg>"
 
     def file_svg(self, title: str) -> str:
-        """Return the SVG for a file, with a title on a white ground."""
         height = self.height + TITLE_HEIGHT
         head = (
             f'viewBox="0 0 {self.width:g} {height:g}" width="{self.width:g}" height="{height:g}" font-family="{FONT}"'
@@ -171,7 +161,7 @@ class Canvas:
         return f'<svg xmlns="http://www.w3.org/2000/svg" {head}>{ground}{_title(title).svg(PALETTE)}{body}</svg>\n'
 
     def png(self, title: str) -> bytes:
-        """Return the PNG, with a title on a white ground; MissingExtraError if Pillow is not installed."""
+        """Return the PNG, with a title; MissingExtraError if Pillow is not installed."""
         import_extra("PIL", "bench", "plots as PNG need Pillow")
         from PIL import Image, ImageDraw
 
@@ -232,7 +222,8 @@ _NARROW, _WIDE = frozenset("ijl.,:;'|!I ftr()[]-"), frozenset("mwMW%@=+")
 
 
 def text_width(text: str, size: float = SIZE) -> float:
-    """Estimate the width of a text in a sans-serif font; most fonts are narrower."""
+    # Estimated, because the browser chooses the font; most fonts are narrower. Characters of East Asia are as wide as
+    # high.
     widths = (0.36 if c in _NARROW else 0.9 if c in _WIDE else 1.05 if ord(c) > 0x2E7F else 0.64 for c in text)
     return size * sum(widths)
 
@@ -251,7 +242,6 @@ class Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Return the pixel of a value; values beyond the axis lie at its ends."""
         # Clipped, so that a shape never leaves its panel.
         value = min(max(value, self.low), self.high)
         if self.log:
@@ -261,12 +251,12 @@ class Axis:
         return self.start + part * (self.end - self.start)
 
     def ticks(self, suffix: str = "") -> list[tuple[float, str]]:
-        """Return few round values with their labels; labels of a horizontal axis never overlap."""
         ticks = log_ticks(self.low, self.high) if self.log else round_ticks(self.low, self.high)
         kept: list[tuple[float, str]] = []
         # From 1 outwards, which the axis of gains has in any case.
         for tick in sorted(ticks, key=lambda tick: abs(math.log(tick))) if self.log else ticks:
             label = f"{tick:,.6g}{suffix}" if self.log else f"{tick:,.10g}{suffix}"
+            # Labels of a horizontal axis never overlap.
             far = text_width(label, 11) / 2 + 5
             if all(abs(self.at(tick) - self.at(other)) > far + text_width(text, 11) / 2 for other, text in kept):
                 kept.append((tick, label))
@@ -274,7 +264,6 @@ class Axis:
 
 
 def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round numbers between two limits."""
     span = high - low
     if not span:
         return [low]
@@ -290,6 +279,7 @@ def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
 def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Return at most so many round numbers between two positive limits, 1 among them if it lies there."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    # From fine to coarse, until there are few enough ticks.
     for steps in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
         ticks = [step * 10.0**power for power in decades for step in steps if low <= step * 10.0**power <= high]
         if 3 <= len(ticks) <= most:
@@ -297,6 +287,7 @@ def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
         if len(ticks) < 3:
             break
     else:
+        # Multiples of the stride, so that 1 is a tick.
         stride = math.ceil(len(ticks) / most)
         return [10.0**power for power in decades if power % stride == 0 and low <= 10.0**power <= high]
     if high / low < 4:
@@ -308,7 +299,7 @@ LOG_FROM = 20.0
 
 
 def needs_log(values: Sequence[float]) -> bool:
-    """Return whether values span so much that a linear axis would hide the small ones."""
+    # A linear axis would hide the small values.
     return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM
 
 
@@ -343,14 +334,12 @@ def gain_colour(gain: float | None) -> str:
 
 
 def amount_opacity(value: float, low: float, high: float, *, log: bool) -> float:
-    """Return the strength of an amount from 0, for none, to 1, for the largest.
-
-    With ``log`` it follows the logarithm from the least positive amount on, else the amount itself.
-    """
+    """Return the strength of an amount, 0 to 1; with ``log`` it follows the logarithm."""
     if value <= 0:
         return 0.0
     if log:
         part = math.log(min(value, high) / low) / math.log(high / low) if high > low else 1.0
     else:
         part = min(value, high) / high
+    # Never fully transparent: the smallest amount differs from none.
     return round(_FAINTEST + (1 - _FAINTEST) * min(1.0, max(0.0, part)), 3)

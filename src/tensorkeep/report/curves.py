@@ -16,8 +16,6 @@ _BUCKETS = 400
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One curve of a chart: its name, its colour, and its points."""
-
     name: str
     colour: str
     points: list[Point]
@@ -25,28 +23,27 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Curves by ``by``, a step or a second; ``box`` is the left and right of the area of the curves."""
-
     title: str
     by: str
     curves: list[Curve]
+    # Left and right of the area of the curves.
     box: tuple[float, float]
     canvas: Canvas
 
     @property
     def svg(self) -> str:
-        """The SVG for the page, which the script completes by a line at the pointer."""
         ends = (f"{one.name}: {_value(one.points[0][1])} to {_value(one.points[-1][1])}" for one in self.curves)
+        # The script moves this line to the pointer.
         pointer = '<path class="pointer" d=""/></svg>'
         return self.canvas.page_svg(f"{self.title}. {'; '.join(ends)}").removesuffix("</svg>") + pointer
 
     @property
     def data(self) -> dict[str, Any]:
-        """What a pointer over the chart reads: the range of steps or seconds, and the points by curve."""
         steps = [step for curve in self.curves for step, _ in curve.points]
         return {
             "by": self.by,
             "range": [min(steps), max(steps)],
+            # As fractions, because the page scales the figure.
             "box": [side / WIDTH for side in self.box],
             "curves": [
                 [curve.name, [[float(f"{x:.9g}"), float(f"{y:.6g}")] for x, y in _thinned(curve.points)]]
@@ -56,7 +53,8 @@ class Chart:
 
 
 def chart(title: str, curves: Sequence[Curve], *, by: str = "step") -> Chart | None:
-    """Return a chart of curves by step or by ``"second"``, None without a finite point."""
+    """Return a chart of curves by step or by ``"second"``; None without a finite point."""
+    # A diverged run has infinite losses, which no axis can show.
     finite = [Curve(c.name, c.colour, [point for point in c.points if math.isfinite(point[1])]) for c in curves]
     drawn = [curve for curve in finite if curve.points]
     if not drawn:
@@ -87,15 +85,16 @@ def chart(title: str, curves: Sequence[Curve], *, by: str = "step") -> Chart | N
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
+    # A flat curve has a range of 0, so its margin follows from its value.
     margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     # A quantity that is never negative is not drawn with negative ticks.
     return (max(0.0, low - margin) if low >= 0 else low - margin), high + margin
 
 
 def _labels(ticks: Sequence[float]) -> list[tuple[float, str]]:
-    """Return each tick with its label, which has all of its digits: rounded, neighbours could have the same label."""
     texts: list[str] = []
     for digits in range(3, 18):
+        # All digits of a tick: rounded, neighbours could have the same label.
         texts = [_value(tick, digits) for tick in ticks]
         if all(float(text.replace(",", "")) == tick for text, tick in zip(texts, ticks, strict=True)):
             break
@@ -112,11 +111,11 @@ def _value(value: float, digits: int = 3) -> str:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Return fewer points: the smallest and the largest value in every part of a long curve."""
     if len(points) <= 2 * _BUCKETS:
         return list(points)
     kept: list[Point] = [points[0]]
     for place in range(_BUCKETS):
         part = points[place * len(points) // _BUCKETS : (place + 1) * len(points) // _BUCKETS]
+        # The smallest and the largest value of a part, in their order, so that no peak is lost.
         kept += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
     return [*kept, points[-1]]

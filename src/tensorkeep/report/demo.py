@@ -20,16 +20,13 @@ from tensorkeep.version import __version__
 
 
 def write_demo_page(results: DemoResults, page: Path) -> None:
-    """Write the page, which opens offline in any browser; only an earlier report is replaced.
-
-    Raises UsageError if the name does not end in ``.html``; DestinationExistsError if it is a file other than a report.
-    """
+    """Write the page; UsageError if the name is not ``*.html``, DestinationExistsError for another file."""
+    # Only an earlier report is replaced.
     check_page(page)
     replace_file(page, demo_page(results).encode())
 
 
 def demo_page(results: DemoResults) -> str:
-    """Return the page."""
     six_way = results.six_way
     return render_page(
         "demo.html.j2",
@@ -139,6 +136,7 @@ def speed_bars(rounds: Results, t5x: SmallRun, nbytes: int) -> list[Bars]:
         form = format_bytes if measure == STORED else format_seconds
         row = table.get(measure, {})
         bars = [ChartBar(arm, row[arm].median, form(row[arm].median), tone=_tone(arm)) for arm in TOOLS if arm in row]
+        # T5X ran on a smaller state, so its bars are estimates, and marked.
         scaled = t5x.scaled(measure, nbytes)
         if scaled is not None:
             bars.append(ChartBar("t5x", scaled, f"{form(scaled)} *", scaled=True))
@@ -147,7 +145,6 @@ def speed_bars(rounds: Results, t5x: SmallRun, nbytes: int) -> list[Bars]:
 
 
 def six_way_bars(results: Results) -> list[Bars]:
-    """Return the bars of a comparison of states of different sizes: figures per byte."""
     return [Bars(title, list(_per_byte(results, measure))) for measure, title in _SIX_WAY.items()]
 
 

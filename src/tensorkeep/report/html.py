@@ -1,7 +1,4 @@
-"""The report of a results file: one offline page of HTML, the plots as PNG and SVG, and the figures as CSV.
-
-The templates, style and script of the page are in ``report/page``.
-"""
+"""The report of a results file: one offline page of HTML, the plots as PNG and SVG, and the figures as CSV."""
 
 import csv
 import io
@@ -46,10 +43,7 @@ _MOST_CELLS = 3000
 
 
 def report_page(results: Results, plots: list[Plot]) -> str:
-    """Return the page with the plots that `tensorkeep.report.plots.draw_plots` returned.
-
-    Raises MissingExtraError if jinja2 is not installed.
-    """
+    """Return the page with the plots of `draw_plots`; MissingExtraError if jinja2 is not installed."""
     names = {plot.name for plot in plots}
     # A design has a plot of its own. Bars begin at 0, where no loss is, so that training has a map of gains.
     picture = next((name for name in ("steps", "effects") if name in names), "")
@@ -113,18 +107,19 @@ def _json(value: object) -> str:
 
 
 def facts_of(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the environment as (name, value); nested names are joined by blanks."""
     facts = []
     for key, value in environment.items():
         label = key.replace("_", " ")
         if isinstance(value, dict):
             if key == "versions":
+                # A version of null means that the package is missing.
                 value = {name: version or "not installed" for name, version in value.items()}
             facts += [(f"{label}: {name}", text) for name, text in facts_of(value)]
         elif value is None or value == []:
             facts.append((label.removesuffix(" bytes"), "none"))
         elif isinstance(value, list):
             facts.append((label, json.dumps(value, ensure_ascii=False)))
+        # Before numbers: a bool is an int.
         elif isinstance(value, bool):
             facts.append((label, "yes" if value else "no"))
         elif label.endswith(" bytes") and isinstance(value, int | float):
@@ -141,13 +136,13 @@ def _subject(subject: Subject) -> list[tuple[str, str]]:
     if subject.tensors is not None:
         facts.append(("tensors", f"{subject.tensors:,}"))
     if subject.bytes is not None:
+        # GiB as well, because the published comparison uses GiB.
         binary = f" ({subject.bytes / GIB:.2f} GiB)" if subject.bytes >= GIB / 100 else ""
         facts.append(("raw bytes", f"{format_bytes(subject.bytes)}{binary}"))
     return facts + [(name, format_bytes(count)) for name, count in subject.dtypes.items()]
 
 
 def arms_table(results: Results) -> ReportTable:
-    """Return the arms and their settings."""
     rows = []
     for arm in results.arms:
         settings = TableEntry(json.dumps(arm.settings, ensure_ascii=False), code=True)
@@ -156,8 +151,8 @@ def arms_table(results: Results) -> ReportTable:
 
 
 def _cells(results: Results) -> ReportTable:
-    """Return every cell with its raw samples and the command that runs it again."""
     rows: list[tuple[TableEntry, ...]] = []
+    # A page with all cells of a large experiment would be slow to open.
     for cell in sorted(results.cells, key=lambda cell: cell.order)[:_MOST_CELLS]:
         figures = [_raw(cell.figures.get(measure.name)) for measure in results.measures]
         rows.append(
@@ -204,6 +199,7 @@ def write_report(
     """
     page = Path(out)
     check_page(page)
+    # Everything is drawn before the first file is written: an error leaves no half of a report.
     found = results if isinstance(results, Results) else read_results(results)
     drawn = draw_plots(found, for_files=plots is not None)
     files: dict[Path, bytes] = {page: report_page(found, drawn).encode()}
@@ -227,13 +223,13 @@ def samples_csv(results: Results) -> str:
     for cell in sorted(results.cells, key=lambda cell: cell.order):
         about = (cell.block, cell.order, cell.status, cell.reason, cell.started, cell.amount)
         figures: dict[str, float | None] = {name: value for name, value in cell.figures.items() if value is not None}
+        # A cell without figures has one row, so that its reason is in the file.
         for name, value in (figures or {"": None}).items():
             rows.append((cell.arm, roles[cell.arm], *about, name, units.get(name, ""), value))
     return _csv(_SAMPLES, rows)
 
 
 def summary_csv(results: Results) -> str:
-    """Return the statistics of every arm and measure as CSV, in the units of the results file."""
     fields = [field.name for field in msgspec.structs.fields(ArmStatistics)]
     rows = [
         (arm.name, arm.role, measure.name, measure.unit, *msgspec.structs.astuple(found))
@@ -253,7 +249,7 @@ def _csv(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _harmless(value: object) -> object:
-    """Return a value that no spreadsheet evaluates as a formula: texts come from files that may be hostile."""
+    # A spreadsheet would evaluate such a text as a formula, and texts come from files that may be hostile.
     if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
         return f"'{value}"
     return value
@@ -267,7 +263,6 @@ _COLOURS = ("base", "first", "second", "third", "fourth")
 
 
 def loss_charts(results: Results) -> list[Chart]:
-    """Return the training loss by step and by second of training; nothing if the results have no losses."""
     cells = {
         arm.name: [cell for cell in results.cells_by_arm[arm.name] if cell.status == "ok" and cell.losses]
         for arm in compared_arms(results)
@@ -280,6 +275,7 @@ def loss_charts(results: Results) -> list[Chart]:
     drawn = {name: cells[name] for name in arms[: len(colours)]}
     name = subject_name(results)
     found = [_chart(f"Training loss (nats) by step: {name}", "step", drawn, colours, lambda cell: 1.0)]
+    # Without the time of a step, a curve has no seconds.
     if all(cell.figures.get(_STEP) for own in drawn.values() for cell in own):
         title = f"Training loss (nats) by second: {name}"
         found.append(_chart(title, "second", drawn, colours, lambda cell: cell.figures[_STEP] or 0.0))
@@ -287,7 +283,6 @@ def loss_charts(results: Results) -> list[Chart]:
 
 
 def losses_note(results: Results) -> str:
-    """Return what the curves show, and which arms they omit."""
     count = sum(any(cell.losses for cell in results.cells_by_arm[arm.name]) for arm in compared_arms(results))
     text = "Mean of the blocks. Seconds: of training alone, at the median step."
     if count > len(_COLOURS):
@@ -317,9 +312,9 @@ def _chart(
 
 
 def _mean(cells: list[CellRecord], scale: float) -> list[Point]:
-    """Return the mean loss of the cells at the steps that all cells have."""
     found: dict[int, list[float]] = defaultdict(list)
     for cell in cells:
         for step, loss in cell.losses:
             found[step].append(loss)
+    # Only steps that all cells have: a mean of fewer cells would jump where a run ended.
     return [(step * scale, statistics.fmean(own)) for step, own in sorted(found.items()) if len(own) == len(cells)]

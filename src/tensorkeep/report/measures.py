@@ -1,8 +1,4 @@
-"""The arms and measures that a report compares, and their units.
-
-Arms that worked on a smaller subject have smaller figures. Where amounts differ, figures are therefore divided by the
-raw bytes that their cell worked on.
-"""
+"""The arms and measures that a report compares, and their units."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -32,7 +28,6 @@ class Compared:
     size: Measure | None
 
     def named(self) -> dict[str, Measure]:
-        """Return those that exist, by a short heading."""
         if self.save is not None and self.save.name == "save":
             named = {"save": self.save, self.load_words: self.load, "size": self.size}
             return {word: measure for word, measure in named.items() if measure is not None}
@@ -40,7 +35,6 @@ class Compared:
 
     @property
     def title(self) -> str:
-        """What is compared, such as ``Saving, loading and size``."""
         if self.save is None or self.save.name == "save":
             return "Saving, loading and size"
         *first, last = self.named()
@@ -48,7 +42,7 @@ class Compared:
 
     @property
     def load_words(self) -> str:
-        """``cold load`` or ``warm load``: the page cache makes a difference of several times."""
+        # Named, because the page cache makes a difference of several times.
         return _LOADS.get(self.load.name if self.load else "", "load")
 
 
@@ -63,13 +57,11 @@ def compared_measures(results: Results) -> Compared:
 
 
 def compared_arms(results: Results) -> list[Arm]:
-    """Return all arms but the A/A control, the baseline first.
-
-    Changes made one at a time, and a choice of techniques, have no order of their own: they come by their gain in the
-    first measure, those without a gain last. Others keep the order of the design.
-    """
+    """Return all arms but the A/A control, the baseline first."""
     arms = [arm for arm in results.arms if arm.role != "control"]
     measures, experiment = results.primary(), results.experiment
+    # Changes made one at a time, and a choice of techniques, have no order of their own: they come by their gain in the
+    # first measure, those without a gain last. Others keep the order of the design.
     unordered = experiment.design == "one-at-a-time" or (experiment.workload, experiment.design) == ("training", "arms")
     if measures and unordered:
         arms.sort(key=lambda arm: -(results.statistics(arm.name, measures[0].name).gain or 0.0))
@@ -78,8 +70,6 @@ def compared_arms(results: Results) -> list[Arm]:
 
 @dataclass(frozen=True, slots=True)
 class FigureScale:
-    """The unit of the shown figures of a measure."""
-
     measure: Measure
     unit: str  # behind a figure and in an axis label, such as ``s``, ``GB`` or ``s per GB of state``
     factor: float  # from the measure's own unit
@@ -87,27 +77,23 @@ class FigureScale:
 
     @property
     def label(self) -> str:
-        """The measure and its unit, such as ``durable save (s)``."""
         return f"{self.measure.label} ({self.unit})"
 
     def figure(self, cell: CellRecord) -> float | None:
-        """Return a cell's figure in this unit, or None if it has none or failed."""
         value = cell.figures.get(self.measure.name)
         if value is None or cell.status != "ok" or (self.per_byte and not cell.amount):
             return None
+        # Divided by the raw bytes, because arms that worked on a smaller subject have smaller figures.
         return value * self.factor / (cell.amount or 1) if self.per_byte else value * self.factor
 
     def values(self, results: Results, arm: str) -> list[float]:
-        """Return the figures of an arm, by block."""
         return [value for cell in results.cells_by_arm[arm] if (value := self.figure(cell)) is not None]
 
     def describe(self, results: Results, arm: str) -> Description | None:
-        """Return mean, standard deviation and median of an arm's figures, or None if it has none."""
         return describe(values) if (values := self.values(results, arm)) else None
 
 
 def amounts_differ(results: Results) -> bool:
-    """Return whether some arms worked on a smaller subject than others."""
     return len({cell.amount for cell in results.cells if cell.status == "ok" and cell.figures}) > 1
 
 
@@ -118,6 +104,7 @@ def scale_of(results: Results, measure: Measure) -> FigureScale:
         return FigureScale(
             measure, "stored bytes per raw byte" if measure.name == "stored" else "B per raw byte", 1.0, True
         )
+    # Seconds per byte are too small to read, so they are per GB.
     plain = FigureScale(measure, measure.unit, 1e9 if per_byte else 1.0, per_byte)
     largest = max((abs(v) for cell in results.cells if (v := plain.figure(cell)) is not None), default=0.0)
     unit, factor = _unit(measure.unit, largest)
@@ -126,6 +113,7 @@ def scale_of(results: Results, measure: Measure) -> FigureScale:
 
 def _unit(unit: str, largest: float) -> tuple[str, float]:
     if unit == "s":
+        # From half a unit on, so that 0.6 s is not shown as 600 ms.
         return next((choice for choice in _SECONDS if largest * choice[1] >= 0.5), _SECONDS[0])
     if unit == "B":
         return next((choice for choice in _BYTES if largest * choice[1] >= 1), _BYTES[-1])
@@ -150,17 +138,16 @@ class _Machine(msgspec.Struct, frozen=True):
 
 
 def subject_name(results: Results) -> str:
-    """Return the model or the recipe; the name of the experiment if the subject has no description."""
+    # The description begins with the model or recipe and a colon.
     return results.subject.description.partition(": ")[0] or results.experiment.name
 
 
 def subject_and_machine(results: Results) -> str:
-    """Return both, such as ``openllama-3b:bfloat16 on AMD EPYC, 2 cores``."""
     return " on ".join(filter(None, (subject_name(results), machine_name(results.environment))))
 
 
 def machine_name(environment: dict[str, Any]) -> str:
-    """Return the GPUs and the processor, such as ``AMD EPYC, 2 cores``; nothing if the environment lacks them."""
+    """Return the GPUs and the processor, such as ``AMD EPYC, 2 cores``; empty if the environment lacks them."""
     try:
         found = msgspec.convert(environment, prepared(_Machine))
     except msgspec.ValidationError:

@@ -1,4 +1,4 @@
-"""The plots of a report: bars, gains with intervals, trade-offs, and the figures of designs, each drawn on a canvas."""
+"""The plots of a report: bars, gains with intervals, trade-offs, and the figures of designs."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,25 +30,19 @@ Draw = Callable[[Results], Canvas]
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A figure: its file name without suffix, its title, and the canvas, which does not have the title."""
-
     name: str
     title: str
     canvas: Canvas
 
 
 def draw_plots(results: Results, *, for_files: bool = True) -> list[Plot]:
-    """Return every figure that the results call for; its title names the model or recipe, and the machine.
-
-    Without ``for_files``, only the figures of the page are drawn.
-    """
+    """Return every figure that the results call for; without ``for_files``, only the figures of the page."""
     subject = subject_and_machine(results)
     chosen = [each for each in wanted(results) if for_files or each[0] not in FILES_ONLY]
     return [Plot(name, f"{title}: {subject}", draw(results)) for name, title, draw in chosen]
 
 
 def wanted(results: Results) -> Iterator[tuple[str, str, Draw]]:
-    """Yield name, title and drawing function of every figure that the results call for."""
     chosen = compared_measures(results)
     few = len(compared_arms(results)) <= _FEW
     if chosen.named() and few:
@@ -74,8 +68,6 @@ def wanted(results: Results) -> Iterator[tuple[str, str, Draw]]:
 
 
 class Panel:
-    """One panel of a figure: a title, an axis below, and rows from top to bottom."""
-
     def __init__(
         self, canvas: Canvas, title: str, left: float, top: float, right: float, rows: int, row: float
     ) -> None:
@@ -85,11 +77,9 @@ class Panel:
         canvas.add(Text(left, top + 14, title, bold=True))
 
     def y(self, row: float) -> float:
-        """Return the middle of a row."""
         return self.top + (row + 0.5) * self.row
 
     def set_axis(self, low: float, high: float, *, log: bool = False, suffix: str = "", label: str = "") -> None:
-        """Draw the grid and the labels of the axis from ``low`` to ``high``."""
         self.axis = Axis(low, high, self.left, self.right, log)
         for tick, text in self.axis.ticks(suffix):
             x = self.axis.at(tick)
@@ -98,35 +88,31 @@ class Panel:
         self.canvas.add(Text((self.left + self.right) / 2, self.bottom + 32, label, _SMALL, "faint", "middle"))
 
     def rule(self, value: float) -> None:
-        """Draw a vertical line at a value."""
         x = self.axis.at(value)
         self.canvas.add(Line([(x, self.top), (x, self.bottom)], "base", 1.2))
 
     def bar(self, low: float, high: float, y: float, height: float, colour: str) -> None:
-        """Draw a bar between two values, around ``y``."""
         left, right = sorted((self.axis.at(low), self.axis.at(high)))
         self.canvas.add(Box(left, y - height / 2, right - left, height, colour))
 
     def write(self, text: str, value: float, y: float, size: float = _SMALL) -> None:
-        """Write to the right of a value."""
         self.canvas.add(Text(self.axis.at(value) + 6, y + size * 0.35, text, size))
 
     def missing(self, text: str, row: float, value: float | None = None) -> None:
-        """Write why a row is empty, at the left edge or right of a value."""
         x = self.left if value is None else self.axis.at(value)
         place = Text(x + 6, self.y(row) + 4, text, _SMALL, "faint", italic=True)
+        # On paper, because the lines of the grid would cross the words.
         self.canvas.add(Box(x + 4, self.y(row) - 8, text_width(text, _SMALL), 16, "paper"), place)
 
     def names(self, names: Sequence[str], bold: int | None = None) -> None:
-        """Write the names of the rows to the left of the panel."""
         for row, name in enumerate(names):
             text = clipped(name, NAME_LENGTH)
             self.canvas.add(Text(self.left - 10, self.y(row) + 4, text, anchor="end", bold=row == bold))
 
     def field(self, column: int, columns: int, row: int, value: float | None, text: str) -> None:
-        """Draw one field of a heat map, grey without a gain."""
         colour, width = gain_colour(value), (self.right - self.left) / columns
         x, y = self.left + column * width, self.top + row * self.row
+        # The strongest colours are dark.
         ink = "paper" if colour[-1] == "4" else "ink"
         self.canvas.add(Box(x + 1, y + 1, width - 2, self.row - 2, colour))
         self.canvas.add(Text(x + width / 2, self.y(row) + 4, text, _SMALL, ink, "middle"))
@@ -137,31 +123,30 @@ def _name_width(names: Sequence[str]) -> float:
 
 
 def _columns(left: float, count: int, right_space: float = 0.0) -> list[tuple[float, float]]:
-    """Return the left and right of equally wide panels; ``right_space`` stays free in each."""
+    # Equally wide; ``right_space`` stays free in each.
     width = (WIDTH - _MARGIN - left + _GAP) / count
     return [(left + place * width, left + (place + 1) * width - _GAP - right_space) for place in range(count)]
 
 
 def _legend(canvas: Canvas, entries: Sequence[tuple[str, str, str, str]], x: float = _MARGIN, y: float = 14) -> None:
-    """Draw entries of (marker or ``bar``, colour, filling, words) in a line."""
     for kind, colour, fill, words in entries:
         if kind == "bar":
             canvas.add(Box(x, y - 6, 12, 12, colour))
         else:
+            # An entry is a marker or ``bar``, its colour, its filling and its words.
             canvas.mark(kind, x + 6, y, colour, fill, 4.5)
         canvas.add(Text(x + 18, y + 4, words))
         x += 18 + text_width(words) + 16
 
 
 def _footnote(canvas: Canvas, *sentences: str) -> None:
-    """Write lines at the bottom, where the canvas has space for them."""
     for place, sentence in enumerate(sentences):
         y = canvas.height - 8 - 16 * (len(sentences) - 1 - place)
         canvas.add(Text(_MARGIN, y, sentence, _SMALL, "faint"))
 
 
 def shown_arms(results: Results) -> list[Arm]:
-    """Return the arms that a figure shows, the baseline first; of too many, the arms with the largest gains."""
+    """Return the arms that a figure shows, the baseline first; of too many, those with the largest gains."""
     arms = compared_arms(results)
     if len(arms) <= MOST_ARMS:
         return arms
@@ -170,6 +155,7 @@ def shown_arms(results: Results) -> list[Arm]:
         found = results.summary.arms.get(arm.name, {}).values()
         return max((one.gain or 0.0 for one in found), default=0.0)
 
+    # In the order of the design, although they are chosen by their gain.
     kept = {arm.name for arm in sorted(arms[1:], key=best, reverse=True)[: MOST_ARMS - 1]}
     return [arm for arm in arms if arm.name in kept or arm is arms[0]]
 
@@ -180,7 +166,7 @@ def _left_out(results: Results) -> str:
 
 
 def _why_missing(results: Results, arm: str) -> str:
-    """Return the text for an arm without a gain, such as ``not run (timed out)``; one that ran lacks a baseline."""
+    # It has figures, but no baseline to compare with.
     if results.ran(arm):
         return "not compared"
     status = why_not_run(results.cells_by_arm[arm])[0]
@@ -198,12 +184,10 @@ DrawPanel = Callable[[Panel, Results, list[Arm]], None]
 
 
 def three_way(results: Results) -> Canvas:
-    """Return one row of panels: saving, loading, size."""
     return _bar_figure(results, [[_amounts(measure) for measure in compared_measures(results).named().values()]])
 
 
 def four_panels(results: Results) -> Canvas:
-    """Return two by two panels: saving, loading, size, and the improvement over the baseline in percent."""
     chosen = compared_measures(results)
     first, second, third = [*map(_amounts, chosen.named().values()), None, None][:3]
     changes = ("improvement", partial(_draw_improvements, measures=[one for one in (chosen.save, chosen.load) if one]))
@@ -211,7 +195,6 @@ def four_panels(results: Results) -> Canvas:
 
 
 def six_panels(results: Results) -> Canvas:
-    """Return three by two panels: saving, loading, size; both improvements in percent, and a heat map of all."""
     chosen = compared_measures(results)
     above = [_amounts(measure) if measure else None for measure in (chosen.save, chosen.load, chosen.size)]
     below = [
@@ -224,7 +207,6 @@ def six_panels(results: Results) -> Canvas:
 def _bar_figure(
     results: Results, rows: Sequence[Sequence[tuple[str, DrawPanel] | None]], row_height: float = _ROW
 ) -> Canvas:
-    """Return rows of panels that share their arms; the first panel in a row has the names, None is an empty panel."""
     arms = shown_arms(results)
     names, height = [arm.name for arm in arms], len(arms) * row_height + _TITLE + _AXIS
     with_heat_map = any(panel and panel[1] is _draw_impact for panels in rows for panel in panels)
@@ -233,6 +215,7 @@ def _bar_figure(
     left = _name_width(names)
     for line, panels in enumerate(rows):
         for place, (one, (start, end)) in enumerate(zip(panels, _columns(left, len(panels)), strict=True)):
+            # An empty panel keeps the others in their columns.
             title, draw = one or ("", None)
             panel = Panel(canvas, title, start, _LEGEND + line * height, end, len(arms), row_height)
             if place == 0:
@@ -250,7 +233,6 @@ def _amounts(measure: Measure) -> tuple[str, DrawPanel]:
 
 
 def _draw_amounts(panel: Panel, results: Results, arms: list[Arm], measure: Measure) -> None:
-    """Draw the mean, the spread and the runs of every arm."""
     scale = scale_of(results, measure)
     values = [scale.values(results, arm.name) for arm in arms]
     every = [value for runs in values for value in runs]
@@ -270,8 +252,8 @@ def _draw_amounts(panel: Panel, results: Results, arms: list[Arm], measure: Meas
 
 
 def _end(runs: list[float]) -> float:
-    """Return where the bar, its whisker and its runs end."""
     found = describe(runs)
+    # The label stands behind the bar, its whisker and its runs.
     return max(found.mean + (found.std or 0.0), found.high)
 
 
@@ -284,8 +266,10 @@ def _draw_amount(panel: Panel, row: int, runs: list[float], colour: str) -> None
         ys = [y + 6] * len(runs)
     else:
         panel.bar(0, mean, y, panel.row * 0.64, colour)
+        # Spread over the height of the bar, so that equal runs do not hide each other.
         ys = [y + panel.row * 0.2 * (2 * i / max(1, len(runs) - 1) - 1) * (len(runs) > 1) for i in range(len(runs))]
     if found.high > found.low:
+        # The lower end of a whisker may be negative, which has no logarithm.
         ends = [place(max(mean - std, mean * 0.001)), place(mean + std)]
         middle = y - 3 * panel.axis.log
         canvas.add(Line([(ends[0], middle), (ends[1], middle)], "ink", 1.2))
@@ -297,13 +281,13 @@ def _draw_amount(panel: Panel, row: int, runs: list[float], colour: str) -> None
 
 
 def _draw_improvements(panel: Panel, results: Results, arms: list[Arm], measures: Sequence[Measure]) -> None:
-    """Draw the change in percent; a bar far below zero is cut off, and its label gives the value."""
     changes = {
         (row, i): change
         for row, arm in enumerate(arms)
         for i, measure in enumerate(measures)
         if (change := results.statistics(arm.name, measure.name).change_percent) is not None
     }
+    # One very slow arm would make all other bars short; its label gives the value.
     low = max(_LOWEST, min([-10.0, *changes.values()]) * 1.1)
     high = max([40.0, *(100.0 if value > 60 else value * 1.2 for value in changes.values())])
     panel.set_axis(low, high + (high - low) * 0.24, label="% of the baseline's mean, above 0 is better")
@@ -324,7 +308,6 @@ def _draw_improvements(panel: Panel, results: Results, arms: list[Arm], measures
 
 
 def _draw_impact(panel: Panel, results: Results, arms: list[Arm]) -> None:
-    """Draw a heat map of the change of every arm in every primary measure, in percent of the baseline."""
     measures = results.primary()
     width = (panel.right - panel.left) / max(1, len(measures))
     for row, arm in enumerate(arms):
@@ -335,6 +318,7 @@ def _draw_impact(panel: Panel, results: Results, arms: list[Arm]) -> None:
                 x = panel.left + (column + 0.5) * width
                 panel.canvas.add(Text(x, panel.y(row) + 4, text, 10, "faint", "middle", italic=True))
                 continue
+            # Without a verdict the field stays grey, whatever its number.
             settled = found.gain if found.verdict in ("helps", "hurts") else None
             panel.field(column, len(measures), row, settled, percent(found.change_percent))
     for column, measure in enumerate(measures):
@@ -359,14 +343,12 @@ _GAIN_SPACE = 48.0
 
 
 def arms_with_gains(results: Results) -> list[Arm]:
-    """Return all arms but the baseline, if any arm has a gain."""
     arms = [arm for arm in shown_arms(results) if arm.name != results.baseline]
     measures = results.primary()
     return arms if any(results.statistics(arm.name, one.name).gain for arm in arms for one in measures) else []
 
 
 def gains(results: Results) -> Canvas:
-    """Return one panel per primary measure, the arms as rows."""
     arms, measures = arms_with_gains(results), results.primary()[:_MOST_PANELS]
     names = [arm.name for arm in arms]
     canvas = Canvas(WIDTH, _LEGEND + _TITLE + len(arms) * _ROW + _AXIS + 12)
@@ -405,6 +387,7 @@ def _gain_panel(panel: Panel, results: Results, arms: list[Arm], measure: Measur
     floor = noise.floor if noise and noise.floor > 1 else 1.0
     low, high = min(low, _within(1 / floor)), max(high, _within(floor))
     margin = (high / low) ** 0.05
+    # The same axis as the panel gets below; the band must lie under its grid.
     band = Axis(low / margin, high * margin, panel.left, panel.right, log=True)
     if floor > 1:
         left, right = band.at(1 / floor), band.at(floor)
@@ -422,20 +405,19 @@ def _gain_panel(panel: Panel, results: Results, arms: list[Arm], measure: Measur
 def _draw_gain(
     panel: Panel, row: float, value: float, low: float | None, high: float | None, mark: tuple[str, str, str]
 ) -> None:
-    """Draw a gain with its interval and write it at the right edge; an arrow replaces what lies beyond the axis."""
     axis, y, (shape, colour, fill) = panel.axis, panel.y(row), mark
     if low is not None and high is not None and 0 < low <= high and low < axis.high and high > axis.low:
         panel.canvas.add(Line([(axis.at(low), y), (axis.at(high), y)], colour, 2))
         for end, beyond, arrow in ((low, low < axis.low, "left"), (high, high > axis.high, "right")):
             if beyond:
                 panel.canvas.mark(arrow, axis.at(end), y, colour, fill)
+    # An arrow replaces what lies beyond the axis.
     shape = "left" if value < axis.low else "right" if value > axis.high else shape
     panel.canvas.mark(shape, axis.at(value), y, colour, fill)
     panel.canvas.add(Text(panel.right + 6, y + 4, gain(value), _SMALL))
 
 
 def _intervals(panel: Panel, rows: Sequence[tuple[str, float | None, float | None, float | None]]) -> None:
-    """Draw rows of (name, gain, ends of its interval)."""
     ends = [value for row in rows for value in row[1:] if value is not None and value > 0]
     low, high = min([*ends, 0.9]), max([*ends, 1.12])
     margin = (high / low) ** 0.06
@@ -443,6 +425,7 @@ def _intervals(panel: Panel, rows: Sequence[tuple[str, float | None, float | Non
     panel.rule(1)
     panel.names([row[0] for row in rows])
     for place, (_, value, below, above) in enumerate(rows):
+        # A gain of 0 has no place on a log axis.
         if value is None or value <= 0:
             panel.missing("unknown", place)
             continue
@@ -453,7 +436,6 @@ def _intervals(panel: Panel, rows: Sequence[tuple[str, float | None, float | Non
 
 
 def _settled(low: float | None, high: float | None) -> bool | None:
-    """Return whether an interval excludes 1; None without an interval."""
     return None if low is None or high is None else not low <= 1 <= high
 
 
@@ -461,7 +443,6 @@ def _settled(low: float | None, high: float | None) -> bool | None:
 
 
 def waterfall(results: Results) -> Canvas:
-    """Return one panel per measure; each bar starts where the previous change ended."""
     steps = results.summary.steps
     panels = _by_measure(results, steps)
     changes = list(dict.fromkeys(step.change for step in steps))[:MOST_ARMS]
@@ -493,6 +474,7 @@ def _draw_waterfall(panel: Panel, changes: list[str], steps: Mapping[str, StackS
             continue
         after, y = step.gain_from_base, panel.y(row)
         settled = _settled(step.gain_from_previous_low, step.gain_from_previous_high)
+        # Without an interval (None), the sign alone gives the colour.
         colour = "neutral" if settled is False else "good" if after > before else "bad"
         x, half = panel.axis.at(after), panel.row * 0.3
         if row + 1 < len(changes):
@@ -505,7 +487,6 @@ def _draw_waterfall(panel: Panel, changes: list[str], steps: Mapping[str, StackS
 
 
 def effects(results: Results) -> Canvas:
-    """Return, per measure, the effects with intervals on the left and factor against factor on the right."""
     found = results.summary.effects
     panels = _by_measure(results, found)
     factors = list(dict.fromkeys(name for effect in found for name in effect.factors))[:_MOST_FACTORS]
@@ -533,11 +514,11 @@ def effects(results: Results) -> Canvas:
 
 
 def _draw_factor_map(panel: Panel, rows: list[Effect], factors: list[str]) -> None:
-    """Draw main effects on the diagonal and interactions beside it; unknown ones stay empty."""
     for effect in rows:
         if effect.gain is None or not set(effect.factors) <= set(factors):
             continue
         one, other = [factors.index(name) for name in (*effect.factors, *effect.factors)[:2]]
+        # A set, because a main effect has one field, on the diagonal.
         for column, line in {(one, other), (other, one)}:
             shown = effect.gain if _settled(effect.low, effect.high) else None
             panel.field(column, len(factors), line, shown, gain(effect.gain))
@@ -551,7 +532,6 @@ def _draw_factor_map(panel: Panel, rows: list[Effect], factors: list[str]) -> No
 
 
 def interactions(results: Results) -> Canvas:
-    """Return, per measure, the gain of combinations over the product of their single changes."""
     panels = _by_measure(results, results.summary.interactions)
     heights = [max(len(rows), 2) * 28 + _TITLE + _AXIS for _, rows in panels]
     canvas = Canvas(WIDTH, sum(heights) + 20)
@@ -567,8 +547,8 @@ def interactions(results: Results) -> Canvas:
 
 
 def _by_measure(results: Results, found: Sequence[_T]) -> list[tuple[Measure, list[_T]]]:
-    """Return the first measures that occur, in the order of the results file, each with its rows."""
     rows = [(one, [each for each in found if each.measure == one.name][:MOST_ARMS]) for one in results.measures]
+    # Only the first measures: more panels would be too small.
     return [(measure, each) for measure, each in rows if each][:_MOST_PANELS]
 
 
@@ -589,8 +569,6 @@ Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 
 @dataclass(frozen=True, slots=True)
 class TradeOff:
-    """An arm by two figures: whether no other arm beats it, and whether its loss is drawn at the upper edge."""
-
     name: str
     x: float
     y: float
@@ -599,11 +577,11 @@ class TradeOff:
 
 
 def trade_offs(results: Results) -> Canvas:
-    """Return a panel of saving against size and one of saving against loading."""
     chosen, arms = compared_measures(results), drawn_arms(results)
     save, others = chosen.save, [measure for measure in (chosen.size, chosen.load) if measure is not None]
     assert save is not None  # `wanted` asks for this figure only then
     many = len(arms) > _MOST_NAMES
+    # The list of names may be longer than the panels.
     height = max(420.0, len(arms) * 17 + 40) if many else 420.0
     canvas = Canvas(WIDTH, height + 62)
     key = 60 + max(text_width(clipped(arm.name, NAME_LENGTH), _SMALL) for arm in arms) if many and arms else 0
@@ -631,7 +609,6 @@ def trade_offs(results: Results) -> Canvas:
 
 
 def drawn_arms(results: Results) -> list[Arm]:
-    """Return the arms that have points, as many as a figure shows."""
     return [arm for arm in shown_arms(results) if results.ran(arm.name)]
 
 
@@ -639,6 +616,7 @@ def trade_off_points(results: Results, across: Measure, up: Measure) -> list[Tra
     """Return the medians of all arms that have both figures, the best first."""
     found = []
     for arm in drawn_arms(results):
+        # An arm without one of the figures has no point.
         x, y = (scale_of(results, measure).describe(results, arm.name) for measure in (across, up))
         if x and y:
             found.append(TradeOff(arm.name, x.median, y.median))
@@ -656,13 +634,13 @@ def trade_off_points(results: Results, across: Measure, up: Measure) -> list[Tra
 
 
 def _better(one: float, other: float, direction: str) -> bool:
-    """Return whether a figure is better by more than 1%: sizes differ by a few bytes of headers."""
+    # By more than 1%: sizes differ by a few bytes of headers.
     lower = one < other if direction == "lower" else one > other
     return lower and abs(one - other) > _NEGLIGIBLE * max(abs(one), abs(other))
 
 
 def trade_off_axes(points: Sequence[TradeOff], up: Measure, across: Point, down: Point) -> tuple[Axis, Axis]:
-    """Return the axes, with space for labels, most on the right."""
+    # Most space is on the right, where labels stand.
     x = _padded_axis([point.x for point in points], across, 2.2, 1.3, from_zero=True)
     # An axis of losses does not start at 0: no loss is near it.
     return x, _padded_axis([point.y for point in points], down, 1.0, 1.12, from_zero=up.unit != "nats")
@@ -720,15 +698,14 @@ def _draw_trade_off(
 
 
 def _front_lines(points: Sequence[Point]) -> list[tuple[Point, Point]]:
-    """Return the horizontal and vertical lines from each of the best points to the next."""
     lines: list[tuple[Point, Point]] = []
     for (x, y), (next_x, next_y) in pairwise(sorted(points)):
+        # Steps, because no arm lies between two of the best: a slope would promise one.
         lines += [((x, y), (next_x, y)), ((next_x, y), (next_x, next_y))]
     return lines
 
 
 def _place_label(canvas: Canvas, name: str, spot: Point, frame: Rectangle, taken: list[Rectangle]) -> None:
-    """Write a label at the nearest free place, with a line to a point that is far; omit what fits nowhere."""
     wide, (x, y) = text_width(name, _SMALL), spot
     for distance in _DISTANCES:
         for across, up in _DIRECTIONS:
@@ -739,10 +716,12 @@ def _place_label(canvas: Canvas, name: str, spot: Point, frame: Rectangle, taken
             # The nearest place that is free, to the right of the point if possible.
             if not inside or any(_overlap(box, other) for other in taken):
                 continue
+            # A label that is far from its point gets a line to it.
             if distance > _DISTANCES[0]:
                 end = left + wide if across < 0 else left + wide / 2 if across == 0 else left
                 canvas.add(Line([spot, (end, middle)], "neutral", 0.7))
             canvas.add(Text(left, middle + 4, name, _SMALL))
+            # A label that fits nowhere is left out.
             taken.append(box)
             return
 

@@ -1,7 +1,4 @@
-"""Pages of HTML that need no other file: fills a template, inlines style and script, marks the page.
-
-The templates, style and script of all pages are in ``report/page``; a `PageKind` adds files of another package.
-"""
+"""Pages of HTML that need no other file: fills a template, inlines style and script, marks the page."""
 
 import base64
 import hashlib
@@ -16,38 +13,26 @@ from tensorkeep.report.canvas import PALETTE
 
 @dataclass(frozen=True, slots=True)
 class PageKind:
-    """A kind of page.
+    """A kind of page; ``package`` may have, in its folder ``page``, the template and more style and script."""
 
-    Attributes
-    ----------
-    command : str
-        The command that writes it; it marks the first bytes, so that a page never replaces any other file.
-    noun : str
-        What it is called in errors.
-    extra : str
-        The extra that installs what it needs.
-    package : str or None
-        The package that has, in its folder ``page``, the template and more style and script.
-    """
-
+    # The command that writes the page. It marks the first bytes, so that a page never replaces any other file.
     command: str
     noun: str
+    # The extra that installs what the page needs; ``noun`` names the page in errors.
     extra: str
     package: str | None = None
 
     @property
     def mark(self) -> str:
-        """The opening tag of the page."""
         return f'<html lang="en" data-made-by="tensorkeep-{self.command}">'
 
     def files(self, suffix: str) -> str:
-        """Return the content of the style sheets, or of the scripts."""
         own = "" if self.package is None else self.file(f"{self.command}.{suffix}")
         return _file("tensorkeep.report", f"report.{suffix}") + own
 
     def file(self, name: str) -> str:
-        """Return the content of a file, from ``report/page`` if the kind has none of its own."""
         package = self.package
+        # A kind without a file of its own uses the common one.
         if package is None or not resources.files(package).joinpath("page", name).is_file():
             package = "tensorkeep.report"
         return _file(package, name)
@@ -61,7 +46,6 @@ def _file(package: str, name: str) -> str:
 
 
 def check_installed(kind: PageKind) -> None:
-    """Raise MissingExtraError if jinja2, which fills the templates, is not installed."""
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
@@ -70,22 +54,22 @@ def check_installed(kind: PageKind) -> None:
 
 
 def render_page(template: str, kind: PageKind = REPORT, **content: Any) -> str:
-    """Return a page, self-contained, with this content.
-
-    Raises MissingExtraError if jinja2 is not installed.
-    """
+    """Return a page, self-contained, with this content; MissingExtraError if jinja2 is not installed."""
     check_installed(kind)
     import jinja2
 
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(kind.file),
+        # Names and reasons come from results files, which may be hostile.
         autoescape=True,
+        # A name that is missing would otherwise be an empty place in the page.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     script = kind.files("js")
     colours = " ".join(f"--plot-{name}: {colour};" for name, colour in PALETTE.items() if name != "paper")
+    # For the content security policy: the page runs this script only, not one from a results file.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
         mark=kind.mark,
@@ -97,7 +81,7 @@ def render_page(template: str, kind: PageKind = REPORT, **content: Any) -> str:
 
 
 def check_page(page: Path, kind: PageKind = REPORT) -> None:
-    """Raise unless the page may be written: its name ends in ``.html``, and a file of that name is of the same kind."""
+    """Raise unless the name ends in ``.html``, and an existing file is a page of the same kind."""
     if page.suffix.lower() not in (".html", ".htm"):
         raise UsageError("is not a name of a page of HTML", path=page, remedy="give a name that ends in .html")
     try:

@@ -20,14 +20,12 @@ _COUNTED = {
 
 
 def measured_by(results: Results) -> str:
-    """Return one line with the number of arms and blocks, the design, the subject and the date."""
     design = "" if results.experiment.design == "arms" else f", design: {results.experiment.design}"
     arms = f"{len(results.arms)} arms, {counted(results.blocks, 'block')}{design}"
     return "; ".join(filter(None, (arms, results.subject.description, results.started)))
 
 
 def completeness(results: Results) -> str:
-    """Return a sentence about cells that have no outcome yet, or an empty string."""
     waiting = sum(cell.status == "planned" for cell in results.cells)
     if waiting:
         return f"This run is not complete: {waiting} of {len(results.cells)} cells were not reached."
@@ -35,10 +33,8 @@ def completeness(results: Results) -> str:
 
 
 def headlines(results: Results) -> list[str]:
-    """Return one sentence per primary measure: the best arm that helps, and how many arms have which verdict.
-
-    A state that is too small has one sentence.
-    """
+    """Return one sentence per primary measure: the best arm that helps, and how many arms have which verdict."""
+    # Verdicts are withheld, so the reason is the only sentence.
     if too_small(results):
         return [f"{capitalised(TOO_SMALL.format(format_bytes(results.subject.bytes or 0)))}"]
     if results.baseline is None:
@@ -49,12 +45,10 @@ def headlines(results: Results) -> list[str]:
 
 
 def noise_lines(results: Results) -> list[str]:
-    """Return one line per primary measure: which differences are noise."""
     return [f"{measure.label}: {_noise(results, measure)}" for measure in results.primary()]
 
 
 def purpose(recommendation: Recommendation) -> str:
-    """Return the heading of a recommendation."""
     return "All round" if recommendation.purpose == "all" else capitalised(recommendation.purpose)
 
 
@@ -68,6 +62,7 @@ def _headline(results: Results, measure: Measure, baseline: str) -> str:
     if not helping:
         return f"{label}: no arm is shown to be better than {baseline}{counts}."
     name, best = max(helping, key=lambda pair: pair[1].gain or 0)
+    # More tokens per second are faster, more seconds are not.
     words = {"s": "faster", "B": "smaller"} if measure.better == "lower" else {"tokens/s": "faster"}
     better = f"{gain(best.gain)} {words.get(measure.unit, 'better')} than {baseline}"
     return f"{label}: {name} is {better} (95% {interval(best.gain_low, best.gain_high)}){counts}."
@@ -82,8 +77,10 @@ def _counts(found: list[ArmStatistics]) -> str:
 def _noise(results: Results, measure: Measure) -> str:
     noise = results.summary.noise.get(measure.name)
     if noise is None:
+        # A control that ran once has no interval.
         few = any(arm.role == "control" for arm in results.arms)
         return f"no noise floor, because no A/A control ran{' in two blocks' if few else ''}"
+    # Bytes are often the same in every run; a floor of 0.0% would look like an error.
     if noise.floor < 1.0005:
         return "the same in every run, so that every difference counts"
     if noisy := too_noisy(results, measure):
@@ -119,6 +116,7 @@ def verdict_sentence(results: Results) -> str:
         # A single purpose has no recommendation all round.
         if one.arm is not None and (one.purpose == "all" or len(found) == 1):
             return f"Use {_quoted(one.arm)} on this machine: it {_effects(results, one.arm, baseline)}."
+    # No arm is best all round, but one is better for a purpose.
     if partly := [one.arm for one in found if one.arm is not None]:
         effects = _effects(results, partly[0], baseline)
         return f"No arm is better than {baseline} in everything on this machine: {_quoted(partly[0])} {effects}."
@@ -128,11 +126,11 @@ def verdict_sentence(results: Results) -> str:
 
 
 def _quoted(arm: str) -> str:
+    # Names with blanks would run into the sentence.
     return f'"{arm}"' if " " in arm else arm
 
 
 def _effects(results: Results, arm: str, baseline: str) -> str:
-    """Return what the arm does better than the baseline, and what it does worse."""
     better, worse = [], []
     for measure in results.primary():
         found = results.statistics(arm, measure.name)

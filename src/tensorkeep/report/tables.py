@@ -51,8 +51,6 @@ STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """One entry of a table."""
-
     text: str
     order: float | None = None  # what the page sorts by; None sorts by the text, behind all numbers
     tone: str = ""  # classes of the page: ``"good"``, ``"bad"``, ``"faint"``, or the colour of a heat map
@@ -70,14 +68,13 @@ class ReportTable:
     note: str = ""  # a sentence below the table
 
     def texts(self) -> list[tuple[str, ...]]:
-        """Return the rows as text."""
         return [tuple(entry.text for entry in row) for row in self.rows]
 
 
 def gain_entries(value: float | None, low: float | None, high: float | None) -> tuple[TableEntry, TableEntry]:
-    """Return a gain, toned by whether its interval excludes 1, and the interval."""
     tone = ""
     if low is not None and high is not None:
+        # By the interval, not by the gain: the design tables have no verdicts.
         tone = "good" if low > 1 else "bad" if high < 1 else "faint"
     return TableEntry(gain(value), value, tone), TableEntry(interval(low, high), low)
 
@@ -93,8 +90,8 @@ def why_not_run(cells: Sequence[CellRecord]) -> tuple[str, str]:
 
 
 def verdict_table(results: Results, measure: Measure) -> ReportTable:
-    """Return the verdict on every arm in one measure: the baseline, the others, the A/A control."""
     scale = scale_of(results, measure)
+    # Throughput and fraction of the bytes make sense only for a saved state.
     extra = _per_byte_headings(results).get(measure.unit, ())
     figures = (f">median ({scale.unit})", ">mean ± std", ">gain", ">95% interval", ">change")
     headings = ("=arm", "=verdict", *figures, *extra, ">p (Holm)", ">runs")
@@ -104,7 +101,6 @@ def verdict_table(results: Results, measure: Measure) -> ReportTable:
 
 
 def not_run_table(results: Results) -> ReportTable:
-    """Return the cells that have no figures, and why."""
     rows = []
     for arm in _all_arms(results):
         cells = results.cells_by_arm[arm.name]
@@ -123,7 +119,6 @@ def not_run_table(results: Results) -> ReportTable:
 
 
 def observed_table(results: Results) -> ReportTable:
-    """Return the proof that techniques were active in the first training step, from an arm's first cell."""
     rows = []
     for arm in _all_arms(results):
         cell = next((cell for cell in results.cells_by_arm[arm.name] if cell.observed), None)
@@ -143,6 +138,7 @@ def _row(results: Results, arm: Arm, scale: FigureScale) -> tuple[TableEntry, ..
     verdict: str = found.verdict or "no verdict"
     if described is None:
         status = why_not_run(cells)[0]
+        # All cells ran, so only this measure is missing.
         verdict = status if status != NOTHING or not cells else "not measured"
         entries = [TableEntry(arm.name), TableEntry(verdict, tone="faint"), TableEntry(NOTHING), TableEntry(NOTHING)]
     else:
@@ -155,18 +151,17 @@ def _row(results: Results, arm: Arm, scale: FigureScale) -> tuple[TableEntry, ..
         TableEntry(percent(found.change_percent), found.change_percent),
     ]
     if scale.measure.unit in _per_byte_headings(results):
+        # A median per raw byte gives raw bytes per second, or a fraction of the raw bytes.
         entries.append(_per_byte(found.per_byte, scale.measure.unit))
     runs = described.n if described else 0
     return (*entries, TableEntry(probability(found.p_holm), found.p_holm), TableEntry(str(runs), runs))
 
 
 def _per_byte_headings(results: Results) -> dict[str, tuple[str]]:
-    """Return the units with one more column, per byte of the saved state."""
     return {} if results.experiment.workload == "training" else {"s": (">throughput",), "B": (">of raw",)}
 
 
 def _per_byte(middle: float | None, unit: str) -> TableEntry:
-    """Return raw bytes per second, or stored bytes as a fraction of the raw ones, from a median per raw byte."""
     if not middle:
         return TableEntry(NOTHING)
     if unit == "s":
@@ -181,7 +176,6 @@ _NO_BASELINE = "the experiment has no baseline to improve on"
 
 
 def isolated_table(results: Results) -> ReportTable:
-    """Return mean and standard deviation of saving, loading and size: the table of the isolated suite."""
     columns = _columns(results, seconds=True)
     digits = _decimals(results, columns)
 
@@ -203,6 +197,8 @@ def isolated_text(results: Results) -> str:
     rows = [["test", *columns]]
     for arm in compared_arms(results):
         row = [arm.name]
+        # The widths of the isolated suite, so that its users can compare line by line; longer names widen the first
+        # column.
         for scale, width in zip(columns.values(), (7, 6, 5, 5), strict=False):
             found = scale.describe(results, arm.name)
             row.append(_mean_and_std(found, digits, width) if found else f"  {_why(results, arm)}")
@@ -212,7 +208,6 @@ def isolated_text(results: Results) -> str:
 
 
 def six_way_text(results: Results) -> str:
-    """Return the table of the published six-way comparison in milliseconds, and its improvements over the baseline."""
     columns = _columns(results, seconds=False)
     arms = compared_arms(results)
     rows = [
@@ -220,13 +215,13 @@ def six_way_text(results: Results) -> str:
         *([arm.name, *(_mean(results, arm, one) for one in columns.values())] for arm in arms),
     ]
     first, *others = zip(*rows, strict=True)
+    # The layout of the published six-way comparison.
     wide = max(20, *map(len, first))
     lines = _aligned(rows, [wide, *(max(12, *map(len, column)) for column in others)], wide + 40)
     return "\n".join([*lines, "", *_improvement_lines(results, wide)])
 
 
 def improvements_table(results: Results) -> ReportTable:
-    """Return the change against the baseline in percent of the means; above 0 is better."""
     chosen = compared_measures(results).named()
     rows = [
         (TableEntry(arm.name), *(_improvement(results, arm, measure) for measure in chosen.values()))
@@ -257,13 +252,11 @@ def _improvement(results: Results, arm: Arm, measure: Measure) -> TableEntry:
 
 
 def _aligned(rows: Sequence[Sequence[str]], widths: Sequence[int], rule: int) -> list[str]:
-    """Return rows as lines of left-aligned columns, with a rule below the first."""
     lines = [" ".join(text.ljust(width) for text, width in zip(row, widths, strict=False)).rstrip() for row in rows]
     return [lines[0], "-" * rule, *lines[1:]]
 
 
 def _columns(results: Results, *, seconds: bool) -> dict[str, FigureScale]:
-    """Return headings and scales of the measures: the units of the published comparison, unless amounts differ."""
     chosen = compared_measures(results).named()
     if results.experiment.workload == "training":
         # The speed excludes the first step, which compiles, so it has a column.
@@ -277,16 +270,17 @@ def _columns(results: Results, *, seconds: bool) -> dict[str, FigureScale]:
         elif measure.unit == "B":
             scale = FigureScale(measure, "GiB", 1 / GIB)
         else:
+            # The units of the published comparison, whatever the size of the figures.
             scale = FigureScale(measure, "s", 1.0) if seconds else FigureScale(measure, "ms", 1e3)
         columns[f"{word} ({scale.unit})"] = scale
     return columns
 
 
 def _decimals(results: Results, columns: dict[str, FigureScale]) -> int | None:
-    """Return two, as the published comparison has, or four for small states; None for training, where figures vary."""
     if results.experiment.workload == "training":
         return None
     found = [scale.describe(results, arm.name) for scale in columns.values() for arm in compared_arms(results)]
+    # Two, as the published comparison has; a small state would show 0.00.
     return 4 if any(one and 0 < one.mean < 0.1 for one in found) else 2
 
 
@@ -298,6 +292,7 @@ def _mean(results: Results, arm: Arm, scale: FigureScale) -> str:
 
 
 def _mean_and_std(found: Description, digits: int | None, width: int = 0) -> str:
+    # Figures of training vary too much for a fixed number of decimals.
     if digits is None:
         return spread(found.mean, found.std)
     deviation = "" if found.std is None else f" ± {found.std:.{digits}f}"
@@ -305,7 +300,7 @@ def _mean_and_std(found: Description, digits: int | None, width: int = 0) -> str
 
 
 def _why(results: Results, arm: Arm) -> str:
-    """Return why a figure is missing; an arm that ran may still lack one measure."""
+    # An arm that ran may still lack one measure.
     return NOTHING if results.ran(arm.name) else why_not_run(results.cells_by_arm[arm.name])[0]
 
 
@@ -344,7 +339,6 @@ _TABLES: dict[str, tuple[str, tuple[str, ...], str]] = {
 
 
 def design_tables(results: Results) -> dict[str, list[ReportTable]]:
-    """Return the tables of steps, effects and interactions by kind, one per measure that occurs."""
     tables: dict[str, list[ReportTable]] = {kind: [] for kind in _TABLES}
     for kind, (title, headings, note) in _TABLES.items():
         for measure in results.measures:
@@ -355,14 +349,12 @@ def design_tables(results: Results) -> dict[str, list[ReportTable]]:
 
 
 def claims_table(results: Results) -> ReportTable | None:
-    """Return the published claims beside our figures, or None where none was checked."""
     claims = results.summary.claims
     headings = ("=id", "=verdict", "claim", "published", "measured", "reason")
     return ReportTable("Claims checked", headings, [_claim(claim) for claim in claims]) if claims else None
 
 
 def aliases_lines(results: Results) -> list[str]:
-    """Return the effects that a fractional design cannot separate, one line per group."""
     return [" = ".join(" x ".join(effect) for effect in group) for group in results.experiment.aliases]
 
 
@@ -397,7 +389,6 @@ def _claim(claim: Claim) -> tuple[TableEntry, ...]:
 
 
 def gain_map(results: Results) -> ReportTable:
-    """Return the gains of the arms that ran, as a table; the tone of an entry is its colour."""
     arms = [arm for arm in compared_arms(results) if arm.name != results.baseline]
     measures = results.primary()
     ran = [arm for arm in arms if any(results.statistics(arm.name, one.name).gain for one in measures)]
@@ -414,6 +405,7 @@ def gain_map(results: Results) -> ReportTable:
 
 def _entry(results: Results, arm: Arm, measure: Measure) -> TableEntry:
     found = results.statistics(arm.name, measure.name)
+    # A hostile file may have any number here.
     if not found.gain or found.gain < 0:
         return TableEntry(NOTHING, tone="faint")
     shown = found.gain if found.verdict in ("helps", "hurts") else None

@@ -1,10 +1,4 @@
-"""What a reader should do with the results: recommendations for this machine, and warnings with remedies.
-
-For one purpose, only an arm with the verdict *helps* is recommended. All round, an arm is recommended that helps
-somewhere and is nowhere more than 10% worse: a few percent of bytes do not outweigh many times the speed. Never
-recommended are the A/A control, an arm that does not sync its files, an arm that failed its gate even once, an arm that
-is ten times slower than another one, and any arm on a state that is too small to time.
-"""
+"""What a reader should do with the results: recommendations for this machine, and warnings with remedies."""
 
 import math
 from collections import defaultdict
@@ -33,10 +27,8 @@ _TOLERATED = 1.10
 
 
 def recommendations(samples: Samples) -> Iterator[Recommendation]:
-    """Yield a recommendation for each purpose (such as saving, or the speed of training), and one all round.
-
-    ``arm`` is None where nothing is recommended; the text gives the reason.
-    """
+    """Yield a recommendation per purpose, and one all round; ``arm`` is None where nothing is recommended."""
+    # Opening files dominates the time of a small state, so no tool is recommended on it.
     if samples.baseline is None or too_small(samples.results):
         return
     measures = {
@@ -44,6 +36,7 @@ def recommendations(samples: Samples) -> Iterator[Recommendation]:
         for measure in samples.measures
         if any(samples.statistics(arm, measure).verdict in get_args(Judged) for arm in samples.arms)
     }
+    # A restarted job waits for a cold load, so it comes first.
     load = next((name for name in _LOADS if name in measures), "")
     first = ("first load", "load_first")
     purposes = (("saving", "save"), first, ("loading", load), ("size", "stored"), *_TRAINING_PURPOSES)
@@ -55,15 +48,16 @@ def recommendations(samples: Samples) -> Iterator[Recommendation]:
 
 
 def candidates(samples: Samples) -> list[Arm]:
-    """Return the arms that may be recommended: not a control, durable, correct in every block, and not far too slow."""
+    # Not a control, durable, correct in every block, and not far too slow.
     return [arm for arm in _sound(samples) if not slowness(samples, arm)]
 
 
 def slowness(samples: Samples, arm: Arm) -> str:
-    """Return a sentence if an arm is at least ten times slower than another one in a primary measure, else ""."""
+    """Return a sentence if an arm is ten times slower than another one in a primary measure, else ""."""
     for measure in samples.primary:
         if measure.unit not in _TIMES or samples.statistics(arm, measure).gain is None:
             continue
+        # An arm that does not sync, or is wrong, is not a standard for others.
         others = [other for other in samples.arms if other.role == "baseline" or other in _sound(samples)]
         best = max(others, key=lambda other: _gain(samples, other, measure), default=arm)
         factor = _gain(samples, best, measure) / _gain(samples, arm, measure)
@@ -77,17 +71,19 @@ def _sound(samples: Samples) -> list[Arm]:
         arm
         for arm in samples.arms
         if arm.role == "arm"
+        # A save that does not sync is fast because its files are not on the disk yet.
         and all(arm.settings.get(key) is not False for key in _SYNCING)
         and not samples.failed_gate(arm.name)
     ]
 
 
 def _gain(samples: Samples, arm: Arm, measure: Measure) -> float:
-    """Return the gain over the baseline; 1 for the baseline, and for an arm that was not compared."""
+    # 1 for the baseline, and for an arm that was not compared.
     return samples.statistics(arm, measure).gain or 1.0
 
 
 def _single(samples: Samples, purpose: str, measure: Measure) -> Recommendation:
+    # Only a verdict counts: the largest gain alone may be noise.
     helping = [arm for arm in _sound(samples) if samples.statistics(arm, measure).verdict == "helps"]
     ranked = sorted(helping, key=lambda arm: -_gain(samples, arm, measure))
     excluded = {arm.name: reason for arm in ranked if (reason := slowness(samples, arm))}
@@ -117,10 +113,10 @@ def _gain_text(samples: Samples, arm: Arm, measure: Measure) -> str:
 
 
 def _peers(samples: Samples, ranked: Sequence[Arm], measure: Measure) -> str:
-    """Name the arms that are not clearly slower than the best: their interval against the best reaches 1."""
     level = []
     for other in ranked[1:]:
         against = samples.compare(ranked[0].name, other.name, measure)
+        # Not clearly slower: the interval against the best reaches 1.
         if against is not None and (against.low is None or against.low <= 1):
             level.append(other.name)
     return f"; {listed(level)} {'is' if len(level) == 1 else 'are'} not clearly behind" if level else ""
@@ -145,8 +141,8 @@ def _what(purpose: str, measure: Measure) -> str:
 
 
 def _all_round(samples: Samples, judged: Mapping[str, Measure]) -> Recommendation:
-    """Recommend the arm with the best score among those that help somewhere and are nowhere much worse."""
     measures = list(judged.values())
+    # Arms that help somewhere and are nowhere much worse: a few percent of bytes do not outweigh many times the speed.
     sound = [arm for arm in candidates(samples) if _is_better_all_round(samples, arm, measures)]
     if not sound:
         helping = any(samples.statistics(arm, one).verdict == "helps" for arm in _sound(samples) for one in measures)
@@ -155,6 +151,7 @@ def _all_round(samples: Samples, judged: Mapping[str, Measure]) -> Recommendatio
             text = f"no arm improves one of {listed(list(judged))} without making another worse"
         return Recommendation("all", f"on this machine, all round: {text}")
     front = list(_front(samples, sound, measures))
+    # The front alone does not choose: its arms are each better in something.
     best = max(front, key=lambda arm: _score(samples, arm, measures))
     parts = [f"{_what(*pair)}: {_part(samples, best, pair[1])}" for pair in judged.items()]
     text = f"on this machine, all round: {best.name}; {'; '.join(parts)}{_failures(samples, best)}"
@@ -166,6 +163,7 @@ def _all_round(samples: Samples, judged: Mapping[str, Measure]) -> Recommendatio
 
 def _is_better_all_round(samples: Samples, arm: Arm, measures: Sequence[Measure]) -> bool:
     verdicts = [samples.statistics(arm, measure).verdict for measure in measures]
+    # No worse loss is tolerated: 10% of a loss is much more than 10% of a time.
     tolerated = all(
         verdict != "hurts" or (measure.unit != "nats" and _gain(samples, arm, measure) >= 1 / _TOLERATED)
         for verdict, measure in zip(verdicts, measures, strict=True)
@@ -174,9 +172,9 @@ def _is_better_all_round(samples: Samples, arm: Arm, measures: Sequence[Measure]
 
 
 def _score(samples: Samples, arm: Arm, measures: Sequence[Measure]) -> float:
-    """Return the sum of the logs of an arm's gains. All times together count as much as the bytes."""
     times = [math.log(_gain(samples, arm, one)) for one in measures if one.unit in _TIMES]
     others = [math.log(_gain(samples, arm, one)) for one in measures if one.unit not in _TIMES]
+    # The times are averaged, so that all together count as much as the bytes.
     return sum(times) / max(1, len(times)) + sum(others)
 
 
@@ -190,7 +188,7 @@ def _part(samples: Samples, arm: Arm, measure: Measure) -> str:
 
 
 def _front(samples: Samples, arms: Sequence[Arm], measures: Sequence[Measure]) -> Iterator[Arm]:
-    """Yield the arms that no other arm matches everywhere and beats somewhere (the Pareto front)."""
+    """Yield the Pareto front: arms that no other arm matches everywhere and beats somewhere."""
     gains = {arm.name: [_gain(samples, arm, measure) for measure in measures] for arm in arms}
     for arm in arms:
         own = gains[arm.name]
@@ -227,12 +225,13 @@ _REMEDIES = {
 
 
 def warnings(samples: Samples) -> Iterator[Caution]:
-    """Yield all warnings, the gravest first; only failures for a state that is too small to time."""
+    """Yield all warnings, the gravest first."""
     searches: tuple[Callable[[Samples], Iterator[Caution]], ...] = (
         *(_unreached, _failed_cells, _missing_measures, _no_control, _wide_control),
         *(_noisy_runs, _odd_blocks, _too_few, _smaller_subjects, _too_short),
     )
     if too_small(samples.results):
+        # Spread and intervals say nothing about a state that is too small to time; failures do.
         searches = (_unreached, _failed_cells)
     for search in searches:
         yield from search(samples)
@@ -242,6 +241,7 @@ def too_noisy(results: Results, measure: Measure) -> str:
     """Return a sentence if a measure is too noisy for any verdict, else ""."""
     noise = results.summary.noise.get(measure.name)
     settled = any(results.statistics(arm.name, measure.name).verdict in ("helps", "hurts") for arm in results.arms)
+    # A verdict beyond the noise disproves that none is possible.
     if noise is None or noise.floor <= _HOPELESS or settled:
         return ""
     spans = interval(noise.low, noise.high)
@@ -287,6 +287,7 @@ def _missing_measures(samples: Samples) -> Iterator[Caution]:
             continue
         everywhere = len(without) == len(ran)
         text = f"{measure.label}: not measured for {'any arm' if everywhere else listed(without)}"
+        # A missing cold load is usually no fault of the arm: some file systems keep their files in memory.
         if measure.name != "load_cold":
             yield Caution(text, "run the commands of the cells by themselves to see why")
             continue
@@ -327,12 +328,13 @@ def _noisy_runs(samples: Samples) -> Iterator[Caution]:
 
 
 def _odd_blocks(samples: Samples) -> Iterator[Caution]:
-    """Look for blocks where most arms were slower than in the other blocks."""
     for measure in samples.primary:
         slower_by = _slower_by(samples, measure) if measure.unit == "s" else {}
         for block, value in slower_by.items():
+            # Compared with the other blocks only: its own value would widen their range.
             others = [other for at, other in slower_by.items() if at != block]
             first = block == min(slower_by)
+            # The first block is often slow: caches are empty, and programs that were just started still run.
             least = _SLOW_START if first else _OUTLYING
             if len(others) < 2 or value - median(others) <= max(least, 2 * (max(others) - min(others))):
                 continue
@@ -354,6 +356,7 @@ def _slower_by(samples: Samples, measure: Measure) -> dict[int, float]:
     for arm in samples.arms:
         logs = samples.logs(arm.name, measure)
         if len(logs) > 1:
+            # Each arm against itself, because arms differ by orders of magnitude.
             middle = median(logs.values())
             for block, log in logs.items():
                 found[block].append(middle - log)
@@ -366,18 +369,19 @@ def _too_few(samples: Samples) -> Iterator[Caution]:
         single = [name for name, verdict in verdicts.items() if verdict == "too few runs"]
         if single:
             yield Caution(f"{measure.label}: one block gives no verdict on {listed(single)}", "--runs 5")
+        # The number of tests, which the adjustment for many tests depends on.
         tests = sum(verdict in ("helps", "hurts", "within noise") for verdict in verdicts.values())
         unsure = [name for name, verdict in verdicts.items() if verdict == "within noise"]
         yield from _undecided(samples, measure, unsure, tests)
 
 
 def _undecided(samples: Samples, measure: Measure, unsure: Sequence[str], tests: int) -> Iterator[Caution]:
-    """Warn of differences that are large enough to matter, but that so few blocks cannot show."""
     noise = samples.results.summary.noise.get(measure.name)
     floor = max(_WIDE, threshold(measure), noise.floor if noise else 1.0)
     wanted = []
     for name in unsure:
         found = samples.compare(name, samples.baseline or "", measure)
+        # A difference below the noise floor, or too small to matter, is not worth more runs.
         if found is None or not found.std or max(found.gain, 1 / found.gain) <= floor:
             continue
         needed = blocks_needed(found.std, found.gain, tests, found.borrowed)
@@ -397,6 +401,7 @@ def _smaller_subjects(samples: Samples) -> Iterator[Caution]:
     full = amounts.get(samples.baseline or "")
     smaller: dict[float, list[str]] = defaultdict(list)
     for name, amount in amounts.items():
+        # Time per byte assumes that time grows with the bytes, which a fixed cost per file breaks.
         if amount is not None and full is not None and amount != full:
             smaller[amount].append(name)
     for amount, names in smaller.items():

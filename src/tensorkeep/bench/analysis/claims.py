@@ -37,7 +37,7 @@ _VAGUE = "an interval too wide to judge"
 
 
 class ArmPair(msgspec.Struct, frozen=True):
-    """One arm against another in one measure. If ``changed`` is given, they may differ only in these settings."""
+    """One arm against another; if ``changed`` is given, they may differ only in these settings."""
 
     measure: str
     baseline: str
@@ -62,40 +62,33 @@ class PublishedClaim(msgspec.Struct, frozen=True):
 
     @property
     def gain(self) -> tuple[float, float]:
-        """Lowest and highest claimed gain, most often the same."""
+        # The lowest and the highest claimed gain, most often the same.
         return self.before / self.after[1], self.before / self.after[0]
 
 
 class PublishedClaims(msgspec.Struct, frozen=True):
-    """Claims about checkpoints, claims about training, and where training claims are checked."""
-
     claims: tuple[PublishedClaim, ...]
     training: tuple[PublishedClaim, ...]
     elsewhere: tuple[Claim, ...]
 
     def of(self, workload: str) -> tuple[PublishedClaim, ...]:
-        """Return the claims that a workload can answer."""
         return self.training if workload == "training" else self.claims
 
     def arms(self, workload: str) -> set[str]:
-        """Return the names of the arms that the claims are checked with."""
         pairs = [pair for claim in self.of(workload) for pair in (claim.documented, *claim.isolating, *claim.also)]
         return {name for pair in pairs for name in (pair.baseline, pair.arm)}
 
 
 @cache
 def published_claims() -> PublishedClaims:
-    """Return the claims of ``published_claims.json``."""
     file = resources.files("tensorkeep.bench.analysis") / "published_claims.json"
     return msgspec.json.decode(file.read_bytes(), type=prepared(PublishedClaims))
 
 
 def check_claims(samples: Samples) -> Iterator[Claim]:
-    """Yield the result for each claim, if the experiment is named after the claims or has all arms that they need.
-
-    Claims that lack an arm are ``not run``.
-    """
+    """Yield a result per claim if the experiment is named after the claims, or has all arms they need."""
     published, workload = published_claims(), samples.experiment.workload
+    # An experiment with that name may lack an arm, for example after ``only``; its claims are then "not run".
     if samples.experiment.name in _EXPERIMENTS or published.arms(workload) <= {arm.name for arm in samples.arms}:
         for claim in published.of(workload):
             yield _check(samples, claim)
@@ -111,12 +104,14 @@ def _check(samples: Samples, claim: PublishedClaim) -> Claim:
     }
     ours = "; ".join(_described(samples, pair, comparison) for pair, comparison in found.items() if comparison)
     recipe = samples.experiment.settings.get("recipe")
+    # A technique may help one model and hurt another.
     if claim.recipe is not None and recipe != claim.recipe:
         return Claim(claim.id, claim.claim, claim.theirs, "", "not run", f"it is about {claim.recipe}, not {recipe}")
     obstacles = [obstacle for pair in needed if (obstacle := _obstacle(samples, pair, found[pair]))]
     documented = found[claim.documented]
     verdict: ClaimVerdict
     if obstacles:
+        # Two comparisons often have the same obstacle; a dict keeps each once, in order.
         verdict, reason = "not run", "; ".join(dict.fromkeys(obstacles))
     else:
         isolated = [_reading(found[pair], claim) for pair in claim.isolating]
@@ -136,6 +131,7 @@ def _obstacle(samples: Samples, pair: ArmPair, found: Comparison | None) -> str 
             return f"{failures[0].arm}: {failures[0].reason or failures[0].status}"
         return f"{pair.baseline} and {pair.arm} have no block in common with {pair.measure}"
     one, other = arms[pair.baseline].settings, arms[pair.arm].settings
+    # Settings that differ beyond the claim would be an explanation of their own.
     differing = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
     if others := sorted(differing - (differing if pair.changed is None else pair.changed)):
         return f"{pair.baseline} and {pair.arm} also differ in {listed(others)}: the cause is not isolated"
@@ -147,6 +143,7 @@ def _reading(found: Comparison | None, claim: PublishedClaim) -> str:
     if found is None or found.low is None or found.high is None:
         raise ValueError("a comparison without an interval cannot be judged")
     if _claims_no_change(claim):
+        # The whole interval, because a wide interval around 1 shows nothing.
         if found.low >= 1 / _TOLERANCE and found.high <= _TOLERANCE:
             return _SAME
         return "a change" if found.low > 1 or found.high < 1 else _NOTHING
@@ -170,6 +167,7 @@ def _claims_no_change(claim: PublishedClaim) -> bool:
 
 
 def _verdict(claim: PublishedClaim, documented: str, isolated: Sequence[str]) -> tuple[ClaimVerdict, str]:
+    # The isolating arms decide; without any, the documented comparison does.
     agree = all(reading == _SAME for reading in (isolated or [documented]))
     shown = f"the documented arms show {documented}"
     if isolated:
@@ -180,6 +178,7 @@ def _verdict(claim: PublishedClaim, documented: str, isolated: Sequence[str]) ->
     if agree and not claim.confounders:
         return "reproduced", shown
     reason = "; ".join(text for text in (shown, claim.confounders, claim.error) if text)
+    # Supporting arms that also differ in something else do not isolate the cause.
     return ("confounded" if agree or documented == _SAME else "not reproduced"), reason
 
 

@@ -1,13 +1,4 @@
-"""The figures of a results file by arm, measure and block; comparisons of two arms, and the verdict on each.
-
-A figure counts only if its cell is ``ok``. Figures are compared within one block and per raw byte, so that an arm with
-a smaller subject compares fairly. A rate (``better: higher``) is relative already. Where a cell took turns with the
-baseline, its pairs of turns are compared instead, which are less than a second apart.
-
-A difference counts only if three things agree: the test, adjusted for all arms of the measure; the 95% interval, which
-must lie on one side of 1; and the A/A control, which is the baseline measured again and shows the noise. A difference
-of less than 5% does not matter (0.1% for losses): the arms are about the same.
-"""
+"""The figures of a results file by arm, measure and block; comparisons of two arms, and the verdict on each."""
 
 import math
 from collections.abc import Sequence
@@ -31,8 +22,6 @@ TOO_SMALL = (
 
 
 class Samples:
-    """The samples of one results file."""
-
     def __init__(self, results: Results) -> None:
         self.results = results
         self.experiment = results.experiment
@@ -44,36 +33,33 @@ class Samples:
         self._in_turns = {name for cell in results.cells for name in cell.turns}
 
     def cells_of(self, arm: str) -> list[CellRecord]:
-        """Return an arm's cells, by block."""
         return self.results.cells_by_arm.get(arm, [])
 
     def raw(self, arm: str, measure: Measure) -> dict[int, float]:
-        """Return the figures of an arm in a measure, by block."""
         return self.results.figures(arm, measure.name)
 
     def per_byte(self, arm: str, measure: Measure) -> dict[int, float]:
-        """Return the figures divided by the raw bytes worked on, by block; rates as they are."""
         figures = self.raw(arm, measure)
         if measure.better == "higher":
             return figures
+        # Per raw byte, so that an arm with a smaller subject compares fairly; a rate is relative already.
         amounts = {cell.block: cell.amount for cell in self.cells_of(arm)}
         return {block: value / amount for block, value in figures.items() if (amount := amounts[block])}
 
     def logs(self, arm: str, measure: Measure) -> dict[int, float]:
-        """Return the logs of the figures by block, with the sign that makes larger better.
-
-        If cells take turns with the baseline, the logs are relative to the baseline.
-        """
+        """Return the logs of the figures by block, with the sign that makes larger better."""
         # The speed of a wrong result is worthless: an arm that failed its gate even once has no logs.
         if self.failed_gate(arm):
             return {}
         logs = self._logs(arm, measure)
         if measure.name not in self._in_turns:
             return logs
+        # Relative to the baseline of the block, like the pairs of turns that replace it where a cell has them.
         base = self._logs(self.baseline or "", measure)
         relative = {block: log - base[block] for block, log in logs.items() if block in base}
         for cell in self.cells_of(arm):
             if cell.block in logs and (pairs := cell.turns.get(measure.name)):
+                # Turns are less than a second apart, so their ratio is less noisy than the ratio of two cells.
                 relative[cell.block] = _sign(measure) * typical_log_ratio(pairs)
         return relative
 
@@ -82,8 +68,8 @@ class Samples:
         return {block: _sign(measure) * math.log(value) for block, value in found if value > 0}
 
     def log_gains(self, arm: str, over: str, measure: Measure) -> list[float]:
-        """Return the log of how many times better an arm is than another, for each block that has both."""
         ours, theirs = self.logs(arm, measure), self.logs(over, measure)
+        # Within one block only: what slows a block down cancels.
         return [ours[block] - theirs[block] for block in sorted(ours.keys() & theirs.keys())]
 
     def compare(self, arm: str | None, over: str | None, measure: Measure | None) -> Comparison | None:
@@ -99,6 +85,7 @@ class Samples:
         )
 
     def _shared_of(self, measure: Measure) -> SharedVariance | None:
+        # Kept, because every comparison of the measure needs it.
         if measure.name not in self._shared:
             others = [arm.name for arm in self.arms if arm.name != self.baseline and self.in_turns(arm.name, measure)]
             gains = [self.log_gains(name, self.baseline or "", measure) for name in others]
@@ -106,32 +93,28 @@ class Samples:
         return self._shared[measure.name]
 
     def arm_at(self, kind: str, change: str = "") -> Arm | None:
-        """Return the arm at a place of the design, such as ``("alone", "zstd")``, or None."""
         places = ((arm, place.kind, place.change) for arm in self.arms for place in arm.places)
         return next((arm for arm, *place in places if place == [kind, change]), None)
 
     def statistics(self, arm: Arm, measure: Measure) -> ArmStatistics:
-        """Return the statistics of an arm in a measure from the summary of the results."""
         return self.results.statistics(arm.name, measure.name)
 
     def failures(self, arm: str) -> list[CellRecord]:
-        """Return an arm's cells without figures, except those that are still planned."""
         return [cell for cell in self.cells_of(arm) if cell.status not in ("ok", "planned")]
 
     def failed_gate(self, arm: str) -> bool:
-        """Return whether an arm gave a wrong result in any block."""
         return any(cell.status == "gate" for cell in self.cells_of(arm))
 
     def in_turns(self, arm: str, measure: Measure) -> bool:
-        """Return whether an arm took turns with the baseline in each block that has its figure."""
         figures = self.raw(arm, measure)
         turns = [cell.turns.get(measure.name) for cell in self.cells_of(arm) if cell.block in figures]
+        # One block without turns is enough to share the errors of the baseline's cells.
         return bool(turns) and all(turns)
 
 
 def typical_log_ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the interquartile mean of the logs of ratios: other work on the machine disturbs single pairs by much."""
     logs = sorted(math.log(ours / theirs) for ours, theirs in pairs)
+    # The interquartile mean: other work on the machine disturbs single pairs by much.
     middle = logs[len(logs) // 4 : len(logs) - len(logs) // 4]
     return math.fsum(middle) / len(middle)
 
@@ -141,12 +124,10 @@ def _sign(measure: Measure) -> int:
 
 
 def threshold(measure: Measure) -> float:
-    """Return the smallest gain in a measure that is worth a verdict."""
     return SMALLEST if measure.unit == "nats" else PRACTICAL
 
 
 def too_small(results: Results) -> bool:
-    """Return whether checkpoints were measured on a state that is too small for verdicts and recommendations."""
     nbytes = results.subject.bytes
     return results.experiment.workload == "checkpoint" and nbytes is not None and nbytes < SMALLEST_STATE
 
@@ -157,25 +138,27 @@ def noise_of(controls: Sequence[Comparison]) -> Noise | None:
     if not shown:
         return None
     lows, highs, blocks = zip(*shown, strict=True)
+    # The distance from 1 in either direction, because a gain of 1/2 is as large as a gain of 2.
     return Noise(min(lows), max(highs), max(1 / min(lows), max(highs), 1.0), min(blocks))
 
 
 def judge(
     comparison: Comparison, p_holm: float | None, noise: Noise | None, least: float = PRACTICAL
 ) -> tuple[Verdict, str]:
-    """Return the verdict on an arm that was compared with the baseline, and a sentence that explains it.
-
-    ``p_holm`` is the p-value, adjusted across the arms of the measure. A gain must exceed the noise and ``least``.
-    """
+    """Return the verdict on an arm that was compared with the baseline, and a sentence that explains it."""
     low, high = comparison.low, comparison.high
     if p_holm is None or low is None or high is None:
         return "too few runs", f"{counted(comparison.n, 'block')} cannot separate a difference from noise"
+    # Three things must agree: the test, adjusted for all arms of the measure; the interval, which must lie on one side
+    # of 1; and the A/A control, which shows the noise. The gain must also exceed ``least``.
     p = f"adjusted p {p_holm:.2g}" if p_holm >= 0.0001 else "adjusted p below 0.0001"
+    # Narrow enough to exclude any difference that matters, which is more than "not shown".
     if (noise is None or noise.floor <= least) and 1 / least < low and high < least:
         return "about the same", f"any difference is below {difference(max(high, 1 / low))}: {interval_95(low, high)}"
     if p_holm >= LEVEL or low <= 1 <= high:
         return "within noise", f"no difference is shown: {interval_95(low, high)}, {p}"
     size = math.exp(abs(math.log(comparison.gain)))
+    # A control that is the same in every run has no noise to mention.
     noisy = noise if noise is not None and noise.floor > SMALLEST else None
     if noisy is not None and size <= noisy.floor:
         reason = f"the difference, {difference(size)}, does not exceed the A/A control's: {difference(noisy.floor)}"

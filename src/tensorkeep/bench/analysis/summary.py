@@ -1,8 +1,4 @@
-"""The summary of a results file, computed from its cells alone: statistics, verdicts, and the results of its design.
-
-The results of a design (steps to the full stack, effects of factors, interactions) are computed within each block on a
-log scale, and summarised over the blocks like every other ratio.
-"""
+"""The summary of a results file, computed from its cells alone: statistics, verdicts, results of its design."""
 
 import itertools
 import math
@@ -35,10 +31,7 @@ Levels = tuple[int, ...]  # a point of a factorial design: the index of the leve
 
 
 def summarise(results: Results) -> ResultsSummary:
-    """Return the summary of a results file, with verdicts on primary measures only; an earlier summary is ignored.
-
-    Raises MissingExtraError if scipy is not installed.
-    """
+    """Return the summary, and ignore an earlier one; MissingExtraError if scipy is not installed."""
     samples = Samples(results)
     noise: dict[str, Noise | None] = {}
     statistics: dict[str, dict[str, ArmStatistics]] = {arm.name: {} for arm in samples.arms}
@@ -48,6 +41,7 @@ def summarise(results: Results) -> ResultsSummary:
         compared = {name: one for name, one in found.items() if one is not None}
         controls = [compared[arm.name] for arm in others if arm.role == "control" and arm.name in compared]
         noise[measure.name] = noise_of(controls)
+        # The control is not a test: it would only make the adjustment stricter.
         tested = {
             arm.name: p for arm in others if arm.role == "arm" and (p := _p_value(compared.get(arm.name))) is not None
         }
@@ -106,15 +100,15 @@ def _statistics(
 
 
 def _detectable(comparison: Comparison, tests: int, noise: Noise | None, least: float) -> float | None:
-    """Return the smallest gain that would have counted: shown by the test, above the noise floor and ``least``."""
     if comparison.std is None:
         return None
     by_test = detectable_gain(comparison.std, comparison.n, tests, comparison.borrowed)
+    # A gain counts only if the test shows it, above the noise floor and ``least``.
     return None if by_test is None else max(by_test, least, noise.floor if noise else 1.0)
 
 
 def _change_percent(samples: Samples, arm: Arm, measure: Measure, found: Comparison) -> float | None:
-    """Return how much lower (of a rate: higher) the mean is than the baseline's, in percent."""
+    # The mean of another process at another time does not belong to these turns, so the change follows from the gain.
     if samples.in_turns(arm.name, measure):
         return (found.gain - 1) * 100 if measure.better == "higher" else (1 - 1 / found.gain) * 100
     own = list(samples.per_byte(arm.name, measure).values())
@@ -126,7 +120,7 @@ def _change_percent(samples: Samples, arm: Arm, measure: Measure, found: Compari
 
 
 def _unjudged(samples: Samples, arm: Arm, measure: Measure) -> tuple[Verdict, str] | None:
-    """Return the verdict on an arm that did not run or is not an alternative, with its reason; None if it is judged."""
+    """Return verdict and reason of an arm that did not run or is not an alternative; None if it is judged."""
     why_not = _why_not_run(samples, arm.name, measure)
     if why_not is not None:
         return "not run", why_not
@@ -140,8 +134,8 @@ def _unjudged(samples: Samples, arm: Arm, measure: Measure) -> tuple[Verdict, st
 
 
 def _why_not_run(samples: Samples, arm: str, measure: Measure) -> str | None:
-    """Return why an arm has no figures that count, or None if it has figures."""
     cells = samples.cells_of(arm)
+    # First: one wrong result makes all figures of the arm worthless.
     if samples.failed_gate(arm):
         bad = [cell for cell in cells if cell.status == "gate"]
         because = f": {bad[0].reason}" if bad[0].reason else ""
@@ -150,6 +144,7 @@ def _why_not_run(samples: Samples, arm: str, measure: Measure) -> str | None:
         return None
     if failures := samples.failures(arm):
         return failures[0].reason or failures[0].status
+    # For example a cold load where the file system keeps its files in memory.
     if samples.results.ran(arm):
         return f"{measure.label} could not be measured here"
     return "not reached yet"
@@ -168,7 +163,6 @@ def _why_not_compared(samples: Samples, measure: Measure) -> str:
 
 
 def steps_of(samples: Samples) -> Iterator[StackStep]:
-    """Yield each step of the design ``steps``, for each primary measure."""
     base = samples.arm_at("base")
     steps = sorted(
         (place.index, place.change, arm.name) for arm in samples.arms for place in arm.places if place.kind == "step"
@@ -189,6 +183,7 @@ def _step(samples: Samples, change: str, arms: Sequence[str], index: int, measur
     without, why_not_without = _arm_at(samples, "without", change)
     gain_alone = samples.compare(alone, base, measure)
     gain_without = samples.compare(last, without, measure)
+    # Within each block on a log scale, and summarised over the blocks like every other ratio.
     whole = samples.compare(last, base, measure)
     fraction = _fraction(samples.log_gains(arm, before, measure), samples.log_gains(last, base, measure), whole)
     notes = [
@@ -213,10 +208,10 @@ def _step(samples: Samples, change: str, arms: Sequence[str], index: int, measur
 
 
 def _arm_at(samples: Samples, kind: str, change: str) -> tuple[str | None, str]:
-    """Return the arm that has only this change, or all but it, and the reason to give if it has no figures."""
     arm = samples.arm_at(kind, change)
     if arm is not None:
         return arm.name, f"{arm.name} has no figures"
+    # The design gave the reason when it omitted the place.
     for omitted in samples.experiment.omitted:
         if (omitted.place.kind, omitted.place.change) == (kind, change):
             return None, omitted.reason
@@ -224,7 +219,6 @@ def _arm_at(samples: Samples, kind: str, change: str) -> tuple[str | None, str]:
 
 
 def _fraction(step: Sequence[float], total: Sequence[float], full: Comparison | None) -> float | str:
-    """Return the fraction of the total log gain that a step contributes, or why it is not defined."""
     if not step or not total or full is None:
         return "this step, or the full stack, has no figures"
     # A fraction of a gain that may be none would be arbitrarily large.
@@ -237,7 +231,7 @@ def _fraction(step: Sequence[float], total: Sequence[float], full: Comparison | 
 
 
 def interactions_of(samples: Samples) -> Iterator[Interaction]:
-    """Yield, for each combination and primary measure, its gain against the product of its changes' single gains."""
+    """Yield, per combination and primary measure, its gain against the product of the single gains."""
     base = samples.arm_at("base")
     for arm in samples.arms:
         for place in arm.places:
@@ -250,12 +244,13 @@ def interactions_of(samples: Samples) -> Iterator[Interaction]:
 
 
 def _interaction(samples: Samples, arm: str, base: str, singles: list[str], measure: Measure) -> Sequence[float | None]:
-    """Return the gain of a combination, the product of its single gains, and their ratio with its interval."""
     logs = {name: samples.logs(name, measure) for name in (base, arm, *singles)}
+    # Only blocks that have all arms, so that both sides of the ratio come from the same blocks.
     blocks = sorted(set.intersection(*(set(found) for found in logs.values())))
     if not blocks:
         return ()
     together = [logs[arm][block] - logs[base][block] for block in blocks]
+    # On a log scale, the product of the single gains is a sum.
     product = [sum(logs[single][block] - logs[base][block] for single in singles) for block in blocks]
     ratio = compare([a - b for a, b in zip(together, product, strict=True)])
     return compare(together).gain, compare(product).gain, ratio.gain, ratio.low, ratio.high
@@ -265,13 +260,7 @@ def _interaction(samples: Samples, arm: str, base: str, singles: list[str], meas
 
 
 def effects_of(samples: Samples) -> Iterator[Effect]:
-    """Yield main effects and two-factor interactions of factorial and fractional designs.
-
-    An effect compares the last level of a factor with its first level. In a full factorial it is the mean over all
-    settings of the other factors where a block has both levels. A fraction has no such pairs: the effect is the
-    contrast of a whole block, a block with a missing point does not count, and ``aliases`` lists the effects that it is
-    confounded with.
-    """
+    """Yield main effects and two-factor interactions: the last level of a factor against its first."""
     factors = samples.experiment.factors
     points = _points(samples, factors)
     if not points:
@@ -284,6 +273,8 @@ def effects_of(samples: Samples) -> Iterator[Effect]:
         for arm, levels in points.items():
             for block, log in samples.logs(arm, measure).items():
                 blocks[block][levels] = log
+        # In a full factorial, an effect is the mean over all settings of the other factors where a block has both
+        # levels. A fraction has no such pairs: the effect is the contrast of a whole block.
         for effect in [*((name,) for name in names), *itertools.combinations(names, 2)]:
             axes = [names.index(name) for name in effect]
             found = [
@@ -292,6 +283,7 @@ def effects_of(samples: Samples) -> Iterator[Effect]:
             ]
             logs = [value for value in found if value is not None]
             aliases = next((group for group in samples.experiment.aliases if effect in group), ())
+            # A fraction cannot separate these effects; the reader must know.
             others = tuple(other for other in aliases if other != effect)
             gain = compare(logs) if logs else None
             interval = {"gain": gain.gain, "low": gain.low, "high": gain.high} if gain else {}
@@ -299,19 +291,20 @@ def effects_of(samples: Samples) -> Iterator[Effect]:
 
 
 def _points(samples: Samples, factors: Mapping[str, Sequence[str]]) -> dict[str, Levels]:
-    """Return the point of the design by arm."""
     points = {}
     for arm in samples.arms:
         for place in arm.places:
+            # A file from elsewhere may name levels that its factors do not have.
             if place.kind == "point" and all(place.levels.get(name) in known for name, known in factors.items()):
                 points[arm.name] = tuple(known.index(place.levels[name]) for name, known in factors.items())
     return points
 
 
 def _paired(block: Mapping[Levels, float], axes: list[int], sizes: Sequence[int]) -> float | None:
-    """Return the mean, over the settings of the other factors, of last level against first (or of an interaction)."""
+    """Return the mean, over the settings of the other factors, of last level against first."""
     values = []
     for levels in block:
+        # Each set of corners is counted once, from the corner where all its factors are at their first level.
         if any(levels[axis] for axis in axes):
             continue
         corners = []
@@ -327,7 +320,7 @@ def _paired(block: Mapping[Levels, float], axes: list[int], sizes: Sequence[int]
 
 
 def _contrast(block: Mapping[Levels, float], axes: list[int], points: int) -> float | None:
-    """Return an effect as the contrast of the two-level points of a block, or None if a point is missing."""
+    # A missing point would leave the columns unbalanced, and mix other effects into this one.
     if len(block) < points:
         return None
     signed = (math.prod(1 if levels[axis] else -1 for axis in axes) * value for levels, value in block.items())

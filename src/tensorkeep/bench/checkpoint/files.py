@@ -1,9 +1,4 @@
-"""Files of a checkpoint: sync them, drop them from the page cache or read them into it, and check free space.
-
-A save ends when its files and their directory entries are on the disk, so the clock of every format includes an
-``fsync`` of everything that was written. A load is *cold* if ``mincore(2)`` shows that none of the checkpoint is in the
-page cache, and *warm* if it was read completely just before.
-"""
+"""Files of a checkpoint: sync them, drop them from the page cache or read them into it, and check free space."""
 
 import ctypes
 import mmap
@@ -25,12 +20,10 @@ _READ_BYTES = 8 * 1024**2
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a checkpoint, which is a file or a directory, in a fixed order."""
     return sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]
 
 
 def stored_bytes(path: Path) -> float:
-    """Return the bytes of the files of a checkpoint."""
     return float(sum(file.stat().st_size for file in files_of(path)))
 
 
@@ -40,13 +33,14 @@ def sync_tree(path: Path) -> None:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
     if path.is_dir():
+        # A new file is durable only when its directory entry is, too.
         for directory in (*(found for found in path.rglob("*") if found.is_dir()), path):
             sync_directory(directory)
+    # The entry of the checkpoint itself is in the folder above.
     sync_directory(path.absolute().parent)
 
 
 def evict(path: Path) -> None:
-    """Drop a checkpoint from the page cache, where the file system can."""
     for file in files_of(path):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())  # The kernel keeps dirty pages.
@@ -54,19 +48,17 @@ def evict(path: Path) -> None:
 
 
 def warm(path: Path) -> None:
-    """Read a checkpoint once, which brings it into the page cache."""
     buffer = memoryview(bytearray(_READ_BYTES))
     for file in files_of(path):
+        # Unbuffered, into one buffer: the bytes are not kept.
         with file.open("rb", buffering=0) as stream:
             while stream.readinto(buffer):
                 pass
 
 
 def cached_fraction(path: Path) -> float:
-    """Return the fraction of a checkpoint's pages that are in the page cache, 0 to 1, by ``mincore(2)``.
-
-    Raises UnsupportedError if the kernel refuses to report it.
-    """
+    """Return the fraction of a checkpoint's pages in the page cache, 0 to 1; UnsupportedError if unknown."""
+    # The lowest bit of a flag says that the page is resident; the others are reserved.
     flags = np.concatenate([np.zeros(0, np.uint8), *map(_page_flags, files_of(path))])
     return float(np.mean(flags & 1)) if flags.size else 0.0
 
@@ -74,6 +66,7 @@ def cached_fraction(path: Path) -> float:
 def _page_flags(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     size = path.stat().st_size
     flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    # An empty file cannot be mapped.
     if size == 0:
         return flags
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_READ) as mapped:
@@ -84,13 +77,13 @@ def _page_flags(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def make_cold(path: Path) -> bool:
-    """Drop a checkpoint from the page cache; return whether ``mincore`` confirms it."""
+    """Drop a checkpoint from the page cache; return whether ``mincore(2)`` confirms it."""
     evict(path)
     return cached_fraction(path) <= COLD_FRACTION
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, a file or a directory, if it exists."""
+    # A link to a folder is removed, never the content of the folder.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     elif os.path.lexists(path):
@@ -98,17 +91,16 @@ def remove(path: Path) -> None:
 
 
 def release_memory() -> None:
-    """Return freed memory to the kernel with ``malloc_trim``, where the C library has it.
-
-    A checkpoint is usually loaded when a process starts. Free memory that an earlier load left in the heap would make a
-    later one faster.
-    """
+    """Return freed memory to the kernel, where the C library can."""
+    # A checkpoint is usually loaded when a process starts. Free memory that an earlier load left in the heap would make
+    # a later one faster.
     if hasattr(libc(), "malloc_trim"):
         libc().malloc_trim(0)
 
 
 def check_capacity(directory: Path, *, disk: int, memory: int) -> None:
     """Raise StoreError unless ``disk`` bytes are free in a folder, and ``memory`` bytes are available."""
+    # Checked before the measurement, which would otherwise end with a full disk after minutes.
     if (free := shutil.disk_usage(directory).free) < disk:
         raise StoreError(
             f"the measurement needs {format_bytes(disk)} on the disk, {format_bytes(free)} are free",

@@ -1,9 +1,4 @@
-"""Measurement of one tool on one state: a durable save, then loads, which must return every bit of the state.
-
-First loads run in a new process each. Every other call runs twice: a warm-up that is not measured, then the measured
-call. A training run saves many times, and only its first save writes from memory that was never touched; a virtual
-machine gets memory from its host on first touch, so that first save can take several times as long.
-"""
+"""Measurement of one tool on one state: a durable save, then loads, which must return every bit of the state."""
 
 import errno
 import mmap
@@ -63,16 +58,13 @@ PROCESSES.set_forkserver_preload(["torch", "safetensors.torch", __name__])
 
 
 def measure_tool(tool: Tool, arm: str, states: StatePair, path: Path, loads: Collection[str] = LOADS) -> Outcome:
-    """Save a state at ``path``, load it in the ways that are asked for, and remove it.
-
-    Errors call the tool ``arm``; ``loads`` are names of `FIRST_LOADS` and `LOADS`. A cold load has no figure where the
-    file system keeps its files in memory. A load into existing tensors has none if the state has values that cannot be
-    filled.
+    """Save a state at ``path``, load it in the ways of ``loads``, and remove it; errors call the tool ``arm``.
 
     Raises GateError if a load does not return what was saved; OSError with ``ENOSPC`` if the disk is full, whatever the
     tool raises then.
     """
     outcome = Outcome()
+    # A state with values that cannot be filled, such as numpy scalars, has no load into existing tensors.
     wanted = [each for each in (*FIRST_LOADS, *LOADS) if each in loads and (states.fillable or each not in _INTO)]
     try:
         _save(tool, states, path, outcome)
@@ -95,16 +87,19 @@ def measure_tool(tool: Tool, arm: str, states: StatePair, path: Path, loads: Col
 
 
 def outcome_of(arm: str, measure: Callable[[], Outcome]) -> Outcome:
-    """Measure an arm; it is not run if its tool cannot store the state, which each tool reports in its own way."""
     try:
         return measure()
     except (TensorkeepError, OSError, MemoryError):
         raise
     except Exception as error:
+        # Each tool reports in its own way that it cannot store a state; errors of the system are failures.
         return Outcome("not-run", f"{arm} cannot store this state: {first_line(error)}")
 
 
 def _save(tool: Tool, states: StatePair, path: Path, outcome: Outcome) -> None:
+    # Saved twice, and only the second save is measured: a training run saves many times, and only its first save writes
+    # from memory that was never touched. A virtual machine gets memory from its host on first touch, so that save can
+    # take several times as long.
     state = tool.view(states.source)
     with outcome.clock("warm-up"):
         _save_once(tool, state, path)
@@ -119,6 +114,7 @@ def _save(tool: Tool, states: StatePair, path: Path, outcome: Outcome) -> None:
 
 def _save_once(tool: Tool, state: Any, path: Path) -> dict[str, float]:
     release_memory()
+    # After the release: freed memory that a save reuses would hide from its peak.
     before, written = resident_bytes(), written_bytes()
     reset_peak_resident()
     returned, durable = save_durably(tool, state, path)
@@ -131,7 +127,7 @@ def _save_once(tool: Tool, state: Any, path: Path) -> dict[str, float]:
 
 
 def save_durably(tool: Tool, state: Any, path: Path) -> tuple[float, float]:
-    """Save; return after how many seconds the call returned, and after how many the checkpoint was on the disk."""
+    """Save; return the seconds until the call returned, and until the checkpoint was on the disk."""
     begin = time.perf_counter()
     tool.save(state, path)
     returned = time.perf_counter()
@@ -145,6 +141,7 @@ def _load_first(measure: str, tool: Tool, arm: str, states: StatePair, path: Pat
     release_memory()
     with outcome.clock("first loads"):
         warm(path)
+        # The state is compared by its digest, because the new process has no copy.
         process = FreshProcess(tool, path, states.expected_from(tool))
         [outcome.figures[measure]] = process.load(arm, into=measure == INTO_FIRST)
 
@@ -163,11 +160,13 @@ def _load(measure: str, tool: Tool, arm: str, states: StatePair, path: Path, out
     with outcome.clock("prepare"):
         if measure in (WARM, INTO_WARM):
             warm(path)
+        # No figure where the file system keeps its files in memory.
         elif not make_cold(path):
             return
         # Values of an earlier load must not pass the gate.
         if measure in _INTO:
             wipe(states.target)
+    # Outside of the clock: the tensors of a user exist already.
     existing = tool.view(states.target) if measure in _INTO else None
     begin = time.perf_counter()
     loaded = read_state(tool, path, existing)
@@ -177,26 +176,27 @@ def _load(measure: str, tool: Tool, arm: str, states: StatePair, path: Path, out
 
 
 def read_state(tool: Tool, path: Path, existing: Any = None) -> Any:
-    """Load as a user would: into existing tensors if there are any, else into new ones; return them."""
     if existing is not None:
         tool.load_into(path, existing)
         return existing
     loaded = tool.load(path)
+    # A mapped file is read only when its pages are touched.
     if tool.maps_files:
         _touch_pages(loaded)
     return loaded
 
 
 def _touch_pages(loaded: Any) -> None:
-    """Read one byte of every page of a state: a mapped file is read only then."""
     for leaf in flatten(loaded).leaves.values():
         memory = leaf.host_bytes()
         if memory is not None:
+            # One byte a page is enough for the kernel to read the page.
             np.add.reduce(memory[:: mmap.PAGESIZE])
 
 
 def _is_full(directory: Path) -> bool:
     status = os.statvfs(directory)
+    # Blocks or inodes may run out; some file systems report no inodes at all.
     return status.f_bavail * status.f_frsize < _ALMOST_FULL_BYTES or status.f_favail == 0 < status.f_files
 
 
@@ -205,10 +205,10 @@ def _is_full(directory: Path) -> bool:
 
 
 def call_once(tool: Tool, folder: Path) -> None:
-    """Save and load a few kilobytes, so that no figure contains imports and other work of the first call."""
     import torch
 
     path = folder / f"first-call{tool.suffix}"
+    # A few kilobytes, so that no figure contains imports and other work of the first call.
     state = tool.view({"a": torch.ones(_WARM_UP_ELEMENTS), "b": torch.ones(2, 2)})
     try:
         tool.save(state, path)
@@ -219,16 +219,12 @@ def call_once(tool: Tool, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FreshProcess:
-    """Loads a checkpoint with a tool in a new process."""
-
     tool: Tool
     path: Path
     expected: Expected
 
     def load(self, arm: str, *, into: bool = False, times: int = 1) -> list[float]:
         """Return the seconds of the first load in the process, and of the loads that follow.
-
-        The loads go into new memory, or into tensors that exist before each load. Errors call the tool ``arm``.
 
         Raises GateError if a load does not return what was saved; the error of the tool if it raises one.
         """
@@ -240,13 +236,11 @@ class FreshProcess:
 
 
 def run_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a function that runs in a new process, or raise its exception here.
-
-    Raises ChildProcessError if the process ends without an answer.
-    """
+    """Return the result of a function in a new process, or raise its exception; ChildProcessError without one."""
     ours, theirs = PROCESSES.Pipe()
     process = PROCESSES.Process(target=_answer, args=(theirs, function, *arguments), daemon=True)
     process.start()
+    # Otherwise `recv` would wait forever for a process that has died.
     theirs.close()
     try:
         answer = ours.recv()
@@ -254,6 +248,7 @@ def run_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
         process.join()
         raise ChildProcessError(f"the loading process ended with exit code {process.exitcode}") from None
     finally:
+        # After the answer, too: nothing else of the process is needed.
         process.kill()
         process.join()
         ours.close()
@@ -273,7 +268,6 @@ def _answer(connection: Connection, function: Callable[..., Any], *arguments: An
 
 
 def _first_load(tool: Tool, path: Path, blueprint: Blueprint | None, times: int) -> list[tuple[float, str]]:
-    """Return, load by load, its seconds and the digest of the state that it returned."""
     with TemporaryDirectory(dir=path.parent) as folder:
         call_once(tool, Path(folder))
     release_memory()
@@ -281,11 +275,13 @@ def _first_load(tool: Tool, path: Path, blueprint: Blueprint | None, times: int)
     for _ in range(times):
         existing = None
         if blueprint is not None:
+            # Wiped, so that its memory is touched before the clock starts, and an earlier load cannot pass.
             existing = tool.view(blueprint.allocate())
             wipe(existing)
         begin = time.perf_counter()
         loaded = read_state(tool, path, existing)
         seconds = time.perf_counter() - begin
         answer.append((seconds, digest(loaded)))
+        # The next load must not need memory for two states.
         del loaded, existing
     return answer

@@ -1,9 +1,4 @@
-"""Models to measure: the tensors of a known model by name and shape, with random weights.
-
-A *spec* names a model and changes to it: ``openllama-3b``, ``openllama-3b:first-100``,
-``openllama-3b:scale=0.1:float16``. Random weights cost the time and the space of trained ones: a codec sees the same
-narrow range of exponents, and mantissas that are noise.
-"""
+"""Models to measure: the tensors of a known model by name and shape, with random weights."""
 
 import math
 import re
@@ -16,6 +11,8 @@ from tensorkeep.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+# Random weights cost the time and the space of trained ones: a codec sees the same narrow range of exponents, and
+# mantissas that are noise.
 STANDARD_DEVIATION = 0.02
 _MODEL = "openllama-3b"
 DEFAULT_DTYPE = "bfloat16"
@@ -43,7 +40,7 @@ class Llama:
     layers: int
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters, named and ordered as in Hugging Face's LLaMA."""
+        # Named and ordered as in Hugging Face's LLaMA, so that ``first-N`` takes the same parameters.
         attention = {f"self_attn.{name}_proj": (self.width, self.width) for name in "qkvo"}
         mlp = {f"mlp.{name}_proj": (self.mlp, self.width) for name in ("gate", "up")}
         norms = {f"{name}_layernorm": (self.width,) for name in ("input", "post_attention")}
@@ -54,11 +51,8 @@ class Llama:
         return shapes | {"model.norm.weight": (self.width,), "lm_head.weight": (self.vocabulary, self.width)}
 
     def scaled(self, scale: float) -> "Llama":
-        """Return a model of the same depth with about ``scale`` times the weights.
-
-        Every matrix has two sizes among width, MLP and vocabulary. Each size is multiplied by the square root of the
-        scale, and rounded to the nearest multiple of 64, at least 64.
-        """
+        """Return a model of the same depth with about ``scale`` times the weights."""
+        # Every matrix has two sizes among width, MLP and vocabulary, so each size gets the square root.
         factor = math.sqrt(scale)
         vocabulary, width, mlp = (
             max(1, round(size * factor / _MULTIPLE)) * _MULTIPLE for size in (self.vocabulary, self.width, self.mlp)
@@ -71,19 +65,15 @@ OPENLLAMA_3B = Llama(vocabulary=32_000, width=3_200, mlp=8_640, layers=26)  # 23
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A parsed spec; ``shapes`` are the shapes of the parameters, in order."""
-
     shapes: dict[str, tuple[int, ...]]
     dtype: str
 
     @property
     def weights(self) -> int:
-        """The number of weights."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         return self.weights * DTYPES[self.dtype]
 
 
@@ -103,6 +93,7 @@ def parse(text: str) -> Spec:
     model, first, dtype = OPENLLAMA_3B, None, DEFAULT_DTYPE
     given: set[str] = set()
     for option in options:
+        # An option that is given twice has no clear meaning, so its key is remembered.
         key = "dtype" if option in DTYPES else re.split(r"[-=]", option)[0]
         if key in given:
             raise UsageError(f"{text!r} gives {key} twice", remedy=_KNOWN)
@@ -124,6 +115,7 @@ def parse(text: str) -> Spec:
 
 
 def _number(option: str, pattern: str, most: float) -> float:
+    # ASCII: \d would match digits of every script.
     found = re.fullmatch(pattern, option, re.ASCII)
     number = float(found.group(1)) if found else 0.0
     if not 0 < number <= most:
@@ -141,13 +133,7 @@ def spec_of_size(nbytes: int) -> str:
 
 
 def build(spec: str, *, seed: int = 0) -> "dict[str, torch.Tensor]":
-    """Return the tensors of a spec, on the CPU: weights drawn N(0, 0.02), norms 1.
-
-    A tensor's values depend only on the seed, its position and its shape, so the weights of ``first-100`` are the first
-    hundred of the full model.
-
-    Raises UsageError if the spec is not valid.
-    """
+    """Return the tensors of a spec, on the CPU: weights drawn N(0, 0.02), norms 1; UsageError if not valid."""
     import torch
 
     parsed = parse(spec)
@@ -156,6 +142,8 @@ def build(spec: str, *, seed: int = 0) -> "dict[str, torch.Tensor]":
     def fill(place: int, shape: tuple[int, ...]) -> "torch.Tensor":
         if len(shape) == 1:
             return torch.ones(shape, dtype=dtype)
+        # The values depend only on seed, position and shape, so the weights of ``first-100`` are the first hundred of
+        # the full model.
         return _normal(shape, dtype, torch.Generator().manual_seed(seed * 1_000_003 + place))
 
     # torch draws on one thread; one generator per tensor lets all cores draw.
@@ -165,11 +153,11 @@ def build(spec: str, *, seed: int = 0) -> "dict[str, torch.Tensor]":
 
 
 def _normal(shape: tuple[int, ...], dtype: "torch.dtype", generator: "torch.Generator") -> "torch.Tensor":
-    """Draw in float32, chunk by chunk, because a float32 copy of the tensor would double the memory."""
     import torch
 
     tensor = torch.empty(shape, dtype=dtype)
     flat = tensor.view(-1)
+    # Chunk by chunk, because a float32 copy of the tensor would double the memory.
     chunk = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float32)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK]
@@ -178,13 +166,10 @@ def _normal(shape: tuple[int, ...], dtype: "torch.dtype", generator: "torch.Gene
 
 
 def add_adamw_state(tensors: "dict[str, torch.Tensor]", *, seed: int = 0) -> dict[str, Any]:
-    """Return ``{"model": tensors, "optimizer": state_dict, "step": 1}`` after one AdamW step.
-
-    The gradients are random, N(0, 0.001). The moments have the dtype of the weights, as in torch's AdamW, and take
-    twice their bytes. The step changes the weights.
-    """
+    """Return ``{"model": tensors, "optimizer": state_dict, "step": 1}`` after one AdamW step on the tensors."""
     import torch
 
+    # The moments have the dtype of the weights, as in torch's AdamW, and take twice their bytes.
     optimizer = torch.optim.AdamW(tensors.values(), lr=_LEARNING_RATE)
     generator = torch.Generator().manual_seed(seed)
     for tensor in tensors.values():

@@ -34,12 +34,10 @@ class Blueprint:
 
     @classmethod
     def of(cls, flat: Flat[Leaf]) -> Self:
-        """Return the blueprint of a flattened state."""
         leaves = tuple((name, leaf.kind, leaf.dtype, leaf.shape) for name, leaf in flat.leaves.items())
         return cls(flat.skeleton, leaves, flat.aliases)
 
     def allocate(self) -> Any:
-        """Return a state of this structure in new memory."""
         arrays: dict[str, Array] = {name: allocate(kind, dtype, shape) for name, kind, dtype, shape in self.leaves}
         for name, alias in self.aliases.items():
             arrays[name] = make_view(arrays[alias.of], alias)
@@ -55,10 +53,7 @@ class Expected:
 
 
 class StatePair:
-    """A state to save, which never changes, and memory of the same structure to load into.
-
-    ``flat`` has the leaves of the source, ``nbytes`` is their size. Raises UsageError if the state holds no tensor.
-    """
+    """A state to save, which never changes, and memory to load into; UsageError if it holds no tensor."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -70,11 +65,11 @@ class StatePair:
 
     @cached_property
     def target(self) -> Any:
-        """Tensors of the source's dtypes and shapes to load into, allocated on first use."""
+        # Allocated on first use: loads into new memory do not need it.
         return Blueprint.of(self.flat).allocate()
 
     def expected_from(self, tool: Tool) -> Expected:
-        """Return what the tool must load, computed once for nested states and once for flat ones."""
+        # Computed once for nested states and once for flat ones.
         if tool.nested not in self._expected:
             view = tool.view(self.source)
             self._expected[tool.nested] = Expected(digest(view), Blueprint.of(flatten(view)))
@@ -82,23 +77,20 @@ class StatePair:
 
     @property
     def fillable(self) -> bool:
-        """Whether every leaf can be loaded into existing memory. Numpy scalars, for example, cannot."""
+        # Numpy scalars, for example, are not writable.
         return all(leaf.writable for leaf in self.flat.leaves.values())
 
 
 def wipe(state: Any) -> None:
-    """Overwrite the data of a state, so that a load that does nothing fails the comparison."""
     for leaf in flatten(state).leaves.values():
         memory = leaf.host_bytes()
         if memory is not None and leaf.writable:
+            # A load that does nothing must fail the comparison.
             memory[:] = _FILL
 
 
 def check_equal(loaded: Any, saved: Any, arm: str) -> None:
-    """Compare two states: structure, plain values, dtypes, shapes and every bit.
-
-    Raises GateError if they differ. It names the arm and the first tensor that differs.
-    """
+    """Compare two states bit for bit; GateError names the arm and the first tensor that differs."""
     found, expected = flatten(loaded), flatten(saved)
     if found.skeleton != expected.skeleton or found.leaves.keys() != expected.leaves.keys():
         raise GateError(f"{arm} loaded a structure that differs from the saved one")
@@ -116,6 +108,7 @@ def digest(state: Any) -> str:
     flat = flatten(state)
     # Structure and plain values first, then each tensor with its name, dtype and shape.
     found = xxhash.xxh3_128(json.dumps(flat.skeleton, sort_keys=True).encode())
+    # Sorted, because tools return tensors in their own order.
     for name, leaf in sorted(flat.leaves.items()):
         found.update(f"{name} {leaf.dtype.name} {leaf.shape}".encode())
         for chunk in _chunks(leaf):
@@ -130,4 +123,5 @@ def _chunks(leaf: Leaf) -> Iterator[np.ndarray[Any, Any]]:
         chunk = np.empty(stop - start, np.uint8) if memory is None else memory[start:stop]
         if memory is None:
             leaf.read(start, stop, chunk)
+        # Comparing eight bytes at once is faster.
         yield chunk.view(np.uint64) if chunk.size % 8 == 0 else chunk

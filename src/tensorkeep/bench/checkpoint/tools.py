@@ -1,8 +1,4 @@
-"""The tools that the bench measures: each saves and loads a state as its users would write it.
-
-The fields of a tool are its settings, its tag is its name; `parse_tool` finds it. Where a tool cannot load into
-existing tensors, `Tool.load_into` loads new ones and copies them. Only Tensorkeep verifies checksums while it loads.
-"""
+"""The tools that the bench measures: each saves and loads a state as its users would write it."""
 
 import json
 import math
@@ -52,17 +48,16 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
 
     @classmethod
     def parse(cls, settings: Mapping[str, object]) -> Self:
-        """Return the tool with some settings; UsageError if one is unknown, of another type, or out of range."""
         return convert(settings, cls, what=f"tool {cls.__struct_config__.tag!r}")
 
     def missing(self) -> str | None:
         """Return why the tool cannot run on this machine, or None."""
+        # `find_spec` does not import the package.
         if self.package is None or find_spec(self.package) is not None:
             return None
         return f"the package {self.package!r} is not installed"
 
     def view(self, state: Any) -> Any:
-        """Return the form of a state that the tool can store: the state itself, or its tensors by flat names."""
         if self.nested:
             return state
         import torch
@@ -83,6 +78,7 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
 
     def load_into(self, path: Path, state: Any) -> None:
         """Fill the tensors of ``state``, which `view` returned for a state of the same structure."""
+        # For tools that cannot load into existing tensors, as their users would: load, then copy.
         targets = flatten(state).leaves
         for name, leaf in flatten(self.load(path)).leaves.items():
             if leaf.is_torch:
@@ -92,8 +88,6 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
 
 
 class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
-    """`tensorkeep.save` and `tensorkeep.load`."""
-
     compression: str = "none"
     direct_io: bool = True  # bypass the page cache when writing, where the file system supports it
     threads: Threads | None = None  # threads that write and read; None for the defaults of `save` and `load`
@@ -111,6 +105,7 @@ class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
 
         tool = super().parse(settings)
         if tool.compression != "auto":
+            # A codec with a typo is refused now, not in every cell.
             find_codec(tool.compression)
         return tool
 
@@ -142,6 +137,7 @@ class TorchTool(Tool, frozen=True, tag="torch"):
     def save(self, state: Any, path: Path) -> None:
         import torch
 
+        # The option is global, so other saves of the process must not see it.
         default = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(self.crc32)
         try:
@@ -158,9 +154,9 @@ class TorchTool(Tool, frozen=True, tag="torch"):
 
 
 def _numpy_globals() -> list[Any]:
-    """Return the globals in the pickle of a numpy array; they run no code from the file."""
     from numpy._core.multiarray import _reconstruct, scalar
 
+    # The globals in the pickle of a numpy array; they run no code from the file.
     kinds = [each for each in vars(np.dtypes).values() if isinstance(each, type)]
     return [_reconstruct, scalar, np.ndarray, np.dtype, *kinds]
 
@@ -215,6 +211,7 @@ class DcpTool(Tool, frozen=True, tag="dcp"):
 @contextmanager
 def _without_process_group_warning() -> Iterator[None]:
     with warnings.catch_warnings():
+        # One process without a process group is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is .*", category=UserWarning)
         yield
 
@@ -225,12 +222,7 @@ _MAX_IN_FLIGHT = 1024**3  # bytes of arrays, as stored, that are read at once; a
 
 
 class TensorstoreTool(Tool, frozen=True, tag="tensorstore"):
-    """`tensorkeep.save` with ``format="tensorstore"``; the settings are its options.
-
-    It loads as users of TensorStore do: open and read full arrays, and convert them back to the dtype that was saved.
-    ``in_flight="one"`` writes and reads one array after the other. `tensorkeep.load` instead reads ranges of the arrays
-    straight into the memory of the tensors.
-    """
+    """`tensorkeep.save` with ``format="tensorstore"``; the settings are its options."""
 
     options: Settings
 
@@ -251,6 +243,8 @@ class TensorstoreTool(Tool, frozen=True, tag="tensorstore"):
         save(state, path, format=self.format, threads=default_threads(), memory_budget=_ARRAY_MEMORY, **self.options)
 
     def load(self, path: Path) -> Any:
+        # As users of TensorStore load: open and read full arrays, and convert them back. `tensorkeep.load` instead
+        # reads ranges of the arrays straight into the memory of the tensors.
         return load_tensorstore(path, **self._read_options())
 
     def _read_options(self) -> dict[str, Any]:
@@ -273,11 +267,7 @@ InFlight = Literal["one", "all"]
 def load_tensorstore(
     path: Path, *, concurrency: int | None = None, in_flight: InFlight = "all"
 ) -> "dict[str, torch.Tensor]":
-    """Read every array of a TensorStore checkpoint that Tensorkeep saved, in the dtype that was saved.
-
-    ``concurrency`` is TensorStore's limit on concurrent file operations. With ``in_flight="one"``, each array is opened
-    and read before the next. With ``"all"``, all are opened, then up to 1 GiB is read at once.
-    """
+    """Read every array of a TensorStore checkpoint that Tensorkeep saved, in the dtype that was saved."""
     from tensorkeep.formats.tensorstore.reader import read_own
     from tensorkeep.storage.local import LocalDirectory
 
@@ -287,7 +277,6 @@ def load_tensorstore(
 
 
 def load_t5x(path: Path, *, concurrency: int | None = None, in_flight: InFlight = "all") -> "dict[str, torch.Tensor]":
-    """Read every array of a T5X checkpoint, with the parameters of `load_tensorstore`."""
     import torch
 
     from tensorkeep.formats.t5x import read_contents
@@ -316,6 +305,7 @@ def _read_arrays(
     from tensorkeep.formats.tensorstore.library import context
     from tensorkeep.formats.tensorstore.reader import check_array, start_open
 
+    # TensorStore's limit on concurrent file operations.
     limits = context(concurrency=concurrency)
 
     def begin_open(name: str) -> Any:
@@ -331,9 +321,11 @@ def _read_arrays(
             content = reading.result()
         if types.converts:
             return torch.from_numpy(content).to(types.dtype.torch)
+        # By bytes, because torch does not accept every dtype of numpy, such as bfloat16.
         flat = torch.from_numpy(content.reshape(-1).view(np.uint8))
         return flat.view(types.dtype.torch).reshape(content.shape)
 
+    # Each array is opened and read before the next. Otherwise all are opened, then up to 1 GiB is read at once.
     if in_flight == "one":
         return {name: finish(name, *begin_read(name, begin_open(name))) for name in known}
     opening = {name: begin_open(name) for name in known}
@@ -365,11 +357,12 @@ class OrbaxTool(Tool, frozen=True, tag="orbax"):
 
 
 def to_arrays(tensors: "Mapping[str, torch.Tensor]") -> dict[str, npt.NDArray[Any]]:
-    """Return CPU tensors as numpy arrays of the same dtype that share their memory, bfloat16 by ``ml_dtypes``."""
+    """Return CPU tensors as numpy arrays that share their memory, bfloat16 by ``ml_dtypes``."""
     import ml_dtypes
     import torch
 
     return {
+        # numpy has no bfloat16 of its own.
         name: tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         if tensor.dtype == torch.bfloat16
         else tensor.numpy()
@@ -378,7 +371,6 @@ def to_arrays(tensors: "Mapping[str, torch.Tensor]") -> dict[str, npt.NDArray[An
 
 
 def to_tensors(arrays: Mapping[str, npt.NDArray[Any]]) -> "dict[str, torch.Tensor]":
-    """Return numpy arrays as tensors that share their memory: the inverse of `to_arrays`."""
     import torch
 
     return {
@@ -406,6 +398,7 @@ class ZipnnTool(Tool, frozen=True, tag="zipnn"):
             for name, tensor in state.items():
                 raw = tensor.contiguous().view(-1).view(torch.uint8).numpy()
                 dtype = str(tensor.dtype).removeprefix("torch.")
+                # Other tensors are stored as they are.
                 compressed = raw.nbytes >= self.least_bytes and dtype in self.dtypes
                 # zipnn overwrites its input, so it gets a copy; it crashes on inputs of a few bytes.
                 stored = self._codec(dtype).compress(bytearray(raw)) if compressed else raw.data

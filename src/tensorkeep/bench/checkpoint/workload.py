@@ -1,7 +1,4 @@
-"""The checkpoint workload: a tool saves a state and loads it, cold and warm.
-
-Every load is compared with the saved state, bit for bit.
-"""
+"""The checkpoint workload: a tool saves a state and loads it, cold and warm, and every bit is compared."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -54,8 +51,6 @@ MEASURES = (
 class CheckpointSettings(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"source": "from"}
 ):
-    """The settings of an experiment."""
-
     model: str | None = None  # the spec of the state, see `tensorkeep.bench.checkpoint.models`; None with ``source``
     slow_model: str | None = None  # the spec for arms that are marked slow
     source: str | None = None  # ``from`` in JSON: the path of a checkpoint to use instead of a model
@@ -73,18 +68,16 @@ class CheckpointInput(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
         if self.model is None:
             return info(str(self.checkpoint)).total.nbytes
+        # AdamW has two moments for each weight.
         return parse(self.model).nbytes * (3 if self.with_optimizer else 1)
 
     def build(self) -> dict[str, Any]:
-        """Return the state of the model."""
         tensors = build(str(self.model), seed=SEED)
         return add_adamw_state(tensors, seed=SEED) if self.with_optimizer else dict(tensors)
 
     def load(self) -> Any:
-        """Return the state."""
         # When a user runs a cell again after the run, its stored model was removed.
         if self.model is not None and (self.checkpoint is None or not Path(self.checkpoint).exists()):
             return self.build()
@@ -122,10 +115,12 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
             inputs.append(CheckpointInput(settings.slow_model, settings.with_optimizer))
         stored = sum(each.nbytes for each in inputs if each.model is not None)
         largest = max(each.nbytes for each in inputs)
+        # Some settings convert parameters to float32, which doubles a state in half precision.
         widened = any(isinstance(arm, TensorstoreTool) for arm in arms)
         check_capacity(
             scratch,
             disk=round(stored + largest * (_WIDENED if widened else 1.1)) + _OVERHEAD_BYTES // 8,
+            # The source, what a load returns, and the tensors to load into.
             memory=(3 if settings.into else 2) * largest + _OVERHEAD_BYTES,
         )
         places = (scratch / "model.ckpt", scratch / "slow-model.ckpt")
@@ -144,16 +139,17 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
         with first.clock("build"):
             states = StatePair(msgspec.convert(task.input, prepared(CheckpointInput)).load())
         with first.clock("first call"):
+            # Imports and other work of the first call are in no figure.
             call_once(tool, folder)
         outcome = measure.measure_tool(tool, task.arm, states, folder / f"state{tool.suffix}", task.measures)
         return msgspec.structs.replace(outcome, clocks={**first.clocks, **outcome.clocks})
 
 
 def _store(given: CheckpointInput, path: Path) -> tuple[CheckpointInput, Subject]:
-    """Describe a state. A model that is built is stored, so that each cell loads it in a second."""
     if given.model is None:
         return given, _describe(str(given.checkpoint), load(str(given.checkpoint)))
     state = given.build()
+    # Stored once, so that each cell loads the model in a second instead of drawing it.
     save(state, path, compression="none")
     name = given.model + (f" with {given.with_optimizer}" if given.with_optimizer else "")
     return msgspec.structs.replace(given, checkpoint=str(path)), _describe(name, state)

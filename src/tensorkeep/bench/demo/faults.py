@@ -29,8 +29,6 @@ _EXPONENT_BIT = 0x40  # in the last byte of a little-endian float, it changes th
 
 @dataclass(frozen=True, slots=True)
 class BitFlip:
-    """A byte that was changed: file and offset, the tensor and block that it belongs to, its values."""
-
     file: str
     offset: int
     name: str
@@ -41,8 +39,6 @@ class BitFlip:
 
 @dataclass(frozen=True, slots=True)
 class DamageReport:
-    """A flipped bit, the report of `verify`, and the message of the error when `load` refuses the tensor."""
-
     flip: BitFlip
     report: VerifyReport
     refusal: str
@@ -50,8 +46,6 @@ class DamageReport:
 
 @dataclass(frozen=True, slots=True)
 class PeerDamage:
-    """What another tool loaded from a file with a flipped bit: a value before and after, or the error."""
-
     tool: str
     file: str
     offset: int
@@ -62,15 +56,11 @@ class PeerDamage:
 
     @property
     def silent(self) -> bool:
-        """Whether the damaged value was loaded without an error."""
         return self.error is None and self.after != self.before
 
 
 def flip_bit(checkpoint: Path) -> BitFlip:
-    """Flip one bit of a native checkpoint: in the middle of the middle block of its largest tensor.
-
-    Raises UsageError if it holds no tensor with data.
-    """
+    """Flip one bit in the largest tensor of a native checkpoint; UsageError if no tensor has data."""
     with LocalDirectory(checkpoint) as directory:
         found = manifest.read(directory)
     assert isinstance(found, Manifest)  # one process saved it
@@ -85,7 +75,6 @@ def flip_bit(checkpoint: Path) -> BitFlip:
 
 
 def _flip(file: Path, offset: int, bit: int) -> int:
-    """Flip a bit of a file; return its byte before that."""
     with file.open("r+b") as opened:
         opened.seek(offset)
         before = opened.read(1)[0]
@@ -95,13 +84,11 @@ def _flip(file: Path, offset: int, bit: int) -> int:
 
 
 def save_and_verify(folder: Path, states: StatePair) -> VerifyReport:
-    """Save the state compressed, and verify it."""
     save(states.source, folder / SAVED, compression="lossless")
     return verify(folder / SAVED)
 
 
 def damage_and_verify(folder: Path) -> DamageReport:
-    """Flip a bit in a copy of what `save_and_verify` saved; verify and load the copy, and remove it."""
     path = folder / f"{SAVED}-damaged"
     shutil.copytree(folder / SAVED, path)
     try:
@@ -113,11 +100,11 @@ def damage_and_verify(folder: Path) -> DamageReport:
             return DamageReport(flip, report, error.message)
     finally:
         shutil.rmtree(path)
+    # Reached only if a checksum missed the damage.
     raise AssertionError("a damaged block was loaded")  # pragma: no cover
 
 
 def damage_peers(folder: Path, states: StatePair, name: str) -> list[PeerDamage]:
-    """Save a tensor of the state with torch and safetensors, flip a bit of a value in the file, and load it."""
     tensor = COMMON_TOOLS["safetensors"].view(states.source)[name or "state"].contiguous()
     return [_damage_peer(folder, tool, name or "state", tensor) for tool in ("torch", "safetensors")]
 
@@ -126,6 +113,7 @@ def _damage_peer(folder: Path, tool_name: str, name: str, tensor: Any) -> PeerDa
     tool = COMMON_TOOLS[tool_name]
     path = folder / f"damaged{tool.suffix}"
     tool.save({name: tensor}, path)
+    # One value of the tensor, so that the page can show it before and after.
     index = tensor.numel() // 2
     # Both tools store the bytes of a tensor as they are, so a few of its bytes are found in the file.
     window = tensor.view(-1)[index : index + _WINDOW_BYTES // tensor.itemsize].view(torch.uint8).numpy().tobytes()
@@ -151,8 +139,6 @@ _ENOUGH_BYTES = 64 * 1024**2  # a save of fewer bytes ends before it can be kill
 
 @dataclass(frozen=True, slots=True)
 class KilledSave:
-    """A save that was killed: after how long, how much it had written, and what is left of the checkpoint before it."""
-
     tool: str
     seconds: float
     written: int  # bytes, of ``nbytes``
@@ -162,8 +148,8 @@ class KilledSave:
 
 
 def kill_saves(folder: Path, states: StatePair) -> list[KilledSave]:
-    """Kill ``torch.save`` and `tensorkeep.save` while they replace a checkpoint; a small state is padded with zeros."""
     if states.nbytes < _ENOUGH_BYTES:
+        # A small save would end before it can be killed.
         padding = torch.zeros(_ENOUGH_BYTES, dtype=torch.uint8)
         states = StatePair({"state": states.source, "padding": padding})
     path = folder / "latest"
@@ -174,6 +160,7 @@ def kill_saves(folder: Path, states: StatePair) -> list[KilledSave]:
 def _kill_tensorkeep(path: Path, states: StatePair) -> KilledSave:
     after, written = _kill("tensorkeep", path, path, states.nbytes)
     try:
+        # Every bit, because a checkpoint that loads may hold parts of two states.
         intact = verify(path).ok and digest(load(path)) == digest(states.source)
         error = None if intact else "it holds another state"
     except TensorkeepError as raised:
@@ -204,6 +191,7 @@ def _kill(tool: str, path: Path, source: Path, nbytes: int) -> tuple[float, int]
         try:
             ours.recv()  # The state is ready, and the save begins.
             begin, before, written = time.perf_counter(), written_bytes(process.pid), 0
+            # By bytes that the kernel counted, not by time: machines differ, and a save must be killed while it writes.
             while written < fraction * nbytes and not ours.poll(_POLL_SECONDS):
                 written = written_bytes(process.pid) - before
             seconds = time.perf_counter() - begin
@@ -212,14 +200,15 @@ def _kill(tool: str, path: Path, source: Path, nbytes: int) -> tuple[float, int]
         finally:
             process.kill()
             process.join()
+        # The save may have ended between the last poll and the kill.
         if not _has_saved(ours):
             return seconds, written
     raise StoreError("every save ended before it was killed", path=path, remedy="use a larger --size")
 
 
 def _has_saved(connection: Connection) -> bool:
-    """Return whether the process, which has ended, reported the end of its save."""
     try:
+        # A process that was killed leaves the end of the stream, which `poll` reports as well.
         return connection.poll() and bool(connection.recv())
     except EOFError:
         return False

@@ -17,8 +17,6 @@ from tensorkeep.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class DemoResults:
-    """Everything that the demo measured; ``description`` is a sentence about the state."""
-
     source: str | None
     description: str
     tensors: int
@@ -34,12 +32,11 @@ class DemoResults:
 
     @property
     def ok(self) -> bool:
-        """Whether every promise of Tensorkeep was kept."""
+        # Only the saves of Tensorkeep: a checkpoint that torch broke does not fail the demo.
         kept = all(kill.intact for kill in self.kills if kill.tool == "tensorkeep")
         return self.intact.ok and not self.damage.report.ok and kept and self.training.exact
 
     def document(self) -> dict[str, Any]:
-        """Return the results as JSON values."""
         damage = self.damage
         return {
             "ok": self.ok,
@@ -79,6 +76,7 @@ def facts(results: DemoResults) -> list[str]:
         for each in results.peers
         if each.silent
     ]
+    # Another version of a tool may detect the damage.
     unnoticed = f"{listed(silent)}, without a word; " if silent else ""
     left = {kill.tool: "whole, bit for bit" if kill.intact else "broken" for kill in results.kills}
     return [

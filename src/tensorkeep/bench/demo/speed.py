@@ -1,8 +1,4 @@
-"""Parts 1 and 5 of the demo: how fast each tool saves and loads, and the six-way comparison with Tensorkeep beside it.
-
-Part 1 measures saves, and first loads in new processes, in interleaved rounds. Part 5 runs each arm of the experiment
-``six-way`` once.
-"""
+"""Parts 1 and 5 of the demo: how fast each tool saves and loads, and the six-way comparison with Tensorkeep."""
 
 import tempfile
 import time
@@ -70,7 +66,6 @@ _T5X_FRACTION = 0.1
 
 @contextmanager
 def temporary_folder(directory: Path) -> Iterator[Path]:
-    """Make a folder in ``directory``, and remove it with its content at the end; StoreError if it cannot be made."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="tensorkeep-demo-", dir=directory)
     except OSError as error:
@@ -81,12 +76,12 @@ def temporary_folder(directory: Path) -> Iterator[Path]:
 
 
 def scale_of_size(nbytes: int) -> float:
-    """Return the scale that gives OpenLLaMA-3B about so many bytes."""
     return nbytes / parse("openllama-3b").nbytes
 
 
 def build_states(folder: Path, source: Path | None, scale: float) -> StatePair:
     """Load a checkpoint, or build OpenLLaMA-3B at a scale; StoreError if memory or disk do not suffice."""
+    # Without an exponent, which a spec does not allow.
     spec = f"openllama-3b:scale={scale:.10f}"
     nbytes = parse(spec).nbytes if source is None else info(source).total.nbytes
     disk, memory = _COPIES_ON_DISK * nbytes, COPIES_IN_MEMORY * nbytes
@@ -111,8 +106,8 @@ class SmallRun:
     not_run: str = ""
 
     def scaled(self, measure: str, nbytes: int) -> float | None:
-        """Return a figure for a state of ``nbytes``, as if it grew with the bytes."""
         value = self.figures.get(measure)
+        # As if the figure grew with the bytes.
         return None if value is None else value * nbytes / self.state_bytes
 
 
@@ -125,7 +120,6 @@ def measure_rounds(
     seed: int,
     progress: Callable[[str], None],
 ) -> Results:
-    """Save and load the state with each tool in every round."""
     arms = {name: partial(_save_and_load, tool, name, states, folder) for name, tool in TOOLS.items()}
     total = rounds * len(arms)
 
@@ -136,11 +130,11 @@ def measure_rounds(
 
 
 def measure_t5x(states: StatePair, folder: Path) -> SmallRun:
-    """Save and load the first tensors of the state, about a tenth of the bytes, once with T5X's settings."""
     if reason := T5X.missing():
         return SmallRun(0, {}, reason)
     first, nbytes = {}, 0
     for name, tensor in T5X.view(states.source).items():
+        # About a tenth of the bytes: gzip takes too long for all.
         if nbytes < states.nbytes * _T5X_FRACTION:
             first[name] = tensor
             nbytes += tensor.nbytes
@@ -149,13 +143,13 @@ def measure_t5x(states: StatePair, folder: Path) -> SmallRun:
 
 
 def _save_and_load(tool: Tool, name: str, states: StatePair, folder: Path) -> Outcome:
-    """Save until the checkpoint is durable, load it in a new process while it is cached, and remove it."""
     if reason := tool.missing():
         return Outcome("not-run", reason)
     path = folder / f"state{tool.suffix}"
 
     def measure() -> Outcome:
         _, saving = save_durably(tool, tool.view(states.source), path)
+        # Cached, so that the speed of the disk does not hide the work of the tool.
         warm(path)
         [loading] = FreshProcess(tool, path, states.expected_from(tool)).load(name)
         return Outcome(figures={SAVE: saving, FIRST: loading, STORED: stored_bytes(path)})
@@ -167,12 +161,12 @@ def _save_and_load(tool: Tool, name: str, states: StatePair, folder: Path) -> Ou
 
 
 def figures(rounds: Results) -> dict[str, dict[str, Figure]]:
-    """Return the figures by measure and arm, without measures that no arm has and arms that failed."""
     found: dict[str, dict[str, Figure]] = {}
     for measure in SPEED_MEASURES:
         for arm in [name for name in TOOLS if name not in rounds.failures]:
             values = list(rounds.figures(arm, measure).values())
             own, torch = (arm, measure), ("torch", measure)
+            # A speedup of times, a fraction of bytes.
             ratios = rounds.ratios(own, torch) if measure == STORED else rounds.ratios(torch, own)
             if values:
                 figure = Figure(describe(values).median, describe(ratios) if ratios else None)
@@ -181,7 +175,6 @@ def figures(rounds: Results) -> dict[str, dict[str, Figure]]:
 
 
 def notes(rounds: Results, t5x: SmallRun) -> list[str]:
-    """Return the sentences on tools that did not run, and on T5X's smaller state."""
     found = [f"{arm} was not run: {reason}." for arm, reason in rounds.failures.items()]
     if t5x.figures:
         size = format_bytes(t5x.state_bytes)
@@ -200,13 +193,10 @@ _MODELS = {"model": "openllama-3b:scale=0.04:float16", "slow_model": "openllama-
 
 
 def compare_six_ways(folder: Path, progress: Callable[[str], None]) -> Results:
-    """Save and load once with each arm of the experiment ``six-way``, and with Tensorkeep, in this process.
-
-    The arms of TensorStore are slow and work on a smaller state, so the figures are compared per byte. One run gives no
-    verdict; ``tensorkeep bench checkpoint --experiment six-way`` measures with confidence.
-    """
+    """Save and load once with each arm of the experiment ``six-way``, and with Tensorkeep, in this process."""
     shipped = read_experiment("six-way")
     arms = [
+        # The arms of TensorStore are slow and work on a smaller state, so the figures are compared per byte.
         replace(arm, slow=isinstance(parse_tool(arm.settings), TensorstoreTool))
         for arm in shipped.arms
         if arm.role != "control"
@@ -214,6 +204,7 @@ def compare_six_ways(folder: Path, progress: Callable[[str], None]) -> Results:
     experiment = replace(
         shipped.experiment,
         title="Six ways to checkpoint, and Tensorkeep",
+        # One run gives no verdict, with or without a control.
         control=False,
         settings={**shipped.experiment.settings, **_MODELS},
     )
@@ -233,7 +224,6 @@ class _SixWayProgress(RunListener):
 
 
 def _run_once(task: Task, limits: Limits) -> Outcome:
-    """Save, load and compare once; an arm that cannot run has the reason."""
     tool = parse_tool(task.settings)
     if reason := tool.missing():
         return Outcome("not-run", reason)
@@ -247,6 +237,7 @@ def _run_once(task: Task, limits: Limits) -> Outcome:
         loaded = read_state(tool, path)
         loading = time.perf_counter() - begin
         check_equal(loaded, state, task.arm)
+    # This process runs all arms: an error of one must not end the demo.
     except GateError as error:
         return Outcome("gate", error.message)
     except TensorkeepError as error:

@@ -29,8 +29,6 @@ _QUICK = ("--loop.batch_size", "8", "--eval.batches", "1")
 
 @dataclass(frozen=True, slots=True)
 class KilledRun:
-    """A killed run: the last step in its log, its last complete checkpoint, and its losses by step."""
-
     step: int
     saved: Step
     losses: dict[int, float]
@@ -38,8 +36,6 @@ class KilledRun:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedSteps:
-    """The steps computed before the kill and again after it: how many losses were compared, and which differ."""
-
     first: int
     last: int
     count: int
@@ -47,13 +43,10 @@ class RepeatedSteps:
 
     @property
     def exact(self) -> bool:
-        """Whether at least one loss was compared, and none differs."""
         return self.count > 0 and not self.different
 
 
 class TrainingDemo:
-    """A run in a new ``folder``, trained by separate processes that save ``every`` so many of its ``steps``."""
-
     def __init__(
         self,
         folder: PathLike,
@@ -70,16 +63,14 @@ class TrainingDemo:
         self._settings = settings
 
     def prepare(self) -> PreparedData:
-        """Turn the source into tokens."""
         self.folder.check_new()
         return prepare(self._source, self.folder.data, tokenizer="char", overwrite=True)
 
     def train(self, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Train the run to its end without a break; return its summary."""
         return self._finish(self._start(), "training without a break", progress)
 
     def train_until_killed(self, progress: Callable[[str], None]) -> KilledRun:
-        """Start the run and kill it (SIGKILL) at a random step, some steps after a complete checkpoint."""
+        # A random step: the promise holds wherever the run is killed.
         least = random.randint(self._steps * 2 // 5, self._steps * 3 // 5)
         process = self._start()
         try:
@@ -92,21 +83,22 @@ class TrainingDemo:
         return killed
 
     def _stop_if_due(self, process: subprocess.Popen[str], least: int) -> KilledRun | None:
-        """Stop the process if it can be killed now; let it continue if it saved again before it stopped."""
         _check_running(process)
         if self._state_if_killed(least) is None:
             return None
+        # Stopped before it is killed: a run that continues may save again after its log was read, and have no steps to
+        # repeat.
         os.kill(process.pid, signal.SIGSTOP)
         # Wait until it has stopped. WNOWAIT leaves the exit status to Popen, if it has ended instead.
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         _check_running(process)
         killed = self._state_if_killed(least)
         if killed is None:
+            # It saved again before it stopped.
             os.kill(process.pid, signal.SIGCONT)
         return killed
 
     def _state_if_killed(self, least: int) -> KilledRun | None:
-        """Return the state of the run if it were killed now; None before ``least`` or right after a checkpoint."""
         losses, saved = self.losses(), self._last_saved()
         step = max(losses, default=0)
         # Right after a checkpoint there would be no steps to repeat, and nothing to compare.
@@ -115,7 +107,6 @@ class TrainingDemo:
         return KilledRun(step, saved, losses)
 
     def resume(self, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Resume the run to its end; return its summary."""
         return self._finish(self._start("--resume"), "resumed", progress)
 
     def _finish(self, process: subprocess.Popen[str], doing: str, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -132,14 +123,13 @@ class TrainingDemo:
         return summary
 
     def repeated(self, killed: KilledRun) -> RepeatedSteps:
-        """Compare the losses that were computed twice."""
         again = self.losses()
+        # The steps after the checkpoint were computed before the kill and again after it.
         steps = [step for step in killed.losses if step > killed.saved.number]
         different = tuple(step for step in steps if again.get(step) != killed.losses[step])
         return RepeatedSteps(killed.saved.number + 1, killed.step, len(steps), different)
 
     def last_checkpoint(self) -> Step:
-        """Return the checkpoint of the last step, which a run that ended always has."""
         step = self._last_saved()
         if step is None:
             raise AssertionError("the run has no checkpoint")
@@ -147,6 +137,7 @@ class TrainingDemo:
 
     def _start(self, *more: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tensorkeep", "train", RECIPE, "--out", str(self.folder.path), "--json", *more]
+        # A resumed run has its settings from its folder.
         if not more:
             command += ["--data", str(self.folder.data), "--loop.steps", str(self._steps), "--log.every", "1"]
             command += ["--checkpoint.every", str(self._every), "--eval.every", str(self._every)]
@@ -163,16 +154,14 @@ class TrainingDemo:
         return steps[-1] if steps else None
 
     def losses(self) -> dict[int, float]:
-        """Return the losses by step from the log; the later one for a step that was computed again."""
         log = self.folder.log
         lines = lines_of(log.read_bytes()) if log.exists() else ()
+        # The later line wins for a step that was computed again.
         return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedRuns:
-    """The losses of an unbroken run, and of one that was killed and resumed."""
-
     unbroken: list[float]
     resumed: list[float]
     killed_at: int
@@ -180,16 +169,14 @@ class ComparedRuns:
 
     @property
     def same(self) -> int:
-        """The number of steps with the same loss, bit for bit."""
         return sum(one == other for one, other in zip(self.unbroken, self.resumed, strict=False))
 
     @property
     def exact(self) -> bool:
-        """Whether both runs have all steps, and every loss is the same."""
+        # A run that lost steps is not exact, even if all its losses are the same.
         return len(self.unbroken) == len(self.resumed) == self.same > 0
 
     def text(self) -> str:
-        """Return what was done and found in two sentences."""
         verdict = f"all {self.same} losses are the same, bit for bit"
         if not self.exact:
             verdict = f"only {self.same} of {len(self.unbroken)} losses are the same"

@@ -1,7 +1,4 @@
-"""The process of one cell: ``python -m tensorkeep.bench.run.cell TASK``, which `run_cell` starts and limits.
-
-The task is a `tensorkeep.bench.workload.Task` in JSON; the last line of the output is the outcome.
-"""
+"""The process of one cell: ``python -m tensorkeep.bench.run.cell TASK``, with a `Task` in JSON."""
 
 import errno
 import os
@@ -37,17 +34,17 @@ _LONGEST_ERROR = 4000
 
 
 def command_of(task: Task) -> tuple[str, ...]:
-    """Return the command that runs a cell."""
     return ("python", "-m", "tensorkeep.bench.run.cell", msgspec.json.encode(task).decode())
 
 
 def run_cell(task: Task, limits: Limits) -> Outcome:
-    """Run a task in a new interpreter, and remove its files; return the outcome also if it failed or was killed."""
+    """Run a task in a new interpreter, and remove its files; failed and killed cells have an outcome, too."""
     begin = time.perf_counter()
     # Files, because nothing reads a pipe while the process runs, and a full one would block it.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             [sys.executable, *command_of(task)[1:]],
+            # A library that asks a question must not wait for the terminal of the run.
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -60,6 +57,7 @@ def run_cell(task: Task, limits: Limits) -> Outcome:
             # Also after the process has ended: processes that it started may still run.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            # Without a wait, the killed process would remain as a zombie.
             process.wait()
             remove(Path(task.directory))
         if outcome is None:
@@ -68,9 +66,9 @@ def run_cell(task: Task, limits: Limits) -> Outcome:
 
 
 def _wait(process: subprocess.Popen[bytes], limits: Limits, begin: float) -> Outcome | None:
-    """Wait until the process ends; return an outcome if it exceeds a limit first."""
     while True:
         with suppress(subprocess.TimeoutExpired):
+            # The result is known as soon as the process ends; only the limits are polled.
             process.wait(_POLL_SECONDS)
             return None
         if limits.seconds is not None and time.perf_counter() - begin > limits.seconds:
@@ -85,6 +83,7 @@ def _wait(process: subprocess.Popen[bytes], limits: Limits, begin: float) -> Out
 
 def _end_of(file: IO[bytes]) -> str:
     size = file.seek(0, os.SEEK_END)
+    # Libraries may log without end; the outcome is the last line.
     file.seek(max(0, size - _LONGEST_OUTCOME))
     return file.read().decode(errors="replace")
 
@@ -93,6 +92,7 @@ def _read_outcome(code: int, out: str, err: str) -> Outcome:
     lines = [line for line in out.splitlines() if line.startswith(MARK)]
     if code == 0 and lines:
         return msgspec.json.decode(lines[-1].removeprefix(MARK), type=prepared(Outcome))
+    # Our own kill has an outcome already, so another SIGKILL comes from outside.
     if code == -signal.SIGKILL:
         return Outcome("memory", "was killed by the kernel, most likely because memory ran out")
     ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -104,23 +104,25 @@ def _read_outcome(code: int, out: str, err: str) -> Outcome:
 
 
 def main(text: str) -> int:
-    """Run the task in JSON; return 0 whatever its outcome."""
     started = time.perf_counter()
     end_with_parent()
     task = msgspec.json.decode(text, type=prepared(Task))
     outcome = run_task(task, started)
     # The parent removes it as well, if this process does not come so far.
     shutil.rmtree(task.directory, ignore_errors=True)
+    # On a line of its own, even if a library ended its output without a newline. The exit code is 0 whatever the
+    # outcome.
     print(f"\n{MARK}{msgspec.json.encode(outcome).decode()}", flush=True)
     return 0
 
 
 def run_task(task: Task, started: float) -> Outcome:
-    """Run a task in this process, which ``started`` at a `time.perf_counter`; every exception becomes an outcome."""
+    """Run a task in this process, which ``started`` at a `time.perf_counter`; exceptions become outcomes."""
     try:
         workload = get_workload(task.workload)
         if reason := workload.missing(workload.parse_arm(task.settings)):
             return Outcome("not-run", reason)
+        # Imported here, so that its seconds have a clock of their own and are in no figure.
         import torch  # noqa: F401
 
         imported = time.perf_counter() - started
@@ -132,7 +134,6 @@ def run_task(task: Task, started: float) -> Outcome:
 
 
 def failed_outcome(error: Exception) -> Outcome:
-    """Return the outcome of a cell that raised an exception."""
     return Outcome(_status(error), _reason(error))
 
 
@@ -152,11 +153,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
     while cause is not None:
         yield cause
+        # A tool may wrap the error of the system, and only that one has the number.
         cause = cause.__cause__ or cause.__context__
 
 
 def _reason(error: Exception) -> str:
     text = error.message if isinstance(error, TensorkeepError) else str(error).strip()
+    # Compilers and C++ libraries append whole stack traces.
     line = (text.splitlines() or [""])[0][:_LONGEST_REASON]
     if not isinstance(error, TensorkeepError):
         return f"{type(error).__name__}: {line}"
@@ -166,8 +169,10 @@ def _reason(error: Exception) -> str:
 def end_with_parent() -> None:
     """Ask the kernel to end this process with its parent, and to kill it first when memory runs out."""
     with suppress(OSError, AttributeError):
+        # The kernel ends this process with its parent: a killed run must not leave cells that measure and write.
         libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(OSError):
+        # The kernel kills this process first when memory runs out, not the run or another program.
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 

@@ -1,13 +1,4 @@
-"""The runner: measures the cells of an experiment in randomised complete blocks.
-
-Every arm runs once in each block, in random order, so that a drift of the machine affects all arms alike.
-`ExperimentRun` runs each cell in a process of its own and writes the results after each cell, so that an interrupted
-run can resume. `run_rounds` calls functions in this process, where processes would take too long.
-
-The number of blocks may follow from what was measured: an arm is not measured again once the interval of its gain is
-narrow enough (a sequential interval of fixed width; Chow and Robbins, 1965). Stopping depends on the width of the
-interval only, never on where it lies, so it favours neither outcome.
-"""
+"""The runner: measures the cells of an experiment in randomised complete blocks."""
 
 import random
 import statistics
@@ -69,22 +60,18 @@ class RunListener:
 
 
 def schedule(experiment: Experiment, arms: Sequence[Arm]) -> list[CellRecord]:
-    """Return the planned cells in their order.
-
-    The order within a block depends only on the seed, the block's number and the arms: with more runs, the experiment
-    begins with the same blocks.
-    """
     cells: list[CellRecord] = []
     for block in range(experiment.runs or 0):
         names = [arm.name for arm in arms]
         # Seeded block by block, so that the order of a block does not depend on how many there are.
+        # Every arm runs once in each block, in random order, so that a drift of the machine affects all arms alike.
         random.Random(f"{experiment.seed}:{block}").shuffle(names)
         cells += [CellRecord(name, block, "planned", len(cells) + place) for place, name in enumerate(names)]
     return cells
 
 
 def plan_results(plan: ExperimentPlan, command: str) -> Results:
-    """Return the results of a run that has not started, by a command line: every cell is planned."""
+    """Return the results of a run that has not started: every cell is planned."""
     workload = get_workload(plan.experiment.workload)
     names = workload.measures_of(workload.parse_settings(plan.experiment.settings))
     return Results(
@@ -99,7 +86,7 @@ def plan_results(plan: ExperimentPlan, command: str) -> Results:
 
 
 class BlockRun:
-    """Runs the pending cells of some results in their order; each arm is measured by a function in this process."""
+    """Runs the pending cells of some results; each arm is measured by a function in this process."""
 
     directory: Path | None = None  # the folder on the disk that is measured
 
@@ -108,21 +95,19 @@ class BlockRun:
         self._measurements = measurements
 
     def describe(self, cell: CellRecord) -> CellRecord:
-        """Return a cell with everything that is known before it starts."""
         return replace(cell, started=_now(), amount=self.results.subject.bytes)
 
     def measure(self, cell: CellRecord) -> Outcome:
-        """Measure a cell; the outcome has the seconds that it took."""
         begin = time.perf_counter()
+        # In this process, where a process per cell would take too long.
         outcome = self._measurements[cell.arm]()
         return replace(outcome, seconds=time.perf_counter() - begin)
 
     def update(self, **changes: Any) -> None:
-        """Change the results."""
         self.results = replace(self.results, **changes)
 
     def run_cells(self, listener: RunListener) -> None:
-        """Run every pending cell. Whole blocks and arms that need not be measured again are left out."""
+        """Run every pending cell that has to be measured; StoreError if the disk is full."""
         while (index := self._next()) is not None:
             cell, total = self.describe(self.results.cells[index]), len(self.results.cells)
             listener.cell_started(cell, total - len(self._pending()), total, self._seconds_left())
@@ -139,9 +124,9 @@ class BlockRun:
                 )
 
     def _next(self) -> int | None:
-        """Return the index of the next cell, or None; before each block, leave out what need not be measured again."""
         cells = self.results.cells
         pending = self._pending()
+        # Only before a block begins: a block with a part of its arms would not be complete.
         if pending and not any(cell.block == cells[pending[0]].block and cell.seconds for cell in cells):
             left_out = arms_left_out(self.results, cells[pending[0]].block)
             if left_out:
@@ -150,21 +135,20 @@ class BlockRun:
         return pending[0] if pending else None
 
     def _pending(self) -> list[int]:
-        """Return the indices of the cells that have to run, in their order."""
         cells = self.results.cells
         pending = [index for index, cell in enumerate(cells) if cell.status in _PENDING]
+        # A resumed run first repeats cells that met a full disk.
         return sorted(pending, key=lambda index: cells[index].order)
 
     def _repeated_failure(self, cell: CellRecord) -> Outcome | None:
-        """Return the outcome of a cell if its arm has already failed in a way that repeats."""
         for other in self.results.cells:
             if other.arm == cell.arm and other.order != cell.order and other.status in FINAL and other.seconds:
                 verb = "was not run" if other.status == "not-run" else "failed"
+                # A second attempt would fail again, and may take the whole time limit.
                 return Outcome("not-run", f"not repeated: in block {other.block + 1} it {verb} ({other.reason})")
         return None
 
     def _seconds_left(self) -> float | None:
-        """Estimate the rest of the run: each cell takes the mean of its arm, or the median of all."""
         # Arms differ by orders of magnitude, so each has its own mean.
         known: dict[str, list[float]] = {}
         for cell in self.results.cells:
@@ -172,16 +156,14 @@ class BlockRun:
                 known.setdefault(cell.arm, []).append(cell.seconds)
         if not known:
             return None
+        # For arms that have not run yet.
         usual = statistics.median([seconds for each in known.values() for seconds in each])
         pending = (self.results.cells[index] for index in self._pending())
         return sum(statistics.fmean(known.get(cell.arm, [usual])) for cell in pending)
 
 
 class ExperimentRun(BlockRun):
-    """A run of an experiment, new or resumed, with each cell in a process of its own.
-
-    ``results`` and the file have what was measured so far. ``measure`` runs a task.
-    """
+    """A run of an experiment, new or resumed, with each cell in a process of its own."""
 
     def __init__(
         self,
@@ -206,6 +188,7 @@ class ExperimentRun(BlockRun):
         settings = workload.parse_settings(self.results.experiment.settings)
         parsed = [workload.parse_arm(arm.settings) for arm in self.results.arms]
         with scratch_folder(self.directory or Path()) as scratch:
+            # Before anything is written: figures of two machines must not be mixed in one file.
             self._check_machine(scratch)
             listener.preparing()
             self._scratch, self._prepared = scratch, workload.prepare(settings, parsed, scratch)
@@ -214,11 +197,13 @@ class ExperimentRun(BlockRun):
             try:
                 self.run_cells(listener)
             finally:
+                # Also after an error: earlier figures are kept and summarised.
                 complete = not self._pending()
                 self.update(complete=complete, finished=_now() if complete else None, summary=summarise(self.results))
 
     def update(self, **changes: Any) -> None:
         super().update(**changes)
+        # After each cell, so that an interrupted run can resume.
         write_results(self.results, self._file)
 
     def describe(self, cell: CellRecord) -> CellRecord:
@@ -242,6 +227,7 @@ class ExperimentRun(BlockRun):
             settings=arm.settings,
             input=to_builtins(prepared.slow_input if arm.slow else prepared.input),
             measures=[measure.name for measure in self.results.measures],
+            # A folder per cell: a killed cell cannot leave files for the next one.
             directory=str(self._scratch / f"cell-{cell.order}"),
             block=cell.block,
             baseline=baseline,
@@ -270,12 +256,9 @@ def run_rounds(
     nbytes: int | None = None,
     progress: Callable[[int, str], None] | None = None,
 ) -> Results:
-    """Measure every arm once a round by a function in this process; the first arm is the baseline.
-
-    The first round always runs. A later one starts only if it would end within ``seconds``, were it as long as the one
-    before. ``nbytes`` is the size of the state, and ``progress`` gets the number of cells done and the next arm.
-    """
+    """Measure every arm once a round in this process, at most ``seconds`` long; the first arm is the baseline."""
     names = list(measurements)
+    # The first round always runs. A later one starts only if it would end in time, were it as long as the one before.
     arms = tuple(Arm(name, "arm" if place else "baseline") for place, name in enumerate(names))
     experiment = Experiment("rounds", "", baseline=names[0], runs=rounds, seed=seed, budget=seconds)
     cells = tuple(schedule(experiment, arms))
@@ -296,19 +279,21 @@ class _RoundsListener(RunListener):
 
 
 def arms_left_out(results: Results, block: int) -> set[str]:
-    """Return the arms that need no cell in a block that has not begun.
-
-    All arms are left out if the block would exceed the budget, or if only baseline and control would need it.
-    """
+    """Return the arms that need no cell in a block that has not begun."""
     every = {arm.name for arm in results.arms}
+    # A block that would exceed the budget does not begin, because a part of a block is of little use.
     if _exceeds_budget(results, block):
         return every
     if results.experiment.precision is None:
         return set()
     samples = Samples(results)
+    # An arm is not measured again once the interval of its gain is narrow enough (a sequential interval of fixed width;
+    # Chow and Robbins, 1965). Stopping depends on the width of the interval only, never on where it lies, so it favours
+    # neither outcome.
     enough = {arm.name for arm in results.arms if arm.role != "baseline" and _is_precise(samples, arm.name)}
     failed = {cell.arm for cell in results.cells if cell.status in FINAL}
     wanted = {arm.name for arm in results.arms if arm.role == "arm"} - enough - failed
+    # Baseline and control alone are not worth a block.
     return enough if wanted else every
 
 
@@ -321,11 +306,11 @@ def _is_precise(samples: Samples, arm: str) -> bool:
 
 
 def _exceeds_budget(results: Results, block: int) -> bool:
-    """Return whether a block would end after the budget, if its cells take as long as in the block before."""
     budget = results.experiment.budget
     if budget is None or block == 0:
         return False
     planned = {cell.arm for cell in results.cells if cell.block == block}
+    # The best estimate of a block is the one before, with the arms that are still planned.
     before = [cell for cell in results.cells if cell.block == block - 1 and cell.arm in planned]
     spent = sum(cell.seconds or 0.0 for cell in results.cells)
     return spent + sum(cell.seconds or 0.0 for cell in before) > budget
@@ -333,10 +318,7 @@ def _exceeds_budget(results: Results, block: int) -> bool:
 
 @contextmanager
 def scratch_folder(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder on the measured disk, locked and removed at the end; first remove files of killed runs.
-
-    Raises BusyError if another run uses it; StoreError if it cannot be written to.
-    """
+    """Yield an empty, locked folder on the measured disk; BusyError if another run uses it, else StoreError."""
     # On the measured disk: a system's temporary folder may be in memory.
     path = directory / SCRATCH
     try:

@@ -1,13 +1,4 @@
-"""One cell of a training comparison: trains a run, compares its losses with a reference, and returns its figures.
-
-Three other processes may take part, each ``python -m tensorkeep.bench.training.cell KIND TASK``:
-
-* ``reference`` trains the first steps without systems techniques, and prints their losses;
-* ``partner`` trains the baseline in turns with the cell, for a fraction of a second each. The speed of a machine drifts
-  within seconds by more than most techniques change it. Two runs that take turns see the same machine, so the ratio of
-  their speeds in each pair of turns is much less noisy than the ratio of two full runs;
-* ``rank`` is one of several ranks that torchrun starts to train the run together.
-"""
+"""One cell of a training comparison; also the processes ``reference``, ``partner`` and ``rank`` that help it."""
 
 import gc
 import hashlib
@@ -75,8 +66,6 @@ _LOST = RanksDisagreeError.__name__
 
 
 class PartnerTask(msgspec.Struct, frozen=True):
-    """What a partner trains."""
-
     config: Settings
     data: str
     folder: str
@@ -89,8 +78,6 @@ class PartnerTask(msgspec.Struct, frozen=True):
 
 
 class Protocol(msgspec.Struct, frozen=True):
-    """How a cell is measured."""
-
     warmup: int  # steps after the first one that are not timed
     # Seconds of training after which the validation loss is measured, in addition to the end of the run. A run that
     # ends sooner has no such loss: it had less time than the others.
@@ -103,15 +90,15 @@ class Protocol(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LossGate:
-    """Compares the losses of the first steps with expected ones; ``tolerance`` is the allowed relative difference."""
-
     expected: list[float]
+    # The allowed relative difference; 0 means that they must be equal.
     tolerance: float
 
     def check(self, step: int, loss: float) -> None:
         """Raise GateError if the loss of a step, counted from 1, differs by more than the tolerance."""
         if step > len(self.expected):
             return
+        # Steps are counted from 1.
         expected = self.expected[step - 1]
         # Written with `not <=`, because every comparison with NaN is false.
         if not abs(loss - expected) <= self.tolerance * abs(expected):
@@ -129,17 +116,12 @@ class TrainingJob(msgspec.Struct, frozen=True):
     gate: LossGate
 
     def run(self) -> Outcome:
-        """Train the run and return its figures; see `run_training`."""
         config = Config.from_dict(self.config)
         return run_training(config, Path(self.data), Path(self.folder), self.protocol, self.gate)
 
 
 def run_training(config: Config, data: Path, folder: Path, protocol: Protocol, gate: LossGate) -> Outcome:
-    """Train a run to its end, and return its figures.
-
-    Raises GateError if a technique was not active, or the losses do not match the reference; DoesNotApplyError if the
-    configuration is not valid on this machine.
-    """
+    """Train a run and return its figures; GateError if it is wrong, DoesNotApplyError if it cannot run here."""
     begin = time.perf_counter()
     recorder: _Recorder | None = None
     try:
@@ -149,6 +131,7 @@ def run_training(config: Config, data: Path, folder: Path, protocol: Protocol, g
             summary = train(run, recorder, stop=recorder.stop)
             outcome = _outcome(run, recorder, summary)
             outcome.figures |= _memory(run, recorder)
+    # A technique that does nothing must not get a verdict on its speed.
     except TechniqueNotActiveError as error:
         raise GateError(error.message) from error
     except (UnsupportedError, UsageError) as error:
@@ -162,11 +145,6 @@ def run_training(config: Config, data: Path, folder: Path, protocol: Protocol, g
 
 @dataclass
 class _Recorder:
-    """Times the steps, takes turns with the baseline, and evaluates once when the given time has passed.
-
-    Events come to rank 0 only; `stop` is called in all ranks.
-    """
-
     run: OpenRun
     protocol: Protocol
     gate: LossGate
@@ -180,18 +158,21 @@ class _Recorder:
     losses: list[tuple[int, float]] = field(default_factory=list)  # by step
 
     def __post_init__(self) -> None:
+        # Events come to rank 0 only, but `stop` is called in all ranks, so steps are counted there.
         self.timer = StepTimer(self.run, self.protocol.warmup, self.protocol.turn)
         self.partner: Partner | None = None
 
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
         if kind == "technique":
             self.observed[values["name"]] = values["seen"]
+        # An evaluation needs other memory than a step.
         elif kind == "evaluate" and not self.protocol.with_evaluation:
             _reset_peak(self.run)
         elif kind == "train":
             self._record_step(step, values)
 
     def _record_step(self, step: int, values: dict[str, Any]) -> None:
+        # At once, so that a wrong run ends after some steps.
         self.gate.check(step, values["loss"])
         self.losses.append((step, values["loss"]))
         self.peak = max(self.peak, values["peak_memory_bytes"])
@@ -209,6 +190,7 @@ class _Recorder:
             self.partner = self.partner or Partner(self.protocol.partner)
             if speed is not None:
                 self.pairs.append((speed, self.partner.train_turn()))
+        # All ranks must evaluate in the same step, although their clocks differ.
         limit = self.protocol.seconds
         if limit is not None and self.loss_in_time is None and world.any(self.timer.seconds >= limit):
             self.loss_in_time = validation_loss(self.run)
@@ -222,6 +204,7 @@ def _outcome(run: OpenRun, recorder: _Recorder, summary: TrainingSummary) -> Out
         seconds, tokens, flops = (sum(column) for column in zip(*steps, strict=True))
         figures |= {
             SPEED: tokens / seconds,
+            # The median, because one step may wait for the disk or another program.
             STEP: statistics.median(step[0] for step in steps),
             MFU: flops / seconds / max(run.speed.peak, 1.0),
         }
@@ -237,13 +220,14 @@ def _outcome(run: OpenRun, recorder: _Recorder, summary: TrainingSummary) -> Out
 
 
 def thinned(losses: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return the losses as at most 100 points: a step, and the mean of the finite losses since the point before."""
+    """Return at most 100 points: a step, and the mean of the finite losses since the point before."""
     # A results file has a curve for each cell, and must not become large.
     count = min(len(losses), _MOST_POINTS)
     ends = [place * len(losses) // count for place in range(1, count + 1)]
     points = []
     for begin, end in pairwise([0, *ends]):
         finite = [loss for _, loss in losses[begin:end] if math.isfinite(loss)]
+        # A range test ends where losses are no longer finite; JSON has no numbers for them.
         if finite:
             points.append((losses[end - 1][0], float(f"{statistics.fmean(finite):.6g}")))
     return tuple(points)
@@ -253,8 +237,8 @@ def thinned(losses: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
 
 
 def _memory(run: OpenRun, recorder: _Recorder) -> dict[str, float]:
-    """Return the peak of memory; on a CPU, the tensors of one more step and the process separately."""
     peak = float(max(0, recorder.peak - recorder.others))
+    # CUDA counts the tensors itself. With evaluations, the limit is on the whole process.
     if run.device.type == "cuda" or recorder.protocol.with_evaluation:
         return {MEMORY: peak}
     figures = {RESIDENT: peak}
@@ -265,8 +249,9 @@ def _memory(run: OpenRun, recorder: _Recorder) -> dict[str, float]:
 
 
 def _reset_peak(run: OpenRun) -> int:
-    """Restart the peak of memory, between two steps; return its bytes that do not belong to training."""
+    """Restart the peak of memory; return the bytes that do not belong to training."""
     if run.device.type == "cuda":
+        # The allocator counts tensors only, so nothing else has to be subtracted.
         torch.cuda.reset_peak_memory_stats(run.device)
         return 0
     # On the CPU it is the resident memory of the process, which has loaded libraries and compiled code.
@@ -278,19 +263,17 @@ def _reset_peak(run: OpenRun) -> int:
 
 
 def _nbytes(value: Any) -> int:
-    """Return the bytes of a tensor; for a quantised one, the sum over the tensors that it consists of."""
     if is_traceable_wrapper_subclass(value):
+        # A quantised tensor reports the bytes of its original dtype; its inner tensors have the real ones.
         return sum(_nbytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
     return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 def step_peak(step: Callable[[], object]) -> int:
-    """Return the peak bytes of CPU tensors in a step: tensors that exist before, and tensors that it allocates.
-
-    On a CPU the resident memory of a process depends on malloc, loaded libraries and earlier steps, so torch's profiler
-    records each allocation and release of the step instead. The count is exact, the same in every run, and comparable
-    with the memory ledger, which predicts it from shapes. A tensor that is freed within the step counts until its end.
-    """
+    """Return the peak bytes of CPU tensors in a step: tensors from before, and tensors that it allocates."""
+    # The resident memory of a process depends on malloc, loaded libraries and earlier steps, so torch's profiler
+    # records each allocation and release instead. The count is exact, the same in every run, and comparable with the
+    # memory ledger, which predicts it from shapes. A tensor that is freed within the step counts until its end.
     before = live_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
@@ -304,7 +287,7 @@ def step_peak(step: Callable[[], object]) -> int:
 
 
 def live_bytes() -> int:
-    """Return the bytes of the CPU tensors that Python objects hold; tensors that share storage count once."""
+    # Dead cycles would still count.
     gc.collect()
     storages: dict[int, int] = {}
     for found in gc.get_objects():
@@ -316,13 +299,13 @@ def live_bytes() -> int:
                 address = storage.data_ptr()
             except RuntimeError:
                 continue
+            # Tensors that share storage count once.
             if address:
                 storages[address] = storage.nbytes()
     return sum(storages.values())
 
 
 def _allocations(events: Iterable[Any]) -> Iterator[Any]:
-    """Yield the events of allocations and releases in a profiler's tree."""
     for event in events:
         if event.typed[0].name == "Allocation" and event.extra_fields.device.type == "cpu":
             yield event
@@ -334,8 +317,6 @@ def _allocations(events: Iterable[Any]) -> Iterator[Any]:
 
 @dataclass
 class StepTimer:
-    """Times the steps of a run. The first step of a turn only warms caches and threads up and is not timed."""
-
     run: OpenRun
     warmup: int
     turn: float  # the least seconds of a turn
@@ -356,25 +337,24 @@ class StepTimer:
         elif self._untimed:
             self._untimed -= 1
         else:
+            # The clock, tokens and FLOPs only grow, so a step is the difference of two marks.
             self.steps.append(tuple(now - then for now, then in zip(self._mark, before, strict=True)))  # type: ignore[arg-type]
         seconds = sum(step[0] for step in self.steps[self._first :])
         if seconds < self.turn or not seconds:
             return None
         speed = sum(step[1] for step in self.steps[self._first :]) / seconds
+        # The partner has just used the caches and threads: the first step of the next turn warms them up and is not
+        # timed.
         self._first, self._untimed = len(self.steps), 1
         return speed
 
     @property
     def warming_up(self) -> bool:
-        """Whether no step was timed yet, and the next one will not be either."""
         return not self.steps and self._untimed != 0
 
 
 class Partner(Closing):
-    """The baseline's process, a context manager; when it is made, it has warmed up and waits.
-
-    Raises TensorkeepError if the process ends.
-    """
+    """The baseline's process; it has warmed up and waits. TensorkeepError if the process ends."""
 
     def __init__(self, task: PartnerTask) -> None:
         # The partner of a rank is a run by itself, with as many threads as one.
@@ -382,13 +362,15 @@ class Partner(Closing):
         environment.pop(THREADS, None)
         environment |= {} if task.threads is None else {THREADS: task.threads}
         command = [sys.executable, "-m", _MODULE, "partner", msgspec.json.encode(task).decode()]
+        # The speed of a machine drifts within seconds by more than most techniques change it. Two runs that take turns
+        # for a fraction of a second see the same machine, so the ratio of a pair of turns is much less noisy than the
+        # ratio of two full runs.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self._read()
 
     def train_turn(self) -> float:
-        """Let the baseline train for one turn; return its tokens per second."""
         stdin = self._process.stdin
         if stdin is not None:
             stdin.write("\n")
@@ -396,21 +378,22 @@ class Partner(Closing):
         return self._read()
 
     def _read(self) -> float:
+        # Libraries print lines of their own.
         for line in self._process.stdout or ():
             if line.startswith(_TURN_MARK):
                 return float(line.removeprefix(_TURN_MARK))
+        # The output ended before a turn did, so the process has failed.
         code = self._process.wait()
         self.close()
         raise TensorkeepError(f"the process of the baseline ended with exit code {code}")
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
+        # Closes the pipes and collects the exit status.
         self._process.communicate()
 
 
 def _run_partner(task: PartnerTask) -> None:
-    """Train the baseline for one turn for each line that stdin has, and print its speed."""
     config = Config.from_dict(task.config)
     config = config.changed({"loop.steps": _MORE_STEPS * config.loop.steps})
     with open_run(config, RunFolder(Path(task.folder)), Dataset.open(task.data)) as run:
@@ -420,11 +403,13 @@ def _run_partner(task: PartnerTask) -> None:
         def stop() -> bool:
             nonlocal ready
             speed = timer.add_step()
+            # The first line reports only that the warm-up is over.
             if not ready and not timer.warming_up:
                 ready, speed = True, 0.0
             if speed is None:
                 return False
             print(f"{_TURN_MARK}{speed}", flush=True)
+            # Empty at the end of stdin: the cell has ended, or closed the pipe.
             return not sys.stdin.readline()
 
         train(run, Silent(), stop=stop)
@@ -440,25 +425,23 @@ class _ReferenceTask(msgspec.Struct):
 
 
 def reference_losses(config: Config, data: Path, steps: int, cache: Path) -> list[float]:
-    """Return the losses of the first steps of a run; the cells of an experiment share them in a folder, ``cache``.
-
-    Raises TensorkeepError if the run fails.
-    """
+    """Return the losses of the first steps, shared in the folder ``cache``; TensorkeepError if it fails."""
     task = msgspec.json.encode(_ReferenceTask(config.as_dict(), str(data), steps)).decode()
     # By all that determines the losses: configuration, data and steps.
     path = cache / f"{hashlib.sha256(task.encode()).hexdigest()[:16]}.json"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", _MODULE, "reference", task]
+        # In its own process, because compiled code and caches of the reference would change the first step of the cell.
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise TensorkeepError(f"the reference run without techniques failed: {_last_line(done.stderr)}")
+        # The last line: libraries may print before it.
         path.write_text(done.stdout.splitlines()[-1])
     return msgspec.json.decode(path.read_bytes(), type=list[float])
 
 
 def train_steps(config: Config, data: Path, steps: int, folder: Path) -> list[float]:
-    """Train the first steps of a run, and return their losses."""
     with open_run(config, RunFolder(folder), Dataset.open(data)) as run:
         with run.techniques.verified(run):
             losses = [take_step(run)["loss"]]
@@ -475,12 +458,10 @@ def _run_reference(task: _ReferenceTask) -> None:
 
 
 def run_on_ranks(job: TrainingJob, ranks: int, folder: Path) -> Outcome:
-    """Train a job on so many ranks; return the outcome of rank 0, with the memory of the rank that needs most.
-
-    Raises TensorkeepError if torchrun fails.
-    """
+    """Train a job on so many ranks; return one outcome of all. TensorkeepError if torchrun fails."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _JOB).write_bytes(msgspec.json.encode(job))
+    # --standalone takes a free port, so two runs on one machine do not meet.
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", _MODULE, "rank"]
     # Ranks share the processors; with all threads each, they would wait for each other.
     threads = max(1, torch.get_num_threads() // ranks)
@@ -491,6 +472,7 @@ def run_on_ranks(job: TrainingJob, ranks: int, folder: Path) -> Outcome:
         text=True,
         check=False,
     )
+    # Files, because torchrun mixes the output of its ranks.
     files = [_outcome_file(folder, rank) for rank in range(ranks)]
     if done.returncode or not all(file.exists() for file in files):
         raise TensorkeepError(f"torchrun with {ranks} ranks failed: {_last_line(done.stderr)}")
@@ -498,12 +480,12 @@ def run_on_ranks(job: TrainingJob, ranks: int, folder: Path) -> Outcome:
 
 
 def joined(outcomes: list[Outcome]) -> Outcome:
-    """Return one outcome of all ranks: the cause if one failed, else rank 0's outcome with the largest memory."""
     failed = [each for each in outcomes if each.status != "ok"]
     if failed:
         # Where one rank fails, the others only report that they lost the connection.
         return min(failed, key=lambda each: _LOST in (each.reason or ""))
     figures = {
+        # The rank that needs most memory decides whether the run fits.
         name: max(each.figures[name] for each in outcomes)
         for name in (MEMORY, RESIDENT)
         if all(name in each.figures for each in outcomes)
@@ -517,6 +499,7 @@ def _run_rank(folder: Path) -> None:
         outcome = job.run()
     except Exception as error:
         outcome = failed_outcome(error)
+        # Marks the consequence of another rank's failure, see `joined`.
         if isinstance(error, RanksDisagreeError):
             outcome.reason = f"{_LOST}: {outcome.reason}"
     _outcome_file(folder, int(os.environ["RANK"])).write_bytes(msgspec.json.encode(outcome))
@@ -535,6 +518,7 @@ if __name__ == "__main__":
     if _kind == "reference":
         _run_reference(msgspec.json.decode(_task, type=prepared(_ReferenceTask)))
     else:
+        # A killed cell must not leave processes that train on.
         end_with_parent()
         if _kind == "partner":
             _run_partner(msgspec.json.decode(_task, type=prepared(PartnerTask)))

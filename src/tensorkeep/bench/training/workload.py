@@ -81,8 +81,6 @@ Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
 class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The settings of an experiment."""
-
     recipe: str = DEFAULT_RECIPE
     data: str | None = None  # a source or a prepared folder; the recipe's source if None
     steps: Annotated[int, Meta(ge=3, le=1_000_000)] = 100
@@ -95,8 +93,6 @@ class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class TrainingInput(msgspec.Struct, frozen=True):
-    """What a cell trains."""
-
     settings: TrainingSettings
     source: str  # what the data is prepared from
     data: str | None = None  # the prepared data
@@ -105,14 +101,13 @@ class TrainingInput(msgspec.Struct, frozen=True):
     config: Settings | None = None
 
     def arm_config(self, arm: Mapping[str, object], block: int = 0) -> Config:
-        """Return the configuration of an arm."""
         if self.config is not None:
             return Config.from_dict(self.config)
         given = self.settings
         return arm_config(given.recipe, arm, steps=given.steps, evaluated=given.evaluated, block=block)
 
     def open_data(self, folder: Path) -> Dataset:
-        """Return the data, which is prepared in ``folder`` unless it is prepared already."""
+        # The data may be prepared already, by the run or by the user.
         for place in (Path(self.data or folder), Path(self.source)):
             if (place / FILE).exists():
                 return Dataset.open(place)
@@ -146,6 +141,7 @@ class TrainingWorkload(Workload[TrainingSettings, Settings]):
     def prepare(self, settings: TrainingSettings, arms: Collection[Settings], scratch: Path) -> PreparedInputs:
         source = absolute_source(settings.data or get_recipe(settings.recipe).data.source)
         given = TrainingInput(settings, source, settings.data, str(scratch / "references"))
+        # All configurations first: a value that is not valid must not show after hours.
         configs = [given.arm_config(arm) for arm in arms]
         data = given.open_data(scratch / "data")
         given = msgspec.structs.replace(given, data=str(data.path))
@@ -173,15 +169,16 @@ class TrainingWorkload(Workload[TrainingSettings, Settings]):
         )
         job = cell.TrainingJob(config.as_dict(), str(data.path), str(folder / "run"), protocol, gate)
         ranks = int(task.settings.get(RANKS, 1))
+        # Code that an earlier cell compiled would shorten the first step.
         with _empty_compile_cache(folder / "compiled"):
             outcome = job.run() if ranks == 1 else run_on_ranks(job, ranks, folder)
+        # The ledger predicts one process.
         predicted = None if ranks > 1 else _predicted(config, data)
         figures = {**outcome.figures, **({} if predicted is None else {cell.PREDICTED: float(predicted)})}
         return msgspec.structs.replace(outcome, figures=figures, clocks={**outcome.clocks, **before.clocks})
 
 
 def _partner(given: TrainingInput, data: Dataset, task: Task) -> PartnerTask | None:
-    """Return what the process of the baseline trains; None if the baseline has several ranks itself."""
     baseline = task.baseline or {}
     if baseline.get(RANKS, 1) != 1:
         return None
@@ -197,27 +194,28 @@ def _partner(given: TrainingInput, data: Dataset, task: Task) -> PartnerTask | N
 
 
 def _predicted(config: Config, data: Dataset) -> int | None:
-    """Return the peak of memory that the ledger predicts, or None if it does not know a technique's effect."""
     config = config.changed({"model.vocab_size": max(config.model.vocab_size, data.vocab_size)})
     ledger = predict(config, device=chosen_device(config.loop.device).type)
+    # A technique with an unknown effect would make the prediction wrong.
     return None if ledger.unknown else ledger.peak_of_steps
 
 
 @contextmanager
 def _empty_compile_cache(folder: Path) -> Iterator[None]:
-    """Let torch keep compiled code in a new folder: code of an earlier cell would shorten the first step."""
     before = os.environ.get(_INDUCTOR_CACHE)
     os.environ[_INDUCTOR_CACHE] = str(folder)
     try:
         yield
     finally:
         if before is None:
+            # As it was: unset, not empty.
             del os.environ[_INDUCTOR_CACHE]
         else:
             os.environ[_INDUCTOR_CACHE] = before
 
 
 def _gate(config: Config, data: Path, given: TrainingInput, folder: Path) -> LossGate:
+    # Systems techniques must not change the losses; algorithmic ones may, so the reference has them, too.
     plain = without_systems_techniques(config)
     if plain == config or given.config is not None:
         return LossGate([], 0.0)
@@ -228,12 +226,13 @@ def _gate(config: Config, data: Path, given: TrainingInput, folder: Path) -> Los
 
 
 def _describe(config: Config, given: TrainingInput, data: Dataset) -> Subject:
-    """Describe the recipe of the baseline and the device; the speed of a CPU depends on its threads."""
+    # On the meta device, shapes need no memory.
     model = GPT(config.model.with_tokens(data.vocab_size), device="meta")
     shapes = [each.numel() for each in model.parameters()]
     nbytes = _BYTES_PER_WEIGHT * sum(shapes)
     loop, device = config.loop, chosen_device(config.loop.device)
     accumulated = loop.gradient_accumulation_steps
+    # The speed of a CPU depends on its threads.
     cpu = f"the CPU with {counted(loop.threads or torch.get_num_threads(), 'thread')}"
     sentence = (
         f"{config.recipe}: {sum(shapes):,} parameters ({format_bytes(nbytes)}), {loop.steps:,} steps of "
@@ -249,13 +248,9 @@ def _describe(config: Config, given: TrainingInput, data: Dataset) -> Subject:
 def arm_config(
     recipe: str, arm: Mapping[str, Any], *, steps: int, evaluated: int | None = None, block: int = 0
 ) -> Config:
-    """Return the configuration of an arm: changes to a recipe by dotted name, ``{"techniques.compile": "on"}``.
-
-    The run has ``steps`` and evaluates that many batches, by default the full split. Each block gets its own seed.
-
-    Raises UsageError if the recipe or a setting is unknown, or a value is not valid.
-    """
+    """Return the configuration of an arm; UsageError if recipe or settings are unknown or not valid."""
     base = get_recipe(recipe)
+    # Each block has its own seed, so that the verdict on a loss does not rest on one.
     own = {"loop.seed": base.loop.seed + block, "eval.every": 0}
     changes = {name: value for name, value in arm.items() if name != RANKS}
     return measured_config(base, steps=steps, evaluated=evaluated, changes={**own, **changes})
@@ -264,17 +259,15 @@ def arm_config(
 def measured_config(
     config: Config, *, steps: int, evaluated: int | None = None, changes: Mapping[str, Any] | None = None
 ) -> Config:
-    """Return a configuration for a measurement, with other changes: every step is logged, without checkpoints."""
+    """Return a configuration for a measurement: every step is logged, without checkpoints."""
     return config.changed({**_FIXED, "loop.steps": steps, "eval.batches": evaluated, **(changes or {})})
 
 
 def check_arm(arm: Mapping[str, Any]) -> None:
-    """Check the names of an arm's settings and its techniques. Their values are checked with the recipe.
-
-    Raises UsageError if a setting is unknown or belongs to the experiment, or techniques cannot be combined.
-    """
+    """Check the names of an arm's settings and its techniques; UsageError if they are not valid."""
     known = [*setting_names(), *RENAMED]
     ranks = arm.get(RANKS, 1)
+    # Not isinstance: True is an int.
     if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
         raise UsageError(f"{RANKS} is {ranks!r}", remedy=f"give a number of processes, 1 to {_MOST_RANKS}")
     for name in arm:
@@ -294,7 +287,6 @@ def check_arm(arm: Mapping[str, Any]) -> None:
 
 
 def missing_for(arm: Mapping[str, Any]) -> str | None:
-    """Return the missing requirement of an arm's techniques on this machine, or None."""
     if arm.get(RANKS, 1) > 1:
         return None  # each rank checks it
     machine = Machine(chosen_device(arm.get("loop.device", "auto")))
@@ -306,8 +298,8 @@ def missing_for(arm: Mapping[str, Any]) -> str | None:
 
 
 def _techniques(arm: Mapping[str, Any]) -> Stack:
-    """Return the techniques of an arm; they do not depend on the recipe."""
     own = {name: value for name, value in arm.items() if name.startswith(TECHNIQUES)}
+    # Techniques do not depend on the recipe, so any will do.
     return Stack.of(get_recipe(DEFAULT_RECIPE).changed(own).techniques)
 
 
@@ -321,6 +313,7 @@ def without_systems_techniques(config: Config) -> Config:
 def loss_tolerance(config: Config) -> float:
     """Return how far losses may differ from `without_systems_techniques`, relatively: the techniques' sum."""
     kinds = (TECHNIQUE_CLASSES.get(name) for name in config.techniques)
+    # Tolerances add up, because each technique may round differently.
     return float(sum(each.tolerance for each in kinds if each.kind == "systems"))
 
 

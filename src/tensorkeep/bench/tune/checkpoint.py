@@ -1,10 +1,4 @@
-"""``tensorkeep tune checkpoint``: measure which settings save fastest on this machine, and write them to a file.
-
-Two stages in interleaved rounds: first raw and lossless, each with direct I/O and through the page cache; then, with
-the winner, the number of threads. A stage keeps its first setting unless another one is faster by the bench's
-statistics: a paired test of the log-ratios, adjusted for all settings of the stage, its 95% interval, and at least 5%
-gain.
-"""
+"""``tensorkeep tune checkpoint``: measure which settings save fastest on this machine, and write them to a file."""
 
 import json
 import math
@@ -60,45 +54,41 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to save: compression, number of threads, and whether writes bypass the page cache."""
-
     compression: str
     threads: int
     direct_io: bool
 
     @classmethod
     def default(cls) -> "Setting":
-        """Return the default settings of `save`; the default memory budget limits its threads."""
+        # The default memory budget limits the threads of a save without settings.
         return cls("none", min(default_threads(), DEFAULT_BUDGET // _PER_THREAD), direct_io=True)
 
     @property
     def memory_budget(self) -> int:
-        """The bytes of buffers that the threads need, at least the default."""
+        # With the default budget, a save would use fewer threads than were measured.
         return max(DEFAULT_BUDGET, self.threads * _PER_THREAD)
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
         return f"{self.compression}, {counted(self.threads, 'thread')}, {'direct' if self.direct_io else 'page cache'}"
 
     def table(self) -> Settings:
         """Return the table ``[save]`` of ``tensorkeep.toml``: the compression, and settings other than the default."""
         names, default = ("threads", "direct_io", "memory_budget"), Setting.default()
+        # Only what differs, so that later defaults apply to the rest.
         changed = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
         return {"compression": self.compression, **changed}
 
 
 @dataclass(frozen=True)
 class TuningStage:
-    """Settings that were measured in the same rounds; the others are compared with the first."""
-
     settings: Sequence[Setting]
     rounds: Results
     nbytes: int  # bytes of the state
 
     @cached_property
     def comparisons(self) -> dict[Setting, Comparison]:
-        """How many times faster than the first each other setting saves, if a round has both."""
+        # The others are compared with the first, which is kept unless another one is faster.
         first = (self.settings[0].name, SAVE)
         ratios = {each: self.rounds.ratios(first, (each.name, SAVE)) for each in self.settings[1:]}
         return {each: compare([math.log(ratio) for ratio in found]) for each, found in ratios.items() if found}
@@ -108,25 +98,28 @@ class TuningStage:
         if setting == self.settings[0]:
             return "default" if setting == Setting.default() else "first"
         comparison = self.comparisons.get(setting)
+        # A time budget may end a stage after one round.
         if comparison is None or comparison.n < FEWEST_ROUNDS:
             return "too few rounds"
         others = list(self.comparisons)
         adjusted = holm([self.comparisons[each].p or 0.0 for each in others])[others.index(setting)]
+        # As in the bench: a paired test of the log-ratios, adjusted for all settings of the stage, its 95% interval,
+        # and at least 5% gain.
         word, _ = judge(comparison, adjusted, None)
         return "faster" if word == "helps" else "slower" if word == "hurts" else "within noise"
 
     def winner(self) -> Setting:
-        """Return the fastest of the settings that are faster than the first, or else the first."""
         faster = [setting for setting in self.settings if self.verdict(setting) == "faster"]
         return max(faster, key=lambda setting: self.comparisons[setting].gain, default=self.settings[0])
 
     def seconds_needed(self) -> float:
         """Estimate the seconds of `FEWEST_ROUNDS` rounds and the warm-up round before them."""
         seconds = [self.rounds.figures(setting.name, SAVE).values() for setting in self.settings]
+        # One more round, for the warm-up.
         return sum(describe(list(each)).median for each in seconds if each) * (FEWEST_ROUNDS + 1)
 
     def row(self, setting: Setting) -> Settings:
-        """Return the figures of a setting as plain values; rates are bytes of the state per second."""
+        """Return the figures of a setting; rates are bytes of the state per second."""
         seconds = list(self.rounds.figures(setting.name, SAVE).values())
         stored = list(self.rounds.figures(setting.name, STORED).values())
         time = describe(seconds) if seconds else None
@@ -143,7 +136,6 @@ class TuningStage:
         }
 
     def as_dict(self) -> Settings:
-        """Return everything as plain values, with the raw samples."""
         return {
             "arms": [self.row(setting) for setting in self.settings],
             "rounds": self.rounds.blocks,
@@ -153,19 +145,15 @@ class TuningStage:
 
 @dataclass(frozen=True, slots=True)
 class TunedSave:
-    """The result of tuning: a description of the state, its bytes, and the stages."""
-
     subject: str
     nbytes: int
     stages: tuple[TuningStage, ...]
 
     @property
     def choice(self) -> Setting:
-        """The recommended setting."""
         return self.stages[-1].winner()
 
     def sentence(self) -> str:
-        """Return the recommendation in a sentence."""
         if self.choice == Setting.default():
             reason = "no other setting is faster beyond the noise"
             if any(stage.verdict(setting) == "too few rounds" for stage in self.stages for setting in stage.settings):
@@ -186,7 +174,6 @@ class TunedSave:
         return math.ceil(max(longest, sum(stage.seconds_needed() for stage in self.stages)) * _MARGIN)
 
     def as_dict(self) -> Settings:
-        """Return everything as plain values, with the raw samples."""
         return {
             "subject": {"description": self.subject, "bytes": self.nbytes},
             "stages": [stage.as_dict() for stage in self.stages],
@@ -220,9 +207,12 @@ def tune(
         size = sum(leaf.nbytes for leaf in flatten(state).leaves.values())
         if size == 0:
             raise UsageError("there is nothing to measure: the state holds no tensor", path=source)
+        # Checked again, because the size of a checkpoint is known only now.
         check_capacity(directory, disk=2 * size, memory=DEFAULT_BUDGET)
         stages: list[TuningStage] = []
         end = time.perf_counter() + seconds
+        # Two stages instead of every combination, which would take many times as long: first raw and lossless, each
+        # with direct I/O and through the page cache; then, with the winner, the number of threads.
         for vary in (_vary_writing, _vary_threads):
             settings = vary(stages[-1].winner() if stages else Setting.default())
             now = time.perf_counter()
@@ -278,7 +268,7 @@ def _make_state(directory: Path, nbytes: int, source: Path | None) -> tuple[str,
 
 
 def _affordable_bytes(directory: Path, path: Path, seconds: float) -> int:
-    """Return the bytes of a state that each stage can save in enough rounds within some seconds."""
+    # A slow disk would otherwise spend the whole time on one round.
     state = _make_state(directory, FEWEST_BYTES, None)[1]
     settings = _vary_writing(Setting.default())
     for setting in settings:  # A warm-up, as in `_measure`.
@@ -303,39 +293,30 @@ _ANY_TABLE = re.compile(r"\s*\[")
 
 
 def write_tuned(path: Path, values: Mapping[str, object], comments: Sequence[str]) -> str:
-    """Write or change a ``tensorkeep.toml`` atomically, and return its text.
-
-    The comments are lines above the values of the table ``[save]``.
-
-    Raises UsageError if the existing file cannot be parsed, or cannot be changed without loss; StoreError if it cannot
-    be read or written.
-    """
+    """Write or change a ``tensorkeep.toml`` atomically, and return its text; UsageError or StoreError if it cannot."""
     text = with_table(read_text(path), values, comments, path)
     replace_file(path, text.encode())
     return text
 
 
 def check_writable(path: Path) -> None:
-    """Check that a ``tensorkeep.toml`` can be written, by creating and removing a file in its folder.
-
-    Raises UsageError if the folder does not exist; StoreError if no file can be created in it.
-    """
+    """Raise UsageError if the folder does not exist, StoreError if no file can be created in it."""
+    # Through links, because the file is replaced where it really lies.
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         remedy = "make the folder, or give another file with --out"
         raise UsageError(f"the folder {str(target.parent)!r} does not exist", path=path, remedy=remedy)
+    # A file is created, because permissions alone do not show a read-only disk.
     with store_errors(path, "write the settings"), tempfile.NamedTemporaryFile(dir=target.parent):
         pass
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file, or an empty one if it does not exist.
-
-    Raises UsageError if it is not a text file; StoreError if it cannot be read.
-    """
+    """Return the text, empty without a file; UsageError if it is not text, StoreError if it cannot be read."""
     with store_errors(path, "read the settings"):
         if not path.exists():
             return ""
+        # A device or a huge file would be read without end.
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             raise UsageError("is not a settings file", path=path, remedy="give another one with --out")
         content = path.read_bytes()
@@ -346,10 +327,7 @@ def read_text(path: Path) -> str:
 
 
 def with_table(text: str, values: Mapping[str, object], comments: Sequence[str], path: Path) -> str:
-    """Return the text of a file with a table ``[save]`` that holds these values and no others.
-
-    Raises UsageError if the text cannot be parsed, or the table cannot be replaced line by line.
-    """
+    """Return the text with these values in its table ``[save]``; UsageError if the table cannot be replaced."""
     try:
         before = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -381,6 +359,7 @@ def _replace_table(text: str, block: list[str]) -> str:
         if _THIS_TABLE.match(line):
             rest = lines[number + 1 :]
             end = next((index for index, each in enumerate(rest) if _ANY_TABLE.match(each)), len(rest))
+            # Comments of the user stay; our own begin with a mark.
             kept = [each for each in rest[:end] if not _OWN_LINE.match(each)]
             return "\n".join([*lines[: number + 1], *block, *kept, *rest[end:]])
     gap = [] if not text else ["", ""] if not text.endswith("\n") else [""]

@@ -37,8 +37,6 @@ RunTrial = Callable[[Config], Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A technique that saves memory, with settings, and the expected factor on the time of a step."""
-
     name: str
     settings: Settings
     cost: float
@@ -58,15 +56,12 @@ OPTIONS: tuple[tuple[Option, ...], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """A configuration and its predicted memory and time."""
-
     config: Config
     ledger: Ledger  # the predicted memory
     cost: float = 1.0  # the expected factor on the time of a step; 1.0 for the given configuration
     added: dict[str, Settings] = field(default_factory=dict)  # techniques that the given one does not have
 
     def settings(self) -> Settings:
-        """Return the changes to the given configuration, by dotted name."""
         loop = self.config.loop
         techniques = {f"techniques.{name}": settings or "on" for name, settings in self.added.items()}
         return {
@@ -78,8 +73,6 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A batch size that was tried, whether it fits, and the reason if it does not."""
-
     batch_size: int
     fits: bool
     reason: str
@@ -87,8 +80,6 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class TunedTraining:
-    """The result of tuning."""
-
     memory: int  # bytes that training may use
     before: MemoryPlan  # the given configuration
     chosen: MemoryPlan  # the cheapest that fits; if none is predicted to fit, the one that needs the least memory
@@ -99,13 +90,12 @@ class TunedTraining:
 
     @property
     def fits(self) -> bool:
-        """Whether the trial fitted; without a trial, whether the prediction fits."""
+        # A measured peak is worth more than the prediction.
         if not self.tried:
             return self.predicted_to_fit
         return self.measured is not None and self.measured <= self.memory
 
     def as_dict(self) -> Settings:
-        """Return it as plain values."""
         return {
             "memory": self.memory,
             "before": self.before.ledger.as_dict(),
@@ -131,6 +121,7 @@ def tune(config: Config, data: Path, memory: int, *, run_trials: bool = True, la
     UnsupportedError if a technique is unknown, or this machine lacks what it needs.
     """
     device = chosen_device(config.loop.device)
+    # As a training run does: the plan must start from what would really run.
     config, _ = turn_on_defaults(config, Machine(device))
     Stack.of(config.techniques).check(Machine(device))
     found = memory_plans(config)
@@ -141,6 +132,7 @@ def tune(config: Config, data: Path, memory: int, *, run_trials: bool = True, la
     tuned = TunedTraining(memory, before, fitting[0], predicted_to_fit=True)
     if not run_trials:
         return tuned
+    # On CUDA the peak counts tensors only; on a CPU the process also holds its libraries.
     run_trial = trial_runner(data, memory, 0 if device.type == "cuda" else resident_bytes() + _STARTUP_BYTES)
     tuned = _try_plans(tuned, fitting, run_trial)
     if not (largest and tuned.fits):
@@ -154,12 +146,9 @@ def tune(config: Config, data: Path, memory: int, *, run_trials: bool = True, la
 
 
 def memory_plans(config: Config) -> list[MemoryPlan]:
-    """Return the configuration as it is and with every set of techniques that can run here, the cheapest first.
-
-    The number of sequences in a step does not change: a smaller micro-batch is accumulated more often.
-    ``model.vocab_size`` is the vocabulary size of the data.
-    """
+    """Return the configuration alone and with every set of techniques that can run here, the cheapest first."""
     device = chosen_device(config.loop.device)
+    # None leaves the group out; a technique that the configuration has already stays as it is.
     groups = [[None, *(each for each in group if each.name not in config.techniques)] for group in OPTIONS]
     found: list[MemoryPlan] = []
     for picked in itertools.product(*groups):
@@ -168,13 +157,16 @@ def memory_plans(config: Config) -> list[MemoryPlan]:
         together = msgspec.structs.replace(config, techniques={**config.techniques, **added})
         try:
             Stack.of(together.techniques).check(Machine(device))
+        # Some techniques exclude each other, or need another device.
         except (UsageError, UnsupportedError):
             continue
         cost = math.prod(each.cost for each in options)
         for halvings, batch_size in enumerate(_halved(config.loop.batch_size)):
+            # The number of sequences in a step does not change: a smaller micro-batch is accumulated more often.
             smaller = with_batch_size(together, batch_size)
             ledger = predict(smaller, device=device.type)
             found.append(MemoryPlan(smaller, ledger, cost * _COST_OF_HALVING**halvings, added))
+    # Of two plans with equal cost, the simpler one.
     return sorted(found, key=lambda plan: (plan.cost, len(plan.added)))
 
 
@@ -186,9 +178,9 @@ def _halved(size: int) -> Iterator[int]:
 
 
 def _try_plans(tuned: TunedTraining, fitting: Sequence[MemoryPlan], run_trial: RunTrial) -> TunedTraining:
-    """Return the first plan that fits in its trial, or else the last one that was tried."""
     limit = tuned.memory
     for _ in range(_MOST_TRIALS):
+        # The cheapest of the plans that need clearly less than the last one tried.
         plan = next((each for each in fitting if each.ledger.peak <= limit), None)
         if plan is None:
             break
@@ -204,13 +196,10 @@ def _try_plans(tuned: TunedTraining, fitting: Sequence[MemoryPlan], run_trial: R
 
 
 def largest_batch(config: Config, memory: int, run_trial: RunTrial) -> tuple[tuple[Config, int] | None, list[Trial]]:
-    """Search the largest batch that fits, by bisection over the divisors of the sequences of a step.
-
-    Return its configuration and its peak in bytes, or None if not even the smallest batch fits, and the trials.
-
-    Raises UsageError if a trial fails for another reason than memory.
-    """
+    """Return configuration and peak bytes of the largest batch that fits, or None, and the trials."""
     sequences = config.loop.batch_size * config.loop.gradient_accumulation_steps
+    # Only divisors keep the number of sequences in a step. The peak grows with the size, so bisection finds the
+    # largest.
     sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
     trials: list[Trial] = []
     best: tuple[Config, int] | None = None
@@ -230,7 +219,8 @@ def largest_batch(config: Config, memory: int, run_trial: RunTrial) -> tuple[tup
 
 
 def fits(outcome: Outcome, memory: int) -> bool:
-    """Return whether a trial used no more than so many bytes; UsageError if it failed for another reason."""
+    """Return whether a trial used at most so many bytes; UsageError if it failed for another reason."""
+    # It ran out of memory or was ended at its limit, and has no figures.
     if outcome.status == "memory":
         return False
     if outcome.status != "ok":
@@ -239,15 +229,14 @@ def fits(outcome: Outcome, memory: int) -> bool:
 
 
 def trial_runner(data: Path, memory: int, overhead: int) -> RunTrial:
-    """Return a function that trains a configuration for a few steps and evaluates it, in its own process.
-
-    The process is ended when it exceeds the ``memory`` for training and its ``overhead`` without training together.
-    """
+    """Return a function that trains a configuration for a few steps in its own process, with a limit."""
+    # The memory for training, and what the process needs without training.
     limits = Limits(TRIAL_SECONDS, memory + overhead)
 
     def run_trial(config: Config) -> Outcome:
         # The peak is read after a step, so the evaluation must come between two steps to be included.
         config = measured_config(config, steps=TRIAL_STEPS, evaluated=1, changes={"eval.every": 1})
+        # Without a warm-up: the peak matters, not the speed.
         settings = TrainingSettings(recipe=config.recipe, steps=TRIAL_STEPS, warmup=0)
         given = TrainingInput(settings, source=str(data), data=str(data), config=config.as_dict())
         with tempfile.TemporaryDirectory(prefix="tensorkeep-tune-") as folder:
