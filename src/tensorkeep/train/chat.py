@@ -97,22 +97,20 @@ class ChatSession:
         self._cache.clear()
 
     def answer(self, text: str) -> Generator[str]:
-        """Add a message of the user, and yield the answer as it is generated.
+        """Add a message of the user, and yield the answer as it is generated. An answer that ends early is kept.
 
-        The session changes when the caller asks for the first piece. If the caller stops early, or an exception ends
-        the answer, the session keeps the pieces so far.
-
-        Raises UsageError, before the session changes, if the message does not fit into the context, or the tokenizer
-        cannot encode it.
+        Raises UsageError, before the session changes, if the message does not fit, or the tokenizer cannot encode it.
         """
         # The turn ends with the token that begins an answer, so the model continues with the answer.
         begin = self._tokenizer.begin["assistant"]
         turn = [*self._tokenizer.message("user", text).tolist(), begin]
+        # Here and not in the generator, which runs at the first piece only: errors must come at once.
         self._make_space(turn)
         return self._generated(turn, text)
 
     def _generated(self, turn: list[int], text: str) -> Generator[str]:
         message = {"role": "assistant", "content": ""}
+        # Part of the session from the start, so that an interrupted answer keeps its pieces.
         self._turns.append(turn)
         self.messages += [{"role": "user", "content": text}, message]
         prompt = [*self._first, *(token for each in self._turns for token in each)]
@@ -127,6 +125,7 @@ class ChatSession:
             cache=self._cache,
         )
         self._seed += 1
+        # The tokens of the answer follow the tokens of the message in `turn`.
         begin, ended = len(turn), False
 
         def content() -> Generator[int]:
@@ -156,6 +155,7 @@ class ChatSession:
             self._cache.clear()
             raise
         finally:
+            # However the answer ended, the next turn follows a complete message.
             turn.append(tokenizer.end)
 
     def _make_space(self, turn: list[int]) -> None:

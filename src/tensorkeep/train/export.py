@@ -32,33 +32,23 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What `export` wrote.
-
-    Attributes
-    ----------
-    architecture : str
-        The class in transformers: ``"GPT2LMHeadModel"``, ``"LlamaForCausalLM"`` or ``"Qwen3ForCausalLM"``.
-    parameters : int
-        Elements of the written tensors; tied weights count once.
-    stored_bytes : int
-        The size of all files.
-    """
+    """What `export` wrote."""
 
     path: str
+    # The class in transformers: ``"GPT2LMHeadModel"``, ``"LlamaForCausalLM"`` or ``"Qwen3ForCausalLM"``.
     architecture: str
+    # Elements of the written tensors; tied weights count once.
     parameters: int
     dtype: str
+    # The size of all files.
     stored_bytes: int
     files: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, as ``--json`` prints it."""
         return asdict(self)
 
 
 class SpecialTokenOptions(TypedDict, total=False):
-    """Tokens that begin and end documents, and end messages; see `export`."""
-
     begin_of_document: int | None
     end_of_document: int | None
     end_of_message: int | None
@@ -165,12 +155,12 @@ def _is_export(path: Path) -> bool:
 
 
 def _checked_state(model_or_state: GPT | Mapping[str, Tensor], config: ModelConfig) -> Mapping[str, Tensor]:
-    """Return the tensors by their names in `GPT`, after a check that they match the configuration."""
     if isinstance(model_or_state, GPT):
         if model_or_state.config != config:
             raise UsageError("the configuration is not the model's", remedy="give model.config")
         return model_or_state.state_dict()
     state: dict[str, Any] = dict(model_or_state)
+    # On the meta device: shapes without memory.
     wanted = {name: tensor.shape for name, tensor in GPT(config, device="meta").state_dict().items()}
     # A tied head is the embedding, and may be left out.
     if config.tied:
@@ -188,7 +178,6 @@ def _checked_state(model_or_state: GPT | Mapping[str, Tensor], config: ModelConf
 
 
 def _without_padding(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[Mapping[str, Tensor], ModelConfig]:
-    """Return the tensors and the configuration without the padding rows of the vocabulary."""
     if not config.vocab_padding:
         return state, config
     # Padding rows are the last ones.
@@ -246,6 +235,7 @@ def _tokenizer_files(text: str | None, config: ModelConfig, special: _SpecialTok
     document = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.context_length,
+        # transformers would remove spaces before punctuation, which the text may have.
         "clean_up_tokenization_spaces": False,
         **{name: names[number] for name, number in named.items() if number in names},
         **({"chat_template": template} if special.end_of_message is not None else {}),

@@ -17,11 +17,11 @@ from tensorkeep.train.model.attention import Cache
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.step.train_step import evaluating
 
+# Token ids of one prompt, or of several prompts of equal length.
 Prompt = Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer] | Tensor
-"""Token ids of one prompt, or of several prompts of equal length."""
 
+# Called after each step with its new tokens, one for each prompt.
 OnToken = Callable[[list[int]], None]
-"""Called after each step with its new tokens, one for each prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,7 @@ class Sampling:
     def choose(self, logits: Tensor, generator: torch.Generator, earlier: Tensor | None = None) -> Tensor:
         """Return one token, int64, for each row of logits, which are on the generator's device.
 
-        ``earlier`` has the tokens before it, of shape [batch, positions], for the repetition penalty. Tokens beyond the
-        logits are not penalised.
+        ``earlier``, of shape [batch, positions], has the tokens before it, for the repetition penalty.
         """
         logits = logits[:, : self.vocab_size]
         if self.repetition_penalty != 1 and earlier is not None:
@@ -110,8 +109,6 @@ class Sampling:
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of `Sampling` as keywords."""
-
     temperature: float
     top_k: int | None
     top_p: float | None
@@ -121,7 +118,6 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Keep the likeliest tokens of every sorted row, up to and including the one that reaches top_p."""
     # Rounding may bring the sum to 1 before the last tokens.
     if top_p == 1:
         return probabilities
@@ -133,7 +129,6 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def _likely(probabilities: Tensor, min_p: float | None) -> Tensor:
-    """Keep the tokens of every row that are at least min_p times as likely as the likeliest."""
     if not min_p:
         return probabilities
     kept = probabilities.masked_fill(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), 0)
@@ -154,10 +149,7 @@ def _require(valid: bool, name: str, value: object, remedy: str) -> None:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
-    """Return the tokens of a prompt, as a document begins. None begins a document, or else a line, or is token 0.
-
-    Raises UsageError if the tokenizer cannot encode the prompt, or it is empty.
-    """
+    """Return the tokens of a prompt, as a document begins; UsageError if it is empty or cannot be encoded."""
     if prompt is not None:
         ids: list[int] = tokenizer.encode(prompt).tolist()
         if not ids:
@@ -244,6 +236,7 @@ def generate(
             on_token(tokens)
     prompt, _ = _checked_ids(prompt_ids, None, model.config.vocab_size)
     rows = prompt.reshape(-1, prompt.shape[-1]).cpu()
+    # `view` gives the shape also if no token was drawn.
     new = torch.tensor(drawn, dtype=torch.int64).view(len(drawn), len(rows)).T
     return torch.cat([rows, new], dim=1).view(*prompt.shape[:-1], -1).to(model.tokens.weight.device)
 
@@ -298,6 +291,7 @@ def generate_stream(
     _require(0 <= seed < 2**64, "the seed", seed, "give a whole number from 0 to below 2**64")
     prompt, stops = _checked_ids(prompt_ids, stop, model.config.vocab_size)
     length = prompt.shape[-1]
+    # Allocated at its final length: new tokens are written in place.
     ids = functional.pad(prompt.reshape(-1, length), (0, max_new_tokens)).to(model.tokens.weight.device)
     if cache is None and use_cache:
         cache = model.new_cache(len(ids))
@@ -312,6 +306,7 @@ def generate_stream(
         # Stop tokens become tokens beyond the logits, which are not penalised: each earlier message ended with one.
         earlier = earlier.masked_fill(torch.isin(earlier, stops), logits.shape[-1])
         drawn = sampling.choose(logits, generator, earlier)
+        # A sequence that has ended repeats its stop token, until all have ended.
         return torch.where(ended, ids[:, position - 1].cpu(), drawn)
 
     def stream() -> Iterator[list[int]]:
@@ -389,6 +384,7 @@ def until_stop(pieces: Iterable[str], stops: Collection[str]) -> Iterator[str]:
             if held[: min(found)]:
                 yield held[: min(found)]
             return
+        # Less than a stop text: a whole one would have been found above.
         kept = max((n for each in stops for n in range(1, len(each)) if held.endswith(each[:n])), default=0)
         if ready := held[: len(held) - kept]:
             yield ready

@@ -42,47 +42,30 @@ class EventListener(Protocol):
 
 
 class Silent:
-    """A listener that ignores the events."""
-
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSummary:
-    """How a run ended.
-
-    Attributes
-    ----------
-    step : int
-        The last step.
-    steps : int
-        Steps done by this call; 0 if the run had ended before.
-    reason : str
-        ``"done"``, ``"early stop"``, or ``"stopped"`` on request.
-    loss, best : float
-        The last validation loss and the best one, in nats per token.
-    tokens_per_second, mfu : float
-        Of training alone; NaN if no step was timed.
-    peak_memory_bytes : int
-        See `tensorkeep.train.step.device.peak_memory`.
-    suggested_learning_rate : float or None
-        The result of a range test.
-    seconds : dict of str to float
-        The time spent, by activity.
-    mfu_of_data_sheet : float or None
-        MFU against the peak in the data sheet of the GPU, if that is known.
-    """
+    """How a run ended."""
 
     step: int
+    # Steps done by this call; 0 if the run had ended before.
     steps: int
+    # ``"done"``, ``"early stop"``, or ``"stopped"`` on request.
     reason: str
+    # The last validation loss and the best one, in nats per token.
     loss: float
     best: float
+    # Of training alone; NaN if no step was timed. The same holds for MFU.
     tokens_per_second: float
     mfu: float
     peak_memory_bytes: int
+    # The result of a range test.
     suggested_learning_rate: float | None
+    # The time spent, by activity.
     seconds: dict[str, float]
+    # MFU against the peak in the data sheet of the GPU, if that is known.
     mfu_of_data_sheet: float | None = None
 
 
@@ -117,17 +100,14 @@ def train(
 
 
 def validation_loss(run: OpenRun) -> float:
-    """Return the loss on the validation tokens, of the averaged weights if the run averages them; a collective.
-
-    It is computed like training losses: in the precision of the run, and by compiled code if the loss is compiled.
-    Ranks with data of their own evaluate one part of the windows each; the result is equal on all ranks.
-    """
+    """Return the validation loss, of averaged weights if the run averages them; a collective, equal on all ranks."""
     activations = Activations(
         run.config.model,
         rows=max(1, run.config.loop.batch_size // run.micro_batches),
         on_cuda=run.device.type == "cuda",
         effects=run.techniques.memory_effects(),
     )
+    # In the precision of the run, and by compiled code if the loss is compiled, like the losses of training.
     batches = run.validation.batches(evaluation_rows(activations), part=run.replica, parts=run.replicas)
     with run.average.in_place():
         loss = evaluate(run.model, batches, loss=run.operations.evaluate, world=run.world)
@@ -136,8 +116,6 @@ def validation_loss(run: OpenRun) -> float:
 
 
 class _Loop:
-    """One call of `train`."""
-
     def __init__(self, run: OpenRun, listener: EventListener, stop: Callable[[], bool]) -> None:
         self.run, self.progress, self.config = run, run.progress, run.config
         self.listener = listener
@@ -145,12 +123,12 @@ class _Loop:
         self.saves: deque[tuple[int, PendingSave]] = deque()
 
     def train(self, profile: int) -> TrainingSummary:
-        """Make steps until there is a reason to end."""
         run, first, reason = self.run, self.progress.step, self.end_reason()
 
         def written(path: Path, steps: int) -> None:
             self.report("profile", {"path": str(path), "steps": steps})
 
+        # The profiler counts steps by calls of `profile_next_step`: every step makes one, profiled or not.
         with profiled(run, profile, written) as profile_next_step:
             while reason is None:
                 with timed_step(run), self.verified_techniques():
@@ -164,8 +142,9 @@ class _Loop:
         return self.summary(reason, steps=self.progress.step - first)
 
     def follow_up(self, result: StepResult) -> str | None:
-        """Do what is due after a step: report, evaluate, sample, save; return the reason to end, if there is one."""
+        """Do what is due after a step; return the reason to end, if there is one."""
         config, step = self.config, self.progress.step
+        # Before `end_reason`: this step may end the range test.
         if config.schedule.name == "range":
             self.update_range_test(result.read())
         last = self.end_reason() is not None
@@ -176,6 +155,7 @@ class _Loop:
             self.sample()
         # A collective: all ranks stop after the same step, whichever received the signal.
         reason = self.end_reason() or ("stopped" if self.run.world.any(self.stop()) else None)
+        # `evaluate` sets `waited` to 0 if the loss is the best so far.
         is_best = bool(metrics) and self.progress.waited == 0 and config.checkpoint.keep_best > 0
         if reason or is_best or _due(config.checkpoint.every, step):
             self.save(metrics)
@@ -183,14 +163,12 @@ class _Loop:
         return reason
 
     def end_reason(self) -> str | None:
-        """Return the reason why training has ended, or None if it continues."""
         progress, patience = self.progress, self.config.eval.patience
         if progress.range_test.over or (patience is not None and progress.waited >= patience):
             return "early stop"
         return "done" if progress.step >= self.config.loop.steps else None
 
     def report(self, kind: str, values: dict[str, Any], *, step: int | None = None) -> None:
-        """Write an event to the log and pass it to the listener, on rank 0."""
         if self.run.world.is_main:
             step = self.progress.step if step is None else step
             self.run.log.write(step, kind, **values)
@@ -198,6 +176,7 @@ class _Loop:
 
     def report_step(self, result: StepResult) -> None:
         run = self.run
+        # First: a step that has diverged raises here, and its figures are not logged.
         settle(run)
         others: dict[str, Any] = {"peak_memory_bytes": peak_memory(run.device)}
         if run.gradient_norms:
@@ -207,6 +186,7 @@ class _Loop:
     @contextmanager
     def verified_techniques(self) -> Iterator[None]:
         """Verify in the first steps of a process that each technique has its effect, and report the proofs."""
+        # Techniques add their proofs in order, so the new ones are the last.
         proofs = self.run.techniques.proofs
         known = len(proofs)
         with self.run.techniques.verified(self.run):
@@ -215,7 +195,6 @@ class _Loop:
             self.report("technique", {"name": name, "seen": proof.summary, **proof.figures})
 
     def update_range_test(self, figures: dict[str, float]) -> None:
-        """Add a step to the range test; report the suggestion after the last one."""
         test = self.progress.range_test
         steps = self.config.loop.steps - self.config.schedule.start
         test.add(figures["learning_rate"], figures["loss"], steps=steps)
@@ -223,8 +202,8 @@ class _Loop:
             self.report("suggestion", {"learning_rate": test.suggestion(), "lowest_loss": test.lowest})
 
     def evaluate(self) -> dict[str, float]:
-        """Compute the validation loss, and return the metrics of a checkpoint."""
         run, progress = self.run, self.progress
+        # Weights that have diverged end the run here, and are not evaluated.
         settle(run)
         with run.clock.spent_on("evaluate"):
             loss = validation_loss(run)
@@ -240,7 +219,6 @@ class _Loop:
         return {METRIC: loss}
 
     def sample(self) -> None:
-        """Generate a text with the averaged weights, and report it."""
         run, config, tokenizer = self.run, self.config.sample, self.run.dataset.tokenizer
         settle(run)
         with run.clock.spent_on("sample"), run.average.in_place():
@@ -250,6 +228,7 @@ class _Loop:
                 max_new_tokens=config.tokens,
                 temperature=config.temperature,
                 top_k=config.top_k,
+                # Another seed at each sample, and the same one if a resumed run repeats the step.
                 seed=self.config.loop.seed + self.progress.step,
                 stop=tokenizer.end_of_document,
                 vocab_size=tokenizer.vocab_size,
@@ -258,15 +237,16 @@ class _Loop:
         self.report("sample", {"text": tokenizer.decode(text)})
 
     def save(self, metrics: dict[str, float]) -> None:
-        """Begin to save a checkpoint of the step. It does not wait; `report_saves` reports the finished saves."""
+        """Begin to save a checkpoint of the step. `report_saves` reports it once it is durable."""
         run, step = self.run, self.progress.step
+        # Steps are checked first, so that no checkpoint has weights that are not finite.
         settle(run)
         with run.clock.spent_on("checkpoint"):
             # A resumed run repeats the steps after its last undamaged checkpoint, and replaces damaged ones.
             self.saves.append((step, run.manager.save(step, run.state(), metrics, overwrite=True)))
 
     def report_saves(self) -> None:
-        """Report the checkpoints that have become durable, in the order of their steps."""
+        # From the oldest on, so that the log has the saves in the order of their steps.
         while self.saves and self.saves[0][1].done():
             step, pending = self.saves.popleft()
             report = pending.wait()

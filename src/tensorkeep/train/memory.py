@@ -1,8 +1,4 @@
-"""The predicted memory of training, in bytes, computed from shapes.
-
-The peak is either at the start of the backward pass, when all activations exist, or in the step of the optimizers, when
-all gradients exist. `tests/train/test_memory.py` compares predictions with measurements.
-"""
+"""The predicted memory of training, in bytes, computed from shapes; see `tests/train/test_memory.py`."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,8 +26,8 @@ _QUANTISED_FROM = 4096
 # Quantised states of torchao: bytes of an element, elements that share a scale, entries of the lookup table.
 _LOW_BITS: dict[str, tuple[float, int, int]] = {"8": (1.0, 256, 256), "4": (0.5, 128, 16), "fp8": (1.0, 256, 0)}
 
+# Memory that an evaluation may take, however little memory a step of training takes.
 LEAST_BYTES = 2**28
-"""Memory that an evaluation may take, however little memory a step of training takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +41,6 @@ class Activations:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the micro-batch."""
         return self.rows * self.model.context_length
 
     @property
@@ -64,14 +59,12 @@ class Activations:
         return min(kept, _BLOCKS_NOT_SWAPPED * self.block()) if self.effects.swaps_activations else kept
 
     def recomputed(self) -> int:
-        """Return the additional bytes while activation checkpointing recomputes a block, and computes its gradients."""
         if self.effects.checkpoint_every is None:
             return 0
         hidden = (2 if self.model.gated else 1) * self.width * self.model.mlp_width
         return self.block() + self.tokens * (hidden + _FLOAT * self.model.d_model)
 
     def block(self) -> int:
-        """Return the bytes that one block keeps."""
         model = self.model
         hidden = (4 if model.gated else 2) * self.width * self.tokens * model.mlp_width
         # The outputs of the norms; the projection of a gate makes another 16-bit copy.
@@ -80,15 +73,14 @@ class Activations:
         return 2 * self._norm() + shifts + returned + self._attention() + hidden + 2 * self._dropout(self.width)
 
     def logits(self) -> int:
-        """Return the memory of the logits at the start of the backward pass."""
         model, chunks = self.model, self.effects.loss_chunks
+        # At the start of the backward pass: their log-softmax, and the gradient twice.
         if chunks is None:
             return _LOGITS_COPIES * _FLOAT * self.tokens * model.vocab_size
         gradients = _FLOAT * model.d_model * (self.tokens + model.vocab_size)
         return gradients + _LOGITS_COPIES * _FLOAT * -(-self.tokens // chunks) * model.vocab_size
 
     def _norm(self) -> int:
-        """Return the input of a norm, in float32, and its statistics."""
         model = self.model
         kept = model.d_model + (2 if model.norm == "layernorm" else 1)
         # torch has no fused RMSNorm for CPUs, and keeps the factor of the weights.
@@ -96,17 +88,16 @@ class Activations:
         return _FLOAT * self.tokens * kept
 
     def _shift(self) -> int:
-        """Return the copy that a token shift makes, of the embeddings or of the output of a norm: both are float32."""
+        # A copy of the embeddings or of the output of a norm: both are float32.
         return _FLOAT * self.tokens * self.model.d_model
 
     def _dropout(self, width: int) -> int:
-        """Return the mask of a dropout. On a CPU it is as wide as the values."""
         if not self.model.dropout:
             return 0
+        # On a CPU, the mask is as wide as the values.
         return (1 if self.on_cuda else width) * self.tokens * self.model.d_model
 
     def _attention(self) -> int:
-        """Return the bytes that attention keeps, with its output, the input of the output projection."""
         model, tokens, kernel = self.model, self.tokens, self.effects.attention_kernel
         heads = model.attention_width
         output = self.width * tokens * heads
@@ -124,7 +115,6 @@ class Activations:
         return output + tokens * (self._projected() + _FLOAT * model.n_heads)
 
     def _projected(self) -> int:
-        """Return the bytes of queries, keys and values of one token, with what their norms keep."""
         model, half = self.model, self.width < _FLOAT
         heads = model.attention_width
         key_width = model.n_kv_heads * model.head_size
@@ -144,7 +134,6 @@ class Activations:
         return found
 
     def _checkpointed_block(self) -> int:
-        """Return the bytes that a recomputed block keeps: its input, and perhaps the results of its matmuls."""
         model = self.model
         kept = _FLOAT * self.tokens * model.d_model
         if not self.effects.keeps_matmuls:
@@ -156,11 +145,8 @@ class Activations:
 
 
 def evaluation_rows(training: Activations) -> int:
-    """Return how many windows to evaluate at once, beside the micro-batches of a training.
-
-    As many as take no more memory than the forward and backward pass of one micro-batch. It follows from the settings
-    alone, so that a resumed run evaluates the same batches.
-    """
+    """Return how many windows to evaluate at once, in no more memory than one micro-batch of training takes."""
+    # From the settings alone, so that a resumed run evaluates the same batches.
     budget = max(LEAST_BYTES, training.kept() + training.logits())
     tokens = max(LARGEST_TOKENS, training.tokens)
     row = evaluation_bytes(training.model, 1, width=training.width)
@@ -168,13 +154,11 @@ def evaluation_rows(training: Activations) -> int:
 
 
 def evaluation_bytes(model: ModelConfig, rows: int, *, width: int = _FLOAT) -> int:
-    """Return the temporary memory of a forward pass without gradients: the larger of an MLP and the logits.
-
-    In an MLP exist the residual stream before and after the attention, its norm, the input and the output of the
-    activation function, and a factor between them or the result of the MLP; at the end, the logits and log-softmax.
-    Logits of 16 bits (``width``, in bytes) exist in float32 as well.
-    """
+    """Return the temporary memory of a forward pass without gradients: the larger of an MLP and the logits."""
+    # In an MLP exist the residual stream before and after the attention, its norm, the input and the output of the
+    # activation function, and a factor between them or the result of the MLP.
     streams, hidden = (3, 3) if model.gated or model.activation == "relu2" else (4, 2)
+    # The logits and their log-softmax. Logits of 16 bits (``width``, in bytes) exist in float32 as well.
     logits = 2 * _FLOAT + (_HALF if width == _HALF else 0)
     floats = streams * model.d_model + hidden * model.mlp_width
     return rows * model.context_length * max(_FLOAT * floats, logits * model.vocab_size)
@@ -187,39 +171,39 @@ class Ledger:
     parameters: int
     gradients: int
     optimizer: int
+    # The moving average of ``ema``.
     average: int
-    """The moving average of ``ema``."""
+    # 16-bit copies of weights, if matmuls are computed in 16 bits.
     copies: int
-    """16-bit copies of weights, if matmuls are computed in 16 bits."""
+    # Kept for the backward pass, without the logits.
     activations: int
-    """Kept for the backward pass, without the logits."""
+    # What exists in addition while activation checkpointing recomputes a block.
     recomputed: int
-    """What exists in addition while activation checkpointing recomputes a block."""
+    # At the start of the backward pass: their log-softmax, and the gradient twice.
     logits: int
-    """At the start of the backward pass: their log-softmax, and the gradient twice."""
+    # Temporary memory of an optimizer step.
     update: int
-    """Temporary memory of an optimizer step."""
+    # Temporary memory of an evaluation between two steps.
     evaluation: int
-    """Temporary memory of an evaluation between two steps."""
+    # Whether gradients exist from one micro-batch to the next.
     accumulated: bool
-    """Whether gradients exist from one micro-batch to the next."""
+    # Techniques that are on, without a prediction of their effect on memory.
     unknown: tuple[str, ...] = ()
-    """Techniques that are on, without a prediction of their effect on memory."""
 
     @property
     def peak(self) -> int:
-        """The largest number of bytes in use at once, evaluations included."""
+        # Twice the average: while it is in the model, the weights themselves are kept in a copy.
         return max(self.peak_of_steps, self.parameters + self.optimizer + 2 * self.average + self.evaluation)
 
     @property
     def peak_of_steps(self) -> int:
-        """The largest number of bytes in use at once in a training step."""
+        # The peak is at the start of the backward pass, when all activations exist, or in the step of the optimizers,
+        # when all gradients exist.
         always = self.parameters + self.optimizer + self.average
         backward = self.copies + self.activations + max(self.logits, self.recomputed)
         return always + max(backward + self.gradients * self.accumulated, self.gradients + self.update)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values, and both peaks."""
         return {**asdict(self), "unknown": list(self.unknown), "peak_of_steps": self.peak_of_steps, "peak": self.peak}
 
 
@@ -272,22 +256,22 @@ def _updated_by_muon(config: Config, name: str, parameter: Tensor) -> bool:
 
 
 def _state_bytes(config: Config, name: str, parameter: Tensor, effects: MemoryEffects, on_cuda: bool) -> int:
-    """Return the bytes on the device of the optimizer state of a parameter."""
     count = parameter.numel()
     if _updated_by_muon(config, name, parameter):
         return _FLOAT * count + (_FLOAT * parameter.shape[0] if config.optim.muon_beta2 else 0)
     if on_cuda and effects.offloads_states:
+        # The states are in the memory of the host.
         return 0
     if effects.state_bits is None:
         return _ADAMW * count
     element, shared, table = _LOW_BITS[effects.state_bits]
+    # Such tensors keep states in float32.
     if count < _QUANTISED_FROM or count % shared:
         return _ADAMW * count
     return round(2 * (element * count + _FLOAT * (count / shared + table)))
 
 
 def _update(config: Config, parameters: dict[str, nn.Parameter], effects: MemoryEffects, device: str) -> int:
-    """Return the temporary memory of the updates by AdamW and, after them, by Muon."""
     muons: list[Tensor] = []
     rest: list[int] = []
     for name, each in parameters.items():
@@ -302,4 +286,5 @@ def _update(config: Config, parameters: dict[str, nn.Parameter], effects: Memory
     adamw = _FLOAT * (sum(rest) if at_once or config.optim.implementation == "foreach" else max(rest))
     if config.optim.implementation == "fused" or effects.fuses_update:
         adamw = 0
+    # The optimizers step one after the other, so the larger one counts.
     return max(adamw, update_bytes(muons, dtype_of_steps(device)))

@@ -36,8 +36,8 @@ from tensorkeep.train.model.gpt import GPT, IGNORED
 from tensorkeep.train.step.train_step import evaluate, evaluating
 
 Precision = Literal["run", "float32", "bf16", "fp16"]
+# Called with the number of rows that are done, and of all rows.
 Progress = Callable[[int, int], None]
-"""Called with the number of rows that are done, and of all rows."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # 1 / this fraction of a GPU's free memory is used.
 _FRACTION_OF_FREE = 4
@@ -57,6 +57,7 @@ def compute_in(precision: str, model: GPT, config: Config) -> Iterator[None]:
     if precision not in _DTYPES:
         yield
         return
+    # Kept to be restored: attention gets its own kernels back after the block.
     kernels = [attention.kernel for attention in model.attentions]
     if config.techniques.get("mixed-precision", {}).get("attention") == "float32":
         for attention in model.attentions:
@@ -78,24 +79,16 @@ def affordable_rows(model: ModelConfig, device: torch.device) -> int:
 
 
 class TextScore(NamedTuple):
-    """How well a model predicts a text.
+    """How well a model predicts a text."""
 
-    Attributes
-    ----------
-    loss : float
-        The mean cross-entropy, in nats per token.
-    perplexity : float
-        The exponential of the loss. It depends on the tokenizer.
-    bits_per_byte : float
-        The cross-entropy of the text in bits, by its bytes in UTF-8; it can be compared between tokenizers. NaN for a
-        text without bytes.
-    tokens, bytes : int
-        The predicted tokens, and the bytes of their text; reserved tokens, such as the end of a document, have none.
-    """
-
+    # The mean cross-entropy, in nats per token.
     loss: float
+    # The exponential of the loss. It depends on the tokenizer.
     perplexity: float
+    # The cross-entropy of the text in bits, by its bytes in UTF-8; it can be compared between tokenizers. NaN for a
+    # text without bytes.
     bits_per_byte: float
+    # The predicted tokens, and the bytes of their text; reserved tokens, such as the end of a document, have none.
     tokens: int
     bytes: int
 
@@ -148,10 +141,10 @@ def score_text(
 
 
 def _reported(batches: Iterator[Batch], total: int, progress: Progress | None) -> Iterator[Batch]:
-    """Yield batches; report a batch as done when the next one is asked for."""
     done = 0
     for inputs, targets in batches:
         yield inputs, targets
+        # The consumer asks for the next batch when it is done with this one.
         done = min(total, done + len(inputs))
         if progress is not None:
             progress(done, total)
@@ -206,42 +199,28 @@ def read_tokens(
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A context, its possible endings, and the index of the right one."""
-
     ctx: str
     endings: Annotated[tuple[str, ...], Meta(min_length=2)]
     label: int
 
 
 class ChoiceScore(NamedTuple):
-    """How many questions a model answers correctly.
+    """How many questions a model answers correctly."""
 
-    Attributes
-    ----------
-    acc : float
-        The fraction answered correctly if the ending with the largest total log-probability is chosen.
-    acc_norm : float
-        The same for the largest mean log-probability per token, which does not prefer short endings.
-    acc_stderr, acc_norm_stderr : float
-        The standard errors of the two fractions, for independent questions.
-    questions : int
-    truncated : int
-        Questions that lost their beginning, because they do not fit into the context of the model.
-    """
-
+    # The fraction answered correctly if the ending with the largest total log-probability is chosen.
     acc: float
+    # The same for the largest mean log-probability per token, which does not prefer short endings.
     acc_norm: float
+    # The standard errors of the two fractions, for independent questions.
     acc_stderr: float
     acc_norm_stderr: float
     questions: int
+    # Questions that lost their beginning, because they do not fit into the context of the model.
     truncated: int
 
 
 def read_questions(path: PathLike) -> list[Question]:
-    """Return the questions of a file.
-
-    Raises NotFoundError if there is no such file; UsageError if a line is not a question; the message names the line.
-    """
+    """Return the questions of a file; NotFoundError if there is no file, UsageError if a line is not a question."""
     path = Path(path)
     if not path.exists():
         raise NotFoundError("there is no such file", path=path, remedy="give a file of questions, one JSON per line")
@@ -288,25 +267,12 @@ def score_choices(
     rows: int,
     progress: Progress | None = None,
 ) -> ChoiceScore:
-    """Return how many questions a model answers correctly.
+    """Return how many questions a model answers correctly; ``rows`` endings are computed at once.
 
-    An ending is encoded with a space before its text. Of a question that does not fit into the model's context, the
-    beginning is left out.
+    An ending is encoded with a space before its text. Of a question that does not fit into the context, the beginning
+    is left out.
 
-    Parameters
-    ----------
-    model : GPT
-    questions : sequence of Question
-    tokenizer : Tokenizer
-    rows : int
-        Endings that are computed at once.
-    progress : callable, optional
-        Called with the number of endings that are done, and of all.
-
-    Raises
-    ------
-    UsageError
-        If a text has a character that is not in the vocabulary, or a log-probability is not finite.
+    Raises UsageError if a text has a character that is not in the vocabulary, or a log-probability is not finite.
     """
     # The last token is a target only.
     longest = model.config.context_length + 1
@@ -332,12 +298,14 @@ def score_choices(
         / len(questions)
         for scores in (sums, means)
     )
+    # The standard error of a fraction of independent answers.
     error, error_norm = (math.sqrt(each * (1 - each) / len(questions)) for each in (acc, acc_norm))
     return ChoiceScore(acc, acc_norm, error, error_norm, len(questions), truncated)
 
 
 def _encoded(number: int, question: Question, tokenizer: Tokenizer) -> list[_Row]:
     try:
+        # An empty context begins like a document.
         context = prompt_ids(tokenizer, question.ctx or None)
         endings = [tokenizer.encode(f" {ending}").tolist() for ending in question.endings]
     except UsageError as error:
@@ -346,7 +314,6 @@ def _encoded(number: int, question: Question, tokenizer: Tokenizer) -> list[_Row
 
 
 def _log_probabilities(model: GPT, encoded: Sequence[_Row], rows: int, progress: Progress | None) -> list[float]:
-    """Return the log-probability of every row's scored tokens, computed in batches of similar length."""
     # Rows of similar length share a batch, so that little padding is computed.
     order = sorted(range(len(encoded)), key=lambda number: len(encoded[number].tokens))
     found = [0.0] * len(encoded)
@@ -370,6 +337,7 @@ def _batch(model: GPT, batch: Sequence[_Row]) -> list[float]:
         inputs[row, : len(tokens) - 1] = tokens[:-1]
         targets[row, len(tokens) - 1 - each.scored : len(tokens) - 1] = tokens[-each.scored :]
     device = model.tokens.weight.device
+    # Matmuls may compute in 16 bits, which are too few for a softmax.
     logits: Tensor = model(inputs.to(device)).float()
     losses = functional.cross_entropy(
         logits.flatten(0, 1), targets.to(device).flatten(), ignore_index=IGNORED, reduction="none"

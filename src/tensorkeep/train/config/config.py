@@ -1,7 +1,4 @@
-"""The configuration of a training run: frozen, validated, changed by dotted setting names.
-
-The sections of models, optimizers and schedules are defined with what they configure.
-"""
+"""The configuration of a training run: frozen, validated, changed by dotted setting names."""
 
 import difflib
 import os
@@ -31,20 +28,20 @@ from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.optim.optimizers import OptimConfig, ParameterGroup
 from tensorkeep.train.optim.schedules import ScheduleConfig
 
+# Prefix of the settings of groups of parameters, such as ``"optim.groups.embeddings.lr_factor"``.
 GROUPS = "optim.groups."
-"""Prefix of the settings of groups of parameters, such as ``"optim.groups.embeddings.lr_factor"``."""
+# Prefix of the settings of techniques, such as ``"techniques.compile.mode"``.
 TECHNIQUES = "techniques."
-"""Prefix of the settings of techniques, such as ``"techniques.compile.mode"``."""
 
+# The setting with the techniques that a recipe turns on where they can run.
 DEFAULTS = "default_techniques"
-"""The setting with the techniques that a recipe turns on where they can run."""
 
+# Settings by their earlier names, which flags, environment, files and stored runs may still have.
 RENAMED = {
     "loop.accumulate": "loop.gradient_accumulation_steps",
     "loop.fill_memory": "loop.auto_batch_size",
     "optim.clip": "optim.grad_clip",
 }
-"""Settings by their earlier names, which flags, environment, files and stored runs may still have."""
 
 # Techniques that split batches themselves, or choose among the windows of one: they need a given batch size.
 _CHOOSE_FROM_BATCHES = ("gradient-accumulation", "pipeline-parallel", "loss-curriculum")
@@ -266,7 +263,6 @@ class Config(Section, frozen=True):
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as nested plain values."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 
@@ -338,13 +334,14 @@ def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
         section, _, field = old.partition(".")
         if field in found.get(section, {}):
             table = dict(found[section])
+            # Where both names are given, the current one counts.
             table.setdefault(new.partition(".")[2], table.pop(field))
             found[section] = table
     return found
 
 
 def _set_group(groups: dict[str, dict[str, Any]], name: str, value: object) -> None:
-    """Change a setting of a group of parameters. The pattern of a group may contain dots."""
+    # From the right: the pattern of a group may contain dots.
     pattern, _, field = name.rpartition(".")
     known = [each.name for each in msgspec.structs.fields(ParameterGroup)]
     if not pattern or field not in known:
@@ -356,9 +353,9 @@ def _set_group(groups: dict[str, dict[str, Any]], name: str, value: object) -> N
 
 
 def _set_technique(values: dict[str, Any], name: str, value: object) -> None:
-    """Turn a technique on or off, replace all its settings, or change a single one."""
     name, _, setting = name.partition(".")
     techniques: dict[str, dict[str, Any]] = values["techniques"]
+    # A technique that the user sets is no longer a default: if it cannot run, that is an error.
     default = values[DEFAULTS].pop(name, {})
     if setting:
         techniques[name] = {**techniques.get(name, default), setting: value}
@@ -384,7 +381,6 @@ def _as_defaults(value: object) -> dict[str, dict[str, Any]]:
 
 
 def setting_names() -> list[str]:
-    """Return the dotted names of all settings."""
     return list(_names(Config, ""))
 
 
@@ -397,7 +393,6 @@ def _names(kind: type[msgspec.Struct], prefix: str) -> Iterator[str]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted name."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         # A technique without settings is on; an empty table of techniques holds no setting.
@@ -418,10 +413,8 @@ def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
 def read_words(words: Sequence[str], options: Collection[str] = ()) -> tuple[str | None, dict[str, str]]:
     """Split the words of a command line into the recipe and the settings: ``--optim.lr 3e-4`` or ``--optim.lr=3e-4``.
 
-    The words are in any order; the settings are returned by dotted name. ``options`` are other options of the command,
-    such as ``"--resume"``, for the suggestions in error messages.
-
-    Raises UsageError if a setting is unknown or has no value, or there is a second recipe.
+    ``options`` are other options of the command, for suggestions. Raises UsageError if a setting is unknown or has no
+    value, or there is a second recipe.
     """
     recipe: str | None = None
     settings: dict[str, str] = {}
@@ -430,6 +423,7 @@ def read_words(words: Sequence[str], options: Collection[str] = ()) -> tuple[str
         name, equals, value = word.partition("=")
         if name.startswith("-"):
             _check_option(name, options)
+            # The next word is the value, even if it begins with a dash, as a negative number does.
             found = value if equals else next(rest, None)
             if found is None:
                 raise UsageError(f"{name} has no value", remedy=f"write {name} VALUE")
@@ -463,14 +457,13 @@ def given_settings(
 ) -> dict[str, object]:
     """Return the settings that the user gave, by dotted name; see `tensorkeep.settings.merged`.
 
-    ``words`` are from `read_words`. Of the TOML file, the tables within ``[train]`` are read, such as
-    ``[train.optim]``. The environment is by default the environment of the process.
-
-    Raises UsageError if the file cannot be read, or has an unknown setting.
+    Of the TOML file, the tables within ``[train]`` count. Raises UsageError if the file cannot be read, or has an
+    unknown setting.
     """
     known = setting_names()
     variables = dict(os.environ if environment is None else environment)
     for old, new in RENAMED.items():
+        # Where both names are set, the current one counts.
         if (variable := variable_of(old)) in variables:
             variables.setdefault(variable_of(new), variables[variable])
     return merged(
@@ -503,7 +496,6 @@ def unknown_setting(name: str, known: Collection[str], *, path: PathLike | None 
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return the names that are most like a name, likeliest first."""
     # The most common mistake is a missing section.
     same_field = [each for each in sorted(known) if each.rpartition(".")[2] == name.rpartition(".")[2]]
     return list(dict.fromkeys([*same_field, *difflib.get_close_matches(name, sorted(known), n=3)]))

@@ -1,7 +1,6 @@
-"""Batches of windows of text: an endless seeded sequence.
+"""Batches of windows of text: an endless seeded sequence; the seed and its number determine a batch.
 
-Random numbers are drawn from Philox (Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405), a generator with
-a counter as its state: any batch can be computed from the seed and its number, without the batches before it.
+Philox (Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405) has a counter as its state, and draws the numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -22,14 +21,14 @@ from tensorkeep.train.model.gpt import IGNORED
 
 Order = Literal["random", "shuffled"]
 
+# Inputs and targets: int64 CPU tensors of shape [rows, context_length]; targets are shifted by one token.
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and targets: int64 CPU tensors of shape [rows, context_length]; targets are shifted by one token."""
 
+# The positions in a text where windows begin.
 Offsets = npt.NDArray[np.int64]
-"""The positions in a text where windows begin."""
 
+# Tokens of an evaluation batch, unless a micro-batch of training has more; larger batches are not faster.
 LARGEST_TOKENS = 16384
-"""Tokens of an evaluation batch, unless a micro-batch of training has more; larger batches are not faster."""
 
 _WORDS_PER_COUNT = 4
 
@@ -69,10 +68,7 @@ class BatchSource(Protocol):
 
 
 class NumberedBatches(ABC):
-    """An endless iterator of batches. A batch is a function of the seed and its number only.
-
-    Subclasses choose which numbers are drawn, such as the offsets of windows, and what rows they stand for.
-    """
+    """An endless iterator of batches. Subclasses choose which numbers are drawn, and what rows they stand for."""
 
     _offsets: "Drawn"
     note: str | None = None
@@ -89,10 +85,7 @@ class NumberedBatches(ABC):
         self._rows = slice(None)
 
     def draw_part(self, part: int, parts: int) -> None:
-        """Draw only one of ``parts`` equal parts of the rows of a batch from now on, without reading the other rows.
-
-        Parts are numbered from 0. Raises UsageError if the rows cannot be divided equally.
-        """
+        """Draw only one of ``parts`` equal parts, numbered from 0, of the rows; UsageError if they do not divide."""
         if self.batch_size % parts:
             raise UsageError(
                 f"a batch of {self.batch_size} sequences cannot be split equally among {parts} processes",
@@ -102,7 +95,6 @@ class NumberedBatches(ABC):
         self._rows = slice(part * rows, (part + 1) * rows)
 
     def at(self, position: int) -> Batch:
-        """Return the batch of a number."""
         # The offsets of all rows: a generator that skips takes longer than it takes to draw them.
         return self._read(self._offsets.take(position * self.batch_size, self.batch_size)[self._rows])
 
@@ -119,7 +111,6 @@ class NumberedBatches(ABC):
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position that a checkpoint stores, to continue with the next batch."""
         return {"position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -210,7 +201,6 @@ class RandomNumbers:
         self._next = -1
 
     def take(self, begin: int, count: int) -> Offsets:
-        """Return ``count`` numbers from place ``begin`` of the sequence."""
         if begin != self._next:
             counter, skipped = divmod(begin, _WORDS_PER_COUNT)
             self._words = np.random.Philox(key=self._seed, counter=counter)
@@ -222,10 +212,7 @@ class RandomNumbers:
 
 
 class ShuffledNumbers:
-    """Epochs of the numbers from 0 to below ``count``, each number once, in random order.
-
-    The order of an epoch takes 4 bytes for each number, 8 from 2**32 numbers on.
-    """
+    """Epochs of the numbers from 0 to below ``count``, each number once, in random order."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.count = count
@@ -233,8 +220,10 @@ class ShuffledNumbers:
         self._epoch = -1
 
     def _draw(self, epoch: int) -> None:
+        # The second word of the key is 0 in `RandomNumbers`, which must not draw the same sequence.
         words = np.random.Philox(key=np.array([self._seed, epoch + 1], np.uint64))
         self._begin_epoch(words)
+        # 4 bytes for each number, 8 from 2**32 numbers on.
         self._order = np.arange(self.count, dtype=np.uint32 if self.count <= 1 << 32 else np.uint64)
         np.random.Generator(words).shuffle(self._order)
         self._epoch = epoch
@@ -243,7 +232,6 @@ class ShuffledNumbers:
         """Draw what else an epoch needs, before its order."""
 
     def take(self, begin: int, count: int) -> Offsets:
-        """Return ``count`` numbers from place ``begin`` of the sequence."""
         parts = []
         while count:
             epoch, place = divmod(begin, self.count)
@@ -255,16 +243,11 @@ class ShuffledNumbers:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _placed(self, numbers: Offsets) -> Offsets:
-        """Return numbers of this epoch as `take` returns them."""
         return numbers
 
 
 class ShuffledOffsets(ShuffledNumbers):
-    """Epochs of the windows of a grid over the text, each window once, in random order; see `Batches`.
-
-    The grid begins at another random place in each epoch, so that windows are cut differently. Less than two windows at
-    the ends of the text are left out of an epoch.
-    """
+    """Epochs of the windows of a grid over the text, each window once, in random order; see `Batches`."""
 
     def __init__(self, tokens: int, context_length: int, seed: int) -> None:
         # One less than fit, if possible, so that the grid can be shifted by up to a window.
@@ -273,6 +256,8 @@ class ShuffledOffsets(ShuffledNumbers):
         self._context_length = context_length
 
     def _begin_epoch(self, words: np.random.Philox) -> None:
+        # The grid begins at another place in each epoch, so that windows are cut differently. Less than two windows at
+        # the ends of the text are left out of an epoch.
         self._shift = int(words.random_raw()) % self._shifts
 
     def _placed(self, numbers: Offsets) -> Offsets:
@@ -280,11 +265,7 @@ class ShuffledOffsets(ShuffledNumbers):
 
 
 class MixedOffsets:
-    """Offsets from several parts of a text in the proportions of their weights; see `Batches`.
-
-    After any number of windows, each part has had its fraction, to within one window for every part. So
-    the number of earlier windows of a part is a formula, and any batch is found without the batches before it.
-    """
+    """Offsets from several parts of a text in the proportions of their weights; see `Batches`."""
 
     def __init__(self, mixture: Sequence[tuple[int, float]], context_length: int, seed: int, order: Order) -> None:
         check_weights({f"part {number + 1}": weight for number, (_, weight) in enumerate(mixture)})
@@ -306,10 +287,9 @@ class MixedOffsets:
             self._parts.append(_ORDERS[order](tokens, context_length, own_seed))
 
     def counts(self, begin: int, end: int) -> npt.NDArray[np.object_]:
-        """Return how many of the first windows each part has: a row for each part, for ``begin`` to ``end`` windows.
-
-        They are Python's integers, which do not overflow.
-        """
+        """Return how many of the first windows each part has: a row for each part, for ``begin`` to ``end`` windows."""
+        # After any number of windows, each part has had its fraction, to within one window for every part. That is a
+        # formula, so any batch is found without the batches before it. Python's integers do not overflow.
         found, rest = [], np.arange(begin, end + 1, dtype=object)
         for fraction in self._fractions:
             found.append(rest * fraction.numerator // fraction.denominator)
@@ -317,7 +297,6 @@ class MixedOffsets:
         return np.stack(found)
 
     def take(self, begin: int, count: int) -> Offsets:
-        """Return ``count`` offsets from place ``begin`` of an endless sequence."""
         result = np.empty(count, np.int64)
         for part, first, counts in zip(self._parts, self._begins, self.counts(begin, begin + count), strict=False):
             rows = np.flatnonzero(np.diff(counts))
@@ -327,7 +306,7 @@ class MixedOffsets:
 
 
 def _random_offsets(tokens: int, context_length: int, seed: int) -> RandomNumbers:
-    """Return independent offsets of windows, as nanoGPT draws them."""
+    # Independent offsets, as nanoGPT draws them.
     return RandomNumbers(tokens - context_length, seed)
 
 
@@ -378,8 +357,8 @@ class EvaluationWindows:
     [[[1, 2, 3], [4, 5, 6]], [[7, -1, -1], [-1, -1, -1]]]
     """
 
+    # What of the text is not used, for the user, if anything is left out.
     note: str | None = None
-    """What of the text is not used, for the user, if anything is left out."""
 
     def __init__(self, tokens: Tokens, context_length: int, *, most: int | None = None) -> None:
         self._tokens = tokens
@@ -389,16 +368,14 @@ class EvaluationWindows:
 
     @property
     def targets(self) -> int:
-        """The number of tokens that are predicted."""
         last_missing = self._all * self._length - (len(self._tokens) - 1)
         has_last = self._begin(self._chosen - 1) == (self._all - 1) * self._length
         return self._chosen * self._length - (last_missing if has_last else 0)
 
     def batches(self, rows: int, *, part: int = 0, parts: int = 1) -> Iterator[Batch]:
-        """Yield the windows in batches of one shape, of up to ``rows`` windows.
+        """Yield the windows in batches of one shape, of up to ``rows`` windows; ``parts`` processes get equally many.
 
-        Rows are filled up with targets that do not count. Each of several processes takes one of ``parts`` equal parts;
-        every process gets the same number of batches of the same shape.
+        Rows are filled up with targets that do not count.
         """
         own = -(-self._chosen // parts)
         count = -(-own // rows)
@@ -414,7 +391,6 @@ class EvaluationWindows:
             yield inputs, targets
 
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return the inputs and the targets of a window; the last one may be shorter."""
         window = self.window(number)
         return window[:-1], window[1:]
 

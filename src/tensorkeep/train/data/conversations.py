@@ -43,15 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message of a conversation."""
-
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """The messages of a conversation, in order."""
-
     messages: list[Message]
 
 
@@ -71,10 +67,7 @@ _MOST_NAMED = 5
 
 
 def _unused_fields(fields: dict[str, Any], trained: bool) -> Iterator[str]:
-    """Yield the names of the fields of a message or a conversation that are not used.
-
-    Raises ValueError for a field with a meaning that training would ignore.
-    """
+    """Yield the names of unused fields; ValueError for a field with a meaning that training would ignore."""
     for name, value in fields.items():
         if (name in _REFUSED and value) or contradicts_training(name, value, trained):
             raise ValueError(f'"{name}": {shortened(value)}')
@@ -84,7 +77,6 @@ def _unused_fields(fields: dict[str, Any], trained: bool) -> Iterator[str]:
 
 
 def has_conversations(source: Corpus) -> bool:
-    """Return whether the first line of a source of lines of JSON has messages."""
     first = first_fields(source)
     return "messages" in first and source.field not in first
 
@@ -96,6 +88,7 @@ def first_fields(source: Corpus) -> dict[str, Any]:
         return {}
     with source.opened(file) as stream:
         try:
+            # With a limit: a hostile file may be one endless line.
             lines = iter(lambda: stream.readline(LONGEST_RECORD + 1), b"")
             first = msgspec.json.decode(next(filter(bytes.strip, lines), b"").removeprefix(UTF8_MARK))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -104,20 +97,14 @@ def first_fields(source: Corpus) -> dict[str, Any]:
 
 
 class ConversationReader(CorpusReader):
-    """One pass over the conversations of a source; see `CorpusReader`.
-
-    ``unused`` counts the fields that are not used, by name.
-    """
+    """One pass over the conversations of a source; ``unused`` counts the fields that are not used, by name."""
 
     def __init__(self, source: Corpus, meter: Meter) -> None:
         super().__init__(source, meter)
         self.unused: Counter[str] = Counter()
 
     def conversations(self) -> Iterator[tuple[str, Conversation]]:
-        """Yield the names and the messages of the conversations.
-
-        Raises UsageError if a line is not a conversation with an answer; the message names the file and the line.
-        """
+        """Yield names and messages; UsageError, with file and line, if a line is not a conversation with an answer."""
         for document in self.documents():
             if text := "".join(document.texts):
                 yield document.name, msgspec.json.decode(text, type=prepared(Conversation))
@@ -180,6 +167,7 @@ def write_conversations(
     second = ConversationReader(source, meter)
     pieces = _pieces(second, tokenizer, rule)
     splits = write_tokens(second, folder, tokenizer, pieces, processes)
+    # The tokenizer has learned from the first pass, and the tokens are from the second.
     if learn.reads and second.digest() != first.digest():
         raise StoreError("changed while it was read", path=source.spec, remedy="prepare it when it is not written to")
     _check_counts(source, {split: found.documents or 0 for split, found in splits.items()})
@@ -188,7 +176,6 @@ def write_conversations(
 
 
 def _pieces(reader: ConversationReader, tokenizer: ChatTokenizer, rule: SplitRule) -> Iterator[TextPiece]:
-    """Yield the texts of all messages, between the tokens of their roles and of their ends."""
     for name, found in reader.conversations():
         split = rule.of_document(name)
         for number, message in enumerate(found.messages, 1):

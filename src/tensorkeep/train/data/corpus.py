@@ -1,7 +1,4 @@
-"""The files of a corpus and their documents: found, read as text, and assigned to a split.
-
-A corpus is a file, a folder, a glob, a saved dataset, standard input or Python's standard library.
-"""
+"""The files of a corpus and their documents: found, read as text, and assigned to a split."""
 
 import codecs
 import glob
@@ -41,13 +38,13 @@ from tensorkeep.train.data.dataset import TRAIN, VALIDATION
 STDIN = "-"
 STDLIB = "stdlib"
 # fmt: off
+# Endings of the files in a folder that are read as text; a pattern selects files of any name.
 SUFFIXES = frozenset((
     ".txt", ".text", ".md", ".rst", ".adoc", ".org", ".tex", ".jsonl", ".ndjson", ".parquet", ".py", ".pyi", ".c",
     ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala", ".cs", ".js", ".jsx", ".mjs", ".ts",
     ".tsx", ".php", ".pl", ".rb", ".lua", ".r", ".jl", ".hs", ".ml", ".lisp", ".el", ".swift", ".sh",
     ".sql", ".html", ".css",
 ))
-"""Endings of the files in a folder that are read as text; a pattern selects files of any name."""
 # Tests, generated tables and whole texts: not source code written to be read.
 _LEFT_OUT_OF_STDLIB = frozenset((
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo",
@@ -69,11 +66,9 @@ _COPIED_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file of a corpus, and its size when it was found.
+    """A file of a corpus, and its size when it was found."""
 
-    Its name is the path below the folder that was searched, which does not depend on the place of that folder.
-    """
-
+    # The path below the folder that was searched, so that it does not depend on the place of that folder.
     name: str
     path: Path
     nbytes: int
@@ -88,15 +83,15 @@ class TextFile:
 class Corpus:
     """The files of a corpus in reading order, found but not read; see `open_source`."""
 
+    # What the user gave.
     spec: str
-    """What the user gave."""
+    # ``"file"``, ``"jsonl"``, ``"parquet"``, ``"arrow"``, ``"folder"``, ``"dataset"``, ``"pattern"``, ``"stdlib"`` or
+    # ``"stdin"``.
     kind: str
-    """``"file"``, ``"jsonl"``, ``"parquet"``, ``"arrow"``, ``"folder"``, ``"dataset"``, ``"pattern"``, ``"stdlib"`` or
-    ``"stdin"``."""
     files: tuple[TextFile, ...]
     encoding: str
+    # The field of JSON objects, or the column of tables, that holds the text.
     field: str
-    """The field of JSON objects, or the column of tables, that holds the text."""
     _open: ExitStack
     _stdin_copy: IO[bytes] | None = None
 
@@ -107,7 +102,6 @@ class Corpus:
 
     @property
     def nbytes(self) -> int:
-        """The size of all files, when they were found."""
         return sum(file.nbytes for file in self.files)
 
     def left_out(self) -> Counter[str]:
@@ -119,7 +113,6 @@ class Corpus:
 
     @contextmanager
     def opened(self, file: TextFile) -> Iterator[IO[bytes]]:
-        """Open a file from its beginning; StoreError if the operating system refuses."""
         if self._stdin_copy is not None:
             self._stdin_copy.seek(0)
             yield self._stdin_copy
@@ -194,7 +187,6 @@ class _DatasetState(msgspec.Struct):
 
 
 def _of_dataset(folder: Path) -> list[TextFile]:
-    """Return the files of a saved dataset, in the order of their rows."""
     path = folder / _DATASET
     with store_errors(path, "read the file"):
         content = path.read_bytes()
@@ -215,11 +207,12 @@ def _check_encoding(encoding: str) -> None:
 
 
 def _copy_stdin(stack: ExitStack) -> IO[bytes]:
-    """Copy standard input to an unnamed temporary file, because it is read twice."""
     with store_errors(tempfile.gettempdir(), "copy standard input to a temporary file"):
+        # A copy, because standard input is read twice, and needs no name.
         copy = stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115  # the stack closes it
         while chunk := sys.stdin.buffer.read(_COPIED_AT_ONCE):
             view = memoryview(chunk)
+            # An unbuffered file may write less than it was given.
             while view:
                 view = view[copy.write(view) :]
     return copy
@@ -234,7 +227,6 @@ def _text_file(path: Path, name: str) -> TextFile:
 
 
 def pattern_of(folder: Path, name: str) -> str:
-    """Return the pattern of the files of a name below a folder, quoted for a shell."""
     return shlex.quote(f"{glob.escape(str(folder))}/**/{name}")
 
 
@@ -280,7 +272,6 @@ def _matching(pattern: str) -> list[TextFile]:
 
 
 def _standard_library() -> list[TextFile]:
-    """Return the sources of the running Python's standard library, without tests and generated tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found: list[TextFile] = []
     if root.is_dir():
@@ -304,6 +295,7 @@ def _walk(root: Path, enters: Callable[[str], bool]) -> Iterator[Path]:
 
     for name, folders, others in os.walk(root, onerror=refuse, followlinks=True):
         folder = Path(name)
+        # Only a link can lead back to a folder above it.
         if folder.is_symlink() and any(
             folder.samefile(above) for above in folder.parents if above.is_relative_to(root)
         ):
@@ -312,6 +304,7 @@ def _walk(root: Path, enters: Callable[[str], bool]) -> Iterator[Path]:
                 path=folder,
                 remedy="remove the link, or name the files",
             )
+        # In place: os.walk enters the folders that are left in this list.
         folders[:] = [each for each in folders if not each.startswith(".") and enters(each)]
         yield from (folder / each for each in others if not each.startswith("."))
 
@@ -323,11 +316,7 @@ _OPTION = "--field NAME (tensorkeep train: --data.field NAME)"
 
 
 class TextColumn:
-    """The column of a file that holds texts; see `TextColumn.open`.
-
-    ``columns`` are the names of all columns; ``batches`` yields Arrow arrays of the column's values in order; ``done``
-    returns how many bytes of the file a number of rows took.
-    """
+    """The column of a file that holds texts: ``batches`` yields Arrow arrays, ``done`` the bytes of rows."""
 
     def __init__(self, file: TextFile, columns: list[str], batches: Iterator[Any], done: Callable[[int], int]) -> None:
         self.columns = columns
@@ -338,11 +327,7 @@ class TextColumn:
     @classmethod
     @contextmanager
     def open(cls, file: TextFile, column: str) -> Iterator[Self]:
-        """Open a file.
-
-        Raises MissingExtraError if pyarrow is not installed; UsageError if the file is damaged, or has no such column
-        of texts; StoreError if the operating system refuses.
-        """
+        """Raises MissingExtraError without pyarrow; UsageError if the file is damaged, or lacks such a column."""
         arrow = _library("pyarrow")
         if file.records == "parquet":
             with _errors(file):
@@ -419,6 +404,7 @@ def _errors(file: TextFile) -> Iterator[None]:
             remedy="write it with smaller row groups or record batches",
         ) from error
     except (arrow.ArrowException, OSError) as error:
+        # pyarrow raises OSError without a number for damaged files, too.
         if isinstance(error, OSError) and error.errno:
             raise store_error(error, file.path, "read the file") from error
         raise UsageError(
@@ -434,18 +420,18 @@ def _library(name: str) -> Any:
 
 UTF8_MARK = codecs.BOM_UTF8
 _MARK = UTF8_MARK.decode()
+# A line with a conversation, for errors.
 CONVERSATION = '{"messages": [{"role": "user", "content": "..."}, ...]}'
-"""A line with a conversation, for errors."""
 # Part of a remedy.
 _FIELD_OPTION = "--field NAME (tensorkeep train: --data.field NAME) states the field"
+# Bytes or characters that are handled at once.
 PIECE = 1 << 16
-"""Bytes or characters that are handled at once."""
+# Bytes of a line of JSON, which is parsed as a whole.
 LONGEST_RECORD = 1 << 26
-"""Bytes of a line of JSON, which is parsed as a whole."""
+# Fields of other trainers that state what is trained.
 WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss", "loss_mask", "train", "trainable", "train_detail")
-"""Fields of other trainers that state what is trained."""
+# Fields that state what is not trained.
 MASKS = ("mask", "masked")
-"""Fields that state what is not trained."""
 # Characters of a value in an error.
 _MOST_SHOWN = 60
 
@@ -456,7 +442,6 @@ def contradicts_training(name: str, value: object, trained: bool) -> bool:
 
 
 def shortened(value: object) -> str:
-    """Return a value as JSON, for an error."""
     try:
         text = msgspec.json.encode(value).decode()
     except RecursionError:  # decoding what is as deep succeeded by a hair
@@ -466,12 +451,9 @@ def shortened(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document, or the whole text of a corpus without documents.
+    """One document, or the whole text of a corpus without documents. Consume its texts before the next document."""
 
-    It is named after its file, with the number of the line or row if the file holds several documents. Its texts are
-    pieces of the document, and must be consumed before the next document.
-    """
-
+    # Of the file, with the number of the line or row if the file holds several documents.
     name: str
     texts: Iterator[str]
 
@@ -495,12 +477,9 @@ class CorpusReader:
         return str(self._hasher.hexdigest())
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents in order.
-
-        Raises UsageError if something is not text; the message names the file and the byte; StoreError if the operating
-        system refuses.
-        """
+        """Yield the documents in order; UsageError, with the file and the byte, if something is not text."""
         for file in self.source.files:
+            # NUL ends a name, which cannot contain it, so that no other names and contents have the same checksum.
             self._hasher.update(os.fsencode(file.name) + b"\0")
             if file.records in ("parquet", "arrow"):
                 yield from self._rows(file)
@@ -540,6 +519,7 @@ class CorpusReader:
 
     def _lines(self, stream: IO[bytes], file: TextFile) -> Iterator[Document]:
         begin = number = 0
+        # One byte more than is allowed shows that a line is longer.
         while line := self._read(stream.readline, LONGEST_RECORD + 1, file):
             number += 1
             if len(line) > LONGEST_RECORD:
@@ -622,10 +602,7 @@ class CorpusReader:
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """Which text is for training and which for validation: a fraction, and a seed that decides which documents it is.
-
-    A stream is always cut at its end. Raises UsageError if the fraction or the seed is out of range.
-    """
+    """A fraction, and a seed that decides which documents are for validation; UsageError if one is out of range."""
 
     validation: float
     seed: int
@@ -637,19 +614,16 @@ class SplitRule:
             raise UsageError(f"the seed is {self.seed!r}", remedy="give an int of 0 or more, below 2**64")
 
     def of_document(self, name: str) -> str:
-        """Return the split of a document, which does not depend on the other documents."""
+        # A hash of the name alone: the split does not depend on the other documents.
         drawn = xxhash.xxh3_64_intdigest(os.fsencode(name), seed=self.seed) / 2**64
         return VALIDATION if drawn < self.validation else TRAIN
 
     def train_characters(self, characters: int) -> int:
-        """Return the number of characters of a stream for training, as nanoGPT counts: ``data[: int(n * 0.9)]``."""
+        # As nanoGPT counts: ``data[: int(n * 0.9)]``.
         return int(characters * (1 - self.validation))
 
     def split(self, reading: CorpusReader, characters: int) -> Iterator[tuple[str, Iterator[str]]]:
-        """Yield (split, texts) for each document of a reading, or for both ends of a stream of ``characters``.
-
-        The texts must be consumed before the next pair is requested.
-        """
+        """Yield (split, texts) for each document, or both ends of a stream; consume the texts before the next pair."""
         for document in reading.documents():
             if reading.source.has_documents:
                 yield self.of_document(document.name), document.texts
@@ -671,6 +645,7 @@ def _cut(texts: Iterator[str], characters: int) -> Iterator[tuple[str, Iterator[
             yield text
 
     yield TRAIN, first()
+    # The first text has filled `rest` by now, because it is consumed before.
     yield VALIDATION, chain(rest, texts)
 
 

@@ -37,8 +37,8 @@ TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
 
+# The kind of a source of conversations; see `tensorkeep.train.data.conversations`.
 CONVERSATIONS = "conversations"
-"""The kind of a source of conversations; see `tensorkeep.train.data.conversations`."""
 
 # Bytes.
 _VERIFIED_AT_ONCE = 1 << 22
@@ -57,10 +57,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CorpusRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The corpus that the data was made from, a `tensorkeep.train.data.corpus.Corpus`.
-
-    The checksum covers the names and the bytes of its files.
-    """
+    """The corpus that the data was made from; the checksum covers the names and the bytes of its files."""
 
     spec: str
     kind: str
@@ -82,26 +79,24 @@ class MixturePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DataManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The body of ``data.json``.
-
-    ``tensorkeep`` is the version that wrote it, ``tokenizer`` the result of `Tokenizer.as_dict`, ``validation`` the
-    fraction of the text that was meant for validation, and ``seed`` the seed that assigned documents to splits.
-    """
+    """The body of ``data.json``."""
 
     format: Literal["tensorkeep-data"]
     version: Literal[1, 2]
+    # The version that wrote it.
     tensorkeep: str
     source: CorpusRecord
+    # The result of `Tokenizer.as_dict`.
     tokenizer: dict[str, Any]
     vocab_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     dtype: str
+    # The fraction of the text that was meant for validation, and the seed that assigned documents to splits.
     validation: float
     seed: Annotated[int, msgspec.Meta(ge=0)]
     splits: dict[str, Split]
     mixture: list[MixturePart] | None = None  # in the order of the training split
 
     def description(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return all fields as plain values, with only the name of the tokenizer, and the fingerprint."""
         return {**msgspec.to_builtins(self), "tokenizer": tokenizer.name, "fingerprint": self.fingerprint(tokenizer)}
 
     def fingerprint(self, tokenizer: Tokenizer) -> str:
@@ -112,55 +107,39 @@ class DataManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class FileStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file system knows of a file; every write to the file changes it.
-
-    The time of the last change (ctime) is set by the kernel, and cannot be set back.
-    """
+    """What the file system knows of a file; every write to the file changes it."""
 
     bytes: int
     inode: int
     modified_ns: int
+    # The time of the last change (ctime) is set by the kernel, and cannot be set back.
     changed_ns: int
 
 
 def file_name(split: str) -> str:
-    """Return the name of a split's file."""
     return f"{split}.bin"
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Prepared data: tokens in memory-mapped files, and the tokenizer that made them.
-
-    Attributes
-    ----------
-    path : Path
-        Its folder.
-    train, validation : array of uint16 or uint32
-        1-D and read-only. They are mapped from the files: only what is used is read.
-    tokenizer : Tokenizer
-    fingerprint : str
-        16 hexadecimal digits that depend on every token, the tokenizer and the weights of a mixture, and nothing else.
-    mixture : tuple of (int, float)
-        The numbers of training tokens and the weights of the sources of a mixture, in order; empty without a mixture.
-    description : dict
-        The contents of ``data.json`` as plain values, with the name of the tokenizer and the fingerprint.
-    verified : dict of str to FileStatus
-        The status of the files with verified tokens, by split.
-    """
+    """Prepared data: tokens in memory-mapped files, and the tokenizer that made them."""
 
     path: Path
+    # 1-D and read-only. They are mapped from the files: only what is used is read.
     train: Tokens
     validation: Tokens
     tokenizer: Tokenizer
+    # 16 hexadecimal digits that depend on every token, the tokenizer and the weights of a mixture, and nothing else.
     fingerprint: str
+    # The contents of ``data.json`` as plain values, with the name of the tokenizer and the fingerprint.
     description: dict[str, Any]
+    # The numbers of training tokens and the weights of the sources of a mixture, in order; empty without a mixture.
     mixture: tuple[tuple[int, float], ...] = ()
+    # The status of the files with verified tokens, by split.
     verified: dict[str, FileStatus] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens of the tokenizer; every id is below it."""
         return self.tokenizer.vocab_size
 
     @property
@@ -266,6 +245,7 @@ def _open_tokens(directory: Directory, layout: DataManifest, split: str) -> Sour
         file = directory.open(path.name, follow_links=False)
     except NotACheckpointError as error:
         raise _damaged(path, "the file is missing") from error
+    # Reading a mapped file beyond its end kills the process with SIGBUS, so the size is checked before.
     expected = layout.splits[split].tokens * np.dtype(layout.dtype).itemsize
     if file.size != expected:
         file.close()
@@ -276,6 +256,7 @@ def _open_tokens(directory: Directory, layout: DataManifest, split: str) -> Sour
 def _map_tokens(file: SourceFile, layout: DataManifest, split: str) -> Tokens:
     dtype = np.dtype(layout.dtype).newbyteorder("<")
     with store_errors(file.path, "map the file into memory"):
+        # By the descriptor: the checked file, whatever is at its path by now.
         mapped = np.memmap(file.fd_path, dtype, mode="r", shape=(layout.splits[split].tokens,))
     # Slicing a plain array is ten times as fast as slicing a numpy.memmap.
     return mapped.view(np.ndarray)
@@ -300,6 +281,7 @@ def _verify(file: SourceFile, layout: DataManifest, split: str, meter: Meter) ->
         meter.add(piece.nbytes)
     if hasher.hexdigest() != layout.splits[split].xxh3_64:
         raise _damaged(file.path, "its checksum is wrong")
+    # A token beyond the vocabulary would index past the end of the embedding.
     if largest >= layout.vocab_size:
         raise _damaged(file.path, f"holds the token {largest:,}, and the vocabulary has {layout.vocab_size:,} tokens")
 
@@ -309,7 +291,6 @@ def _damaged(path: Path, message: str) -> CorruptCheckpointError:
 
 
 def _read_layout(directory: Directory) -> tuple[DataManifest, Tokenizer]:
-    """Return the layout and the tokenizer of a folder; the sizes of the other files are not checked yet."""
     path = directory.path / FILE
     try:
         body = checksummed_json.read(directory, FILE)
@@ -320,6 +301,7 @@ def _read_layout(directory: Directory) -> tuple[DataManifest, Tokenizer]:
             remedy="prepare data with `tensorkeep data prepare SOURCE --out DIR`",
         ) from error
     version = body.get("version")
+    # Before the fields: a later version may have others.
     if body.get("format") == FORMAT and isinstance(version, int) and version > MIXTURE_VERSION:
         raise UnsupportedError(
             f"has version {version} of the layout, and this tensorkeep reads version {MIXTURE_VERSION}",

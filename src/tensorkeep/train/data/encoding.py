@@ -1,7 +1,4 @@
-"""Encoding of a corpus: pieces of text become tokens, in order, in this process or in several, and token files.
-
-x
-"""
+"""Encoding of a corpus: pieces of text become tokens, in order, in this process or in several, and token files."""
 
 import os
 import queue
@@ -63,18 +60,14 @@ class TextPiece(NamedTuple):
 
 
 def default_processes(tokenizer: Tokenizer, nbytes: int) -> int:
-    """Return in how many processes a corpus is encoded fastest.
-
-    Tokens that are characters or bytes are found faster than text could be passed to another process.
-    """
+    # Tokens that are characters or bytes are found faster than text could be passed to another process.
     return len(usable_processors()) if tokenizer.merges and nbytes >= _SMALL_CORPUS else 1
 
 
 def encoded(tokenizer: Tokenizer, pieces: Iterator[TextPiece], processes: int) -> Generator[tuple[TextPiece, Tokens]]:
     """Yield each piece with its tokens, in order.
 
-    Raises UsageError if the tokenizer cannot encode a piece; OutOfMemoryError or StoreError if a process ends early, or
-    cannot be started.
+    Raises UsageError if the tokenizer cannot encode a piece; OutOfMemoryError or StoreError if a process ends early.
     """
     if processes == 1:
         for piece in pieces:
@@ -125,6 +118,7 @@ def _pool(tokenizer: Tokenizer, processes: int) -> Iterator[Callable[[list[str]]
             stack.callback(worker.close)
             idle.put(worker)
         threads = ThreadPoolExecutor(processes, thread_name_prefix="tensorkeep-encode")
+        # The last callback runs first: no thread may use a process that is closed.
         stack.callback(threads.shutdown, cancel_futures=True)
         yield lambda texts: threads.submit(encode, texts)
 
@@ -134,6 +128,7 @@ class _Worker:
 
     def __init__(self, description: bytes, tokenizer: Tokenizer) -> None:
         self._dtype = tokenizer.dtype
+        # A socket pair needs one descriptor for both directions.
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         with theirs, store_errors(sys.executable, "start a process that tokenizes"):
@@ -158,6 +153,7 @@ class _Worker:
             answer = self._connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise self._ended() from error
+        # No numbers: the answer is an error.
         if not len(counts):
             message, remedy = msgspec.json.decode(answer)
             raise UsageError(message, remedy=remedy)
@@ -174,6 +170,7 @@ class _Worker:
         status = self._status()
         if status is None:
             return StoreError("a process that tokenizes hung", remedy="see its last output, or use one process")
+        # The kernel kills a process with SIGKILL if memory runs out.
         if status == -signal.SIGKILL:
             return OutOfMemoryError(
                 "a process that tokenizes was killed, probably because memory ran out", remedy="use fewer processes"
@@ -183,7 +180,6 @@ class _Worker:
         )
 
     def close(self) -> None:
-        """End the process."""
         self._connection.close()
         self._status()
 
@@ -227,10 +223,7 @@ _WRITTEN_AT_ONCE = 1 << 20
 def write_tokens(
     reader: CorpusReader, folder: Path, tokenizer: Tokenizer, pieces: Iterator[TextPiece], processes: int | None
 ) -> dict[str, Split]:
-    """Encode the pieces of a corpus, write the tokens of its splits, and return what was written.
-
-    By default a large corpus is encoded on all processors.
-    """
+    """Encode the pieces of a corpus, write the tokens of its splits, and return what was written."""
     has_documents, ending = reader.source.has_documents, tokenizer.end_of_document
     documents, begins = dict.fromkeys(SPLITS, 0), True
     found = encoded(tokenizer, pieces, processes or default_processes(tokenizer, reader.source.nbytes))
@@ -249,6 +242,7 @@ def write_tokens(
 def pieces_of(reading: CorpusReader, tokenizer: Tokenizer, rule: SplitRule, characters: int) -> Iterator[TextPiece]:
     """Yield all text of a corpus but empty documents, in pieces that the tokenizer may encode by themselves."""
     for split, texts in rule.split(reading, characters):
+        # One text behind: only the last one ends the document.
         before = None
         for text in filter(None, tokenizer.pieces(texts)):
             if before is not None:
@@ -271,10 +265,10 @@ class TokenFile(Closing):
         self._written = 0
 
     def add(self, tokens: Tokens) -> None:
-        """Append tokens."""
         self._waiting.append(tokens)
         self._waiting_bytes += tokens.nbytes
         self.tokens += len(tokens)
+        # Many documents are short: one write for several.
         if self._waiting_bytes >= _WRITTEN_AT_ONCE:
             self._write()
 
@@ -293,19 +287,16 @@ class TokenFile(Closing):
         return str(self._hasher.hexdigest())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 @contextmanager
 def token_files(folder: Path, tokenizer: Tokenizer) -> Iterator[dict[str, TokenFile]]:
-    """Open new token files for the splits."""
     with ExitStack() as stack:
         yield {split: stack.enter_context(TokenFile(folder / file_name(split), tokenizer.dtype)) for split in SPLITS}
 
 
 def origin_of(reading: CorpusReader, splits: dict[str, Split], kind: str | None = None) -> CorpusRecord:
-    """Return the record of a corpus that was read. ``kind`` replaces the kind of the corpus."""
     source = reading.source
     return CorpusRecord(
         spec=recorded_path(source.spec),
@@ -328,7 +319,7 @@ def splits_of(files: dict[str, TokenFile], documents: Mapping[str, int | None]) 
 
 
 def recorded_path(path: str) -> str:
-    """Return a path as JSON requires it: as valid text."""
+    # JSON must be valid text, and the name of a file need not be.
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
@@ -339,7 +330,6 @@ def layout_of(
     rule: SplitRule,
     mixture: Sequence[MixturePart] | None = None,
 ) -> DataManifest:
-    """Return the description of token files."""
     return DataManifest(
         format=FORMAT,
         version=VERSION if mixture is None else MIXTURE_VERSION,

@@ -1,12 +1,4 @@
-"""Preparation of data: a corpus becomes a folder of tokens for training and validation.
-
-One pass checks that everything is text, encodes it and writes the tokens. If the tokenizer learns from the text, or the
-text is one stream, which is cut at a number of characters, a pass before that learns and counts.
-
-A mixture has several sources, each with a weight: the fraction of the training windows, and so of the tokens, that come
-from the source, in every run of any length. A source that is small for its weight is repeated, and one that is large is
-used in part. The validation split holds the sources in the same proportions, as far as there is text.
-"""
+"""Preparation of data: a corpus, or a mixture of several, becomes a folder of tokens for training and validation."""
 
 import codecs
 import logging
@@ -78,7 +70,6 @@ class PreparedData:
     description: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
         return {"path": str(self.path), **self.description}
 
 
@@ -187,7 +178,6 @@ def prepare(
 
 
 def _notes(corpus: Corpus, layout: DataManifest, seed: int) -> Iterator[str]:
-    """Yield what was left out, and the arguments that had no effect."""
     if left_out := corpus.left_out():
         named = ", ".join(f"{suffix or 'none'} ({count:,})" for suffix, count in left_out.most_common(_MOST_NAMED))
         yield (
@@ -209,7 +199,6 @@ def _notes(corpus: Corpus, layout: DataManifest, seed: int) -> Iterator[str]:
 
 
 def _other_fields(corpus: Corpus) -> Collection[str]:
-    """Return the names of the fields, or columns, of the first document that are not read."""
     if corpus.files[0].records in ("parquet", "arrow"):
         with TextColumn.open(corpus.files[0], corpus.field) as table:
             return table.columns
@@ -224,7 +213,8 @@ def _write_text(
     processes: int | None,
     progress: Progress | None,
 ) -> tuple[DataManifest, Tokenizer]:
-    """Write the tokens of a text into a folder; return its layout and the tokenizer."""
+    # A tokenizer may learn from the text, and one stream is cut at a number of characters: a pass before the writing
+    # learns and counts.
     surveyed = learn.reads or not corpus.has_documents
     meter = Meter((1 + surveyed) * corpus.nbytes, progress)
     if surveyed:
@@ -243,7 +233,6 @@ def _write_text(
 
 
 def is_prepared(source: PathLike) -> bool:
-    """Return whether a source is a folder of prepared data."""
     return os.path.exists(os.path.join(source, FILE))
 
 
@@ -257,12 +246,10 @@ def learner_of(choice: str | Tokenizer, vocab_size: int | None) -> TokenizerFact
 
 
 def _tokenizer_of(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of prepared data, or of another folder; see `tokenizer_at`."""
     return Dataset.open(folder).tokenizer if is_prepared(folder) else tokenizer_at(folder)
 
 
 def _survey(source: Corpus, learn: TokenizerFactory, rule: SplitRule, meter: Meter) -> tuple[CorpusReader, Tokenizer]:
-    """Read the corpus to check it, count it, and learn a tokenizer."""
     reading = CorpusReader(source, meter)
     counts = dict.fromkeys(SPLITS, 0)
 
@@ -270,6 +257,7 @@ def _survey(source: Corpus, learn: TokenizerFactory, rule: SplitRule, meter: Met
         before = 0
         for document in reading.documents():
             yield document.texts
+            # An empty document is not written, so it does not count.
             if source.has_documents and reading.characters > before:
                 counts[rule.of_document(document.name)] += 1
             before = reading.characters
@@ -293,7 +281,6 @@ def _encode(
     rule: SplitRule,
     processes: int | None,
 ) -> tuple[CorpusReader, dict[str, Split]]:
-    """Read the corpus, for the first time or again, and write its tokens."""
     corpus = reading.source
     changed = StoreError("changed while it was read", path=corpus.spec, remedy="prepare it when it is not written to")
     characters = 0 if first is None else first.characters
@@ -377,6 +364,7 @@ def parse_mixture(source: PathLike) -> dict[str, float]:
         try:
             value = float(weight)
         except ValueError:
+            # The path of a single source may contain a colon.
             if "," not in text:
                 return {}
             raise UsageError(
@@ -413,8 +401,9 @@ def prepare_mixture(
 ) -> PreparedData:
     """Prepare a single source as `prepare` does, or a mixture of prepared data and other sources.
 
-    All have one tokenizer: the tokenizer of the prepared data, else one that is made for all sources together. Prepared
-    data is copied, so that the result needs nothing else.
+    A weight is the fraction of the training windows that come from a source, in a run of any length: a small source is
+    repeated, and a large one is used in part. All have one tokenizer: the tokenizer of the prepared data, else one that
+    is made for all sources together. Prepared data is copied, so that the result needs nothing else.
 
     Parameters
     ----------
@@ -472,6 +461,7 @@ def prepare_mixture(
                 )
         total = sum(weights.values())
         layout = _mix(parts, [weight / total for weight in weights.values()], list(weights), source, commit.path)
+        # The tokens of the parts have been copied.
         for leftover in commit.path.glob("part-*"):
             shutil.rmtree(leftover)
         write_small(commit.path / FILE, checksummed_json.seal(layout))
@@ -480,7 +470,6 @@ def prepare_mixture(
 
 
 def _refuse_mixtures(weights: dict[str, float]) -> None:
-    """Refuse prepared data that is a mixture; the remedy is the mixture of all sources, with their weights."""
     sources: Counter[str] = Counter()
     mixtures = []
     for name, weight in weights.items():
@@ -497,7 +486,6 @@ def _refuse_mixtures(weights: dict[str, float]) -> None:
 
 
 def _shared_tokenizer(names: list[str], choice: str, vocab_size: int | None, options: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer of the prepared data among some sources, else a tokenizer for all sources."""
     prepared = {name: Dataset.open(name).tokenizer for name in names if is_prepared(name)}
     for name, tokenizer in prepared.items():
         first = next(iter(prepared))
@@ -531,6 +519,7 @@ def _mix(parts: list[Dataset], weights: list[float], names: list[str], source: s
     # As many validation tokens as every source has for its weight.
     # The validation loss is the loss of the training mixture only if its split has the same proportions.
     most = min(len(part.validation) / weight for part, weight in zip(parts, weights, strict=True))
+    # At least one token, because a source may be tiny.
     kept = [max(1, int(most * weight)) for weight in weights]
     left_out = [
         f"{len(part.validation) - count:,} of {len(part.validation):,} of {name}"
@@ -542,6 +531,7 @@ def _mix(parts: list[Dataset], weights: list[float], names: list[str], source: s
     with token_files(folder, tokenizer) as files:
         for part, validation in zip(parts, kept, strict=True):
             for split, tokens in ((TRAIN, part.train), (VALIDATION, part.validation[:validation])):
+                # In pieces: the mapped tokens may be larger than memory.
                 for begin in range(0, len(tokens), _COPIED_AT_ONCE):
                     files[split].add(np.array(tokens[begin : begin + _COPIED_AT_ONCE]))
         counts = [part.description["splits"][TRAIN]["documents"] for part in parts]

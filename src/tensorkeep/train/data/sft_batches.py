@@ -1,9 +1,4 @@
-"""Rows of conversations for supervised fine-tuning (SFT): only answers count.
-
-A row begins with a conversation, and holds as many whole ones as fit, so that no answer is trained without its
-question. Of a conversation that is longer than the context, the beginning is trained. Each answer that fits counts once
-in an epoch.
-"""
+"""Rows of conversations for supervised fine-tuning (SFT): only answers count, each that fits once in an epoch."""
 
 from functools import cached_property
 from pathlib import Path
@@ -89,6 +84,7 @@ class AnswerRows:
     ) -> None:
         self._tokens = tokens
         self._length = context_length
+        # Fills up rows. No target counts there.
         self._filler = tokenizer.end_of_document or 0
         found = _find(tokens, tokenizer)
         starts, ends = _conversations(found.ends_of_conversations)
@@ -109,7 +105,6 @@ class AnswerRows:
         self.note = self._left_out(starts, ends, what)
 
     def _left_out(self, starts: Places, ends: Places, what: str) -> str | None:
-        """Return how many conversations are longer than the context, and what of their answers is not used."""
         answers = self._to - self._from
         conversation = np.searchsorted(ends, self._from, side="right")
         limits = np.minimum(ends, starts + self._length + 1)
@@ -137,18 +132,16 @@ class AnswerRows:
         inputs[: len(row) - 1] = row[:-1]
         first, last = np.searchsorted(self._from, [begin, stop])
         for start, end in zip(self._from[first:last] - begin, self._to[first:last] - begin, strict=True):
+            # A target is the token after its input.
             targets[start - 1 : end - 1] = row[start:end]
         return inputs, targets
 
     def rows(self, numbers: npt.NDArray[np.integer]) -> Batch:
-        """Return the inputs and the targets of some rows, of shape [rows, context_length]."""
         pairs = [self.row(int(number)) for number in numbers]
         return torch.stack([each for each, _ in pairs]), torch.stack([each for _, each in pairs])
 
 
 class AnswerBatches(NumberedBatches):
-    """Batches of `AnswerRows`; see `NumberedBatches`."""
-
     def __init__(
         self,
         tokens: Tokens,
@@ -189,11 +182,10 @@ class AnswerWindows(EvaluationWindows):
 
     @cached_property
     def targets(self) -> int:  # computed once, as it reads every row
-        """The number of tokens that are predicted."""
         return sum(int((self.pair(number)[1] != IGNORED).sum()) for number in range(self._chosen))
 
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets of a row."""
+        # Integers, so that the rows are the same on every machine.
         return self._rows.row(number * self._all // self._chosen)
 
 
@@ -222,8 +214,6 @@ def windows_of(dataset: Dataset, context_length: int, *, most: int | None = None
 
 
 class _Found(NamedTuple):
-    """Places of reserved tokens."""
-
     assistants: Places
     ends: Places
     ends_of_conversations: Places
@@ -233,6 +223,7 @@ def _find(tokens: Tokens, tokenizer: ChatTokenizer) -> _Found:
     wanted = (tokenizer.begin["assistant"], tokenizer.end, tokenizer.end_of_document)
     places: list[list[Places]] = [[], [], []]
     for begin in range(0, len(tokens), _SCANNED_AT_ONCE):
+        # In pieces: the comparison makes a mask of the whole piece.
         piece = tokens[begin : begin + _SCANNED_AT_ONCE]
         for each, token in zip(places, wanted, strict=True):
             each.append(np.flatnonzero(piece == token) + begin)
@@ -247,11 +238,13 @@ def _conversations(ends: Places) -> tuple[Places, Places]:
 def _pack(starts: Places, stops: Places, context_length: int) -> tuple[Places, Places]:
     """Return where rows begin, and where what they predict stops, given the begins and ends of conversations."""
     begins, limits, first = [], [], 0
+    # A row holds whole conversations, so that no answer is trained without its question.
     # Greedy, in the order of the text: which conversations share a row does not depend on the seed.
     while first < len(starts):
         begin = int(starts[first])
         after = int(np.searchsorted(stops, begin + context_length + 1, side="right"))
         begins.append(begin)
+        # Of a conversation that is longer than the context, the beginning is trained.
         limits.append(int(stops[after - 1]) if after > first else begin + context_length + 1)
         first = max(after, first + 1)
     return np.array(begins, np.int64), np.array(limits, np.int64)

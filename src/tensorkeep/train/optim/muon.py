@@ -11,15 +11,16 @@ from torch import distributed as dist
 
 from tensorkeep.machine import multiplies_bfloat16_fast
 
+# The coefficients a, b, c of a step X -> (a + b X X^T + c (X X^T)^2) X.
 Polynomial = tuple[float, float, float]
-"""The coefficients a, b, c of a step X -> (a + b X X^T + c (X X^T)^2) X."""
 
+# Computes `orthogonal`.
 Orthogonal = Callable[[Tensor, Sequence[Polynomial], float, bool, torch.dtype], Tensor]
-"""Computes `orthogonal`."""
 
 # By how much rounding in bfloat16 may enlarge a singular value: beyond their range, these polynomials diverge.
 _MARGIN = 1.01
 
+# The best polynomial for each step in turn (Amsel et al., arXiv 2505.16932); the last one is repeated.
 POLAR_EXPRESS: tuple[Polynomial, ...] = tuple(
     (a / _MARGIN, b / _MARGIN**3, c / _MARGIN**5)
     for a, b, c in (
@@ -32,7 +33,6 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = tuple(
         (1.875 * _MARGIN, -1.25 * _MARGIN**3, 0.375 * _MARGIN**5),
     )
 )
-"""The best polynomial for each step in turn (Amsel et al., arXiv 2505.16932); the last one is repeated."""
 
 # Elements of a batch: the temporary memory stays small compared to a larger model.
 _AT_ONCE = 1 << 26
@@ -70,7 +70,6 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters once; see `torch.optim.Muon`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -93,6 +92,7 @@ class Muon(torch.optim.Muon):
             yield
             return
         own = [_local(each) for each in tensors]
+        # Copies, because the update changes these tensors in place.
         before = [each.clone() for each in own]
         yield
         for each, old in zip(own, before, strict=True):
@@ -113,6 +113,7 @@ class Muon(torch.optim.Muon):
         variances: list[Tensor],
     ) -> None:
         own, own_gradients, own_momenta = (list(map(_local, each)) for each in (parameters, gradients, momenta))
+        # One call for all tensors: many small kernels take longer than their work.
         torch._foreach_lerp_(own_momenta, own_gradients, 1 - group["momentum"])
         nesterov = group["nesterov"]
         directions = torch._foreach_lerp(own_gradients, own_momenta, group["momentum"]) if nesterov else own_momenta
@@ -165,17 +166,18 @@ class Muon(torch.optim.Muon):
         changes = [torch.zeros_like(each) for each in full]
         self._add(group, changes, full, variances)
         for each, change in zip(parameters, changes, strict=True):
+            # Every rank has the whole change, so nothing is sent.
             placed = distribute_tensor(change, each.device_mesh, each.placements, src_data_rank=None)
             each.to_local().add_(placed.to_local())
 
     def _orthogonalised(self, matrices: list[Tensor], group: dict[str, Any]) -> Tensor:
-        """Return the orthogonal matrices of a batch; with several ranks each computes some."""
         polynomials, express = tuple(_polynomials(group)), bool(group.get("polar_express"))
         ranks, dtype = self.ranks, dtype_of_steps(matrices[0].device.type)
         size = 1 if ranks is None else dist.get_world_size(ranks)
         if size == 1:
             return self.orthogonal(torch.stack(matrices), polynomials, group["eps"], express, dtype)
         count, rank = -(-len(matrices) // size), dist.get_rank(ranks)
+        # Filled up with zeros: a gather needs as many matrices from each rank.
         chosen = matrices[0].new_zeros(count, *matrices[0].shape)
         for place, each in enumerate(matrices[rank * count : (rank + 1) * count]):
             chosen[place] = each
@@ -183,6 +185,7 @@ class Muon(torch.optim.Muon):
         found = own.new_empty(size * count, *own.shape[1:])
         # As bytes: not every backend exchanges bfloat16.
         dist.all_gather_into_tensor(found.view(torch.uint8), own.view(torch.uint8), group=ranks)
+        # Without the zeros that filled up the batches of the last ranks.
         return found[: len(matrices)]
 
 
@@ -192,7 +195,6 @@ def _is_sharded(tensor: Any) -> bool:
 
 
 def _chosen(tensors: Sequence[Tensor], positions: Sequence[int]) -> list[Tensor]:
-    """Return the tensors at some positions; none of none."""
     return [tensors[each] for each in positions] if tensors else []
 
 
@@ -209,7 +211,6 @@ def _polynomials(group: dict[str, Any]) -> list[Polynomial]:
 
 
 def _batches(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the positions of the parameters, batch by batch."""
     by_shape: dict[tuple[Any, ...], list[int]] = {}
     for position, each in enumerate(parameters):
         by_shape.setdefault((each.device, *each.shape), []).append(position)
@@ -252,14 +253,16 @@ def orthogonal(
 
 
 def normalise_rows(matrices: Tensor, variances: Sequence[Tensor], beta2: float) -> Tensor:
-    """Divide the rows of a batch of updates by the root of the mean of their squares, over all steps so far.
+    """Divide the rows of updates by the root of the running mean of their squares; each matrix keeps its norm.
 
-    Orthogonal matrices of fewer columns than rows have rows of very different norms, and the largest would decide
-    the learning rate of all. Each matrix keeps its norm (NorMuon; Li et al., arXiv 2510.05491). ``variances``, of shape
-    [rows, 1] each, are running means that forget with ``beta2``, and are changed in place.
+    NorMuon (Li et al., arXiv 2510.05491). ``variances``, of shape [rows, 1] each, forget with ``beta2``, and are
+    changed in place.
     """
+    # Orthogonal matrices of fewer columns than rows have rows of very different norms, and the largest would decide the
+    # learning rate of all.
     squares = torch.linalg.vector_norm(matrices, dim=2, keepdim=True, dtype=torch.float32).square()
     torch._foreach_lerp_(list(variances), (squares / matrices.shape[2]).unbind(), 1 - beta2)
+    # A row without a gradient so far must not be divided by 0.
     tiny = torch.finfo(torch.float32).tiny
     factors = torch.stack(list(variances)).clamp(min=tiny).rsqrt()
     sums = (each.sum(1, keepdim=True) for each in (squares, squares * factors.square()))

@@ -14,10 +14,11 @@ from tensorkeep.errors import UsageError, first_line
 from tensorkeep.settings import Decay, NonNegative, Positive, Section
 from tensorkeep.train.optim.muon import Muon
 
+# The optimizers of a run by name; a training step steps all optimizers.
 Optimizers = dict[str, torch.optim.Optimizer]
-"""The optimizers of a run by name; a training step steps all optimizers."""
 
 _PEAK = "peak_lr"
+# Patterns of the names of parameters, by kind.
 KINDS = {
     "embeddings": ("tokens.*", "positions.*"),
     "head": ("head.*",),
@@ -25,9 +26,8 @@ KINDS = {
     "biases": ("*.bias",),
     "matrices": tuple(f"blocks.*.{layer}.weight" for layer in ("qkv", "q", "kv", "out", "up", "gate", "down")),
 }
-"""Patterns of the names of parameters, by kind."""
+# How many matrices of equal shape are stacked in one weight, by the end of its name.
 FUSED_PROJECTIONS = {".attention.qkv.weight": 3, ".attention.kv.weight": 2}
-"""How many matrices of equal shape are stacked in one weight, by the end of its name."""
 
 
 class ParameterGroup(Section, frozen=True):
@@ -125,7 +125,6 @@ def _muon_groups(hidden: Mapping[str, nn.Parameter], config: OptimConfig) -> Ite
 
 
 def fused_projections(name: str) -> int:
-    """Return how many projections the weight of a name has."""
     return next((count for end, count in FUSED_PROJECTIONS.items() if name.endswith(end)), 1)
 
 
@@ -150,10 +149,12 @@ def _parts(group: dict[str, Any], named: Mapping[str, nn.Parameter], config: Opt
     if not config.groups:
         yield group
         return
+    # By identity: `==` of two tensors compares their elements.
     names = {id(each): name for name, each in named.items()}
     parts: dict[tuple[float, float | None], list[nn.Parameter]] = {}
     for parameter in group["params"]:
         factor, decay = 1.0, None
+        # The last match that states a setting decides.
         for pattern, changed in config.groups.items():
             if _matches(names[id(parameter)], pattern):
                 factor = factor if changed.lr_factor is None else changed.lr_factor
@@ -176,6 +177,7 @@ def _adamw(named: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.opti
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
+        # None leaves the choice to torch.
         foreach=True if config.implementation == "foreach" else None,
         fused=True if config.implementation == "fused" else None,
     )
@@ -197,23 +199,17 @@ def check_optimizers(config: OptimConfig, device: torch.device) -> None:
 
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters that an optimizer updates, group by group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def set_learning_rate(optimizers: Optimizers, factor: float) -> None:
-    """Set the learning rate of every parameter group to a factor of its peak."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = factor * group[_PEAK]
 
 
 class WeightAverage:
-    """An exponential moving average of named parameters (Polyak and Juditsky, 1992), often with a lower loss than they.
-
-    The decay is the fraction of the average that is kept in a step. In the first steps it is lower,
-    ``(1 + step) / (10 + step)``, to forget the initial weights early. With a decay of 0 nothing is averaged.
-    """
+    """An exponential moving average of named parameters (Polyak and Juditsky, 1992); none if the decay is 0."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self._decay = decay
@@ -227,7 +223,6 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Add the weights of a step to the average."""
         if self._averages:
             # The first weights are random: an average that keeps them for 1 / (1 - decay) steps starts far too high.
             decay = min(self._decay, (1 + step) / (10 + step))
@@ -249,5 +244,4 @@ class WeightAverage:
             live.copy_(value)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages by parameter name; empty if nothing is averaged."""
         return dict(zip(self._parameters, self._averages, strict=True))

@@ -1,7 +1,4 @@
-"""Learning-rate schedules: the rate of a step as a factor of its peak, and the range test that suggests a peak.
-
-A new schedule is an entry of `SCHEDULES`.
-"""
+"""Learning-rate schedules, the entries of `SCHEDULES`, and the range test that suggests a peak."""
 
 import math
 from collections.abc import Callable
@@ -124,10 +121,7 @@ def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float
 
 
 class Plateau:
-    """Lowers ``factor``, a factor of the learning rate, when the validation loss has stopped improving.
-
-    Its state is part of a checkpoint. It has no effect on schedules other than ``"plateau"``.
-    """
+    """Lowers ``factor`` of the learning rate when the validation loss stops improving, if the schedule is "plateau"."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._patience = config.patience
@@ -138,7 +132,6 @@ class Plateau:
         self._waited = 0
 
     def add(self, loss: float) -> None:
-        """Add the loss of an evaluation."""
         if not self._on:
             return
         if loss < self._best:
@@ -154,12 +147,10 @@ class Plateau:
         self._best, self._waited = math.inf, 0
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return the state."""
         # "share" is the key in checkpoints; it is the factor.
         return {"share": self.factor, "best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Restore a state that `state_dict` returned."""
         self.factor = float(state["share"])
         self._best = float(state["best"])
         self._waited = int(state["waited"])
@@ -167,13 +158,9 @@ class Plateau:
 
 @dataclass
 class RangeTest:
-    """Records the loss while the learning rate rises (Smith, arXiv 1506.01186); its fields are part of a checkpoint.
+    """Records the loss while the learning rate rises (Smith, arXiv 1506.01186), and suggests a rate to train with."""
 
-    It suggests a tenth of the rate with the lowest smoothed loss, the rule that fastai calls ``"minimum"``:
-    at the minimum, training is about to become unstable, and a run takes many more steps at its peak rate. The test is
-    over when the loss has diverged, so that higher rates need not be tried.
-    """
-
+    # All fields are part of a checkpoint.
     steps: int = 0
     smoothed: float = 0.0
     lowest: float = math.inf
@@ -186,13 +173,17 @@ class RangeTest:
             self.over = True
             return
         self.steps += 1
+        # The mean of the first losses, then an exponential average.
         self.smoothed += (loss - self.smoothed) * max(1 / self.steps, min(1.0, 1 / (_SMOOTHED_OVER * steps)))
         if self.smoothed < self.lowest:
             self.lowest, self.lowest_rate = self.smoothed, rate
+        # Higher rates need not be tried once the loss has diverged.
         self.over = self.smoothed > _DIVERGED_RATIO * self.lowest
 
     def suggestion(self) -> float | None:
         """Return the learning rate to train with; None if the loss never rose, so that higher rates must be tried."""
         if not self.steps or not (self.over or self.smoothed > _MINIMUM_RATIO * self.lowest):
             return None
+        # A tenth, the rule that fastai calls "minimum": at the minimum, training is about to become unstable, and a run
+        # takes many more steps at its peak rate.
         return self.lowest_rate / _SAFETY

@@ -1,7 +1,6 @@
 """The batch size that fills the memory of a GPU: steps with small batches are measured, and the choice is tried.
 
-The sequences of a step stay the same: a larger batch needs fewer accumulation steps. They are drawn in the same order,
-so that only rounding and the zeros of dropout depend on the choice.
+A step has the same sequences in the same order, so only rounding and the zeros of dropout depend on the choice.
 """
 
 import gc
@@ -35,39 +34,35 @@ class Peaks(NamedTuple):
     update: int
 
 
+# Returns the peaks of a step with batches of so many sequences on this rank; None if it ran out of memory.
 Measure = Callable[[int], Peaks | None]
-"""Returns the peaks of a step with batches of so many sequences on this rank; None if it ran out of memory."""
 
+# Builds a run of a configuration, which is not kept. It writes nothing.
 Trial = Callable[[Config], AbstractContextManager[OpenRun]]
-"""Builds a run of a configuration, which is not kept. It writes nothing."""
 
 
 class GpuMemory:
-    """The memory of a GPU, as torch sees it."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def available(self) -> int:
-        """Return the bytes that this process has or could have."""
         free, _ = torch.cuda.mem_get_info(self._device)
+        # What torch has reserved and does not use is free for this process.
         return free + torch.cuda.memory_reserved(self._device)
 
     def allocated(self) -> int:
-        """Return the bytes of all tensors."""
         return torch.cuda.memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """Let `peak` begin with what is allocated now."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """Return the most bytes of all tensors at once, since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def release(self) -> None:
-        """Give back what is not used, and what cuBLAS keeps for the streams of earlier trials."""
+        # Cycles keep tensors of an earlier trial alive.
         gc.collect()
+        # cuBLAS keeps a workspace for each stream of earlier trials.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         self.reset_peak()
@@ -81,8 +76,7 @@ def gpu_memory(device: torch.device) -> GpuMemory | None:
 def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tuple[Config, str]:
     """Return a configuration with batches that fill the memory, and a note on the choice; a collective.
 
-    Raises OutOfMemoryError if there is not enough memory for the smallest batches; UsageError if a technique cannot
-    accumulate batches, as the trials do.
+    Raises OutOfMemoryError if the smallest batches do not fit; UsageError if a technique cannot accumulate batches.
     """
     for each in Stack.of(config.techniques).techniques:
         if each.cannot_accumulate is not None:
@@ -95,11 +89,13 @@ def filled(config: Config, memory: GpuMemory, world: World, trial: Trial) -> tup
     # With a batch of all sequences: the given batch size will be replaced, and need not be divisible by the ranks.
     replicas = _replicas(trial(with_batch_size(config, sequences)))
     memory.release()
+    # All ranks have equal batches: the rank with the least memory decides.
     available = min(world.all_gather(memory.available()))
 
     def measure(rows: int) -> Peaks | None:
         found = _measured(trial(_shortened(with_batch_size(config, rows * replicas))), memory)
         memory.release()
+        # A rank that ran out of memory takes part, too: the others would wait for it.
         of_ranks = [each for each in world.all_gather(None if found is None else [*found]) if each is not None]
         return Peaks(*map(max, *of_ranks, [0, 0])) if len(of_ranks) == world.size else None
 
@@ -134,11 +130,13 @@ def largest_batch(sequences: int, memory: int, measure: Measure, *, tried: bool 
     for size in sizes[:2]:
         measured[size] = measure(size)
         if not _fits(measured[size], limit):
+            # The size before was measured, and fits.
             return sizes[sizes.index(size) - 1] if size > 1 else None
     if len(sizes) == 1:
         return 1
     first, second = (found for found in measured.values() if found is not None)
     # Activations grow in proportion to the rows. The update does not, and is often larger for small batches.
+    # At least one byte: noise must not make rows look free.
     by_row = max(1.0, (second.gradient - first.gradient) / (sizes[1] - 1))
     predicted = [size for size in sizes[2:] if first.gradient + by_row * (size - 1) <= limit]
     if not tried:
@@ -151,10 +149,7 @@ def _fits(peaks: Peaks | None, limit: float) -> bool:
 
 
 def with_batch_size(config: Config, batch_size: int) -> Config:
-    """Return a configuration with another batch size and as many sequences in a step as before.
-
-    Raises UsageError if the sequences of a step are not divisible by it.
-    """
+    """Return a configuration with another batch size and the same sequences in a step; UsageError if not a divisor."""
     sequences = config.loop.batch_size * config.loop.gradient_accumulation_steps
     if sequences % batch_size:
         raise UsageError(f"{sequences} sequences do not divide into batches of {batch_size}", remedy="give a divisor")
@@ -165,10 +160,7 @@ def with_batch_size(config: Config, batch_size: int) -> Config:
 
 
 def _shortened(config: Config) -> Config:
-    """Return a configuration with two batches in a step at most.
-
-    The second batch, beside the gradient of the first, takes as much memory as any later one.
-    """
+    # The second batch, beside the gradient of the first, takes as much memory as any later one.
     batches = min(2, config.loop.gradient_accumulation_steps)
     loop = msgspec.structs.replace(config.loop, gradient_accumulation_steps=batches)
     return msgspec.structs.replace(config, loop=loop)
@@ -200,6 +192,7 @@ def _measured(trial: AbstractContextManager[OpenRun], memory: GpuMemory) -> Peak
             _add_gradients(run)
             return Peaks(max(first + states, memory.peak()), update)
     except (MemoryError, RuntimeError) as error:
+        # Another error would end the run itself, too.
         if not is_out_of_memory(error):
             raise
         return None

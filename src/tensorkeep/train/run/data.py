@@ -23,8 +23,8 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import BranchPoint
 from tensorkeep.train.techniques.stack import Stack
 
+# Shows the progress of an activity to the user; see `tensorkeep.cli.output.Output.meter`.
 ShowProgress = Callable[[str], AbstractContextManager[Progress | None]]
-"""Shows the progress of an activity to the user; see `tensorkeep.cli.output.Output.meter`."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +42,8 @@ def open_data(
 ) -> Dataset:
     """Return the data of a run, with every token verified; a resumed run reads only files that have changed.
 
-    A new run takes ``data.source``, which is prepared in the run's folder unless it is prepared data already. A resumed
-    run takes the data that it started with: from ``data.source`` if that is in ``given``, else from the run's folder,
-    from where the data was, or it prepares the source again.
-
-    ``given`` holds the dotted names of the settings that the user gave. If a setting describes the preparation, it must
-    fit the data. ``resume`` resumes the run in the folder, if there is one.
+    A new run takes ``data.source``, prepared in the run's folder if it is text. A resumed run takes the data that it
+    started with. Settings of the preparation in ``given`` (dotted names that the user gave) must fit the data.
 
     Raises UsageError if the data is not what the user asked for, or not the data of the run; NotACheckpointError if
     there is no data; and the errors of `prepare` and `Dataset.open`.
@@ -70,8 +66,7 @@ def with_data(
 ) -> Config:
     """Return a configuration that describes its data, and its model has a vocabulary that is large enough.
 
-    A resumed run describes its data as at its start. ``origin`` is the configuration of the run that a new run
-    branches from.
+    ``origin`` is the configuration of the run that a new run branches from.
     """
     model = config.model.with_tokens(dataset.vocab_size)
     place = Path(os.path.abspath(dataset.path))
@@ -82,9 +77,11 @@ def with_data(
         model = msgspec.structs.replace(model, vocab_padding=before.model.vocab_padding)
     config = msgspec.structs.replace(config, model=model)
     if resume:
+        # A resumed run describes its data as at its start.
         started = folder.record().config
         source = started.data.source if in_folder else str(place)
         return config.changed({**{name: started.setting(name) for name in _PREPARATION}, "data.source": source})
+    # Data within the folder has no path of its own, so that both can move together.
     if in_folder and not is_prepared(config.data.source):
         return config
     return config.changed({**_preparation(dataset), "data.source": str(place)})
@@ -101,22 +98,18 @@ def _verified(
 
 
 def _verified_again(place: PathLike, folder: RunFolder, meter: ShowProgress) -> Dataset:
-    """Open the data of a run that is resumed; files that have not changed since the run read them are not read."""
+    # Files that have not changed since the run read them are not read again.
     return _verified(place, meter, folder.check_data, folder.record().data.verified)
 
 
 def _preparation(dataset: Dataset, *, asked: int | None = None) -> dict[str, Any]:
-    """Return the settings of the preparation of data.
-
-    The vocabulary size of ``"bpe"`` is an upper bound, so ``asked`` may be larger than the vocabulary.
-    """
     tokenizer = dataset.description["tokenizer"]
+    # The vocabulary size of ``"bpe"`` is an upper bound, so the user may have asked for more.
     size = max(dataset.vocab_size, asked or 0) if tokenizer == "bpe" else None
     return dict(zip(_PREPARATION, (tokenizer, size, dataset.description["validation"]), strict=True))
 
 
 def _check_given(config: Config, given: Collection[str], actual: dict[str, Any], path: Path) -> None:
-    """Refuse a setting that contradicts data that is prepared already."""
     for name, value in actual.items():
         if name in given and config.setting(name) != value:
             raise UsageError(
@@ -162,6 +155,7 @@ def _open_again(config: Config, folder: RunFolder, given: Collection[str], meter
         )
     if found is not None:
         return found
+    # The run did not prepare data from elsewhere, so it cannot prepare that again.
     if place != folder.data and not moved:
         raise NotFoundError(
             "the data of the run is no longer there", path=place, remedy="give its new location: --data FOLDER"
@@ -185,6 +179,7 @@ def _open_first(places: list[Path], folder: RunFolder, meter: ShowProgress) -> D
 
 def check_data(config: Config, dataset: Dataset, techniques: Stack) -> None:
     """Raise UsageError if a run cannot train on its data: it is too short, or a technique or masks do not allow it."""
+    # Windows of text have one length; rows of conversations are filled up.
     if dataset.chat_tokenizer is None:
         splits = {"training split": dataset.train, "validation split": dataset.validation}
         for split, tokens in splits.items():
@@ -213,6 +208,7 @@ def _check_masking(config: Config, dataset: Dataset, techniques: Stack) -> None:
                 f"data.mask_documents is true, and {each.name} is on: {each.refuses_document_masks}",
                 remedy="leave one of them out",
             )
+    # Both mix features of neighbouring positions, also across the end of a document.
     mixing = [name for name, off in (("token_shift", "none"), ("convolution", 1)) if _is_on(config, name, off)]
     if mixing:
         raise UsageError(
@@ -243,8 +239,6 @@ def open_branch_data(
 ) -> Dataset:
     """Return the data of a branch: ``data.source`` if that was given, else the data of the run that it branches from.
 
-    Data within the folder of that run is copied, so that the branch does not need it later.
-
     Raises UsageError if the data has another tokenizer, or was prepared by other settings than the given ones; and the
     errors of `open_data`.
     """
@@ -254,18 +248,19 @@ def open_branch_data(
         return dataset
     check_preparation(config, given, point.config, point.folder.path)
     dataset = open_data(point.config, point.folder, resume=True, meter=meter)
+    # Data in the folder of that run is copied, so that the branch does not need the folder later.
     inside = Path(os.path.abspath(dataset.path)).is_relative_to(point.folder.path)
     return Dataset.open(_copied(dataset.path, folder.data)) if inside else dataset
 
 
 def _copied(source: Path, destination: Path) -> Path:
-    """Copy a folder of prepared data; it appears when it is complete."""
     with Commit(destination, directory=True, overwrite=True, replaceable=is_prepared) as commit:
         with store_errors(destination, "copy the data"):
             for file in source.iterdir():
                 with file.open("rb") as reading, (commit.path / file.name).open("xb") as writing:
                     shutil.copyfileobj(reading, writing, 1 << 20)
                     writing.flush()
+                    # Durable before the folder is published: it must not appear with files that a crash empties.
                     os.fsync(writing.fileno())
         commit.publish()
     return destination

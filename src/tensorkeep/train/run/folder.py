@@ -30,57 +30,49 @@ from tensorkeep.train.data.dataset import Dataset, FileStatus
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.registry import tokenizer_from_dict
 
+# Values that differ, by name: the value then, and the value now.
 Changes = dict[str, tuple[Any, Any]]
-"""Values that differ, by name: the value then, and the value now."""
 
 RECORD = "run.json"
 TOKENIZER = "tokenizer.json"
 LOG = "log.jsonl"
 DATA = "data"
+# The metric that is saved with a checkpoint, and chooses the best one.
 METRIC = "validation_loss"
-"""The metric that is saved with a checkpoint, and chooses the best one."""
 # The number of the first checkpoint of a run that has no record yet.
 _STARTING = "starting"
 
 
 class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The data that a run started with; see `tensorkeep.train.data.dataset.Dataset`.
-
-    The path is absolute, or ``"data"`` if it was prepared within the run's folder, so that both can move together.
-    Files that still have their ``verified`` status need not be verified when the run resumes.
-    """
+    """The data that a run started with; see `tensorkeep.train.data.dataset.Dataset`."""
 
     fingerprint: str
+    # Absolute, or ``"data"`` if it was prepared within the run's folder, so that both can move together.
     path: str = DATA
     description: dict[str, Any] = msgspec.field(name="about", default_factory=dict)
+    # Files that still have this status need not be verified when the run resumes.
     verified: dict[str, FileStatus] = {}
 
 
 class GitState(msgspec.Struct, frozen=True, kw_only=True):
-    """The commit of the repository in the working directory, and whether files differ from it."""
-
     commit: str
     changed: bool
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a run after a step that computes with changed settings.
-
-    ``settings`` has the changed settings, ``config`` all settings.
-    """
+    """The part of a run after a step that computes with changed settings; ``config`` has all settings."""
 
     step: int
     time: str
+    # The changed settings.
     settings: Changes
     config: Config
 
 
 class BranchOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """The run and the step that a run was branched from, when that run was started, and the changed settings.
+    """The run and the step that a run was branched from, when that run was started, and the changed settings."""
 
-    The path need not exist any more: a branch has its own copy of the checkpoint and the data.
-    """
-
+    # This path need not exist any more: a branch has its own copy of the checkpoint and the data.
     run: str
     step: int
     started: str
@@ -88,45 +80,39 @@ class BranchOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InitialRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the initial weights of a run came from.
-
-    ``kind`` is ``"run"`` or ``"hugging-face"``; the path is absolute, and the fingerprint is the xxh3-64 of all
-    weights.
-    """
+    """Where the initial weights of a run came from: ``"run"`` or ``"hugging-face"``, and the absolute path."""
 
     path: str
     kind: str
+    # The xxh3-64 of all weights.
     fingerprint: str
     step: int | None = None
 
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
-    """One resume of a run: after which step, when, and the differences from the start of its segment.
-
-    The first segment starts with the run. The numerics environment is compared with the start of the run.
-    """
+    """One resume of a run: after which step, when, and the differences from the start of its segment."""
 
     step: int
     time: str
     settings: Changes
+    # Compared with the start of the run. The file has the earlier name.
     numerics_environment: Changes = msgspec.field(name="surroundings")
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of ``run.json``: the start of a run, with the time in ISO 8601, its later segments, and each resume.
-
-    `tensorkeep.machine.describe` returns ``environment``, and `tensorkeep.train.step.device.numerics_environment`
-    returns ``numerics_environment``. The file has the earlier names ``legs`` and ``surroundings``.
-    """
+    """The contents of ``run.json``: the start of a run, its later segments, and each resume."""
 
     config: Config
     data: DataRecord
     initial: InitialRecord | None = None
+    # In ISO 8601.
     started: str = ""
+    # 16 hexadecimal digits that the run keeps when it resumes, also in another place: its name for trackers.
     identity: str = ""
-    """16 hexadecimal digits that the run keeps when it resumes, also in another place: its name for trackers."""
     git: GitState | None = None
+    # What `tensorkeep.machine.describe` returns.
     environment: dict[str, Any] = {}  # msgspec copies it for each instance
+    # What `tensorkeep.train.step.device.numerics_environment` returns. The file keeps the earlier names.
     numerics_environment: dict[str, Any] = msgspec.field(name="surroundings", default_factory=dict)
     origin: BranchOrigin | None = None
     segments: list[Segment] = msgspec.field(name="legs", default_factory=list)
@@ -134,11 +120,9 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_config(self) -> Config:
-        """The configuration of its last segment."""
         return self.segments[-1].config if self.segments else self.config
 
     def config_after(self, step: int) -> Config:
-        """Return the configuration of a step of the run."""
         return next((each.config for each in reversed(self.segments) if each.step < step), self.config)
 
 
@@ -159,9 +143,8 @@ class RunFolder:
 
     @classmethod
     def at(cls, address: PathLike) -> "tuple[RunFolder, str | None]":
-        """Return the run at the address of its folder, its ``checkpoints/`` or one step, and the step, if it is given.
-
-        Raises UsageError if the address is malformed.
+        """Return the run at the address of its folder, its checkpoints or one step, and the step; UsageError if
+        malformed.
         """
         place, step = split_address(address)
         folder = cls(place)
@@ -170,18 +153,15 @@ class RunFolder:
         return folder, step
 
     def exists(self) -> bool:
-        """Return whether a run was started here."""
         return (self.path / RECORD).exists()
 
     def check_new(self) -> None:
-        """Raise DestinationExistsError if a run was started here, or its checkpoints are still here.
-
-        A first checkpoint without the rest of its run is replaced; see `unfinished_start`.
-        """
+        """Raise DestinationExistsError if a run was started here, or its checkpoints are still here."""
         if self.exists():
             raise DestinationExistsError(
                 "holds a run already", path=self.path, remedy="resume it with --resume, or choose another --out"
             )
+        # A first checkpoint without the rest of its run is replaced; see `unfinished_start`.
         if backend_of(self.checkpoints).numbers() and self.unfinished_start() is None:
             raise DestinationExistsError(
                 f"holds the checkpoints of a run without its {RECORD}",
@@ -192,6 +172,7 @@ class RunFolder:
     def begin_start(self, step: int) -> None:
         """Note that a new run begins with a checkpoint, which is saved before its record; StoreError if refused."""
         self.path.mkdir(parents=True, exist_ok=True)
+        # Before the checkpoint: if the process is killed between the two, the next start knows what it may replace.
         replace_file(self.path / _STARTING, b"%d\n" % step)
 
     def unfinished_start(self) -> int | None:
@@ -206,10 +187,7 @@ class RunFolder:
         return step if backend_of(self.checkpoints).numbers() == [step] else None
 
     def record(self) -> RunRecord:
-        """Return the record of the run; the file is read by the first call only.
-
-        Raises NotACheckpointError if there is no run; CorruptCheckpointError if the file is damaged.
-        """
+        """Return the record, read once; NotACheckpointError if there is no run, CorruptCheckpointError if damaged."""
         if self._record is None:
             self._record = self._read_record()
         return self._record
@@ -261,9 +239,11 @@ class RunFolder:
             numerics_environment=numerics_environment,
             origin=origin,
         )
+        # Before the record: a run that exists has its tokenizer.
         replace_file(self.path / TOKENIZER, checksummed_json.seal(dataset.tokenizer.as_dict()))
         # Last: the run exists once its record does.
         self._write_record(record)
+        # The record is durable, and the marker no longer means anything; a marker that a crash leaves is ignored.
         (self.path / _STARTING).unlink(missing_ok=True)
 
     def add_resumption(
@@ -274,10 +254,7 @@ class RunFolder:
         verified: dict[str, FileStatus],
         segments: list[Segment],
     ) -> None:
-        """Add to the record that the run resumes after a step, its segments, and the files of data that were verified.
-
-        Raises StoreError if the operating system refuses.
-        """
+        """Add a resume, the segments, and the status of verified data; StoreError if the operating system refuses."""
         # Read again: another process may have resumed and ended the run since this one read the record.
         record = self._read_record()
         entry = Resumption(step=step, time=now(), settings=settings, numerics_environment=environment)
@@ -293,10 +270,7 @@ class RunFolder:
         self._record = record
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of the run's data.
-
-        Raises NotACheckpointError or CorruptCheckpointError if it is missing or damaged.
-        """
+        """Return the tokenizer; NotACheckpointError or CorruptCheckpointError if it is missing or damaged."""
         with LocalDirectory(self.path) as directory:
             return tokenizer_from_dict(checksummed_json.read(directory, TOKENIZER))
 
@@ -321,22 +295,22 @@ def _with_current_names(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def now() -> str:
-    """Return the time in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _earlier_identity(record: RunRecord) -> str:
     """Return an identity for a record without one; it is stored when the run resumes."""
     start = [record.config.as_dict(), record.data.fingerprint, record.started, record.environment]
+    # Sorted, so that the identity does not depend on the order of keys.
     return checksummed_json.digest(msgspec.json.encode(start, order="sorted"))
 
 
 def _git() -> GitState | None:
-    """Return the state of the repository in the working directory; None outside one or without git."""
     try:
         commit = _output_of("git", "rev-parse", "HEAD")
         return GitState(commit=commit.strip(), changed=bool(_output_of("git", "status", "--porcelain").strip()))
     except (OSError, subprocess.SubprocessError):
+        # No git, or no repository here.
         return None
 
 

@@ -1,7 +1,4 @@
-"""The log of a run, one JSON object per line, and the experiment trackers that receive its figures.
-
-A resume does not repeat steps in the log. The package of a tracker is imported only if its setting asks for it.
-"""
+"""The log of a run, one JSON object per line, and the experiment trackers that receive its figures."""
 
 import json
 import logging
@@ -32,10 +29,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w/ .:-]")
 
 
 class Tracker(ABC):
-    """Receives the figures of a run, on rank 0; ``target`` is its setting.
-
-    Remote trackers may fail while the run continues.
-    """
+    """Receives the figures of a run, on rank 0. Remote trackers may fail while the run continues."""
 
     name: ClassVar[str]
     is_remote: ClassVar[bool] = True
@@ -61,9 +55,9 @@ class Tracker(ABC):
 
     @contextmanager
     def _errors(self, remedy: str) -> Iterator[None]:
-        """Raise any error of a package as StoreError. The record of the run was written before."""
         try:
             yield
+        # The packages raise errors of many kinds. The run can resume: its record was written before.
         except Exception as error:
             raise StoreError(
                 f"{self.name}: the run cannot be logged there: {first_line(error)}",
@@ -93,8 +87,6 @@ def figures_of(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, floa
 
 
 class TensorBoard(Tracker):
-    """TensorBoard's files, in the folder of the run."""
-
     name: ClassVar[str] = "log.tensorboard"
     is_remote: ClassVar[bool] = False
 
@@ -118,10 +110,7 @@ class TensorBoard(Tracker):
 
 
 class Wandb(Tracker):
-    """Weights & Biases: a run of a project. It resumes when the run does.
-
-    The steps that a resumed run repeats are sent again, with the same values.
-    """
+    """A run of a W&B project, which resumes with the run. Steps that a resumed run repeats are sent again."""
 
     name: ClassVar[str] = "log.wandb"
 
@@ -134,6 +123,7 @@ class Wandb(Tracker):
         with self._errors("wandb login; or set WANDB_MODE=offline, and wandb sync later"):
             self._run = self._wandb.init(
                 project=self._target,
+                # The identity finds the run again, also after its folder was moved.
                 id=self._folder.record().identity,
                 name=self._folder.path.name,
                 dir=str(self._folder.path),
@@ -157,11 +147,7 @@ class Wandb(Tracker):
 
 
 class Mlflow(Tracker):
-    """MLflow: a run of an experiment, found again by a tag. It resumes when the run does.
-
-    ``MLFLOW_TRACKING_URI`` names the server. In names of settings, characters that it refuses become ``_``; the tag
-    ``tensorkeep.names`` maps such names to the settings, as JSON.
-    """
+    """A run of an MLflow experiment, found again by a tag. ``MLFLOW_TRACKING_URI`` names the server."""
 
     name: ClassVar[str] = "log.mlflow"
 
@@ -182,12 +168,12 @@ class Mlflow(Tracker):
             self._run_id = found or self._create_run(experiment)
 
     def _find_run(self, experiment_id: str) -> str | None:
-        """Return the id of the run that this one resumes; None if it is new."""
         wanted = f"tags.`tensorkeep.run` = '{self._folder.record().identity}'"
         runs = self._client.search_runs([experiment_id], filter_string=wanted, max_results=1)
         if not runs:
             return None
         run_id: str = runs[0].info.run_id
+        # The run was set to FINISHED or FAILED when it ended.
         self._client.update_run(run_id, status="RUNNING")
         return run_id
 
@@ -196,6 +182,7 @@ class Mlflow(Tracker):
         experiment_id = client.create_experiment(self._target) if experiment is None else experiment.experiment_id
         values = self._settings()
         names = _accepted_names(values)
+        # A tag maps the changed names to the settings, as JSON.
         changed = {sent: name for name, sent in names.items() if sent != name}
         tags = {"tensorkeep.run": self._folder.record().identity}
         tags |= {"tensorkeep.names": json.dumps(changed)} if changed else {}
@@ -225,10 +212,10 @@ class Mlflow(Tracker):
 
 
 def _accepted_names(names: Iterable[str]) -> dict[str, str]:
-    """Return distinct names that MLflow accepts, by the names of the settings."""
     found: dict[str, str] = {}
     for name in names:
         sent = _NOT_IN_NAMES.sub("_", name)
+        # Two settings may get the same name.
         while sent in found.values():
             sent += "_"
         found[name] = sent
@@ -236,10 +223,7 @@ def _accepted_names(names: Iterable[str]) -> dict[str, str]:
 
 
 class TrainingLog:
-    """Writes ``log.jsonl``, and passes its figures to trackers; a context manager.
-
-    Nothing is opened or written before `begin`. A remote tracker that fails is left out from then on, with a warning.
-    """
+    """Writes ``log.jsonl``, and passes its figures to trackers. Nothing is opened or written before `begin`."""
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._path = path
@@ -248,10 +232,7 @@ class TrainingLog:
         self._open = ExitStack()
 
     def begin(self, last_step: int) -> None:
-        """Open the file, without its lines after the last step that the run has done, which a resumed run repeats.
-
-        Raises StoreError if the operating system refuses.
-        """
+        """Open the file, without its lines after the last step; StoreError if the operating system refuses."""
         # The steps after the checkpoint run again; without this, a plot would show them twice.
         kept = [line for line in _lines(self._path) if line["step"] <= last_step]
         # Replaced atomically, so that no crash loses the lines that are kept.
@@ -264,14 +245,12 @@ class TrainingLog:
                 self._begun.append(tracker)
 
     def write(self, step: int, kind: str, **values: Any) -> None:
-        """Write an event of a step. Numbers that are not finite become null, because JSON cannot represent them.
-
-        Raises StoreError if the operating system refuses.
-        """
+        """Write an event of a step; StoreError if the operating system refuses."""
         line = {"step": step, "kind": kind} | {name: _finite(value) for name, value in values.items()}
         with store_errors(self._path, "write the log"):
             self._file.write(json.dumps(line) + "\n")
             figures = dict(figures_of(kind, values)) if self._begun else {}
+            # A copy of the list: a tracker that fails is removed from it.
             for tracker in list(self._begun) if figures else ():
                 with self._left_out_if_it_fails(tracker):
                     tracker.write(step, kind, figures)
@@ -281,6 +260,7 @@ class TrainingLog:
         try:
             yield
         except Exception as error:
+            # A tracker on this disk fails for the reasons that the log would fail for.
             if not tracker.is_remote:
                 raise
             self._begun.remove(tracker)
@@ -310,6 +290,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def lines_of(content: bytes) -> Iterator[dict[str, Any]]:
     """Yield the lines of a log, without damaged ones: the last line may be incomplete."""
+    # A crash may cut the last line within a character.
     for text in content.decode(errors="replace").splitlines():
         try:
             line = json.loads(text)
@@ -322,4 +303,5 @@ def lines_of(content: bytes) -> Iterator[dict[str, Any]]:
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
+    # JSON has no number that is not finite.
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -34,6 +34,7 @@ def timed_step(run: OpenRun) -> Iterator[None]:
     before, tokens = run.clock.seconds.get("train", 0.0), run.progress.tokens
     with run.clock.spent_on("first step" if first else "train"):
         yield
+        # The wait for the GPU belongs to the first step.
         if first:
             check_steps(run)
     if not first:
@@ -70,6 +71,7 @@ def _count(run: OpenRun, tokens: int, flops: int, seconds: float, *, steps: int)
 
 def observe_gradient_norms(run: OpenRun) -> None:
     """Make a run record, in logged steps, the norms of the gradient by layer before clipping."""
+    # Techniques have wrapped it already, and what they do stays.
     clip = run.operations.clip
 
     def observed_clip() -> Tensor:
@@ -93,12 +95,13 @@ def _layer_norms(run: OpenRun) -> dict[str, float]:
     values = torch.stack(list(norms.values())).tolist() if norms else []
     own = dict(zip(norms, values, strict=True))
     # A pipeline stage has the gradients of its own layers only.
+    # In reverse, so that the lowest rank decides if several have a layer.
     return {layer: value for each in reversed(run.world.all_gather(own)) for layer, value in each.items()}
 
 
 def _square(gradient: Any) -> Tensor:
-    """Return the sum of squares of all elements, over all ranks if the gradient is sharded."""
     square = gradient.float().square().sum()
+    # Each rank has summed its own shard: this adds the sums.
     return square.full_tensor() if isinstance(square, DTensor) else square
 
 
@@ -115,25 +118,23 @@ def layer_of(name: str) -> str:
 
 
 def _scaled(norms: dict[str, float], total: Tensor) -> dict[str, float]:
-    """Scale the norms so that their root sum of squares is ``total``, the norm before clipping."""
+    # The gradients are clipped already: the factor restores the norm before clipping.
     clipped = sum(each**2 for each in norms.values()) ** 0.5
     factor = total.item() / clipped if clipped else 1.0
     return {layer: each * factor for layer, each in sorted(norms.items(), key=_position)}
 
 
 def _position(item: tuple[str, float]) -> tuple[bool, str, int]:
-    """Return the sort key of a layer: blocks come by number, after the others."""
     name, _, number = item[0].partition(".")
+    # Blocks come by number, after the others.
     return (bool(number), name, int(number or 0))
 
 
 @contextmanager
 def profiled(run: OpenRun, steps: int, written: Callable[[Path, int], None]) -> Iterator[Callable[[], None]]:
-    """Profile some steps of a run, from its fourth in this process on; with 0 steps nothing is profiled.
+    """Profile some steps, from the fourth in this process on; yields a function to call after each step. 0 for none.
 
-    Yields a function to call after each step. Each rank writes a Chrome trace below ``profile/`` in the folder of the
-    run, and calls ``written`` with its path and the number of steps, which are fewer if the run ends before.
-
+    Each rank writes a Chrome trace below ``profile/``, and calls ``written`` with its path and the number of steps.
     Raises StoreError if the file cannot be written.
     """
     if not steps:
@@ -142,6 +143,7 @@ def profiled(run: OpenRun, steps: int, written: Callable[[Path, int], None]) -> 
     first = run.progress.step + 1 + _SKIPPED + _WARM_UP
 
     def write(profiler: profile) -> None:
+        # A run may end before the last step to profile.
         last = min(first + steps - 1, run.progress.step)
         if last < first:
             return  # the run has ended in the warm-up

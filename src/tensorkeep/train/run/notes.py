@@ -27,6 +27,7 @@ def ineffective_settings(config: Config) -> list[str]:
 
 
 def _warm_up(config: Config) -> Iterator[str]:
+    # The schedule covers the steps after its start only.
     warmup, steps = config.schedule.warmup_steps, config.loop.steps - config.schedule.start
     decays = SCHEDULES[config.schedule.name].decays
     if warmup > steps or (decays and warmup == steps and config.schedule.final < 1):
@@ -39,8 +40,8 @@ def _warm_up(config: Config) -> Iterator[str]:
 
 
 def _evaluations(config: Config) -> Iterator[str]:
-    """Yield the settings that need more evaluations before the last step than the run has."""
     every, steps = config.eval.every, config.loop.steps
+    # An evaluation after the last step comes too late to change anything.
     count = 0 if every == 0 else (steps - 1) // every
     waits = {"eval.patience": config.eval.patience}
     if config.schedule.name == "plateau":
@@ -54,8 +55,8 @@ def _evaluations(config: Config) -> Iterator[str]:
 
 
 def _without(config: Config) -> Iterator[str]:
-    """Yield the settings that need another setting, which the run does not have."""
     sample, steps = config.sample, config.loop.steps
+    # By setting: whether what it needs is there, and the reason if not.
     needs: dict[tuple[str, ...], tuple[bool, str]] = {
         **{names: _in_schedule(config, names) for names in (("decay",), ("patience", "factor"), ("final",))},
         ("eval.tokens",): (config.eval.batches is None, f"eval.batches is {config.eval.batches}, which decides"),
@@ -141,7 +142,6 @@ def on_rates(before: Config, config: Config, step: int, reduced: float) -> str:
 
 
 def describe(settings: Changes) -> str:
-    """Return changed settings as text."""
     return ", ".join(f"{name} {_in_words(before)} -> {_in_words(after)}" for name, (before, after) in settings.items())
 
 
@@ -150,7 +150,6 @@ def _in_words(value: object) -> str:
 
 
 def on_evaluations(before: Config, config: Config, step: int) -> Iterator[str]:
-    """Yield what a change of the evaluations means for the validation losses."""
     if (config.eval.tokens, config.eval.batches) != (before.eval.tokens, before.eval.batches) and step:
         yield (
             "validation losses are measured on other windows from now on: do not compare them with earlier ones; early "
@@ -166,7 +165,6 @@ def _rate(config: Config, step: int) -> float:
 
 
 def _is_as_from_the_start(before: Config, config: Config, step: int) -> bool:
-    """Return whether the steps so far would have been the same with the new ``loop.steps``."""
     if any(_rate(before, each) != _rate(config, each) for each in range(before.schedule.start + 1, step + 1)):
         return False
     # The last step of a run is evaluated in any case, which the schedule "plateau" counts.

@@ -1,10 +1,6 @@
 """How a run begins: new, with initial weights, as a branch of another run, or resumed; and what may change then.
 
-A *segment* is the part of a run after a step that computes with other settings. ``run.json`` lists the
-segments, so that a run resumes exactly in any segment. A branch may change the same settings as a segment.
-
-Where a segment begins, the restored state was made with other settings, and `_adapt` changes what depends on them. A
-resume repeats that until a checkpoint of the segment exists, so that a kill at any moment changes nothing.
+A *segment* is the part of a run after a step that computes with other settings; ``run.json`` lists them.
 """
 
 import logging
@@ -114,7 +110,6 @@ def _begins_segment(name: str, before: Config) -> bool:
 
 
 def _reason(name: str) -> str:
-    """Return why a setting must not change, as a remark that may be empty."""
     if name == "ema.decay":
         return " (the average of the weights begins with the run)"
     if name.startswith("model."):
@@ -125,9 +120,7 @@ def _reason(name: str) -> str:
 
 
 def segments_after(record: RunRecord, config: Config, step: int, folder: RunFolder) -> list[Segment]:
-    """Return the segments of a run that resumes after a step with a configuration.
-
-    If settings have changed, the last segment is new. It replaces a segment without a step.
+    """Return the segments of a run that resumes after a step; the last one is new if settings have changed.
 
     Raises UsageError if the segment has no steps; CorruptCheckpointError if the checkpoint before the last segment is
     damaged.
@@ -142,8 +135,10 @@ def segments_after(record: RunRecord, config: Config, step: int, folder: RunFold
         )
     if not segment_settings(current_config(record), config, folder):
         return record.segments
+    # A segment that has made no step is replaced.
     kept = [segment for segment in record.segments if segment.step < step]
     before = kept[-1].config if kept else record.config
+    # The device and the threads belong to one resume, and not to the segment.
     after = config.changed(_of_one_resume(before))
     settings = segment_settings(before, after, folder)
     check_steps(config, step, folder)
@@ -173,10 +168,7 @@ def check_steps(config: Config, step: int, folder: RunFolder) -> None:
 
 
 def with_schedule_start(config: Config, before: Config, given: Collection[str], step: int) -> Config:
-    """Let the schedule begin after a step, without warm-up, if it is another schedule than before.
-
-    Settings in ``given``, by dotted name, stay as the user gave them.
-    """
+    """Let another schedule than before begin after a step, without warm-up; settings in ``given`` stay."""
     if not any(name.startswith("schedule.") for name in differences(before, config)):
         return config
     defaults = {"schedule.start": step, "schedule.warmup_steps": 0}
@@ -194,11 +186,9 @@ class BranchPoint:
 
     @property
     def record(self) -> RunRecord:
-        """The record of the run."""
         return self.folder.record()
 
     def manager(self, group: ProcessGroup | None) -> CheckpointManager:
-        """Return a manager that reads the checkpoints of the run."""
         return CheckpointManager(self.folder.checkpoints, group=group)
 
     def check_data(self, dataset: Dataset) -> None:
@@ -213,10 +203,7 @@ class BranchPoint:
 
 
 def branch_point(address: PathLike) -> BranchPoint:
-    """Return the checkpoint at the address of a run or a step, such as ``run``, ``run@1200`` or ``run@best``.
-
-    Raises NotACheckpointError if it is not a run, or has no such checkpoint; UsageError if the address is malformed.
-    """
+    """Return the checkpoint at an address such as ``run``, ``run@1200``, ``run@best``; NotACheckpointError if none."""
     folder, wanted = RunFolder.at(address)
     record = folder.record()
     number = find_checkpoint(f"{folder.checkpoints}@{wanted or 'latest'}").step
@@ -227,10 +214,7 @@ def branch_point(address: PathLike) -> BranchPoint:
 
 
 class NewRun:
-    """How a run with random weights begins. The subclasses begin with other weights.
-
-    ``before`` is the configuration that trained the first weights, if they are not new.
-    """
+    """How a run with random weights begins; ``before`` is the configuration that trained its weights, if any."""
 
     before: Config | None = None
     is_resumed = False
@@ -278,15 +262,14 @@ class NewRun:
         if run.world.is_main:
             run.folder.start(config, run.dataset, _environment(run), origin, initial)
             run.log.begin(run.progress.step)
+        # No rank trains before the run has its record.
         run.world.barrier()
 
     def _save_first(self, run: OpenRun, metrics: Mapping[str, float] | None = None) -> None:
-        """Save the checkpoint that a new run begins with.
-
-        The record is written after it: a run exists once it has its record, and it must not begin without this
-        checkpoint.
-        """
+        # The record is written after the checkpoint: a run exists once it has its record, and it must not begin without
+        # this checkpoint.
         run.folder.check_new()
+        # Every rank has seen a folder without a run before the main one writes there.
         run.world.barrier()
         if run.world.is_main:
             run.folder.begin_start(self.first_step)
@@ -338,7 +321,8 @@ class BranchedRun(NewRun):
         _adapt(run, settings, fresh)
         same_data = point.record.data.fingerprint == run.dataset.fingerprint
         if not same_data:
-            # Other data is read from its first batch, and its losses cannot be compared with earlier ones.
+            # Other data is read from its first batch, because the position counts batches of the data before. Its
+            # losses cannot be compared with earlier ones.
             run.batches.load_state_dict({"position": 0})
             run.progress.best = run.progress.loss = math.inf
             run.plateau.forget_losses()
@@ -377,24 +361,28 @@ class ResumedRun:
         """Do nothing: the steps in the object store are the steps of this run."""
 
     def begin(self, run: OpenRun, config: Config) -> None:
-        """Bring the run to its next step, and add the resume to its record."""
         # The settings of the optimizers before restoring, which replaces them by the stored ones.
         fresh, folder, record = _group_settings(run), self.folder, self.record
         changed = bool(segment_settings(self.before, config, folder))
         if run.manager.latest() is None:
+            # A run with random weights begins again: its seed makes the same weights.
             self._check_began_without_checkpoint(run)
         else:
             _restore(run, lambda into: run.manager.restore(into=into), changed=changed)
         step = run.progress.step
         segments = segments_after(record, config, step, folder)
+        # No checkpoint of the segment exists yet.
         begins = bool(segments) and segments[-1].step == step
         if begins:
+            # Each resume repeats this until the segment has a checkpoint, so that a kill at any moment changes nothing.
             _adapt(run, segments[-1].settings, fresh)
+        # The user hears of a segment once, and not at each resume before its first checkpoint.
         if begins and segments != record.segments:
             before = segments[-2].config if segments[1:] else record.config
             run.notes += (notes.on_segment(len(segments) + 1, segments[-1], before, run.plateau.factor),)
         run.notes += tuple(notes.on_evaluations(self.before, config, step))
         here, began = _environment(run), record.numerics_environment
+        # An earlier version may have recorded fewer properties.
         moved = {name: (began[name], now) for name, now in here.items() if name in began and began[name] != now}
         if moved:
             differing = "; ".join(f"{name} was {before}, and is {now}" for name, (before, now) in moved.items())
@@ -427,6 +415,7 @@ def _restore(run: OpenRun, restore: Callable[[Any], object], *, changed: bool) -
     try:
         restore(run.state())
     except StateMismatchError as error:
+        # Without changed settings, the error has another cause.
         if not changed:
             raise
         raise StateMismatchError(
@@ -448,7 +437,6 @@ def _environment(run: OpenRun) -> dict[str, Any]:
 
 
 def _group_settings(run: OpenRun) -> dict[str, list[dict[str, Any]]]:
-    """Return the settings of the parameter groups, by optimizer: rates, decay and others."""
     return {
         name: [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         for name, optimizer in run.optimizers.items()
@@ -456,17 +444,15 @@ def _group_settings(run: OpenRun) -> dict[str, list[dict[str, Any]]]:
 
 
 def _adapt(run: OpenRun, settings: Changes, fresh: dict[str, list[dict[str, Any]]]) -> None:
-    """Change a restored state as the changed settings need it.
-
-    A checkpoint holds settings of the optimizers, which get the ``fresh`` ones. Batches of another size continue after
-    the windows that were drawn. Early stopping counts from 0 again, and so does a new schedule.
-    """
+    """Change a restored state as the changed settings need it; ``fresh`` are the new settings of the optimizers."""
+    # A checkpoint holds settings of the optimizers, too: the new ones replace them.
     for name, groups in fresh.items():
         for group, values in zip(run.optimizers[name].param_groups, groups, strict=True):
             group.update(values)
     # The patience of other settings says nothing about these.
     run.progress.waited = 0
     run.progress.range_test = RangeTest()
+    # A new schedule counts the evaluations from 0.
     if any(name.startswith("schedule.") for name in settings):
         run.plateau.load_state_dict(Plateau(run.config.schedule).state_dict())
     if "loop.batch_size" in settings:

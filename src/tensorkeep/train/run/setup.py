@@ -1,8 +1,4 @@
-"""Opening a run, ready for its next step, from a configuration, a folder and data.
-
-`open_run` is the only entry point, for new and resumed runs. It joins the ranks, refuses what would fail later, opens
-the data, builds the model and what belongs to it, applies the techniques, and restores the last checkpoint.
-"""
+"""Opening a run, ready for its next step; `open_run` is the only entry point, for new and resumed runs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -46,8 +42,8 @@ from tensorkeep.train.techniques.base import Machine
 from tensorkeep.train.techniques.distributed import ParallelTechnique
 from tensorkeep.train.techniques.stack import Stack, agreed_defaults
 
+# Opens the data of a run, given its ranks; a collective.
 OpenData = Callable[[World], Dataset]
-"""Opens the data of a run, given its ranks; a collective."""
 
 
 @contextmanager
@@ -119,6 +115,7 @@ def open_run(
         described = with_data(config, folder, dataset, resume=start.is_resumed, origin=start.before)
         techniques, final = _configured(described, world)
         start.check(final, dataset)
+        # A technique may have changed the optimizer since `check_settings`.
         if final.optim != config.optim:
             check_optimizers(final.optim, device)
         check_data(final, dataset, techniques)
@@ -154,10 +151,7 @@ def _new_run(folder: RunFolder, branch: BranchPoint | None, initial: InitialWeig
 
 @contextmanager
 def joined(config: Config) -> Iterator[World]:
-    """Join the other ranks if a technique of the run is for several ranks; see `join`.
-
-    Raises UsageError if torchrun started several ranks and no technique trains them together.
-    """
+    """Join the other ranks if a technique needs them; UsageError if torchrun started several ranks without one."""
     parallel = any(isinstance(each, ParallelTechnique) for each in Stack.of(config.techniques).techniques)
     if not parallel and launched_ranks() > 1:
         raise UsageError(
@@ -177,7 +171,7 @@ def check_settings(
 ) -> tuple[torch.device, CheckpointManager, TrainingLog]:
     """Refuse settings that would end the run later, as far as known without data; see `open_run` for the errors.
 
-    Returns what the run will use, with the ranks of a process group; neither the manager nor the log has opened a file.
+    Neither the manager nor the log that it returns has opened a file.
     """
     device = chosen_device(config.loop.device)
     Stack.of(config.techniques).check(Machine(device))
@@ -202,6 +196,7 @@ def manager_of(folder: RunFolder, settings: Config, group: ProcessGroup | None =
             settings=config.settings,
             group=group,
         )
+        # Looked up now, so that an unknown codec does not fail at the first save.
         if config.compression not in (None, "auto"):
             find_codec(config.compression)
     except UsageError as error:
@@ -212,12 +207,10 @@ def manager_of(folder: RunFolder, settings: Config, group: ProcessGroup | None =
 
 
 def _configured(config: Config, world: World) -> tuple[Stack, Config]:
-    """Return the techniques of a run, and its configuration as they change it; the choice of rank 0 holds on all ranks.
-
-    A technique may choose a setting by a measurement, which may come out differently on each rank.
-    """
+    """Return the techniques of a run, and its configuration as they change it; a collective."""
     techniques = Stack.of(config.techniques)
     config = techniques.configure(config)
+    # A technique may choose a setting by a measurement, which may come out differently on each rank: rank 0 decides.
     if world.size > 1:
         config = Config.from_dict(world.broadcast(config.as_dict()))
         techniques = Stack.of(config.techniques)
@@ -239,6 +232,7 @@ def _with_batch_size(config: Config, parts: _Parts, start: NewRun | ResumedRun) 
 
     @contextmanager
     def trial(config: Config) -> Iterator[OpenRun]:
+        # Techniques may configure themselves by the batch size.
         techniques, config = _configured(config, parts.world)
         with techniques.process():
             yield _build(config, techniques, parts)
@@ -263,6 +257,7 @@ def _build(config: Config, techniques: Stack, parts: _Parts, values: Mapping[str
     # Techniques that shard a model make its weights themselves: no rank has all weights.
     sharded = any(isinstance(each, ParallelTechnique) and each.fills_model for each in techniques.techniques)
     with memory_errors_reported(config.model):
+        # The weights depend on the seed only, and not on what else draws random numbers.
         generator = torch.Generator().manual_seed(config.loop.seed)
         model = GPT(
             config.model, generator=generator, device=torch.device("meta") if sharded else device, values=values
@@ -296,6 +291,7 @@ def _build(config: Config, techniques: Stack, parts: _Parts, values: Mapping[str
     # After the techniques, which may replace optimizers and read losses.
     run.checks_later = can_check_later(run)
     data_sheet = data_sheet_peak(device_name(device))
+    # All ranks compute at once, so their peaks add up.
     ranks = run.world.size
     run.speed = Speedometer(run.peak_flops * ranks, None if data_sheet is None else data_sheet * ranks)
     return run

@@ -43,9 +43,8 @@ class ActivityTimer:
 class Speedometer:
     """Counts the tokens of training, their floating-point operations and the seconds they took.
 
-    MFU (model FLOP utilisation; Chowdhery et al., arXiv 2204.02311) is the rate of the model's floating-point
-    operations as a fraction of ``peak``, the fastest rate that the machine reaches, in FLOP/s. ``data_sheet`` is the
-    peak in the data sheet of the device, if it is known.
+    MFU (model FLOP utilisation; Chowdhery et al., arXiv 2204.02311) is the FLOP/s of the model as a fraction of
+    ``peak``, the fastest rate that the machine reaches.
     """
 
     def __init__(self, peak: float, data_sheet: float | None = None) -> None:
@@ -57,23 +56,18 @@ class Speedometer:
         self._lap_start = (0, 0, 0.0)
 
     def add(self, tokens: int, flops: int, seconds: float) -> None:
-        """Count one training step. Evaluation, samples and checkpoints do not count."""
         self.tokens += tokens
         self.flops += flops
         self.seconds += seconds
 
     def lap(self) -> dict[str, float]:
-        """Return ``tokens_per_second`` and ``mfu`` since the last lap; an empty dict if no step was counted.
-
-        On a known card also ``mfu_of_data_sheet``, which other trainers report.
-        """
+        """Return ``tokens_per_second`` and ``mfu`` since the last lap; an empty dict if no step was counted."""
         now = (self.tokens, self.flops, self.seconds)
         tokens, flops, seconds = (after - before for after, before in zip(now, self._lap_start, strict=True))
         self._lap_start = now
         return self._rates(int(tokens), int(flops), seconds)
 
     def total(self) -> dict[str, float]:
-        """Return the same rates of all counted steps; empty without counted steps."""
         return self._rates(self.tokens, self.flops, self.seconds)
 
     def _rates(self, tokens: int, flops: int, seconds: float) -> dict[str, float]:
@@ -82,22 +76,19 @@ class Speedometer:
         # The peak is at least the rate reached in training; on a busy machine it may be measured too low.
         self.peak = max(self.peak, flops / seconds)
         rates = {"tokens_per_second": tokens / seconds, "mfu": flops / seconds / self.peak}
+        # On a known card: the figure that other trainers report.
         if self.data_sheet is not None:
             rates["mfu_of_data_sheet"] = flops / seconds / self.data_sheet
         return rates
 
 
 class SlowdownDetector:
-    """Notices when training has become five times slower than before.
-
-    It compares the rate of a window, of at least 10 steps and 5 seconds of training, with the median rate of all
-    windows before. A rate is in FLOP/s, because techniques may change the length of sequences.
-    """
+    """Notices when training has become five times slower: it compares a window with the median of all before."""
 
     STEPS = 10
     SECONDS = 5.0
+    # Windows that must have passed before one can be slow.
     LEAST_BEFORE = 3
-    """Windows that must have passed before one can be slow."""
     RATIO = 5.0
 
     def __init__(self) -> None:
@@ -108,14 +99,13 @@ class SlowdownDetector:
         self._reported = False
 
     def add(self, flops: int, seconds: float, *, steps: int = 1) -> float | None:
-        """Add a step, or with 0 steps the time that a GPU still took for earlier ones.
-
-        Returns how many times slower training has become, once, at the end of the first slow window.
-        """
+        """Add a step, or with 0 steps the time that a GPU still took for earlier ones; return the slowdown, once."""
         self._steps, self._flops, self._seconds = self._steps + steps, self._flops + flops, self._seconds + seconds
         if self._reported or self._steps < self.STEPS or self._seconds < self.SECONDS:
             return None
+        # In FLOP/s, because techniques may change the length of sequences.
         rate = self._flops / self._seconds
+        # The median: a few slow windows must not lower what is expected.
         earlier = statistics.median(self._rates) if len(self._rates) >= self.LEAST_BEFORE else 0.0
         self._rates.append(rate)
         self._steps, self._flops, self._seconds = 0, 0, 0.0
@@ -125,33 +115,23 @@ class SlowdownDetector:
 
 @dataclass(kw_only=True)
 class OpenRun(Run):
-    """A run of training, ready for its next step; see `tensorkeep.train.run.setup.open_run`.
-
-    Attributes
-    ----------
-    validation : EvaluationWindows
-        What the validation loss is computed on.
-    techniques : Stack
-        The techniques that are on.
-    notes : tuple of str
-        Warnings for the user, known when the run was opened.
-    gradient_norms : dict of str to float
-        The norms of the gradient by layer in the last step, if it is to be logged.
-    """
+    """A run of training, ready for its next step; see `tensorkeep.train.run.setup.open_run`."""
 
     folder: RunFolder
     manager: CheckpointManager
     log: TrainingLog
+    # What the validation loss is computed on.
     validation: EvaluationWindows
     techniques: Stack
     speed: Speedometer = field(init=False)
     clock: ActivityTimer = field(default_factory=ActivityTimer)
     slowdown: SlowdownDetector = field(default_factory=SlowdownDetector)
+    # Warnings for the user, known when the run was opened.
     notes: tuple[str, ...] = ()
+    # The norms of the gradient by layer in the last step, if it is to be logged.
     gradient_norms: dict[str, float] = field(default_factory=dict, init=False)
 
     def state(self) -> dict[str, Any]:
-        """Return everything that a checkpoint of the run holds."""
         own = {
             "model": self.model,
             "average": self.average.state_dict(),
@@ -166,6 +146,7 @@ class OpenRun(Run):
 
     def diverged(self, step: UncheckedStep, figures: str, *, skipped: int = 0) -> DivergedError:
         """Return the error that stops the run; its remedy names the checkpoint to resume from."""
+        # A save that is not finished may be the one to resume from.
         unsaved = self._wait_for_saves()
         if skipped:
             steps = [each.number for each in self.manager.steps()]
@@ -195,7 +176,6 @@ class OpenRun(Run):
 
 
 def _relation(steps: list[int], first_skipped: int) -> str:
-    """Describe whether the last checkpoint was saved before updates were skipped."""
     before = [number for number in steps if number < first_skipped]
     if steps[-1] < first_skipped:
         return ", the last checkpoint before them"
@@ -206,41 +186,36 @@ def _relation(steps: list[int], first_skipped: int) -> str:
 def seed_random_states(seed: int) -> None:
     """Seed the global random states of Python, numpy and torch: equal runs have equal checkpoints in any process."""
     random.seed(seed)
+    # numpy takes seeds of 32 bits.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 class RunRandomState(RandomState):
-    """The random states of rank 0, and under ``"others"`` the states of torch on the other ranks.
-
-    Each rank saves its own. A run that resumes on another number of GPUs does not restore the states of GPUs. A run
-    that resumes on another number of ranks restores the states of rank 0 on rank 0 only.
-    """
+    """The random states of rank 0, and under ``"others"`` the states of torch on the other ranks."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current states of this rank."""
         own = super().state_dict()
         if self._world.is_main:
             return own
         return {"others": {str(self._world.rank): {"torch": own["torch"], "cuda": own.get("cuda", [])}}}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Check whether the states can be restored here."""
         super().check_state_dict(_for_these_gpus(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the states of this rank, if they were saved."""
         others = state.get("others", {})
         if self._world.is_main:
             super().load_state_dict(_for_these_gpus(state))
+        # On another number of ranks, rank 0 alone restores its states.
         elif len(others) + 1 == self._world.size:
             super().load_state_dict(_for_these_gpus({**state, **others[str(self._world.rank)]}))
 
 
 def _for_these_gpus(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return random states without GPU states, if this machine has another number of GPUs."""
+    # The states of GPUs can only be restored on as many GPUs.
     fits = len(state.get("cuda", ())) == torch.cuda.device_count()
     return {name: each for name, each in state.items() if name != "cuda" or fits}

@@ -68,11 +68,10 @@ def load_trained_at(address: PathLike, *, which: Which = "last", device: str = "
 def load_trained(
     folder: RunFolder, *, which: Which = "last", device: str = "auto", step: Step | None = None
 ) -> TrainedModel:
-    """Return the model of a run, with its averaged weights if the run averages them.
+    """Return the model of a run, with its averaged weights if the run averages them; ``"best"`` is by the validation
+    loss.
 
-    ``"best"`` is by the validation loss; a step overrides that. See `chosen_device` for the device.
-
-    Raises NotACheckpointError if there is no run, or it has no checkpoint; CorruptCheckpointError if the checkpoint is
+    Raises NotACheckpointError if there is no run, or no checkpoint; CorruptCheckpointError if the checkpoint is
     damaged.
     """
     config = folder.record().config
@@ -91,6 +90,7 @@ def load_trained(
     name = "average" if config.ema.decay else "model"
     with torch.no_grad():
         tensors = {key: weight.detach() for key, weight in model.named_parameters()}
+        # Only the weights are read: a checkpoint also holds the states of the optimizers.
         load(step.path, into={name: tensors}, select=[f"{name}.{key}" for key in tensors])
     return TrainedModel(model.eval(), tokenizer, step, folder)
 
@@ -109,28 +109,16 @@ _ROWS_BY_TOKEN = ("tokens.weight", "head.weight")
 
 @dataclass(frozen=True, slots=True)
 class InitialWeights:
-    """The weights of a model, by their names in `GPT`.
-
-    Attributes
-    ----------
-    record : InitialRecord
-        Their entry in the record of the run.
-    config : ModelConfig
-        The model that they come from.
-    tensors : dict of str to Tensor
-    tokenizer : Tokenizer, optional
-        The tokenizer that they were trained with, if it is known.
-    folder : Path
-        The folder of the run or the model.
-    without_tokenizer : str
-        Why the tokenizer is not known.
-    """
+    """The weights of a model by their names in `GPT`, their entry in the record of a run, and their tokenizer."""
 
     record: InitialRecord
+    # The model that they come from.
     config: ModelConfig
     tensors: dict[str, Tensor]
     tokenizer: Tokenizer | None
+    # Of the run or the model.
     folder: Path
+    # Why the tokenizer is not known.
     without_tokenizer: str = ""
 
     @property
@@ -140,10 +128,7 @@ class InitialWeights:
         return rows if self.tokenizer is None else min(rows, self.tokenizer.vocab_size)
 
     def new_tokens(self, model: ModelConfig) -> int:
-        """Return how many tokens of a model the weights were not trained with.
-
-        They begin and end messages, or were added to the tokenizer after the training, for padding for example.
-        """
+        """Return how many tokens of a model the weights were not trained with: of messages, or for padding."""
         return max(0, model.n_tokens - self.known_tokens)
 
     @property
@@ -155,12 +140,10 @@ class InitialWeights:
         return len(beyond & self.tokenizer.reserved - {self.tokenizer.end_of_document})
 
     def model_settings(self, config: Config) -> dict[str, object]:
-        """Return the settings of a run that the weights decide, by dotted name.
-
-        The context is the shorter one of the model and of the run.
-        """
+        """Return the settings of a run that the weights decide, by dotted name."""
         model = msgspec.structs.replace(
             self.config,
+            # A run may use a shorter context than the weights, but not a longer one.
             context_length=min(self.config.context_length, config.model.context_length),
             dropout=config.model.dropout,
             init_std=config.model.init_std,
@@ -241,11 +224,7 @@ class InitialWeights:
             )
 
     def values(self, model: ModelConfig) -> dict[str, Tensor]:
-        """Return the initial values of the parameters of a model that `check` accepted.
-
-        Tokens that are new begin as the mean of all others, in the embedding and in the head, so that they are neither
-        likely nor impossible (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
-        """
+        """Return the initial values of the parameters of a model that `check` accepted; new tokens get the mean."""
         values = dict(self.tensors)
         for name in _ROWS_BY_TOKEN:
             if name in values:
@@ -255,11 +234,11 @@ class InitialWeights:
         return values
 
     def _with_new_tokens(self, known: Tensor, model: ModelConfig) -> Tensor:
-        """Return the rows of all tokens of a model, and of its padding, given the rows of the weights."""
         if not self.new_tokens(model) and model.vocab_size == len(known):
             return known
         rows = known.new_zeros(model.vocab_size, known.shape[1])
         rows[: len(known)] = known
+        # Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021.
         # Neither likely nor impossible, so that the first steps do not spend their gradient on the new tokens.
         rows[self.known_tokens : model.n_tokens] = known[: self.known_tokens].mean(0)
         return rows
@@ -287,6 +266,7 @@ def read_initial(address: PathLike) -> InitialWeights:
 def _of_run(address: PathLike, folder: Path) -> InitialWeights:
     trained = load_trained_at(address, device="cpu")
     state, config = merge_adapters(trained.model.state_dict(), trained.model.config)
+    # A tied head is listed once, as the embedding.
     tensors = {name: state[name] for name, _ in GPT(config, device="meta").named_parameters()}
     record = InitialRecord(path=str(folder), kind="run", step=trained.step.number, fingerprint=_fingerprint(tensors))
     return InitialWeights(record, config, tensors, trained.tokenizer, folder)
@@ -324,22 +304,21 @@ def _fingerprint(tensors: dict[str, Tensor]) -> str:
     """Return the xxh3-64 of names, shapes and values, as 16 hexadecimal digits."""
     hasher = new_hasher()
     for name in sorted(tensors):
+        # A reshaped copy has the same bytes, and is another weight.
         hasher.update(f"{name} {[*tensors[name].shape]} {tensors[name].dtype}".encode())
         hasher.update(tensors[name].contiguous().numpy())
     return hasher.hexdigest()
 
 
 def first_difference(used: Tokenizer, known: Tokenizer) -> int | None:
-    """Return the first token that differs between two tokenizers; None if all are the same.
-
-    The second tokenizer need not have the reserved tokens of conversations.
-    """
+    """Return the first token that differs between two tokenizers; None if all are the same."""
     if used.digest == known.digest:
         return None
     both = min(used.vocab_size, known.vocab_size)
     for token in range(both):
         if used.token_bytes(token) != known.token_bytes(token):
             return token
+    # The known tokenizer need not have the reserved tokens of conversations.
     return both if both < _text_tokens(used) else None
 
 

@@ -1,20 +1,4 @@
-"""How a training process uses a CPU: idle OpenMP threads that spin, and freed memory that is kept.
-
-Neither changes a result.
-
-**Spinning.** torch's CPU wheels compute with libgomp. Its threads spin for about three milliseconds between two
-parallel regions before they sleep. On an idle machine this is fast, as a sleeping thread has to be woken up. Beside a
-busy process it is at most half as fast as sleeping: the spinning uses up the time slices that the threads need for the
-next region. libgomp reads the number of spins once, when it is loaded (``GOMP_SPINCOUNT``). But it spins only 100
-times while it manages more threads than there are processors (manual of libgomp, "GOMP_SPINCOUNT"), and that can be
-changed at any time: more threads, which only sleep, each start a team of OpenMP threads. ``benchmarks/cpu_spin.py``
-measures it.
-
-**Freed memory.** glibc returns large blocks to the kernel when they are freed, and a step frees all of its activations.
-The next step gets fresh pages, and the first access to a page is a page fault: for a tensor of 1.5 MB the faults can
-take several times as long as the operation that writes it, above all in virtual machines. See mallopt(3),
-"M_MMAP_THRESHOLD" and "M_TRIM_THRESHOLD". The resident memory of the process stays at its peak.
-"""
+"""How a training process uses a CPU: idle OpenMP threads that spin, and freed memory that is kept."""
 
 import logging
 import math
@@ -29,8 +13,8 @@ from tensorkeep.machine import libc, thread_wait_seconds, usable_processors
 
 logger = logging.getLogger(__name__)
 
+# Seconds between two looks at how long the threads of this process waited for a processor.
 INTERVAL = 0.25
-"""Seconds between two looks at how long the threads of this process waited for a processor."""
 # Spinning is limited if all threads together wait more seconds per second than this.
 _CONTENDED = 0.05
 # Spinning is no longer limited if they wait fewer seconds per second than this.
@@ -51,22 +35,26 @@ _ALL = 2**31 - 1
 _ALLOCATOR_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
+# glibc returns large blocks to the kernel when they are freed, and a step frees all of its activations. The next step
+# gets fresh pages, and the first access to a page is a page fault: for a tensor of 1.5 MB the faults can take several
+# times as long as the operation that writes it, above all in virtual machines. See mallopt(3), "M_MMAP_THRESHOLD" and
+# "M_TRIM_THRESHOLD". The resident memory of the process stays at its peak.
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, in blocks of up to 32 MiB.
-
-    It does nothing with another C library, or if the user has chosen thresholds or an allocator.
-    """
+    """Let this process keep freed blocks of up to 32 MiB, unless the user has chosen thresholds or an allocator."""
     # Not every C library has mallopt.
     if hasattr(libc(), "mallopt") and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
         libc().mallopt(_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
         libc().mallopt(_TRIM_THRESHOLD, _ALL)
 
 
+# torch's CPU wheels compute with libgomp. Its threads spin for about three milliseconds between two parallel regions
+# before they sleep. On an idle machine this is fast, as a sleeping thread has to be woken up. Beside a busy process it
+# is at most half as fast as sleeping: the spinning uses up the time slices that the threads need for the next region.
+# libgomp reads the number of spins once, when it is loaded (``GOMP_SPINCOUNT``). But it spins only 100 times while it
+# manages more threads than there are processors (manual of libgomp, "GOMP_SPINCOUNT"), and that can be changed at any
+# time: more threads, which only sleep, each start a team of OpenMP threads. ``benchmarks/cpu_spin.py`` measures it.
 class SpinControl(Closing):
-    """Limits the spinning of OpenMP threads while other work competes for the processors; a context manager.
-
-    It does nothing if torch uses one thread, or the user has chosen how threads wait.
-    """
+    """Limits the spinning of OpenMP threads while other work competes for the processors; a context manager."""
 
     def __init__(self, waited: Callable[[], float] = thread_wait_seconds) -> None:
         self._waited = waited
@@ -74,11 +62,11 @@ class SpinControl(Closing):
         self._contended = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tensorkeep-spinning", daemon=True)
+        # One thread has no other to wait for, and the user's own setting counts.
         if torch.get_num_threads() > 1 and not any(name in os.environ for name in _SPIN_SETTINGS):
             self._thread.start()
 
     def close(self) -> None:
-        """Stop watching, and let threads spin again; a second call does nothing."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -101,7 +89,6 @@ class SpinControl(Closing):
 
     @property
     def limited(self) -> bool:
-        """Whether spinning is limited at the moment."""
         return self._idle_teams is not None
 
     def _limit(self, limited: bool) -> None:
@@ -114,7 +101,6 @@ class SpinControl(Closing):
 
 
 def _teams(threads: int, processors: int) -> int:
-    """Return how many teams of so many threads are needed beside the main team."""
     if threads < 2:
         # torch was set to one thread meanwhile: no thread spins.
         return 0
@@ -140,7 +126,6 @@ class _IdleTeams(Closing):
         self._ended.wait()
 
     def close(self) -> None:
-        """End the teams."""
         self._ended.set()
         for thread in self._threads:
             thread.join()

@@ -14,10 +14,7 @@ from tensorkeep.train.model.config import ModelConfig
 
 
 def chosen_device(name: str) -> torch.device:
-    """Return the device of a name; ``"auto"`` is the GPU if there is one, else the CPU.
-
-    Raises UsageError if torch cannot compute on such a device here.
-    """
+    """Return the device of a name; ``"auto"`` is the GPU if there is one. UsageError if torch cannot use it here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -34,7 +31,6 @@ def chosen_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU or the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(machine.processor()["model"])
 
 
@@ -49,20 +45,16 @@ def numerics_environment(device: torch.device) -> dict[str, Any]:
 
 
 class BatchTransfer:
-    """Copies batches to a device while it computes.
-
-    On a GPU it copies from pinned memory on a second stream. As the CPU runs ahead of the GPU, it draws and copies the
-    batches of a step while the GPU computes the step before.
-    """
+    """Copies batches to a device while it computes: to a GPU from pinned memory, on a second stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        """Return tensors of the CPU on the device, for use on its current stream."""
         if self._stream is None:
             return [each.to(self._device) for each in tensors]
+        # The CPU runs ahead: it copies the batches of a step while the GPU computes the step before.
         with torch.cuda.stream(self._stream):
             moved = [each.pin_memory().to(self._device, non_blocking=True) for each in tensors]
         current = torch.cuda.current_stream(self._device)
@@ -80,7 +72,6 @@ def peak_memory(device: torch.device) -> int:
 
 @contextmanager
 def memory_errors_reported(config: ModelConfig) -> Iterator[None]:
-    """Raise OutOfMemoryError if torch cannot allocate a model."""
     try:
         yield
     except (RuntimeError, OverflowError, TypeError) as error:
@@ -129,10 +120,8 @@ _OTHER_CARDS = {"Ti", "SUPER", "D", "Laptop", "MIG", "Max-Q"}
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Return the FLOP/s of the fastest square matmul that this machine reaches.
-
-    It is measured, because data sheets do not include power limits, clock rates or the cores that a process may use.
-    """
+    """Return the FLOP/s of the fastest square matmul that this machine reaches."""
+    # Measured, because data sheets do not include power limits, clock rates or the cores that a process may use.
     best = 0.0
     # A generator of its own: how many numbers it draws depends on the speed of the machine.
     generator = torch.Generator(device).manual_seed(0)
@@ -158,6 +147,7 @@ def _fastest_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
         if left.is_cuda:
             torch.cuda.synchronize(left.device)
         found.append(time.perf_counter() - begin)
+    # The minimum: other work on the machine can only add time.
     return min(found)
 
 
@@ -171,8 +161,10 @@ def data_sheet_peak(name: str) -> float | None:
     >>> data_sheet_peak("NVIDIA GeForce RTX 4090 D") is None
     True
     """
+    # Some names join their words by hyphens, such as A100-SXM4-80GB.
     words = set(name.split()) | set(name.replace("-", " ").split())
     if words & _OTHER_CARDS:
         return None
     known = [card for card in _DATA_SHEETS if words.issuperset(card.split())]
+    # The most specific name: an H100 PCIe has another peak than an H100.
     return _DATA_SHEETS[max(known, key=lambda card: len(card.split()))] * _TERA if known else None

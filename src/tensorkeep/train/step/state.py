@@ -1,7 +1,6 @@
-"""What a training step reads and changes: model, optimizers, batches, operations, and the guard against divergence.
+"""What a training step reads and changes. Techniques work on `Run`, and replace the functions of `Operations`.
 
-Techniques and the guard work on `Run`. The loop works on `tensorkeep.train.run.state.OpenRun`, which adds the folder,
-the checkpoints and the log. Techniques replace the functions of `Operations`.
+The loop works on `tensorkeep.train.run.state.OpenRun`, which adds the folder, the checkpoints and the log.
 """
 
 import logging
@@ -28,11 +27,9 @@ from tensorkeep.train.step.world import World
 
 logger = logging.getLogger(__name__)
 
+# Updates that are skipped in a row before the run is stopped. A skipped update changes no weight: if this many batches
+# fail, the cause is the weights and not the data.
 MOST_SKIPPED = 20
-"""Updates that are skipped in a row before the run is stopped.
-
-A skipped update changes no weight: if this many batches fail, the cause is the weights and not the data.
-"""
 
 
 @dataclass
@@ -78,6 +75,7 @@ def default_operations(
         parameters = list(model.parameters())
         if grad_clip:
             return torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
+        # Without a limit the norm is computed as well: the guard and the log need it.
         return torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
 
     def update() -> None:
@@ -100,28 +98,26 @@ class TrainingProgress:
     """How far a run is and how well it did; all fields are part of a checkpoint."""
 
     step: int = 0
+    # Tokens trained on.
     tokens: int = 0
-    """Tokens trained on."""
+    # The best validation loss.
     best: float = math.inf
-    """The best validation loss."""
+    # Evaluations since the best one.
     waited: int = 0
-    """Evaluations since the best one."""
+    # The last validation loss; infinite before the first evaluation.
     loss: float = math.inf
-    """The last validation loss; infinite before the first evaluation."""
+    # The targets of the last evaluation. Losses over another number of targets cannot be compared with it.
     evaluated: int = 0
-    """The targets of the last evaluation. Losses over another number of targets cannot be compared with it."""
+    # Updates skipped because the loss or the gradient norm was not finite.
     skipped: int = 0
-    """Updates skipped because the loss or the gradient norm was not finite."""
+    # Updates skipped since the last applied one.
     skipped_in_a_row: int = 0
-    """Updates skipped since the last applied one."""
     range_test: RangeTest = field(default_factory=RangeTest)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
         vars(self).update({**state, "range_test": RangeTest(**state["range_test"])})
 
 
@@ -204,28 +200,25 @@ class Run(ABC):
 
 
 def can_check_later(run: Run) -> bool:
-    """Return whether the steps of a run may be checked some steps later, with the same result as at once.
-
-    A range test ends at a loss, fp16 scales losses by what it finds, and an average must not include skipped updates.
-    """
+    """Return whether the steps of a run may be checked some steps later, with the same result as at once."""
+    # A range test ends at a loss, and fp16 scales losses by what it finds.
     if run.device.type == "cpu" or run.config.schedule.name == "range" or run.reads_losses:
         return False
     if run.config.loop.on_divergence == "stop":
         return True
+    # An average must not include updates that turn out to be skipped.
     return not run.config.ema.decay and all(_skips_on_device(each) for each in run.optimizers.values())
 
 
 def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer skips an update on the device if its attribute ``found_inf`` is 1."""
+    # By the attribute ``found_inf`` of the optimizer.
     if isinstance(optimizer, Muon):
         return True
     return type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults["fused"])
 
 
 def check_finite(run: Run, loss: Tensor, norm: Tensor) -> bool:
-    """Return whether to apply an update with this loss and gradient norm; count the updates that are skipped.
-
-    For a run that checks later, it is always true, and the optimizers skip the update on the device.
+    """Return whether to apply an update, and count skipped ones; always true for a run that checks later.
 
     Raises DivergedError if the loss or the norm is not finite, and ``loop.on_divergence`` is ``"stop"`` or
     `MOST_SKIPPED` updates in a row were skipped.
@@ -234,6 +227,7 @@ def check_finite(run: Run, loss: Tensor, norm: Tensor) -> bool:
     if not run.checks_later:
         return check_steps(run)
     if run.config.loop.on_divergence == "skip":
+        # One sum for both: it is finite only if both are. The CPU does not read it.
         found_inf = (~(loss + norm).isfinite()).float()
         for optimizer in run.optimizers.values():
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -253,8 +247,9 @@ def checked_at_once(run: Run) -> Iterator[None]:
 def check_steps(run: Run) -> bool:
     """Check the steps since the last check, waiting for the device; return whether the last one was finite.
 
-    Raises DivergedError under the conditions of `check_finite`.
+    Raises DivergedError like `check_finite`.
     """
+    # Emptied first, so that no step is checked twice if this raises.
     steps, run.unchecked = run.unchecked, []
     finite = True
     for step, (loss, norm) in zip(steps, _read(steps), strict=True):
@@ -267,9 +262,9 @@ def check_steps(run: Run) -> bool:
 
 
 def _read(steps: Sequence[UncheckedStep]) -> list[list[float]]:
-    """Return the losses and the norms of the steps. One copy for all steps, so that the CPU waits once."""
     if len(steps) == 1:
         return [[steps[0].loss.item(), steps[0].norm.item()]]
+    # One copy for all steps, so that the CPU waits once.
     pairs = [torch.stack((each.loss, each.norm)) for each in steps]
     found: list[list[float]] = torch.stack(pairs).tolist() if pairs else []
     return found

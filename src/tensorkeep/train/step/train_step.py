@@ -25,16 +25,12 @@ class StepResult:
     learning_rate: float
 
     def read(self) -> dict[str, float]:
-        """Return the figures by name."""
         figures = {"loss": self.loss.item(), "gradient_norm": self.gradient_norm.item()}
         return figures | {"learning_rate": self.learning_rate}
 
 
 def take_step(run: Run) -> dict[str, float]:
-    """Make one update of the weights, and wait for it; see `train_step`.
-
-    Returns ``loss``, the mean loss of the batches, ``gradient_norm`` before clipping, and ``learning_rate`` of AdamW.
-    """
+    """Make one update of the weights, wait for it, and return its figures; see `train_step`."""
     result = train_step(run)
     check_steps(run)
     return result.read()
@@ -46,6 +42,7 @@ def train_step(run: Run) -> StepResult:
     run.progress.step += 1
     factor = learning_rate_factor(run.config.schedule, run.progress.step, loop.steps) * run.plateau.factor
     set_learning_rate(run.optimizers, factor)
+    # A sum on the device: reading each loss would make the CPU wait for the GPU.
     total = torch.zeros((), device=run.device)
     first = run.batches.position
     # Drawn here and not ahead of the step: the position in a checkpoint is the position of the used batches, and
@@ -55,6 +52,7 @@ def train_step(run: Run) -> StepResult:
     counts = [int(np.count_nonzero(targets.numpy() != IGNORED)) for _, targets in batches]
     counted = _mean_count(run, sum(counts))
     for (inputs, targets), count in zip(batches, counts, strict=True):
+        # A batch without an answer has no target, and its mean would be NaN.
         if count:
             # The mean over all targets of the step: each target has the same weight, whichever batch it is in.
             loss = operations.loss(*run.move(inputs, targets)) / (counted / count)
@@ -77,7 +75,7 @@ def train_step(run: Run) -> StepResult:
 
 
 def _mean_count(run: Run, count: int) -> float:
-    """Return the mean number of targets of a rank, so that each target has the same weight on any rank."""
+    # Windows of text have the same number of targets on all ranks.
     if run.world.size == 1 or run.dataset.chat_tokenizer is None:
         return count
     return run.world.mean(torch.tensor(count, dtype=torch.float64)).item()
@@ -115,6 +113,7 @@ def evaluate(
     '2.1'
     """
     device = model.tokens.weight.device
+    # In float64: the sum over a whole split must not lose the last bits of a loss.
     total, counted = torch.zeros((), dtype=torch.float64, device=device), 0
     # Not inference_mode, which does not support sharded weights.
     with torch.no_grad(), evaluating(model):
@@ -124,13 +123,14 @@ def evaluate(
             # A batch without a target is computed all the same: other ranks wait for this one. Its mean is NaN.
             total += mean.double() * count if count else 0.0
             counted += count
+    # In one tensor, so that the ranks exchange both at once.
     sums = torch.stack([total, torch.full_like(total, counted)])
     nats, tokens = (sums if world is None else world.mean(sums)).tolist()
     return float(nats / tokens)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device; a GPU copies pinned memory while the host continues."""
+    # A GPU copies from pinned memory while the host continues.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -142,5 +142,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # Not `train()`, which would change modules that were in evaluation mode before.
         for module, training in modes:
             module.training = training

@@ -19,17 +19,15 @@ T = TypeVar("T")
 # For a collective: ranks also wait while rank 0 alone prepares data.
 _TIMEOUT = timedelta(minutes=30)
 
+# The environment variables that torchrun sets in each process that it starts.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""The environment variables that torchrun sets in each process that it starts."""
 
 
 class World:
-    """The ranks that train one run together. Rank 0 is the main one: it alone writes the record and the log, and
-    prints; all ranks save checkpoints together.
+    """The ranks that train one run together. Rank 0 alone writes the record and the log, and prints.
 
-    Every method that communicates is a collective: all ranks call it, in the same order, and all get the same result
-    unless its description says otherwise. With one rank nothing is sent. ``group`` is
-    the process group of the ranks, if there is one; ``mesh`` is how techniques arrange them, once they do.
+    Every method that communicates is a collective: all ranks call it, in the same order, and all get the same result.
+    With one rank nothing is sent.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
@@ -40,19 +38,17 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is rank 0."""
         return self.rank == 0
 
     def any(self, flag: bool) -> bool:
-        """Return whether a flag is set on any rank."""
         if self.size == 1:
             return flag
         found = torch.tensor(int(flag))
+        # The maximum of 0 and 1 is "or".
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found)
 
     def all_equal(self, *values: int) -> bool:
-        """Return whether all ranks pass the same integers."""
         if self.size == 1:
             return True
         return len({tuple(each) for each in self.all_gather(values)}) == 1
@@ -71,11 +67,10 @@ class World:
         return cast(T, msgspec.msgpack.decode(found.numpy()))
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the plain values of all ranks, by rank."""
+        # By broadcasts, because the encoded values differ in size.
         return [self.broadcast(value, source=rank) for rank in range(self.size)]
 
     def mean(self, value: Tensor) -> Tensor:
-        """Return the mean of a tensor over the ranks, on its device."""
         if self.size == 1:
             return value
         total = value.clone()
@@ -83,7 +78,6 @@ class World:
         return total / self.size
 
     def barrier(self) -> None:
-        """Wait until every rank has arrived."""
         self.any(False)
 
 
@@ -98,7 +92,6 @@ def launched_machines() -> int:
 
 
 def can_join() -> bool:
-    """Return whether this process belongs to a process group, or torchrun started it."""
     return dist.is_initialized() or launched_ranks() > 0
 
 
@@ -106,13 +99,12 @@ def can_join() -> bool:
 def join(device: str) -> Iterator[World]:
     """Join the process group of the run; an existing group is used and left as it is.
 
-    ``device`` is the setting ``loop.device``: on ``"auto"`` and ``"cuda"`` each rank of a machine takes its own GPU.
-
     Raises UsageError if there is no GPU for each rank; RanksDisagreeError if another rank ended or does not answer.
     """
     with ExitStack() as stack:
         stack.enter_context(_lost_ranks_reported())
         if not dist.is_initialized():
+            # On "auto" and "cuda" each rank of a machine takes its own GPU.
             on_cuda = device != "cpu" and torch.cuda.is_available()
             if on_cuda:
                 torch.cuda.set_device(_own_gpu(device))
@@ -144,6 +136,7 @@ def _lost_ranks_reported() -> Iterator[None]:
     except TensorkeepError:
         raise
     except RuntimeError as error:
+        # gloo raises plain RuntimeErrors, which only their text identifies.
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise RanksDisagreeError(
