@@ -5,8 +5,6 @@ from typing import Self
 
 
 class Closing(ABC):
-    """A context manager that calls `close` at its end."""
-
     @abstractmethod
     def close(self) -> None:
         """Release all resources; a second call does nothing."""

@@ -241,10 +241,7 @@ class MissingExtraError(UnsupportedError, ImportError, kind="missing-extra"):
 
 
 def import_extra(module: str, extra: str, what: str) -> Any:
-    """Import a module of an optional dependency.
-
-    Raises MissingExtraError if it is not installed. ``what`` begins the message: ``"the statistics need scipy"``.
-    """
+    """Import a module of an optional dependency; ``what`` begins the message. Raises MissingExtraError."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -252,12 +249,12 @@ def import_extra(module: str, extra: str, what: str) -> Any:
 
 
 def installation_of(extra: str) -> str:
-    """Return the command that installs an extra, from a clone: Tensorkeep is not on PyPI."""
+    # From a clone: Tensorkeep is not on PyPI.
     return f"in a clone of Tensorkeep: pip install '.[{extra}]'"
 
 
 def did_you_mean(name: str, known: Collection[str], what: str = "known") -> str:
-    """Return the remedy for an unknown name: the nearest known name, or ``what`` and all known names."""
+    """The remedy for an unknown name: the nearest known name, or ``what`` and all known names."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"{what}: {', '.join(known) or 'none'}"
 
@@ -268,22 +265,21 @@ def warn_caller(message: str | Warning) -> None:
 
 
 def stack_level_of_caller() -> int:
-    """Return the ``stacklevel`` of the first frame outside of this package, for the function that calls this."""
+    """The ``stacklevel`` of the first frame outside of this package, for the function that calls this."""
     # `skip_file_prefixes` does this from Python 3.12 on.
     package = __name__.partition(".")[0]
     frame, level = sys._getframe(1), 1
+    # With the dot: a user's package may be named `tensorkeep_tools`.
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(f"{package}."):
         frame, level = frame.f_back, level + 1
     return level
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, or the name of its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether Python or torch raised an exception because an allocation failed."""
     # torch raises RuntimeError: on a GPU a subclass, on the CPU only a message.
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)

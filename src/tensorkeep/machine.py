@@ -1,7 +1,4 @@
-"""This machine: versions, processors, memory, control groups, GPUs and file systems.
-
-No other module asks the kernel about them. Every function reads afresh, because limits and free memory change.
-"""
+"""This machine. Every function reads afresh, because limits and free memory change."""
 
 import ctypes
 import errno
@@ -28,10 +25,7 @@ _PEERS = ("tensorstore", "orbax-checkpoint", "jax", "zipnn")
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return a description of this machine, for a bug report or a results file. Raises the errors of `storage`.
-
-    ``path`` is a folder on the file system to describe; a small file is written there and removed.
-    """
+    """Describe this machine; a small file is written in ``path`` and removed. Raises the errors of `storage`."""
     return {
         "versions": versions(),
         "processor": processor(),
@@ -42,7 +36,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, the kernel and packages; None for a package that is not installed."""
+    """None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "kernel": platform.release()}
     for package in (*_PACKAGES, *_PEERS):
         try:
@@ -56,7 +50,6 @@ def versions() -> dict[str, str | None]:
 
 
 def processor() -> dict[str, Any]:
-    """Return the model of the CPU, its number of logical cores, and the number that this process may use."""
     names = (line.partition(":")[2].strip() for line in _lines(_PROC / "cpuinfo") if line.startswith("model name"))
     return {
         "model": next(names, platform.machine()),
@@ -67,7 +60,7 @@ def processor() -> dict[str, Any]:
 
 @cache
 def multiplies_bfloat16_fast(*, proc: Path = _PROC) -> bool:
-    """Return whether matmuls in bfloat16 are faster than in float32, judged by the features that the CPU lists."""
+    """Whether matmuls in bfloat16 are faster than in float32, judged by the features that the CPU lists."""
     # Faster: AMX, bf16 of Arm, and avx512_bf16 of AMD. avx512_bf16 of Intel, without AMX, takes twice as long as
     # float32. Without such instructions bfloat16 is converted.
     fields = dict(line.split(":", 1) for line in _lines(proc / "cpuinfo") if ":" in line)
@@ -78,22 +71,20 @@ def multiplies_bfloat16_fast(*, proc: Path = _PROC) -> bool:
 
 
 def thread_wait_seconds(*, own: bool = False, proc: Path = _PROC) -> float:
-    """Return the seconds that the threads of this process have waited for a processor; 0 if the kernel does not count.
-
-    With ``own``, only the thread that calls counts.
-    """
+    """Seconds that all threads, or only the caller, have waited for a processor; 0 if not counted."""
     tasks = [proc / "thread-self"] if own else (proc / "self" / "task").iterdir()
     waits = (next(iter(_lines(task / "schedstat")), "").split() for task in tasks)
+    # The second field: nanoseconds on the run queue (Documentation/scheduler/sched-stats).
     return sum(int(fields[1]) for fields in waits if len(fields) == 3) / 1e9
 
 
 def usable_processors() -> set[int]:
-    """Return the numbers of the logical processors that this process may use."""
+    # Not the number of cores: a container or `taskset` may allow fewer.
     return os.sched_getaffinity(0)
 
 
 def physical_cores(processors: Iterable[int], *, cpus: Path = _CPUS) -> set[int]:
-    """Return one of the given logical processors per physical core; the others are hyper-threads."""
+    """One of the given logical processors per physical core; the others are hyper-threads."""
     first_of_core: dict[str, int] = {}
     for number in sorted(processors):
         siblings = _lines(cpus / f"cpu{number}" / "topology" / "thread_siblings_list")
@@ -102,7 +93,7 @@ def physical_cores(processors: Iterable[int], *, cpus: Path = _CPUS) -> set[int]
 
 
 def thread_ids() -> list[int]:
-    """Return the kernel's ids of all threads of this process, with the threads of libraries."""
+    """The kernel's ids of all threads of this process, with the threads of libraries."""
     return [int(task.name) for task in (_PROC / "self" / "task").iterdir()]
 
 
@@ -110,10 +101,7 @@ def thread_ids() -> list[int]:
 
 
 def memory() -> dict[str, Any]:
-    """Return the memory of the machine, and the memory that this process may use.
-
-    ``limit_bytes`` is the smallest limit of the process's control groups, None without a limit.
-    """
+    """``limit_bytes`` is the smallest limit of the process's control groups, None without a limit."""
     huge_pages = next(iter(_lines(_HUGE_PAGES)), "")
     return {
         "total_bytes": _sizes(_PROC / "meminfo").get("MemTotal"),
@@ -124,23 +112,20 @@ def memory() -> dict[str, Any]:
 
 
 def available_bytes(*, proc: Path = _PROC, groups: Path = _GROUPS) -> int:
-    """Return the bytes of memory that this process can still allocate without swapping.
-
-    The minimum of ``MemAvailable`` and of the rest of every control group above the process (version 1 or 2).
-    """
+    """Memory that this process can still allocate: ``MemAvailable``, or what a control group has left."""
     unused = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
     left = [max(0, limit - used) for limit, used in _group_limits(proc, groups)]
     return min([_sizes(proc / "meminfo").get("MemAvailable", unused), *left])
 
 
 def memory_limit(*, proc: Path = _PROC, groups: Path = _GROUPS) -> int:
-    """Return the most bytes of memory that this process can ever have: the machine's, or a control group's limit."""
+    """The most memory that this process can ever have: the machine's, or a control group's limit."""
     physical = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     return min([physical, *(limit for limit, _ in _group_limits(proc, groups))])
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory (``VmRSS``); UnsupportedError if the kernel does not report it."""
+    """Raises UnsupportedError if the kernel does not report ``VmRSS``."""
     sizes = _sizes(_PROC / "self" / "status")
     if "VmRSS" not in sizes:
         raise UnsupportedError("the kernel does not report VmRSS", path=_PROC / "self" / "status")
@@ -148,22 +133,22 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes(*, proc: Path = _PROC) -> int:
-    """Return the most resident memory since the start or the last `reset_peak_resident` (``VmHWM``)."""
+    """The most resident memory since the start or the last `reset_peak_resident` (``VmHWM``)."""
     # getrusage is the second choice: it begins with the peak of the parent process.
     rusage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return _sizes(proc / "self" / "status").get("VmHWM", rusage)
 
 
 def reset_peak_resident() -> None:
-    """Let `peak_resident_bytes` start again from the present resident memory; UnsupportedError if refused."""
+    """Let `peak_resident_bytes` start again from the present; UnsupportedError if refused."""
     try:
+        # Writing 5 resets the peak resident size (proc(5)).
         (_PROC / "self" / "clear_refs").write_text("5")
     except OSError as error:
         raise UnsupportedError(f"peak memory cannot be measured here: {error.strerror}") from error
 
 
 def family(process: int) -> list[int]:
-    """Return the ids of a process and of its running descendants."""
     children: dict[int, list[int]] = {}
     for place in _PROC.iterdir():
         if place.name.isdecimal():
@@ -171,6 +156,7 @@ def family(process: int) -> list[int]:
             fields = "".join(_lines(place / "stat")).rpartition(")")[2].split()
             if len(fields) > 1:
                 children.setdefault(int(fields[1]), []).append(int(place.name))
+    # The list grows while it is read, until no process has further children.
     found = [process]
     for each in found:
         found += children.get(each, [])
@@ -178,13 +164,13 @@ def family(process: int) -> list[int]:
 
 
 def private_bytes(process: int) -> int:
-    """Return the memory of a process without mapped files; 0 if the process has ended."""
+    """The memory of a process without mapped files; 0 if the process has ended."""
     sizes = _sizes(_PROC / str(process) / "status")
     return sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0)
 
 
 def written_bytes(pid: int | None = None) -> int:
-    """Return the bytes that a process, by default this one, has written; UnsupportedError if the kernel counts none."""
+    """Bytes that a process, by default this one, has written; UnsupportedError if the kernel counts none."""
     path = _PROC / ("self" if pid is None else str(pid)) / "io"
     for line in _lines(path):
         name, _, count = line.partition(": ")
@@ -210,13 +196,14 @@ def _group_limits(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
             limit, usage = (next(iter(_lines(folder / name)), "") for name in (limit_file, usage_file))
             if limit.isdigit() and usage.isdigit() and int(limit) < _NO_LIMIT:
                 statistics = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat"))
+                # The kernel drops inactive cache before it refuses memory, so the cache is not used up.
                 yield int(limit), int(usage) - int(statistics.get(cache_name, 0))
 
 
 def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
-    """Yield the visible folders of the process's memory groups and of their parents."""
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
+        # Version 2 has no controllers in this file; in version 1, other controllers have other groups.
         if controllers and "memory" not in controllers.split(","):
             continue
         root = groups / "memory" if controllers else groups
@@ -230,7 +217,6 @@ def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Return the names and the memory of the CUDA devices."""
     import torch
 
     if not torch.cuda.is_available():
@@ -240,11 +226,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def storage(path: Path) -> dict[str, Any]:
-    """Return a folder's file system, its free bytes, and whether it accepts direct I/O.
-
-    If nothing can be written, ``direct_io`` is None and ``problem`` is the reason. Raises NotFoundError if the folder
-    does not exist.
-    """
+    """A folder's file system; ``direct_io`` is None, with a ``problem``, if writing fails. Raises NotFoundError."""
     if not path.is_dir():
         raise NotFoundError("there is no such folder", path=path, remedy="give an existing folder with --path")
     usage = shutil.disk_usage(path)
@@ -262,19 +244,21 @@ def storage(path: Path) -> dict[str, Any]:
 
 
 def lock_holder(fd: int) -> int | None:
-    """Return the id of the process that holds the ``flock`` of an open file; None if the kernel does not list it."""
+    """The process that holds the ``flock`` of an open file; None if the kernel does not list it."""
     status = os.fstat(fd)
+    # The kernel writes the device in hexadecimal, and the inode in decimal.
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     locks = (line.split() for line in _lines(_PROC / "locks"))
     return next((int(lock[4]) for lock in locks if len(lock) > 5 and lock[1] == "FLOCK" and lock[5] == file), None)
 
 
 def _direct_io(folder: Path) -> tuple[bool | None, str | None]:
-    """Try a direct write. Opening is not enough: some file systems accept the flag and refuse the first write."""
+    # Opening is not enough: some file systems accept the flag and refuse the first write.
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".tensorkeep-env-") as scratch:
             fd = os.open(Path(scratch) / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
             try:
+                # A mapping is page-aligned, as direct writes need.
                 os.pwrite(fd, mmap.mmap(-1, mmap.PAGESIZE), 0)
             finally:
                 os.close(fd)
@@ -284,7 +268,6 @@ def _direct_io(folder: Path) -> tuple[bool | None, str | None]:
 
 
 def _mount(path: Path) -> tuple[str | None, str | None]:
-    """Return the type and the mount point of the file system that holds a path."""
     best: tuple[str | None, str | None] = (None, None)
     longest = -1
     for line in _lines(_PROC / "self" / "mountinfo"):
@@ -302,12 +285,12 @@ _MFD_CLOEXEC = 1
 
 @cache
 def libc() -> ctypes.CDLL:
-    """Return the C library, for calls that Python does not have. ``ctypes.get_errno()`` has the error of a call."""
+    """``ctypes.get_errno()`` has the error of a call."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 def memory_file() -> int:
-    """Return the descriptor of a new, unnamed file in memory; OSError if the kernel refuses."""
+    """A new, unnamed file in memory; OSError if the kernel refuses."""
     # Not os.memfd_create: a Python built for an older C library, such as conda's and uv's, does not have it.
     fd: int = libc().memfd_create(b"tensorkeep", _MFD_CLOEXEC)
     if fd < 0:
@@ -316,7 +299,7 @@ def memory_file() -> int:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """Return the sizes that a file of the proc file system lists in kB, as bytes by name."""
+    """The sizes that a file of the proc file system lists in kB, as bytes by name."""
     lines = (line.replace(":", " ").split() for line in _lines(path))
     return {words[0]: int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
 

@@ -324,6 +324,7 @@ class CheckpointManager:
                 break
             broken.append((number, step))
         else:
+            # No step is complete.
             step = None
         for number, error in reversed(broken):
             logger.info("step %d of %s is skipped: %s", number, self.root, error)
@@ -392,6 +393,7 @@ class CheckpointManager:
                 self._warn_of_failures()
                 overwrite = self._check_free(step, overwrite=overwrite)
                 request = self._request(path, overwrite=overwrite, step=record, started=started)
+                # After all checks: an error before this leaves the queue as it was.
                 flat = flat_state(state, self._ranks)
             on_durable = partial(self._after_save, path, step)
             prepare = partial(
@@ -551,10 +553,7 @@ class CheckpointManager:
         return state
 
     def _restore_newest(self, request: LoadRequest) -> Any:
-        """Restore the newest step that no rank finds damaged; warn of later ones, and remember that they are damaged.
-
-        Raises CorruptCheckpointError if every step is damaged; NotACheckpointError if no step exists.
-        """
+        """Restore the newest step that no rank finds damaged. Raises CorruptCheckpointError or NotACheckpointError."""
         first_error: TensorkeepError | None = None
         for found in self._newest_first():
             path = as_path(found.path)
@@ -562,6 +561,7 @@ class CheckpointManager:
             state, lost = None, self._ranks.lost
             try:
                 state = self._restore(path, request)
+            # BaseException: the other ranks must hear of Ctrl-C here as well.
             except BaseException as caught:
                 error = caught
                 if self._ranks.lost is not lost:
@@ -574,6 +574,7 @@ class CheckpointManager:
             if {*outcomes} <= {"damaged", "missing", "informed"} and isinstance(error, TensorkeepError):
                 if "damaged" in outcomes:
                     first_error = first_error or error
+                    # The digest, not the path: a later save may replace the step.
                     self._damaged[path] = manifest_digest(path)
                     logger.info("%s is damaged and skipped: %s", path, error)
                     warn_caller(f"{path.name} is skipped: {error}")
@@ -676,11 +677,7 @@ class CheckpointManager:
 def _checked_tier(
     root: Path, local: PathLike | LocalTier, keywords: dict[str, Any], ranks: RankCoordinator
 ) -> LocalTier:
-    """Return the local tier of a run in an object store.
-
-    Raises UsageError if the root is not in an object store, or for many ranks; UnsupportedError if the store can only
-    be read.
-    """
+    """Raises UsageError if the root is not in a store, or for many ranks; UnsupportedError for a read-only store."""
     if not isinstance(root, StorePath):
         raise UsageError(
             "local= is for a run in an object store",

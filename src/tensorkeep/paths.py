@@ -9,14 +9,14 @@ from tensorkeep.errors import PathLike, StoreError, UnsupportedError, UsageError
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):/(/?)", re.IGNORECASE)
 
+# Schemes of URLs that checkpoints are read from; the first three are written to as well.
 STORES = ("s3", "gs", "az", "https", "http")
-"""Schemes of URLs that checkpoints are read from; the first three are written to as well."""
 
+# Environment variables with the URL of the server of ``s3://``, the first one that is set.
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-"""Environment variables with the URL of the server of ``s3://``, the first one that is set."""
 
+# The name of a step of a run: its number, with zeros before it up to six digits.
 STEP_NAME = re.compile(r"step-(\d{6,18})")
-"""The name of a step of a run: its number, with zeros before it up to six digits."""
 
 
 class StorePath(PosixPath):
@@ -38,7 +38,6 @@ class StorePath(PosixPath):
 
     @property
     def scheme(self) -> str:
-        """Which kind of store it is: ``"s3"``."""
         return self.parts[0].rstrip(":").lower()
 
     @property
@@ -53,12 +52,12 @@ class StorePath(PosixPath):
 
     @property
     def has_listing(self) -> bool:
-        """Whether its store can list names; a plain web server cannot."""
+        """A plain web server cannot list names."""
         return not self.scheme.startswith("http")
 
     @property
     def is_step(self) -> bool:
-        """Whether it is named as a step of a run, so that other steps may use its objects."""
+        """Other steps may use the objects of a step."""
         return STEP_NAME.fullmatch(self.name) is not None
 
 
@@ -68,7 +67,7 @@ def _elsewhere(path: PathLike) -> Path | None:
 
 
 def as_path(path: PathLike) -> Path:
-    """Return a path as an object: a `StorePath` if it is the URL of an object store."""
+    """A `StorePath` for the URL of an object store."""
     if elsewhere := _elsewhere(path):
         return elsewhere
     found = _SCHEME.match(os.fspath(path))
@@ -76,7 +75,7 @@ def as_path(path: PathLike) -> Path:
 
 
 def absolute(path: PathLike, *, follow_links: bool = False) -> Path:
-    """Return the absolute path, if asked also without symbolic links; StoreError if the working directory is gone."""
+    """Raises StoreError if the working directory is gone."""
     if elsewhere := _elsewhere(path):
         return elsewhere
     try:
@@ -89,10 +88,7 @@ def absolute(path: PathLike, *, follow_links: bool = False) -> Path:
 
 
 def check_url(path: StorePath) -> None:
-    """Raise UsageError for a URL that stores do not know, or with what is secret: it would be printed.
-
-    Stores know no URL without a bucket, with ``..``, with a control character, or that is not Unicode.
-    """
+    """Raises UsageError for a URL that stores do not know, or with what is secret: it would be printed."""
     if any(mark in str(path) for mark in "?#") or "@" in path.bucket:
         raise UsageError(
             "the URL has a query, a fragment or a user", remedy="give credentials in the store's environment variables"
@@ -108,22 +104,23 @@ def check_url(path: StorePath) -> None:
 
 
 def without_secrets(url: str) -> str:
-    """Return a URL without what may be a secret: a user before the host, or a query."""
+    """A URL without what may be a secret: a user before the host, or a query."""
     return re.sub(r"//[^/]*@", "//", url).partition("?")[0]
 
 
 def endpoint() -> str:
-    """Return the URL of the server for ``s3://``; empty for the server of the region."""
+    """The URL of the server for ``s3://``; empty for the server of the region."""
     return next((url for name in ENDPOINT_VARIABLES if (url := os.environ.get(name, ""))), "")
 
 
 def checked_path(path: PathLike, *, stores: bool = False) -> PathLike:
     """Return the path with ``~`` and ``~user`` expanded; with ``stores``, URLs of object stores are allowed.
 
-    Raises UsageError if it contains a NUL or what the locale cannot encode, there is no such user, or a URL is one
-    that `check_url` refuses; UnsupportedError if it is another URL.
+    Raises UsageError for a NUL, a character that the locale cannot encode, an unknown user, or a URL that `check_url`
+    refuses; UnsupportedError for any other URL.
     """
     text = os.fspath(path)
+    # Before any message: a URL may have credentials in it.
     shown = without_secrets(text) if "://" in text else text
     if "\0" in text:
         raise UsageError(f"{shown!r} is not a path: it contains a NUL", remedy="check the path")

@@ -1,12 +1,6 @@
-"""Plug-ins: formats, codecs and techniques, found by their entry points.
-
-This package lists its built-in plug-ins in its own ``pyproject.toml``, as a third party does::
-
-    [project.entry-points."tensorkeep.formats"]
-    mine = "my_package.my_format:FORMAT"
-
-A kind has one `Registry`, beside the base class of its plug-ins: ``codecs.base.CODECS``, ``formats.base.FORMATS`` and
-``train.techniques.base.TECHNIQUE_CLASSES``. Commands are listed in ``cli/commands.py``.
+"""Plug-ins: formats, codecs and techniques, found by their entry points, such as ``mine =
+"my_package.my_format:FORMAT"`` in the group ``tensorkeep.formats``. A kind has one `Registry`, beside the base class
+of its plug-ins.
 """
 
 from collections.abc import Iterator
@@ -29,6 +23,7 @@ class Registry(Generic[P]):
 
     @cached_property
     def _built_in(self) -> dict[str, EntryPoint]:
+        # One package only: built-in plug-ins are found without reading the metadata of all packages.
         own = next(iter(distributions(name="tensorkeep")), None)
         return {} if own is None else {entry.name: entry for entry in own.entry_points.select(group=self._group)}
 
@@ -39,7 +34,6 @@ class Registry(Generic[P]):
         return {entry.name: entry for entry in entry_points(group=self._group)} | self._built_in
 
     def names(self) -> list[str]:
-        """Return the registered names in alphabetical order."""
         return sorted(self._entries)
 
     def __iter__(self) -> Iterator[P]:
@@ -48,12 +42,14 @@ class Registry(Generic[P]):
         yield from (self.get(name) for name in self.names() if name not in self._built_in)
 
     def get(self, name: str) -> P:
-        """Return a plug-in; UnsupportedError with the nearest name if the name is unknown."""
+        """Raises UnsupportedError with the nearest name if the name is unknown."""
         if name in self._loaded:
             return self._loaded[name]
+        # A built-in name needs no search of other packages.
         entry = self._built_in.get(name) or self._entries.get(name)
         if entry is None:
             remedy = did_you_mean(name, self.names()) if self._entries else "reinstall tensorkeep"
             raise UnsupportedError(f"there is no {self._kind} named {name!r}", remedy=remedy)
         # The type of a loaded object is not known here: the conformance suite of the kind checks it.
+        # `setdefault`: of two threads, both get the first one's object.
         return self._loaded.setdefault(name, entry.load())

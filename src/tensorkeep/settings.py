@@ -1,8 +1,4 @@
-"""Tables of settings that are checked when they are made, and the order of the sources of settings.
-
-`Section` is a frozen table; types and bounds are in its annotations (`msgspec.Meta`). `merged` is the one place that
-knows the order: flag, environment variable, TOML file, default.
-"""
+"""Tables of settings that are checked when they are made; a flag wins over environment, TOML file and default."""
 
 import tomllib
 import types
@@ -17,8 +13,8 @@ from msgspec import Meta
 from tensorkeep.errors import UsageError
 from tensorkeep.structs import prepared
 
+# What the names of environment variables begin with.
 PREFIX = "TENSORKEEP_"
-"""What the names of environment variables begin with."""
 
 # The largest value of a number without another bound; it excludes infinity.
 _LARGEST = 1e300
@@ -40,6 +36,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     def __post_init__(self) -> None:
+        # msgspec checks what it decodes, but not the arguments of a constructor.
         for name, kind in _field_types(type(self)).items():
             value = getattr(self, name)
             try:
@@ -49,11 +46,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def read_settings(values: Mapping[str, Any], kind: type[S]) -> S:
-    """Return the section of a class that nested plain values describe; numbers and flags may be given as text.
-
-    Raises UsageError if a value is missing, unknown, of the wrong type or out of bounds; the message names it, such as
-    ``"optim.lr"``.
-    """
+    """Numbers and flags may be given as text. Raises UsageError, which names the value, such as ``"optim.lr"``."""
     try:
         return msgspec.convert(values, prepared(kind), strict=False)
     except msgspec.ValidationError as error:
@@ -62,6 +55,7 @@ def read_settings(values: Mapping[str, Any], kind: type[S]) -> S:
             cause = cause.__cause__
         if cause is not None:  # from `__post_init__`: msgspec wraps it
             raise UsageError(cause.message, remedy=cause.remedy) from error
+        # msgspec names the place in its message only.
         path = str(error).partition(" - at `$.")[2].rstrip("`").split(".")
         value, found = _at(values, kind, path)
         if isinstance(value, Mapping) or found is None:
@@ -70,7 +64,7 @@ def read_settings(values: Mapping[str, Any], kind: type[S]) -> S:
 
 
 def _at(values: Any, kind: Any, path: list[str]) -> tuple[Any, Any]:
-    """Return the value at a path of names and the type that it must have; None for a path that does not exist."""
+    """The value at a path of names and the type that it must have; None for a path that does not exist."""
     for name in path:
         fields = _field_types(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else {}
         if name not in fields or name not in values:
@@ -85,7 +79,7 @@ def _field_types(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def describe_type(kind: Any) -> str:
-    """Return in words which values a setting may have, such as ``"a whole number 1 or more, or none"``."""
+    """In words which values a setting may have, such as ``"a whole number 1 or more, or none"``."""
     if get_origin(kind) is Annotated:
         base, meta = get_args(kind)
         bounds = [
@@ -115,7 +109,6 @@ _WORDS: dict[Any, str] = {
 
 
 def variable_of(name: str) -> str:
-    """Return the environment variable of a setting."""
     return f"{PREFIX}{name.replace('.', '_').upper()}"
 
 
@@ -137,11 +130,12 @@ def merged(
     """
     variables = {name: variable_of(name) for name in names}
     given = {name: environment[variable] for name, variable in variables.items() if variable in environment}
+    # The later one wins: a flag, then the environment, then the file.
     return {**file, **given, **flags}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file; UsageError if it cannot be read or is not TOML."""
+    """Raises UsageError if the file cannot be read or is not TOML."""
     try:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

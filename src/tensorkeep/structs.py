@@ -1,8 +1,4 @@
-"""Types for msgspec that threads may decode at once.
-
-msgspec 0.22 analyses a struct at its first use, and attaches the analysis to the class before it is complete. A second
-thread that uses the struct meanwhile ends the process with a segmentation fault. So a lock guards the first use.
-"""
+"""Types for msgspec that threads may decode at once."""
 
 import os
 import threading
@@ -12,6 +8,9 @@ import msgspec
 
 T = TypeVar("T")
 
+# msgspec 0.22 analyses a struct at its first use, and attaches the analysis to the class before it is complete. A
+# second thread that uses the struct meanwhile ends the process with a segmentation fault. So a lock guards the first
+# use.
 _prepared: set[object] = set()
 _lock = threading.RLock()  # reentrant: a signal handler may use a struct while its thread prepares another one
 
@@ -35,11 +34,11 @@ def prepared(kind: type[T]) -> type[T]:
     """
     if kind not in _prepared:
         with _lock:
+            # To make a decoder analyses the type completely.
             msgspec.json.Decoder(kind)
             _prepared.add(kind)
     return kind
 
 
 def json_decoder(kind: type[T]) -> "msgspec.json.Decoder[T]":
-    """Return a decoder of a type that threads may use."""
     return msgspec.json.Decoder(prepared(kind))

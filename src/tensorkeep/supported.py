@@ -7,7 +7,7 @@ import sys
 
 
 def check_supported() -> None:
-    """Raise ImportError with a remedy where Tensorkeep cannot work."""
+    """Raises ImportError with a remedy where Tensorkeep cannot work."""
     if sys.platform != "linux":
         found = sys.platform
         remedy = "it needs system calls of Linux: use a container, a virtual machine or, on Windows, WSL 2"

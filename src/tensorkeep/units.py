@@ -28,8 +28,9 @@ _FEW_BYTES = 10_000_000
 
 
 def format_bytes(count: float) -> str:
-    """Return a byte count in decimal units with three significant digits, such as ``2.93 GB``."""
+    """Decimal units with three significant digits, such as ``2.93 GB``."""
     if abs(count) < 999.5:
+        # Below 999.5, three digits do not round up to 1000.
         return f"{count:.0f} B"
     for unit in ("kB", "MB", "GB", "TB", "PB"):
         count /= 1000
@@ -39,31 +40,29 @@ def format_bytes(count: float) -> str:
 
 
 def format_least_bytes(count: int) -> str:
-    """Return a byte count rounded up to whole MiB, such as ``64MiB``, as `parse_bytes` reads it.
-
-    For remedies: the text of `format_bytes` may be rounded down to less than is needed.
-    """
+    """Rounded up to whole MiB, such as ``64MiB``, as `parse_bytes` reads it."""
+    # For remedies: the text of `format_bytes` may be rounded down to less than is needed.
     return f"{-(-count // 1024**2)}MiB"
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the bytes in a text such as ``256MiB`` or ``1024``; UsageError if the text is not a size."""
+    """The bytes in a text such as ``256MiB`` or ``1024``; UsageError if the text is not a size."""
     return text if type(text) is int else int(_parse(str(text), _BYTES, "a size", "256MiB or 4GB"))
 
 
 def format_rate(count: float, seconds: float) -> str:
-    """Return bytes per second, such as ``2.41 GB/s``."""
+    """Bytes per second, such as ``2.41 GB/s``."""
     return f"{format_bytes(count / seconds)}/s" if seconds > 0 else "-"
 
 
 def format_speed(count: float, seconds: float) -> str:
-    """Return a duration, with the rate for more than 10 MB: ``4.56 s at 2.41 GB/s``."""
+    """A duration, with the rate for more than 10 MB: ``4.56 s at 2.41 GB/s``."""
     rate = f" at {format_rate(count, seconds)}" if count >= _FEW_BYTES else ""
     return f"{format_seconds(seconds)}{rate}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as ``850 us``, ``12.3 ms``, ``4.56 s``, ``3 min 05 s`` or ``2 h 10 min``."""
+    """As ``850 us``, ``12.3 ms``, ``4.56 s``, ``3 min 05 s`` or ``2 h 10 min``."""
     if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 0.9995:
@@ -77,7 +76,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Return an age in one unit, such as ``42 s``, ``5 min``, ``3 h`` or ``12 d``."""
+    """An age in one unit, such as ``42 s``, ``5 min``, ``3 h`` or ``12 d``."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:,.0f} {unit}"
@@ -85,12 +84,12 @@ def format_age(seconds: float) -> str:
 
 
 def format_moment(seconds: float) -> str:
-    """Return a time in seconds since 1970 as ``2026-11-23 05:19:50 UTC``."""
+    """Seconds since 1970 as ``2026-11-23 05:19:50 UTC``."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def parse_seconds(text: str | float) -> float:
-    """Return the seconds in a text such as ``90s`` or ``2 hours``; UsageError if the text is not a duration."""
+    """The seconds in a text such as ``90s`` or ``2 hours``; UsageError if the text is not a duration."""
     return _parse(str(text), _SECONDS, "a duration", "90s or 10min")
 
 
@@ -109,11 +108,11 @@ def _three_digits(value: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count and its noun, such as ``1 tensor`` or ``2,370 tensors``."""
+    """Such as ``1 tensor`` or ``2,370 tensors``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def check_count(what: str, count: object) -> None:
-    """Raise UsageError unless a count is an int of 1 or more."""
+    """Raises UsageError unless a count is an int of 1 or more."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise UsageError(f"{what} is {count!r}", remedy="give an int of 1 or more")

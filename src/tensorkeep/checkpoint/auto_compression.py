@@ -1,9 +1,4 @@
-"""``compression="auto"``: choose between raw and lossless by measuring a sample of the state and the disk.
-
-How fast blocks of the state are gathered and coded, and how fast the destination is written, is measured for at most
-about a tenth of a second each, with the code and the threads of the save itself. `Rates.seconds` predicts the duration
-for both saves, and the faster save is chosen.
-"""
+"""``compression="auto"``: choose between raw and lossless by measuring a sample of the state and the disk."""
 
 import math
 import threading
@@ -32,17 +27,17 @@ from tensorkeep.storage.direct_io import Bytes, DirectFile
 from tensorkeep.storage.parallel import Cancellation, Pace
 from tensorkeep.units import format_bytes
 
+# The formats that support ``"auto"``: those with raw and lossless blocks.
 FORMATS = ("native", "safetensors")
-"""The formats that support ``"auto"``: those with raw and lossless blocks."""
 
+# States with fewer bytes are not measured: the save takes about as long as measuring.
 SMALLEST = 256 * 1024**2
-"""States with fewer bytes are not measured: the save takes about as long as measuring."""
 
+# Rates are reused for this many seconds, for states with the same dtypes and sizes on the same file system.
 RATES_VALID_SECONDS = 600.0
-"""Rates are reused for this many seconds, for states with the same dtypes and sizes on the same file system."""
 
+# Seconds after which no further block is begun.
 MEASURING_SECONDS = 0.1
-"""Seconds after which no further block is begun."""
 
 _FEWEST, _MOST = 4, 8
 
@@ -56,11 +51,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured rates, in bytes per second of all threads together.
-
-    ``gather`` counts raw bytes copied and hashed, ``code`` raw bytes coded and hashed, ``disk`` bytes written to the
-    destination. ``compressed_fraction`` is the stored bytes per raw byte, if coded.
-    """
+    """Bytes per second of all threads; ``gather`` and ``code`` count raw bytes, hashed as well."""
 
     gather: float
     code: float
@@ -68,11 +59,9 @@ class Rates:
     disk: float
 
     def seconds(self, nbytes: int) -> dict[str, float]:
-        """Return the predicted duration of a save of that many raw bytes, by compression.
-
-        Computing and writing overlap, but not completely: the root of the sum of their squares fitted measured saves
-        better than the larger of the two.
-        """
+        """The predicted duration of a save of so many raw bytes, by compression."""
+        # Computing and writing overlap, but not completely: the root of the sum of their squares fitted measured saves
+        # better than the larger of the two.
         return {
             "none": math.hypot(nbytes / self.gather, nbytes / self.disk),
             "lossless": math.hypot(nbytes / self.code, nbytes * self.compressed_fraction / self.disk),
@@ -81,7 +70,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen compression and why, with the rates and predictions; ``again`` if an earlier save measured them."""
+    """The chosen compression and why; ``again`` if an earlier save measured the rates."""
 
     compression: str
     reason: str
@@ -99,12 +88,7 @@ def decide(
     measure: Callable[[Flat[Source], Path, WriteSettings], Rates],
     clock: Clock = time.monotonic,
 ) -> Decision:
-    """Decide between ``"none"`` and ``"lossless"``; a temporary file beside the destination is written and removed.
-
-    Nothing is measured for an object store.
-    The result is ``"none"`` for small states, and if the destination cannot be written: the save then raises the error.
-    If something is there already, DestinationExistsError is raised as by the save.
-    """
+    """Decide by measuring; writes and removes a temporary file. Raises DestinationExistsError as the save would."""
     if isinstance(settings.options, NativeOptions) and settings.options.delta:
         return Decision("lossless", "differences are stored compressed")
     if storage_of(destination).remote:
@@ -119,6 +103,7 @@ def decide(
     if rates is None or not again:
         try:
             rates = measure(flat, destination, settings)
+        # The save will raise this error itself, with the right action in the message.
         except StoreError as error:
             return Decision(
                 "none", f"the disk could not be measured: {error.message}", measuring_seconds=clock() - begin
@@ -138,8 +123,9 @@ _Key = tuple[object, ...]
 
 
 def _kind(flat: Flat[Source], destination: Path, settings: WriteSettings) -> _Key | None:
-    """Return what rates depend on: file system, settings, and bytes by dtype; None if the folder cannot be read."""
+    """What rates depend on: file system, settings, and bytes by dtype; None if the folder cannot be read."""
     try:
+        # The folder of the destination need not exist yet.
         device = next(folder for folder in destination.absolute().parents if folder.exists()).stat().st_dev
     except OSError:
         return None
@@ -153,21 +139,16 @@ def _kind(flat: Flat[Source], destination: Path, settings: WriteSettings) -> _Ke
 
 
 _MOST_KNOWN = 64
+# The rates that this process has measured, and when: a training run saves the same state again and again. Its
+# operations are atomic, so that no lock is needed, which another thread might hold when the process is forked.
 _known: dict[_Key, tuple[float, Rates]] = {}
-"""The rates that this process has measured, and when: a training run saves the same state again and again.
-
-Its operations are atomic, so that no lock is needed, which another thread might hold when the process is forked.
-"""
 
 
 # Measuring
 
 
 def measure(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Rates:
-    """Measure blocks spread over a state, and writing to a temporary file beside the destination, which is removed.
-
-    Raises DestinationExistsError and StoreError as a save to this destination would.
-    """
+    """Measure spread blocks, and writing to a temporary file. Raises DestinationExistsError and StoreError."""
     tasks = _sample(flat)
     # As many as the writer will use with this budget.
     threads = settings.pool.threads(settings.threads, thread_bytes(BLOCK_BYTES, buffers=3))
@@ -181,7 +162,6 @@ def measure(flat: Flat[Source], destination: Path, settings: WriteSettings) -> R
 
 
 def _sample(flat: Flat[Source]) -> list[list[Block]]:
-    """Return a few evenly spread tasks of the save."""
     tasks = [task for plan in plan_files(flat) for task in tasks_of(plan)]
     total = sum(leaf.nbytes for leaf in flat.leaves.values())
     count = min(len(tasks), max(_FEWEST, min(_MOST, total // _RAW_BYTES_PER_BLOCK)))
@@ -190,30 +170,27 @@ def _sample(flat: Flat[Source]) -> list[list[Block]]:
 
 @dataclass(slots=True)
 class _Trial:
-    """How much work was done in some seconds."""
-
     nbytes: int = 0
     stored_bytes: int = 0
     seconds: float = 0.0
 
     @property
     def rate(self) -> float:
-        """Bytes per second of all threads together."""
         return self.nbytes / max(self.seconds, 1e-9)
 
 
+# Works on some bytes, and returns how many these are, and how many are stored for them.
 _Work = Callable[[], tuple[int, int]]
-"""Works on some bytes, and returns how many these are, and how many are stored for them."""
 
 
 def _run_trial(tasks: Iterable[Iterable[_Work]], threads: int, clock: Clock = time.perf_counter) -> _Trial:
-    """Work with many threads until all is done or the time is up; the first work is always done."""
     trial = _Trial()
     lock = threading.Lock()
     begin = clock()
 
     def run(task: Iterable[_Work]) -> None:
         for work in task:
+            # The first work is always done, so that no rate is 0.
             if trial.nbytes and clock() > begin + MEASURING_SECONDS:
                 return
             nbytes, stored = work()
@@ -234,6 +211,7 @@ def _gather(pool: BufferPool, block: Block) -> tuple[int, int]:
 
 def _code(pool: BufferPool, pace: Pace, block: Block) -> tuple[int, int]:
     coded_bytes = round_up(probe.bound(block.nbytes))
+    # One buffer for both: the coded bytes in front, space for a copy of the block behind.
     with pool.acquire(coded_bytes + block.nbytes) as buffer:
         raw, aside = readable(block, buffer[coded_bytes:])
         with pace.coding():
@@ -243,7 +221,6 @@ def _code(pool: BufferPool, pace: Pace, block: Block) -> tuple[int, int]:
 
 
 def _disk_rate(path: Path, tasks: Sequence[list[Block]], settings: WriteSettings, threads: int) -> float:
-    """Return how many bytes per second that many threads write to a new file."""
     file = DirectFile(path, direct=settings.options_as(BlockFileOptions).direct_io)
     try:
         with ExitStack() as stack:
@@ -257,7 +234,6 @@ def _disk_rate(path: Path, tasks: Sequence[list[Block]], settings: WriteSettings
 
 
 def _write_rate(file: DirectFile, contents: list[Bytes], clock: Clock = time.perf_counter) -> float:
-    """Write blocks with one thread for each content until a fixed number is written or the time is up."""
     size = _MOST * BLOCK_BYTES
     free = contents.copy()
 
@@ -285,6 +261,7 @@ def _filled(buffer: Bytes, task: list[Block]) -> Bytes:
     for block in task:
         copy_and_hash(block, content[used : used + block.nbytes], wide=False)
         used += block.nbytes
+    # Tasks may be smaller than a block.
     for at in range(used, BLOCK_BYTES, used):
         content[at : at + used] = content[: min(used, BLOCK_BYTES - at)]
     return content

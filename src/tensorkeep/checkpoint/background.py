@@ -28,11 +28,7 @@ _SLIGHTLY_LARGER = 1.25
 
 
 class SaveMemory:
-    """Two pools of buffers, kept from one save to the next: memory that was touched before is filled much faster.
-
-    ``budget`` limits both together. Without it they have what a state needs, but at most half of the memory that is
-    available at the first save.
-    """
+    """Two warm pools of buffers; ``budget`` limits both, else the state's needs and half of the free memory."""
 
     def __init__(self, budget: int | None = None) -> None:
         self._budget = budget
@@ -41,14 +37,12 @@ class SaveMemory:
         self._page_lock = CudaPageLock()
 
     def working(self, threads: int, *, delta: bool, in_store: bool = False) -> BufferPool:
-        """Return the pool for that many writing threads, which may have to compute differences, or to upload.
-
-        Raises UsageError if the budget is too small to upload: `checked_budget` does not know where a save goes.
-        """
+        """The pool of the writing threads. Raises UsageError if the budget is too small to upload."""
         each = thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=True, delta=delta))
         if in_store:
             each += part_bytes(0)
             self._check_budget(max(MINIMUM_BUDGET, each) + MINIMUM_BUDGET)
+        # A quarter of a given budget writes, the rest holds the copy of the state.
         limit = threads * each if self._budget is None else self._budget // 4
         self._working = _with_budget(self._working, max(MINIMUM_BUDGET, each, min(threads * each, limit)))
         return self._working
@@ -62,13 +56,11 @@ class SaveMemory:
             )
 
     def staging(self, needed: int, *, from_cuda: bool) -> BufferPool:
-        """Return the pool for copies that take ``needed`` bytes, or for as much as the budget leaves.
-
-        `working` is called first. Copies from CUDA devices go to page-locked buffers.
-        """
+        """The pool for copies of ``needed`` bytes, page-locked for CUDA; `working` is called first."""
         assert self._working is not None
         if self._budget is not None:
             size = self._budget - self._working.budget
+        # Neither too small nor much too large: keep the warm buffers.
         elif self._staging is not None and needed <= self._staging.budget <= 2 * max(needed, MINIMUM_BUDGET):
             size = self._staging.budget
         else:
@@ -78,6 +70,7 @@ class SaveMemory:
         return self._staging
 
     def _half_of_available(self, needed: int) -> int:
+        # The kept buffers are not available to others, but to this save.
         kept = 0 if self._staging is None else self._staging.allocated_bytes
         size = max(MINIMUM_BUDGET, min(needed, (available_bytes() + kept) // 2))
         # The kept buffers are faster to fill, which is worth more than a slightly larger pool.
@@ -86,17 +79,15 @@ class SaveMemory:
         return size
 
     def single_pool(self) -> BufferPool:
-        """Return one pool of the whole budget, 256 MiB by default, for a save without a copy."""
         self._working = _with_budget(self._working, DEFAULT_BUDGET if self._budget is None else self._budget)
         return self._working
 
     @property
     def peak_bytes(self) -> int:
-        """An upper bound of the peak of the two pools together."""
+        """An upper bound: the two pools may have had their peaks at different times."""
         return sum(pool.peak_bytes for pool in (self._staging, self._working) if pool is not None)
 
     def close(self) -> None:
-        """Free the buffers; the pools can still be used."""
         for pool in (self._staging, self._working):
             if pool is not None:
                 pool.close()
@@ -105,11 +96,7 @@ class SaveMemory:
 def checked_budget(
     budget: MemorySize | None, *, copies: int = 1, delta: bool = False, background: bool = True
 ) -> int | None:
-    """Return a memory budget in bytes, or None; UsageError if it is too small for one writing thread.
-
-    ``copies`` of a state share it. ``delta`` means that differences may be computed, ``background`` that it is copied
-    first.
-    """
+    """Return a budget in bytes; UsageError if it is too small for one writing thread and ``copies``."""
     if budget is None:
         return None
     parsed = parse_bytes(budget)
@@ -127,10 +114,10 @@ def checked_budget(
 
 
 def _with_budget(pool: BufferPool | None, budget: int, *, page_lock: CudaPageLock | None = None) -> BufferPool:
-    """Return the pool if it has this budget and lock, else a new one."""
     if pool is not None and pool.budget == budget and pool.page_lock is page_lock:
         return pool
     if pool is not None:
+        # Its buffers go to the new pool, by the spares of the process.
         pool.close()
     return BufferPool(budget, page_lock=page_lock)
 
@@ -200,10 +187,8 @@ class SaveReport(WriteResult):
 class SaveJob:
     """A save with checked arguments; made by `begin_save`.
 
-    Either `run` is called, in the caller's thread. Or `copy` is, in the caller's thread, and `write`, in another one,
-    after it or at the same time; that thread then sets ``finished``. If ``state_fits_in_buffers`` is False,
-    the state is copied while it is written. A forked child cannot wait for the save: ``process`` is the one that began
-    it.
+    Either `run` is called in the caller's thread, or `copy` in the caller's thread and `write` in another one, which
+    then sets ``finished``. ``process`` began the save.
     """
 
     path: str
@@ -222,10 +207,10 @@ class SaveJob:
     error: BaseException | None = None
 
     def run(self) -> SaveReport:
-        """Write the checkpoint; return when it is durable."""
         assert self.staged is not None
         written = self.staged.run()
         seconds = time.perf_counter() - self.started
+        # The writer may be faster than the caller, and the report has the stall of the caller.
         self.copied.wait()
         stall_seconds = seconds if self.stall_seconds is None else self.stall_seconds
         written = replace(written, peak_buffer_bytes=max(written.peak_buffer_bytes, self.memory.peak_bytes))
@@ -237,7 +222,7 @@ class SaveJob:
         return report
 
     def copy(self) -> None:
-        """Copy the state, unless that was done; when this returns, the caller may change it."""
+        """When this returns, the caller may change the state."""
         if self.copied.is_set():
             return
         assert self.staged is not None
@@ -249,11 +234,11 @@ class SaveJob:
         self.copied.set()
 
     def write(self) -> None:
-        """Write the checkpoint, keeping an error for `result`."""
         try:
             self.report = self.run()
         except BaseException as error:
             self.error = error
+            # Logged at exit unless somebody asks for the result.
             _unreported.add(self)
         finally:
             # Drop the references, so that the caller's tensors and the manager can be freed.
@@ -268,20 +253,20 @@ class SaveJob:
         self.finished.set()
 
     def supersede(self) -> None:
-        """End a save that was copied and not written, in favour of a later one."""
         logger.info("%s is not written: a later save took its place in the queue", self.path)
         message = "was not written: a later save took its place in the queue"
         self.abandon(BusyError(message, path=self.path, remedy="save less often"))
 
     def cancel(self) -> None:
-        """Stop the thread that writes, and wait for it; its error is dropped, because the caller has another one."""
+        """Stop the thread that writes, and wait for it. Its error is dropped: the caller has another one."""
         self.stop()
+        # The writer may wait for the copy, which will not come.
         self.copied.set()
         self.finished.wait()
         _unreported.discard(self)
 
     def stop(self) -> None:
-        """Make the writing stop as soon as it can."""
+        # Read once: the thread that writes sets it to None at the end.
         staged = self.staged
         if staged is not None:
             staged.cancel()
@@ -293,11 +278,9 @@ class SaveJob:
             staged.hurry()
 
     def has_unreported_error(self) -> bool:
-        """Return whether it is over, has failed, and `result` has not raised the error yet."""
         return self in _unreported
 
     def result(self) -> SaveReport:
-        """Return the report of a save that is over, or raise its error."""
         if self.error is not None:
             _unreported.discard(self)
             raise self.error
@@ -306,11 +289,7 @@ class SaveJob:
 
 
 def run_now(prepare: Callable[[], SaveJob], *, alone: bool) -> SaveJob:
-    """Make a save and write it; return it when the checkpoint is durable.
-
-    If the process saves ``alone``, no handler of a signal can raise in it. Otherwise an interrupt must end the waiting
-    for other ranks.
-    """
+    """Make a save and write it. If the process saves ``alone``, no signal handler can raise in it."""
     jobs: list[SaveJob] = []
 
     def work() -> SaveJob:
@@ -326,14 +305,16 @@ def run_now(prepare: Callable[[], SaveJob], *, alone: bool) -> SaveJob:
         for job in jobs:
             job.stop()
 
+    # With other ranks, an interrupt must end the waiting for them, so it may raise anywhere.
     return shielded(work, stop) if alone else work()
 
 
+# Failed saves with an error that `result` has not raised yet.
 _unreported: set[SaveJob] = set()
-"""Failed saves with an error that `result` has not raised yet."""
 
 
 def _log_unreported() -> None:
+    # A copy: a save may end meanwhile. A forked child has the set of its parent, and must not report it.
     for job in list(_unreported):
         if job.process == os.getpid():
             logger.error("NOT SAVED: %s: %s", job.path, job.error)
@@ -409,23 +390,22 @@ class PendingSave:
 # meanwhile, and ends.
 
 WhenBusy = Literal["wait", "replace"]
+# Checks a save and makes the job, with the memory that it may use.
 Prepare = Callable[[SaveMemory], SaveJob]
-"""Checks a save and makes the job, with the memory that it may use."""
 
 
 class SaveQueue:
     """The saves of one manager, or the only one of `tensorkeep.save_async`, and their memory.
 
-    Saves are added by one thread at a time: see `one_at_a_time`. With ``"wait"`` a save waits until the one before is
-    over. With ``"replace"`` it is copied and queued, in place of the one that is queued already; if memory cannot hold
-    a second copy, it waits. Each copy then has half of the budget. Without ``keep_buffers`` they are freed after each
-    save. Without ``alone`` other ranks save with this process; see `run_now`.
+    One thread at a time adds saves. With ``"replace"`` a copied save waits in the queue, and a later one takes its
+    place.
     """
 
     def __init__(
         self, when_busy: WhenBusy, budget: int | None, *, keep_buffers: bool = True, alone: bool = True
     ) -> None:
         self._alone = alone
+        # Each copy has an equal part of the budget.
         self._budget = None if budget is None else budget // copies_of(when_busy)
         self._copies = copies_of(when_busy)
         self._keep_buffers = keep_buffers
@@ -446,8 +426,8 @@ class SaveQueue:
     # Called in the thread that saves
 
     def one_at_a_time(self) -> AbstractContextManager[object]:
-        """Let other threads that save wait until the context ends. Raises UsageError if this thread is saving
-        already."""
+        """Other threads wait until the context ends. Raises UsageError if this thread is saving already."""
+        # A reentrant lock would let a signal handler in, and change the queue in the middle of an operation.
         if self._adding._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks it
             raise UsageError(
                 "save() was called while this thread is in save(), probably by a signal handler",
@@ -456,7 +436,6 @@ class SaveQueue:
         return self._adding
 
     def wait_for_place(self) -> None:
-        """Wait until a save can be added, if it has to wait."""
         if len(self._memories) == 1:
             self.drain()
 
@@ -466,6 +445,7 @@ class SaveQueue:
         # A queued save has the other memory. It is replaced only after the new one is known to be valid.
         memory = next(each for each in self._memories if not running or each is not running.memory)
         job = shielded(partial(prepare, memory)) if self._alone else prepare(memory)
+        # A state that does not fit is copied while it is written, so it cannot wait in the queue.
         if running is not None and job.state_fits_in_buffers:
             self._enqueue(job)
         else:
@@ -474,17 +454,18 @@ class SaveQueue:
         return job
 
     def run(self, prepare: Prepare) -> SaveJob:
-        """Run a save in this thread."""
         self.drain()
         return run_now(partial(prepare, self._memories[0]), alone=self._alone)
 
     def _enqueue(self, job: SaveJob) -> None:
         try:
             with self._lock:
+                # Before the copy: the superseded save has the memory that this one needs.
                 if self._queued is not None:
                     self._queued.supersede()
                     self._queued = None
             job.copy()
+            # The running save may have ended during the copy, and its thread with it.
             with self._lock:
                 if self._running is not None:
                     self._queued = job
@@ -496,12 +477,11 @@ class SaveQueue:
         self._start(job)
 
     def _has(self, job: SaveJob) -> bool:
-        """Return whether a save is queued, or was and the thread has taken it: its copies are needed."""
+        """Whether a save is queued, or was and the thread has taken it: its copies are needed."""
         with self._lock:
             return job is self._queued or job is self._running or job in self._ended
 
     def _start(self, job: SaveJob) -> None:
-        """Copy the state and let a new thread write it."""
         try:
             with self._lock:
                 self._running = job
@@ -511,6 +491,7 @@ class SaveQueue:
             # Not a daemon: an interpreter that exits waits for it.
             job.thread = threading.Thread(target=self._write_jobs, args=(job,), name="tensorkeep-save")
             shielded(partial(start_thread, job.thread))
+            # What did not fit is copied now, piece by piece, as the writer frees buffers.
             job.copy()
         except BaseException as error:
             self._stop(job, error)
@@ -518,6 +499,7 @@ class SaveQueue:
 
     def _stop(self, job: SaveJob, error: BaseException) -> None:
         """End a save after its copying or starting failed or was interrupted."""
+        # No thread will ever finish it.
         if not job.finished.is_set() and (job.thread is None or job.thread.ident is None):
             job.abandon(error)
         job.cancel()
@@ -528,12 +510,13 @@ class SaveQueue:
     # Called in the thread that writes
 
     def _write_jobs(self, first: SaveJob) -> None:
-        """Write a save, and then what is queued by the time it is over."""
         job: SaveJob | None = first
         while job is not None:
+            # Before `finished` is set: who waits for it may use the memory at once.
             job.write()
             if not self._keep_buffers:
                 job.memory.close()
+            # The next save is running before this one counts as over: `drain` sees no gap.
             ended, job = job, self._next_after(job)
             ended.finished.set()
 
@@ -551,11 +534,11 @@ class SaveQueue:
     # Waiting
 
     def is_busy(self) -> bool:
-        """Return whether a save is running."""
         return self._running is not None
 
     def drain(self) -> None:
         """Wait until nothing is running or queued, whether it succeeds or fails."""
+        # In a loop: the thread may take a queued save meanwhile.
         while (job := self._running) is not None:
             job.hurry()
             job.finished.wait()
@@ -569,27 +552,24 @@ class SaveQueue:
             job.finished.wait()
 
     def raise_failure(self) -> None:
-        """Raise the error of a failed save, if it was not raised before."""
         with self._lock:
             ended, self._ended = self._ended, []
         for position, job in enumerate(ended):
             job.finished.wait()
             if job.has_unreported_error():
                 with self._lock:
+                    # The later ones are raised by later calls, one error at a time.
                     self._ended = ended[position + 1 :] + self._ended
                 job.result()
 
     def close(self) -> None:
-        """Free the buffers."""
         for memory in self._memories:
             memory.close()
 
 
 def copies_of(when_busy: str, *, ranks: bool = False) -> int:
-    """Return how many copies of a state there can be at once; UsageError for an unknown ``when_busy``.
-
-    With ``ranks`` saves wait: on one rank a save may have begun that another one would replace.
-    """
+    """How many copies of a state exist at once; UsageError for an unknown ``when_busy``."""
+    # With ranks, saves wait: on one rank a save may have begun that another rank would replace.
     copies = {"wait": 1} if ranks else {"wait": 1, "replace": 2}
     if when_busy not in copies:
         remedy = 'with group=, give "wait"' if ranks else 'give "wait" or "replace"'

@@ -120,11 +120,9 @@ def convert(
 
 
 def format_for(dst: PathLike, to: str | None = None) -> str:
-    """Return the format of a converted checkpoint of this name: ``to``, or else the one that its suffix means.
-
-    Raises UsageError if the suffix means another format than ``to``: readers would take one for the other.
-    """
+    """``to``, or else the format by the suffix. Raises UsageError if the suffix means another format."""
     by_suffix = default_format(dst)
+    # Readers would take one format for the other.
     if to is not None and by_suffix not in (to, DEFAULT_FORMAT):
         suffix = Path(dst).suffix
         raise UsageError(
@@ -136,6 +134,7 @@ def format_for(dst: PathLike, to: str | None = None) -> str:
 
 
 def _check_outside(src: PathLike, dst: PathLike) -> None:
+    # Links are resolved: the destination may lie inside the source under another name.
     if _resolved(src) in _resolved(dst).parents:
         raise UsageError(
             "the destination is inside the source, which is never changed",
@@ -153,6 +152,7 @@ def _selected(reader: Reader, select: str | Iterable[str] | None) -> Flat[Source
     if select is None:
         refuse_placeholders(reader, flat.skeleton)
         return flat
+    # A view needs the stored tensor, which is not written unless it is selected.
     chosen = set(select_tensors(reader, reader.entries, select))
     orphans = [n for n in chosen if n in flat.aliases and flat.aliases[n].of not in chosen]
     if orphans:

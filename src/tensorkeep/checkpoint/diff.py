@@ -1,4 +1,4 @@
-"""The arithmetic of a comparison: how far two ranges of numbers are apart, in float64, a piece at a time."""
+"""`tensorkeep.diff`, and the arithmetic of a comparison: float64, a piece at a time."""
 
 import functools
 import math
@@ -28,8 +28,8 @@ from tensorkeep.storage.parallel import Meter, Progress
 
 # The arithmetic of a comparison: how far two ranges of numbers are apart, in float64, a piece at a time.
 
+# Elements that are compared at once: float64 results of this size stay in the cache, and need no new pages.
 _PIECE = 2**13
-"""Elements that are compared at once: float64 results of this size stay in the cache, and need no new pages."""
 
 
 class Tolerance(NamedTuple):
@@ -43,7 +43,7 @@ class Distances(NamedTuple):
     """Sums over a range: the elements that differ, the largest distance, and squares.
 
     ``difference``, ``first``, ``second`` and ``dot`` are the sums of |a - b|^2, |a|^2, |b|^2 and a * b over the
-    elements that are finite on both sides. An infinity or NaN against another value makes ``difference`` infinite.
+    elements that are finite on both sides.
     """
 
     different: int = 0
@@ -55,22 +55,22 @@ class Distances(NamedTuple):
 
     @staticmethod
     def total(parts: Iterable["Distances"]) -> "Distances":
-        """Return the sums over all parts, rounded once, so that they do not depend on the threads."""
         columns = tuple(zip(Distances(), *parts, strict=True))
+        # `fsum` rounds once, so that the sums do not depend on the order of the threads.
         sums = (math.inf if math.inf in column else math.fsum(column) for column in columns[2:])
         return Distances(sum(columns[0]), max(columns[1]), *sums)
 
 
 def distances(one: Bytes, other: Bytes, dtypes: tuple[DType, DType], tolerance: Tolerance) -> Distances | None:
-    """Return how far two ranges are apart, or None if their dtypes and bits are the same."""
+    """None if the dtypes and bits are the same."""
     a, b = dtypes
     if a == b and all(np.array_equal(x, y) for x, y in _pieces(one, other, dtypes)):
+        # Most blocks of two close checkpoints are equal, and comparing bits is much faster than arithmetic.
         return None
     return Distances.total([_of_piece(x, y, dtypes, tolerance) for x, y in _pieces(one, other, dtypes)])
 
 
 def norm_of_equal(data: Bytes, dtype: DType) -> Distances:
-    """Return the sums over a range that is the same in both."""
     same = dtype, dtype
     return Distances.total([_of_piece(x, x, same, Tolerance(0, 0)) for x, _ in _pieces(data, data, same)])
 
@@ -84,8 +84,10 @@ def _pieces(one: Bytes, other: Bytes, dtypes: tuple[DType, DType]) -> Iterator[t
 def _of_piece(one: Bytes, other: Bytes, dtypes: tuple[DType, DType], tolerance: Tolerance) -> Distances:
     a, b = dtypes
     x, y = _numbers(one, a), _numbers(other, b)
+    # NaN and infinities are expected, and handled below.
     with np.errstate(all="ignore"):
         first, second = _dot(x, x), _dot(y, y)
+        # The sums of squares show it in one pass. They may overflow as well: then the slow way is only slower.
         all_finite = math.isfinite(first + second)
         if a == b and a.itemsize == 8 and a.kind in ("int", "uint"):
             distance = _of_long_integers(one.view(a.numpy), other.view(a.numpy))
@@ -107,29 +109,30 @@ def _of_piece(one: Bytes, other: Bytes, dtypes: tuple[DType, DType], tolerance: 
 
 
 def _unlike(one: Bytes, other: Bytes, width: int) -> Any:
-    """Return which elements differ in a bit."""
+    # numpy has no integers of 16 bytes.
     if width == 16:
         return (one.view(np.uint64) != other.view(np.uint64)).reshape(-1, 2).any(axis=1)
     return one.view(f"u{width}") != other.view(f"u{width}")
 
 
 def _of_long_integers(x: Any, y: Any) -> Any:
-    """Return |x - y| as float64. The subtraction is exact: float64 has no integers beyond 2**53."""
+    """|x - y| as float64. The subtraction is exact: float64 has no integers beyond 2**53."""
     # Modulo 2**64 the difference of the larger and the smaller is exact, whatever the signs.
     return (np.maximum(x, y).view(np.uint64) - np.minimum(x, y).view(np.uint64)).astype(np.float64)
 
 
 def _of_numbers(x: Any, y: Any) -> Any:
-    """Return |x - y|, which is 0 for two NaN, and infinite for NaN against a number."""
+    """|x - y|, which is 0 for two NaN, and infinite for NaN against a number."""
     distance = np.abs(x - y)
     nan = np.isnan(x) & np.isnan(y)
     distance[np.isnan(distance) & ~nan] = np.inf
+    # Equal infinities: their difference is NaN.
     distance[(x == y) | nan] = 0.0
     return distance
 
 
 def _dot(x: Any, y: Any) -> float:
-    """Return the sum of products; of complex numbers, its real part."""
+    """The sum of products; of complex numbers, its real part."""
     if np.iscomplexobj(x) or np.iscomplexobj(y):
         return _dot(x.real, y.real) + _dot(x.imag, y.imag)
     # Unlike `np.dot`, without threads of its own beside ours.
@@ -137,9 +140,9 @@ def _dot(x: Any, y: Any) -> float:
 
 
 def _numbers(data: Bytes, dtype: DType) -> Any:
-    """Return elements as float64, complex ones as complex128."""
     if dtype.has_numpy:
         return data.view(dtype.numpy).astype(np.complex128 if dtype.kind == "complex" else np.float64)
+    # complex32: numpy has no such dtype, but has its halves.
     if dtype.kind == "complex":
         halves = data.view(np.float16).reshape(-1, 2).astype(np.float64)
         return halves[:, 0] + 1j * halves[:, 1]
@@ -148,10 +151,10 @@ def _numbers(data: Bytes, dtype: DType) -> Any:
 
 # Comparing the tensors of two checkpoints in parallel: how many elements differ, and by how much.
 
+# Raw bytes of a range of a view, which need not be aligned to blocks.
 _CUT_BYTES = 4 * 1024**2
-"""Raw bytes of a range of a view, which need not be aligned to blocks."""
+# Reads a range of a tensor's raw bytes.
 _Reading = Callable[[int, int, Bytes], None]
-"""Reads a range of a tensor's raw bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +239,8 @@ def compare(
 ) -> list[TensorDiff]:
     """Compare tensors that both checkpoints have with equal shapes. Different dtypes are compared by value."""
 
+    # Both have the same view of a stored tensor that is compared itself.
     def is_same_view(name: str) -> bool:
-        """Return whether both have the same view of a stored tensor that is compared itself."""
         alias = left.flat.aliases.get(name)
         same_type = left.entries[name].dtype == right.entries[name].dtype
         return alias is not None and alias == right.flat.aliases.get(name) and alias.of in compared and same_type
@@ -268,12 +271,11 @@ def compare(
         ),
         usable,
     )
+    # In the order of the state, whichever thread was first.
     return [comparison.result(name) for name in common]
 
 
 class _Comparison:
-    """The compared parts of every tensor, by their first elements, and the equal ranges."""
-
     def __init__(self, left: Reader, right: Reader, tolerance: Tolerance, pool: BufferPool) -> None:
         self.left, self.right = left, right
         self._tolerance = tolerance
@@ -286,14 +288,13 @@ class _Comparison:
         return self.left.entries[name].dtype, self.right.entries[name].dtype
 
     def widest(self, name: str) -> int:
-        """Return the larger of the two item sizes of a tensor."""
         return max(dtype.itemsize for dtype in self.dtypes(name))
 
     def read_and_add(self, name: str, start: int, stop: int, meter: Meter) -> None:
-        """Compare a range of elements of a full tensor."""
         one, other = _reading(self.left, name, self._pool), _reading(self.right, name, self._pool)
         with self._pool.acquire(2 * BLOCK_BYTES) as buffer:
             part = self._distances(name, one, other, start, stop, (buffer[:BLOCK_BYTES], buffer[BLOCK_BYTES:]))
+        # The threads of one tensor end in any order; `result` sorts the parts.
         with self._lock:
             if part is None:
                 self.equal.setdefault(name, []).append((start, stop))
@@ -302,7 +303,6 @@ class _Comparison:
         meter.add((stop - start) * self.dtypes(name)[0].itemsize)
 
     def add_view(self, name: str, meter: Meter) -> None:
-        """Compare a tensor that is a strided view on one side."""
         # For a range that cuts blocks, the reader also holds the full blocks: short ranges, one at a time.
         buffers = np.empty(_CUT_BYTES, np.uint8), np.empty(_CUT_BYTES, np.uint8)
         one, other = _reading(self.left, name, self._pool), _reading(self.right, name, self._pool)
@@ -314,7 +314,6 @@ class _Comparison:
             meter.add((stop - start) * dtype.itemsize)
 
     def add_equal(self, name: str, start: int, stop: int) -> None:
-        """Add the norm of a range that is equal in both."""
         dtype, _ = self.dtypes(name)
         size = dtype.itemsize
         with self._pool.acquire(BLOCK_BYTES) as buffer:
@@ -334,7 +333,6 @@ class _Comparison:
         return distances(first, second, self.dtypes(name), self._tolerance)
 
     def result(self, name: str) -> TensorDiff:
-        """Return how a tensor differs."""
         total = Distances.total(part for _, part in sorted(self.parts[name]))
         elements = _elements(self.left.entries[name])
         return TensorDiff(
@@ -360,12 +358,13 @@ def _is_full(reader: Reader, name: str) -> bool:
 
 
 def _reading(reader: Reader, name: str, pool: BufferPool) -> _Reading:
-    """Return a function that reads any tensor; for a strided view, the stored tensor is loaded first."""
+    """A function that reads any tensor; for a strided view, the stored tensor is loaded first."""
     place = contiguous_in(reader, name)
     if place is not None:
         stored, offset = place
         return lambda start, stop, out: reader.read(stored, offset + start, offset + stop, out)
     kind: LeafKind = "tensor" if reader.entries[name].dtype.has_torch else "ndarray"
+    # torch has no negative strides.
     if min(reader.flat.aliases[name].strides, default=0) < 0:
         kind = "ndarray"
     return strided_view(reader, name, kind, pool).read
@@ -373,8 +372,8 @@ def _reading(reader: Reader, name: str, pool: BufferPool) -> _Reading:
 
 # `tensorkeep.diff`: compare two checkpoints of any formats, tensor by tensor.
 
+# Programs in other languages read larger numbers in JSON as floats.
 _SAFE_INTEGER = 2**53
-"""Programs in other languages read larger numbers in JSON as floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,6 +567,7 @@ def diff(
     settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget), allow=allowed_names(allow))
     a, b = checkpoint_path(a), checkpoint_path(b)
     with (
+        # The pool is closed last: readers may hold its buffers.
         settings.pool as pool,
         open_reader(a, settings) as left,
         open_reader(b, settings) as right,
@@ -610,13 +610,13 @@ def layer_of(name: str, depth: int | None = None) -> str:
 def _mismatches(
     left: Reader, right: Reader, common: list[str], key: Callable[[Entry], object]
 ) -> tuple[list[Mismatch], list[str]]:
-    """Return the tensors with different shapes or dtypes, and the names of the other tensors."""
+    """The tensors with different shapes or dtypes, and the names of the other tensors."""
     found = [Mismatch(name, key(left.entries[name]), key(right.entries[name])) for name in common]
     return [each for each in found if each.a != each.b], [each.name for each in found if each.a == each.b]
 
 
 def _values(left: Reader, right: Reader) -> tuple[list[Mismatch], list[str]]:
-    """Return the plain values that differ, and the names of values that cannot be read."""
+    """The plain values that differ, and the names of values that cannot be read."""
     first, second = plain_values(left.flat.skeleton), plain_values(right.flat.skeleton)
     found, unread = [], []
     for path in dict.fromkeys([*first, *second]):
@@ -626,6 +626,7 @@ def _values(left: Reader, right: Reader) -> tuple[list[Mismatch], list[str]]:
         elif a and b:
             if not a.equals(b):
                 found.append(Mismatch(a.name, _value(a), _value(b)))
+        # A container that the other one lacks does not differ itself; its values do.
         elif a and a.is_content:
             found.append(Mismatch(a.name, _value(a), None))
         elif b and b.is_content:
@@ -634,7 +635,7 @@ def _values(left: Reader, right: Reader) -> tuple[list[Mismatch], list[str]]:
 
 
 def _value(found: PlainValue) -> Any:
-    """Return a value as the state has it; a None that was saved as a text, because None stands for no value."""
+    """A value as the state has it; a None that was saved as a text, because None stands for no value."""
     if found.node is None:
         return "None"
     if found.kind != "plain" or not isinstance(found.node, dict):

@@ -84,7 +84,6 @@ class InfoReport:
 
 
 def describe(entry: Entry) -> dict[str, Any]:
-    """Return an entry as plain values."""
     return {**msgspec.structs.asdict(entry), "dtype": entry.dtype.name, "shape": list(entry.shape)}
 
 
@@ -125,7 +124,6 @@ def info(path: PathLike, *, format: str | None = None, allow: Allow | None = Non
 
 
 def report_of(path: PathLike, reader: Reader) -> InfoReport:
-    """Return what an open checkpoint contains."""
     entries = list(reader.entries.values())
     return InfoReport(
         path=os.fspath(path),

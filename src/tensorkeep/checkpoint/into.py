@@ -46,10 +46,7 @@ from tensorkeep.storage.parallel import Progress
 
 
 def map_tensors(reader: Reader, names: Iterable[str]) -> dict[str, Array]:
-    """Return tensors of a checkpoint over the mapped file; those that share storage are views of one.
-
-    Raises UnsupportedError if the bytes of one are not stored as they are in memory: coded, in pieces, or not aligned.
-    """
+    """Raises UnsupportedError if the bytes of a tensor are not stored as they are in memory."""
     stored: dict[str, Array] = {}
     tensors: dict[str, Array] = {}
     for name in names:
@@ -73,6 +70,7 @@ def _map_tensor(reader: Reader, kind: LeafKind, leaf: StoredLeaf) -> Array:
         import torch
 
         tensor = torch.frombuffer(content, dtype=leaf.dtype.torch).view(leaf.shape)
+        # Foreign files may place a tensor at any byte.
         if not tensor.data_ptr() % leaf.dtype.itemsize:
             return tensor
     how = f"is stored as {leaf.codec}" if leaf.codec != "raw" else "is not stored in one aligned piece"
@@ -89,8 +87,6 @@ def _map_tensor(reader: Reader, kind: LeafKind, leaf: StoredLeaf) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """The arguments that all ways to load a state have; see `tensorkeep.load`."""
-
     into: Any = None
     select: str | Iterable[str] | None = None
     device: Device = None
@@ -104,7 +100,7 @@ class LoadRequest:
 
 
 def load_path(path: PathLike, settings: OpenSettings, request: LoadRequest, format: str | None = None) -> Any:
-    """Load the checkpoint at a path, with buffers that are freed afterwards; see `load_open`."""
+    """Load the checkpoint at a path, with buffers that are freed afterwards."""
     with request.ranks.collective("loading"), settings.pool as pool, open_reader(path, settings, format) as reader:
         if request.ranks.is_distributed:
             check_same_checkpoint(reader, request.ranks)
@@ -112,25 +108,18 @@ def load_path(path: PathLike, settings: OpenSettings, request: LoadRequest, form
 
 
 def load_open(reader: Reader, pool: BufferPool, request: LoadRequest) -> Any:
-    """Load from an open checkpoint, into tensors and objects if they are given; see `tensorkeep.load`.
-
-    With ``into``, everything is compared first. An object with a ``check_state_dict(state)`` is given its saved state,
-    with tensors that have a shape and a dtype but no data. Then the objects without tensors to fill in place
-    (schedulers, scalers, a new optimizer) are loaded; if one refuses, all objects get their previous states back. Only
-    then are the tensors of modules and of other objects overwritten.
-
-    Raises StateMismatchError if ``into`` does not fit; its message states whether tensors are overwritten already.
-    """
+    """See `tensorkeep.load`. Raises StateMismatchError; it states whether tensors are overwritten already."""
     _check_request(request)
     with drawn(request.progress, "loading") as progress:
         threads = thread_count(request.threads, reader.path)
         if request.into is not None:
+            # Everything is compared first. Then objects without tensors to fill in place (schedulers, a new optimizer)
+            # are loaded; if one refuses, all get their previous states back. Only then are tensors overwritten.
             return _IntoState(reader, request).load(threads, pool, progress)
         return _load_new(reader, request, threads, pool, progress)
 
 
 def _load_new(reader: Reader, request: LoadRequest, threads: int, pool: BufferPool, progress: Progress | None) -> Any:
-    """Load into new memory, or map the file."""
     select = request.select
     chosen = list(reader.leaf_specs) if select is None else select_tensors(reader, reader.leaf_specs, select)
     skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
@@ -143,6 +132,7 @@ def _load_new(reader: Reader, request: LoadRequest, threads: int, pool: BufferPo
     if request.mmap:
         values = map_tensors(reader, chosen)
         if request.check_mapped:
+            # A mapped file is read by the kernel, so checksums need a read of their own.
             stored = dict.fromkeys(reader.entries[name].alias_of or name for name in chosen)
             read_all(reader, stored, threads=threads, pool=pool, progress=progress)
     else:
@@ -177,8 +167,6 @@ def _check_request(request: LoadRequest) -> None:
 
 
 class _IntoState:
-    """A state that is known to fit the checkpoint that it is loaded from."""
-
     def __init__(self, reader: Reader, request: LoadRequest) -> None:
         self._reader = reader
         ranks = request.ranks
@@ -202,6 +190,7 @@ class _IntoState:
         self._first = self._match.loaded_first()
         self._done = set(self._match.unselected)  # objects that are loaded already, or not at all
         self._tensors_read = False
+        # Tied tensors are loaded into new memory first, to be compared.
         first_names = set[str]().union(*self._first.values(), *self._match.tied)
         targets |= self._match.divided_like_parameters()
         chosen = self._match.chosen
@@ -217,7 +206,6 @@ class _IntoState:
         self._first_plan, self._plan = plans
 
     def load(self, threads: int, pool: BufferPool, progress: Progress | None) -> Any:
-        """Load; return the state."""
         skeleton, total = self._skeleton, self._first_plan.nbytes + self._plan.nbytes
         self._first_plan.read(threads, pool, _offset_progress(progress, 0, total))
         values = self._first_plan.values()
@@ -237,7 +225,7 @@ class _IntoState:
         return with_values_at(loaded, self._values_of_this_rank(loaded))
 
     def _check_tied(self, values: Mapping[str, Any]) -> None:
-        """Raise StateMismatchError if tensors that are one in the state were saved with different values."""
+        """Raises StateMismatchError if tensors that are one in the state were saved with different values."""
         if self._match.tied:
             import torch
 
@@ -254,7 +242,7 @@ class _IntoState:
                     )
 
     def _values_of_this_rank(self, loaded: Any) -> dict[names.KeyPath, PerRank]:
-        """Return each `PerRank` with its loaded value; as it was given where the checkpoint has none of this rank."""
+        """Each `PerRank` with its loaded value; as it was given where the checkpoint has none of this rank."""
         places = {path: (*path, self._rank) for path in self._per_rank}
         found = {path: PerRank(value_at(loaded, place)) for path, place in places.items() if has_value(loaded, place)}
         return {**self._per_rank, **found}
@@ -265,17 +253,18 @@ class _IntoState:
         try:
             for path in self._first:
                 stateful = self._match.objects[path].stateful
+                # Kept before the load: an object may change its state and then refuse.
                 previous.append((path, stateful, _copied_state(stateful)))
                 load_objects(stateful, value_at(loaded, path), self._load, path)
         except BaseException:
             for path, stateful, state in previous:
+                # The object that refused may refuse its previous state, too; the others must still get theirs.
                 with suppress(Exception):
                     load_objects(stateful, state, lambda _, each, state: each.value.load_state_dict(state), path)
             raise
         self._done |= set(self._first)
 
     def _load(self, path: names.KeyPath, stateful: StatefulObject, state: Any) -> None:
-        """Load the state of one object, unless that was done."""
         if is_below(path, self._done):
             return
         value, state = stateful.value, in_own_names(stateful, state)
@@ -297,12 +286,12 @@ class _IntoState:
 
 
 def _copied_state(stateful: StatefulObject) -> Any:
-    """Return a copy of an object's state that shares its tensors, which may be large: loading replaces them."""
+    """A copy that shares the tensors, which may be large: loading replaces them."""
     state = unwrap_states(stateful.state)
     arrays = [found.value for found in state_leaves(state, sharded=True).values()]
     return copy.deepcopy(state, {id(array): array for array in arrays})
 
 
 def _offset_progress(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """Return a callback that adds ``before`` to the bytes done, for the second of two readings."""
+    """A callback that adds ``before`` to the bytes done, for the second of two readings."""
     return None if progress is None else lambda done, _: progress(before + done, total)

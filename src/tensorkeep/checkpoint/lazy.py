@@ -236,8 +236,8 @@ class LazyTensor:
         return self._read(index if isinstance(index, tuple) else (index,), self._kind)
 
     def _read(self, places: tuple[Any, ...], kind: LeafKind) -> Array:
-        """Return the selected elements as a leaf of this kind."""
         reader, pool = self._checkpoint._open()
+        # A strided view has no range of its own in the file.
         if contiguous_in(reader, self.name) is None:
             return strided_view(reader, self.name, kind, pool).array[places]
         low, high, first = self._row_range(places)
@@ -247,16 +247,17 @@ class LazyTensor:
         return leaf.array[(*first, *places[1:])]
 
     def _row_range(self, places: tuple[Any, ...]) -> tuple[int, int, tuple[Any, ...]]:
-        """Return the range of rows to read, and the first index relative to it."""
         count = self.shape[0] if self.shape else 1
         if not places or not self.shape:
             return 0, count, places[:1]
         first = places[0]
         if isinstance(first, slice):
+            # The rows between the steps are read as well; the step is applied in memory.
             picked = range(*first.indices(count))
             if not picked:
                 return 0, 0, (slice(None),)
             return min(picked), max(picked) + 1, (slice(None, None, picked.step),)
+        # Masks, lists and index tensors may select any row.
         if isinstance(first, bool) or not hasattr(first, "__index__") or getattr(first, "shape", None):
             return 0, count, (first,)
         row = operator.index(first)

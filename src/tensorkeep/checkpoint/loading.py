@@ -164,10 +164,11 @@ def load(
 
 
 def _found(path: PathLike, ranks: RankCoordinator) -> PathLike:
-    """Return the path of the checkpoint that an address names: for all ranks that give it, the one rank 0 finds."""
+    """Return the path of a checkpoint: for all ranks that give the same address, the path that rank 0 finds."""
     if not ranks.is_distributed:
         return checkpoint_path(path)
     given = os.fsencode(checked_path(path, stores=True))
+    # A run may get a new step meanwhile; each rank would then find another "last" one.
     own = os.fsencode(checkpoint_path(path)) if ranks.is_main else None
     address, found = ranks.broadcast([given, own], "loading")
     return os.fsdecode(found) if address == given else checkpoint_path(path)

@@ -195,7 +195,8 @@ def log(
 
 
 def _with_space(entry: LoggedStep, files: list[os.stat_result], seen: set[tuple[int, int]]) -> LoggedStep:
-    """Return an entry with the bytes of its files; they are added to those that were seen."""
+    """Return an entry with the bytes of its files; new files are added to ``seen``."""
+    # By device and inode: steps share files by hard links.
     new = [status for status in files if (status.st_dev, status.st_ino) not in seen]
     seen.update((status.st_dev, status.st_ino) for status in new)
     return replace(
@@ -207,7 +208,7 @@ def _with_space(entry: LoggedStep, files: list[os.stat_result], seen: set[tuple[
 
 
 def _metric(steps: list[Step], metric: str | None, mode: str | None) -> str | None:
-    """Return the metric to find the best step by; None if it is not given and not clear."""
+    """The metric to find the best step by; None if it is not given and not clear."""
     if metric is not None:
         return metric
     with suppress(UsageError):
@@ -218,7 +219,6 @@ def _metric(steps: list[Step], metric: str | None, mode: str | None) -> str | No
 
 
 def _verified(path: Path, progress: Progress | None) -> str | None:
-    """Read a whole step and return what is wrong with it."""
     problems = verify_step(path, progress=progress).problems
     more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
     if not problems:
@@ -229,7 +229,7 @@ def _verified(path: Path, progress: Progress | None) -> str | None:
 
 
 def _problem(error: TensorkeepError, path: Path) -> str:
-    """Return an error in one line that begins with "incomplete", "damaged", "unsupported" or "unreadable"."""
+    """An error in one line that begins with "incomplete", "damaged", "unsupported" or "unreadable"."""
     kinds = {"corrupt": "damaged", "unsupported": "unsupported"}
     kind = "incomplete" if isinstance(error, NotACheckpointError) else kinds.get(error.kind, "unreadable")
     inside = error.path is not None and as_path(error.path) != path
@@ -237,7 +237,7 @@ def _problem(error: TensorkeepError, path: Path) -> str:
 
 
 def _range(steps: list[LoggedStep], name: str) -> dict[str, Any]:
-    """Return the first, last, smallest and largest value of a metric."""
     values = [step.metrics[name] for step in steps if step.metrics and name in step.metrics]
+    # A NaN counts only if nothing else was logged.
     numbers = [value for value in values if value == value] or [float("nan")]
     return {"first": values[0], "last": values[-1], "min": min(numbers), "max": max(numbers)}

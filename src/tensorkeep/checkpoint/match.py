@@ -68,13 +68,8 @@ from tensorkeep.state.tree import node_tag, placeholders, state_leaves, unflatte
 class KeyComparison:
     """Which keys of a state and of a checkpoint differ, and the objects that are in both.
 
-    Objects of the state are wrapped, and in the checkpoint's `SavedTensor` stands for tensors. Keys of the top level
-    and of containers with objects or tensors (or arrays) in either are compared. Other containers are restored as
-    saved. The states of objects are not compared, except for the keys of modules.
-
-    A dict may lack entries at the top level: ``left_out`` has those with tensors, which are not loaded. Only if it has
-    tensors there itself, as a state dict has, it must have all tensors that the checkpoint has there. ``different``
-    describes values of different kinds; ``objects`` has the saved state beside each object.
+    Containers around tensors or objects are compared; other containers are restored as saved. ``left_out`` has saved
+    entries of the top level that the state lacks.
     """
 
     def __init__(self, state: Any, saved: Any) -> None:
@@ -83,16 +78,14 @@ class KeyComparison:
         self.left_out: set[KeyPath] = set()
         self.different: dict[KeyPath, str] = {}
         self.objects: dict[KeyPath, tuple[StatefulObject, Any]] = {}
+        # Numpy scalars are values: they come back as saved, whatever the state has.
         ends = [path for path, tensor in paths_to(saved, SavedTensor) if tensor.kind != "npscalar"]
         ends += [path for path, _ in paths_to(state, (StatefulObject, *array_types()))]
         self._leading = {path[:length] for path in ends for length in range(len(path))}
         self._visit(state, saved, ())
 
     def ignore_nesting(self, given: Mapping[str, KeyPath], saved: Mapping[str, KeyPath]) -> None:
-        """Accept other containers and keys around tensors of the same names, which formats without nesting have.
-
-        Both arguments are the keys that lead to each tensor.
-        """
+        """Accept other containers and keys around tensors of the same names, which formats without nesting have."""
 
         def below(path: KeyPath, paths: Mapping[str, KeyPath]) -> set[str]:
             return {name for name, keys in paths.items() if keys[: len(path)] == path}
@@ -109,7 +102,6 @@ class KeyComparison:
                 del self.different[path]
 
     def _visit(self, given: Any, saved: Any, path: KeyPath) -> None:
-        """Compare what both have under the same keys."""
         if isinstance(given, StatefulObject):
             self._object(given, saved, path)
         elif not path or path in self._leading:
@@ -131,6 +123,8 @@ class KeyComparison:
 
     def _leave_out(self, given: Any, saved: Any) -> None:
         """Take keys of the top level that the state need not have from those that are extra."""
+        # A dict with tensors at the top is a state dict: all saved tensors must be in it. A dict of objects may lack
+        # entries.
         is_state_dict = any(isinstance(value, array_types()) for value in given.values())
         extra = {path: saved[path[0]] for path in self.extra if len(path) == 1}
         tensors = {path for path, value in extra.items() if isinstance(value, SavedTensor) and value.kind != "npscalar"}
@@ -148,6 +142,7 @@ class KeyComparison:
 
     def _object(self, given: StatefulObject, saved: Any, path: KeyPath) -> None:
         self.objects[path] = given, saved
+        # Other objects check their keys themselves, in `load_state_dict`.
         if is_module(given.value):
             self._keys(given.state, saved, path)
         for keys, inner in paths_to(given.state, StatefulObject):
@@ -182,11 +177,7 @@ def select_by_target(
     tensors: Mapping[str, KeyPath],
     objects: Mapping[KeyPath, tuple[StatefulObject, Any]],
 ) -> tuple[list[str], set[KeyPath]]:
-    """Return the names of the selected tensors, and the objects without a selected tensor.
-
-    Objects without tensors are selected by their keys, or by the keys of values in their states.
-    Raises UsageError if a pattern matches nothing, or some but not all tensors of an object other than a module.
-    """
+    """Return the selected names, and objects without one. UsageError for some but not all tensors of an object."""
     if patterns is None:
         return list(tensors), set()
     own_names = {path: _names(path, saved, tensors) for path, (_, saved) in objects.items()}
@@ -199,6 +190,7 @@ def select_by_target(
             continue
         if not own_names[path] & selected:
             unselected.add(path)
+        # A module can load some of its tensors. Other objects load their whole state, or none.
         elif not is_module(stateful.value):
             complete.add(path)
             if not own_names[path] & tensors.keys() <= selected:
@@ -210,7 +202,7 @@ def select_by_target(
 
 
 def _names(path: KeyPath, saved: Any, tensors: Mapping[str, KeyPath]) -> set[str]:
-    """Return the names of an object's tensors; without tensors, its own name and the names of values in its state."""
+    """The names of an object's tensors; without tensors, its own name and the names of its values."""
     found = {name for name, keys in tensors.items() if keys[: len(path)] == path}
     return found or {display(path), *_value_names(saved, path)}
 
@@ -225,11 +217,9 @@ def _value_names(state: Any, path: KeyPath) -> Iterable[str]:
 
 
 def nested_like(node: Any, state: Any) -> Any:
-    """Return a skeleton that has one dict for each module of the state, with the names of the module.
-
-    Formats without nesting, such as safetensors, have names like ``model.weight`` at the top for ``{"model": model}``.
-    Others have a dict for each part of a name.
-    """
+    """Return a skeleton that has one dict for each module of the state, with the names of the module."""
+    # Formats without nesting, such as safetensors, have names like ``model.weight`` at the top. Others have a dict for
+    # each part of a name.
     tag, nodes = _dict_node(node)
     if nodes is None:
         return node
@@ -237,6 +227,7 @@ def nested_like(node: Any, state: Any) -> Any:
         if not is_module(state.value) or not isinstance(state.state, dict):
             return node
         names = [key for key in state.state if isinstance(key, str)]
+        # Prefixes of names that are not names themselves: only these can be dicts around tensors.
         around = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."} - {*names}
         return {**node, tag: _flat(nodes, around)}
     if not isinstance(state, dict):
@@ -250,13 +241,12 @@ def nested_like(node: Any, state: Any) -> Any:
 
 
 def _dict_node(node: Any) -> tuple[str, dict[str, Any] | None]:
-    """Return the tag of a node of a dict, and the nodes in it."""
     tag = node_tag(node)
     return (tag, node[tag]) if tag in ("dict", "ordered") else ("", None)
 
 
 def _flat(nodes: Mapping[str, Any], around: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """Return nodes by dotted names, and the nodes of the dicts with names in ``around``."""
+    """Nodes by dotted names, and the nodes of the dicts with names in ``around``."""
     found: dict[str, Any] = {}
     for key, node in nodes.items():
         inside = _dict_node(node)[1]
@@ -266,12 +256,7 @@ def _flat(nodes: Mapping[str, Any], around: Collection[str], prefix: str = "") -
 
 
 def named_as_saved(given: Any, saved: Any, leaves: Mapping[str, StateLeaf], path: KeyPath = ()) -> Any:
-    """Return a state with the checkpoint's names for its modules; see `StatefulObject`.
-
-    A name may differ in the keys of wrappers of modules. A name that the checkpoint lacks is left out if another name
-    of the same tensor is in the checkpoint: many tools write a tied weight under one of its names only. ``leaves`` are
-    the leaves of the whole state.
-    """
+    """Return a state with the checkpoint's names for its modules; ``leaves`` belong to the whole state."""
     if isinstance(given, StatefulObject):
         if is_module(given.value):
             return _module_as_saved(given, saved, leaves, path)
@@ -288,30 +273,33 @@ def _module_as_saved(
     given: StatefulObject, saved: Any, leaves: Mapping[str, StateLeaf], path: KeyPath
 ) -> StatefulObject:
     state = given.state
+    # All names are in the checkpoint: the usual case.
     if not isinstance(state, dict) or not isinstance(saved, dict) or state.keys() <= saved.keys():
         return given
     found = {key: key for key in state if key in saved}
     own, theirs = (_by_unwrapped(each) for each in (state, [key for key in saved if key not in state]))
     found |= {key: theirs[name] for name, key in own.items() if key not in found and name in theirs}
     if found.keys() != state.keys():
+        # Many tools write a tied weight under one of its names only.
         ties = _ties(leaves, path)
         tied = {key: [other for other in ties.get(key, ()) if other in found] for key in state if key not in found}
         found |= {key: found[others[0]] for key, others in tied.items() if others}
     named: dict[Key, Any] = {}
     for key, item in state.items():
+        # The first of several names wins: they are one tensor.
         named.setdefault(found.get(key, key), item)
     return replace(given, state=with_items(state, named), names=found) if named.keys() != state.keys() else given
 
 
 def _by_unwrapped(keys: Iterable[Key]) -> dict[str, Key]:
-    """Return keys by their names without wrappers, if no other key has the same one."""
+    """Keys by their names without wrappers, if no other key has the same one."""
     names = {key: unwrapped(key) for key in keys if isinstance(key, str)}
     counts = Counter(names.values())
     return {name: key for key, name in names.items() if counts[name] == 1}
 
 
 def _ties(leaves: Mapping[str, StateLeaf], path: KeyPath) -> dict[Key, list[Key]]:
-    """Return the other keys of the same tensor for each tensor directly at ``path``."""
+    """The other keys of the same tensor, for each tensor directly at ``path``."""
     aliases = find_aliases(found.leaf for found in leaves.values())
     groups: dict[str, list[Key]] = {}
     for name, found in leaves.items():
@@ -322,7 +310,7 @@ def _ties(leaves: Mapping[str, StateLeaf], path: KeyPath) -> dict[Key, list[Key]
 
 
 def tied_with(name: str, leaves: Mapping[str, StateLeaf]) -> list[str]:
-    """Return all names of a leaf's tensor; none if other leaves share only a part."""
+    """All names of a leaf's tensor; none if other leaves share only a part."""
     aliases = find_aliases(found.leaf for found in leaves.values() if not isinstance(found.leaf, ShardedLeaf))
     base = aliases[name].of if name in aliases else name
     tied = {base: None} | {each: alias for each, alias in aliases.items() if alias.of == base}
@@ -336,40 +324,35 @@ _MOST_NAMED = 5
 
 
 def rebuild(reader: Reader, skeleton: object, values: Mapping[str, Any], *, as_given: Collection[str]) -> Any:
-    """Return the state that a skeleton describes, with these values for its tensors; see `unflatten`.
-
-    Raises CorruptCheckpointError if a value of the skeleton cannot be rebuilt.
-    """
+    """Raises CorruptCheckpointError if a value cannot be rebuilt; UnsupportedError for an unknown class."""
     try:
         return unflatten(skeleton, values, as_is=as_given)
     except UnsupportedError as error:
         raise UnsupportedError(error.message, path=reader.path, remedy=error.remedy) from None
+    # The skeleton comes from a file: any value in it may be out of range for its type.
     except (ValueError, TypeError, OverflowError) as error:
         raise CorruptCheckpointError(f"its structure cannot be rebuilt ({error})", path=reader.path) from error
 
 
 def refuse_placeholders(reader: Reader, skeleton: object) -> None:
-    """Raise UnsupportedError if a skeleton of the checkpoint has a placeholder."""
     for found in placeholders(skeleton):
         raise reader.refusal or _unreadable(reader, found, found.name)
 
 
 def select_tensors(reader: Reader, candidates: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
-    """Return the names that match; see `names.select`. UnsupportedError if a pattern is the name of a placeholder."""
+    """Raises UnsupportedError if a pattern is the name of a placeholder, UsageError if it matches nothing."""
     given = [patterns] if isinstance(patterns, str) else list(patterns)
     refuse_placeholders_named(reader, given)
     return select(candidates, given)
 
 
 def refuse_placeholders_named(reader: Reader, names: Collection[str]) -> None:
-    """Raise UnsupportedError if a name belongs to a placeholder."""
     for found in placeholders(reader.flat.skeleton):
         if found.name in names:
             raise _unreadable(reader, found, found.name)
 
 
 def refuse_placeholders_of(reader: Reader, path: KeyPath, state: Any) -> None:
-    """Raise UnsupportedError if there is a placeholder in the part of the state under some keys."""
     for keys, found in paths_to(state, Placeholder):
         raise _unreadable(reader, found, display((*path, *keys)))
 
@@ -379,7 +362,6 @@ def _unreadable(reader: Reader, found: Placeholder, name: str) -> UnsupportedErr
 
 
 def warn_of_placeholders(reader: Reader, skeleton: object) -> None:
-    """Warn of the placeholders in a state that is loaded."""
     found = placeholders(skeleton)
     if found:
         named = "; ".join(f"{each.name}: {each.what}" for each in found[:_MOST_NAMED])
@@ -389,7 +371,6 @@ def warn_of_placeholders(reader: Reader, skeleton: object) -> None:
 
 
 def warn_of_attributes(reader: Reader) -> None:
-    """Warn of attributes of tensors and dicts that the loaded state does not have."""
     if left_out := reader.details.get("attributes_left_out"):
         text = f"{reader.path}: attributes of tensors or containers are not loaded: {', '.join(left_out[:_MOST_NAMED])}"
         warnings.warn(text, stacklevel=stack_level_of_caller())
@@ -399,7 +380,7 @@ def warn_of_attributes(reader: Reader) -> None:
 
 
 def check_same_checkpoint(reader: Reader, ranks: RankCoordinator) -> None:
-    """Raise RanksDisagreeError unless all ranks have opened the same checkpoint, or equal copies."""
+    """Raises RanksDisagreeError unless all ranks have opened the same checkpoint, or equal copies."""
     found = ranks.gather([reader.identity(), os.fsencode(reader.path)], "opening the checkpoint")
     paths = [os.fsdecode(path) for _, path in found]
     for rank, (identity, _) in enumerate(found):
@@ -413,15 +394,13 @@ def check_same_checkpoint(reader: Reader, ranks: RankCoordinator) -> None:
 def loaded_by_others(
     ranks: RankCoordinator, tensors: Mapping[str, KeyPath], extra: Collection[KeyPath], per_rank: Collection[KeyPath]
 ) -> tuple[set[str], list[KeyPath]]:
-    """Return the names of saved tensors that this rank leaves to others, and the extra keys that remain.
-
-    ``tensors`` are those that it lacks, with their keys. What no rank has is extra, as with one process. Below
-    ``per_rank`` there are the values of other ranks.
-    """
+    """Return the missing ``tensors`` that this rank leaves to others, and the extra keys that remain."""
     keys = {display(path): path for path in extra}
     received = ranks.gather([list(tensors), list(keys)], "comparing its state with the checkpoint")
+    # What no rank has is extra, as with one process.
     lacking = [set.intersection(*map(set, each)) for each in zip(*received, strict=True)]
     places = {*per_rank}
+    # Below `per_rank` are the values of other ranks.
     elsewhere = {name for name, path in tensors.items() if name not in lacking[0] or is_below(path, places)}
     return elsewhere, [path for text, path in keys.items() if text in lacking[1] and not is_below(path, places)]
 
@@ -429,11 +408,7 @@ def loaded_by_others(
 def optimizer_state_like_parameters(
     objects: Mapping[KeyPath, StatefulObject], entries: Mapping[str, Entry], paths: Mapping[str, KeyPath]
 ) -> dict[str, tuple[ShardedLeaf, Any]]:
-    """Return memory for saved optimizer tensors of DTensor parameters, sharded like the parameters.
-
-    A new optimizer has no state to fill yet. ``paths`` are the keys that lead to each saved
-    tensor. The result has the leaf and the DTensor by name.
-    """
+    """Memory for saved optimizer tensors, sharded like their DTensor parameters; ``paths`` are their keys."""
     import torch
 
     found: dict[str, tuple[ShardedLeaf, Any]] = {}
@@ -442,12 +417,14 @@ def optimizer_state_like_parameters(
             continue
         parameters = [parameter for group in stateful.value.param_groups for parameter in group["params"]]
         for name, keys in paths.items():
+            # ``state.INDEX.KEY``: the form of torch's optimizers.
             if len(keys) != len(path) + 3 or keys[: len(path)] != path or keys[len(path)] != "state":
                 continue
             number = keys[len(path) + 1]
             if not isinstance(number, int) or number >= len(parameters):
                 continue
             parameter = parameters[number]
+            # Only tensors of the parameter's shape can be sharded like it; a step count cannot.
             if not is_dtensor(parameter) or tuple(parameter.shape) != entries[name].shape:
                 continue
             tensor = torch.empty_like(parameter, dtype=entries[name].dtype.torch, requires_grad=False)
@@ -463,17 +440,9 @@ def optimizer_state_like_parameters(
 class StateMatch:
     """How a training state, with objects wrapped by `wrap_objects`, fits a checkpoint.
 
-    The tensors of a module, and those outside of objects, must match exactly. Other objects may still be empty, as a
-    new optimizer is, and take what was saved; tensors that they have must be of the saved shape, unless the object
-    checks that itself. Numpy scalars are values and come back as they were saved. A dict may lack parts of the
-    checkpoint (see `KeyComparison`). With ``select`` the state may have other keys than the checkpoint. Without
-    ``strict`` that holds as well, and tensors of modules and outside of objects that do not fit by name and shape are
-    skipped; StateMismatchError if nothing is left.
-
-    ``objects`` has each object by the keys that lead to it, ``chosen`` the names of the wanted tensors, ``new`` those
-    that are loaded into new memory, ``unselected`` the objects without a wanted tensor, and ``skipped`` what was
-    not strict. ``partial`` is whether either side may have other keys. ``tied`` has the names of module tensors that
-    were saved under several names; their values must still be compared.
+    ``chosen`` are the wanted tensors, ``new`` those that get new memory, ``unselected`` the objects without a wanted
+    tensor, ``skipped`` what was not strict, ``tied`` the module tensors that were saved under several names and must
+    still be compared. Raises StateMismatchError without ``strict`` if nothing fits.
     """
 
     def __init__(
@@ -490,6 +459,8 @@ class StateMatch:
         self._strict = strict
         self._ranks = ranks
         self.partial = select is not None
+        # Tensors of modules, and tensors outside of objects, must match exactly. Other objects may be empty, as a new
+        # optimizer is. Numpy scalars are values and come back as they were saved.
         check_fillable(unwrap_states(state), reader.path)
         given = state_leaves(unwrap_states(state), sharded=ranks.is_distributed)
         self.saved_tensors = {
@@ -524,7 +495,6 @@ class StateMatch:
             self._skip_misfits()
 
     def _assign_to_objects(self) -> None:
-        """Find the object that each tensor belongs to."""
         for name in self.chosen:
             owner = self._owner(self._saved_paths[name])
             if owner is not None:
@@ -541,7 +511,7 @@ class StateMatch:
                 self._replaced.add(name)
 
     def _leave_to_other_ranks(self, ranks: RankCoordinator, per_rank: Collection[KeyPath]) -> None:
-        """Leave tensors and keys that only other ranks have to them; those at ``per_rank`` are of one rank each."""
+        """Leave tensors and keys that only other ranks have to these ranks."""
         others = (found.wanted for found in self.objects.values() if not is_module(found.stateful.value))
         own = {*self._given, *self.new}.union(*others)
         tensors = {name: self._saved_paths[name] for name in self.chosen if name not in own}
@@ -554,13 +524,14 @@ class StateMatch:
         missing |= {path for path in plain if not has_value(self._saved, path)}
         self._keys.missing = [path for path in self._keys.missing if path not in missing]
         self._replaced |= {name for name, path in self._given_paths.items() if is_below(path, missing)}
+        # Fewer ranks have saved than load: this rank keeps the value that it has.
         if missing:
             names = ", ".join(repr(display(path[:-1])) for path in sorted(missing, key=display))
             text = f"{self._reader.path}: has no value of rank {ranks.rank} for {names}, which is left as it is"
             warnings.warn(StateMismatchWarning(text), stacklevel=stack_level_of_caller())
 
     def divided_like_parameters(self) -> dict[str, Target]:
-        """Return memory for new tensors of optimizers that are divided as their parameters are."""
+        """Memory for new tensors of optimizers, sharded like their parameters."""
         if not self._ranks.is_distributed:
             return {}
         objects = {path: found.stateful for path, found in self.objects.items()}
@@ -569,7 +540,7 @@ class StateMatch:
         return {name: Target(leaf, tensor, fills=True) for name, (leaf, tensor) in found.items()}
 
     def _owner(self, path: KeyPath) -> MatchedObject | None:
-        """Return the innermost object that some keys lead into."""
+        # The longest path first.
         places = (path[:length] for length in range(len(path), -1, -1))
         return next((self.objects[place] for place in places if place in self.objects), None)
 
@@ -577,7 +548,6 @@ class StateMatch:
         return self._given[name].leaf.kind == "npscalar"
 
     def _check_objects(self) -> None:
-        """Check whether each object fits, and whether its tensors are filled in place."""
         for path, found in self.objects.items():
             if is_below(path, self.unselected):
                 continue
@@ -591,6 +561,7 @@ class StateMatch:
                 self._choose_memory(wanted, given)
                 self._ask(path, found)
                 continue
+            # With a check of its own, the object decides which shapes it accepts.
             for name in () if has_check(value) else sorted(found.wanted & found.given):
                 leaf = self._given[name].leaf
                 # An empty tensor is a placeholder.
@@ -609,10 +580,8 @@ class StateMatch:
         return leaf.writable and difference_of(leaf, self._reader, name) is None
 
     def _ask(self, path: KeyPath, found: MatchedObject) -> None:
-        """Fill in place what a module takes as it is, and load into new memory what it makes other tensors from.
-
-        Only a module that needs another state, or that may convert any state, is asked.
-        """
+        """Fill in place what a module takes as it is; load into new memory what the module converts."""
+        # Only a module that needs another state, or that may convert any state, is asked: the copy takes time.
         wanted = {name: self._saved_paths[name][len(path)] for name in found.wanted if self._saved_paths[name] != path}
         given = {name: self._given_paths[name][len(path)] for name in found.given}
         compared, own = wanted.keys() - self.new, given.keys() - self._replaced
@@ -628,6 +597,7 @@ class StateMatch:
             self.new |= wanted.keys()  # it may convert them
             self._replaced |= given.keys()
         elif answer is None:
+            # It cannot answer without the data, and its names do not fit: the error explains it.
             self._unasked.add(path)
         else:
             self._heed(path, wanted, given, answer)
@@ -636,7 +606,6 @@ class StateMatch:
         return self._given[name].leaf.shape == self._reader.entries[name].shape
 
     def _heed(self, path: KeyPath, wanted: Mapping[str, Key], given: Mapping[str, Key], answer: ModuleAnswer) -> None:
-        """Load the tensors of a module, with their keys in its state, as it has answered."""
         missing, extra = answer.missing, answer.unexpected
         bases = {name: self._reader.entries[name].alias_of or name for name in wanted}
         new = {name for name, key in wanted.items() if key not in answer.unchanged | extra}
@@ -655,12 +624,13 @@ class StateMatch:
         found = self._differences()
         if found:
             raise self._error(found)
+        # Each round moves tensors out of the filled ones, so this ends.
         while self._resolves_conflict():
             pass
         return match_targets(self._filled(), self._reader, self._kept())
 
     def _error(self, found: Differences) -> StateMismatchError:
-        """Return the error about what does not fit, with the remedy of a mistake that is often made."""
+        """The error about what does not fit, with the remedy of a mistake that is often made."""
         saved, given = self._reader.entries.keys(), self._given.keys()
         tops = dict.fromkeys(name.partition(".")[0] for name in saved)
         unknown = [path[0] for path in self._keys.missing if len(path) == 1 and () not in self.objects]
@@ -688,16 +658,17 @@ class StateMatch:
         return found.error(self._reader.path, remedy)
 
     def _differences(self) -> Differences:
-        """Return what does not fit: keys, tensors, and the states of objects."""
         found = compare(self._filled(), self._reader, self._kept(), partial=self.partial)
         keys = self._keys
         different = {path: what for path, what in keys.different.items() if self._is_wanted(path)}
+        # A key that differs is reported once, not again for each tensor below.
         named = {*different} if self.partial else {*different, *keys.missing, *keys.extra}
         found.missing = [name for name in found.missing if not is_below(self._given_paths[name], named)]
         found.extra = [name for name in found.extra if not is_below(self._saved_paths[name], named)]
         if not self.partial:
             found.missing = list(dict.fromkeys([*map(display, keys.missing), *found.missing]))
             found.extra = list(dict.fromkeys([*map(display, keys.extra), *found.extra]))
+        # The remedy "convert the dtype" helps only if nothing else differs.
         if different or self._different or found.missing or found.extra:
             found.saved_dtype = None
         found.different = {display(path): what for path, what in different.items()} | found.different | self._different
@@ -708,17 +679,18 @@ class StateMatch:
         self.skipped = self._differences()
         filled, kept = self._filled(), self._kept()
         fitting = {name for name in kept if name in filled and self._has_saved_shape(name)}
+        # To load nothing at all is a mistake, also without `strict`.
         if (kept or filled) and not (fitting or self.new):
             raise self._error(self.skipped)
         misfits = {*kept} - fitting
         self.chosen = [name for name in self.chosen if name not in misfits]
         self.partial = True
         self.skipped.unwritable = []
+        # What still differs is an error, such as a dtype; it is not reported as skipped.
         errors = self._differences().different
         self.skipped.different = {name: what for name, what in self.skipped.different.items() if name not in errors}
 
     def warn_of_skipped(self) -> None:
-        """Issue a `StateMismatchWarning` if anything was skipped."""
         if self.skipped:
             text = f"{self._reader.path}: loaded what fits and skipped the rest (strict=False)\n{self.skipped.lines()}"
             warning = StateMismatchWarning(text)
@@ -737,6 +709,7 @@ class StateMatch:
                 continue
             new, replaced = owner.wanted, owner.given
             if is_module(owner.stateful.value):
+                # The values may be equal although they were saved separately; `_check_tied` compares them.
                 tied = tied_with(name, self._given)
                 if not owner.wanted.issuperset(tied):
                     continue
@@ -754,10 +727,7 @@ class StateMatch:
         return {name: leaf for name, leaf in self._given.items() if name not in self._replaced}
 
     def loaded_first(self) -> dict[KeyPath, set[str]]:
-        """Return the objects that can be loaded before any tensor is filled, each with the names of its tensors.
-
-        None of their tensors is filled in place, and they share none with others.
-        """
+        """The objects that can be loaded before any tensor is filled, each with the names of its tensors."""
         found: dict[KeyPath, set[str]] = {}
         aliases = self._reader.flat.aliases
         for path in self.objects:
@@ -766,6 +736,7 @@ class StateMatch:
             inside = [each for keys, each in self.objects.items() if keys[: len(path)] == path]
             names = set[str]().union(*(each.wanted for each in inside))
             shared = {aliases[name].of for name in names if name in aliases} - names
+            # None of their tensors is filled in place, and they share none with others.
             if names <= self.new and not shared and not any(is_module(each.stateful.value) for each in inside):
                 found[path] = names
         return found

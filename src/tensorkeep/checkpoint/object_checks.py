@@ -18,14 +18,14 @@ from tensorkeep.state.names import Key, KeyPath, display
 if TYPE_CHECKING:
     import torch
 
+# What ``load_state_dict`` and ``check_state_dict`` raise about a state that does not fit.
 REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-"""What ``load_state_dict`` and ``check_state_dict`` raise about a state that does not fit."""
 
+# In the states of torch's own optimizers; other optimizers may factor (Adafactor) or project (GaLore) theirs.
 _SHAPED_LIKE_THE_PARAMETER = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg", "acc_delta", "sum"),
     *("momentum_buffer", "ax", "prev", "step_size", "variance"),
 )
-"""In the states of torch's own optimizers; other optimizers may factor (Adafactor) or project (GaLore) theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +48,22 @@ class MatchedObject:
 
 
 def is_module(value: object) -> bool:
-    """Return whether an object is a torch module: its tensors exist and are filled in place."""
+    """Whether an object is a torch module: its tensors exist and are filled in place."""
+    # Without an import: if torch is not loaded, nothing can be a module.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
+# The keys under which DataParallel, DistributedDataParallel and torch.compile hold the module that they wrap.
 _WRAPPERS = ("module", "_orig_mod")
-"""The keys under which DataParallel, DistributedDataParallel and torch.compile hold the module that they wrap."""
 
 
 def unwrapped(name: str) -> str:
-    """Return a name without the keys of wrappers of modules."""
     return ".".join(key for key in name.split(".") if key not in _WRAPPERS)
 
 
 def in_own_names(stateful: StatefulObject, saved: Any) -> Any:
-    """Return a saved state with the names of the module that it is for; the reverse of `named_as_saved`."""
+    """A saved state with the names of the module that it is for; the reverse of `named_as_saved`."""
     if not stateful.names:
         return saved
     taken = {*stateful.names.values()}
@@ -74,13 +74,14 @@ def in_own_names(stateful: StatefulObject, saved: Any) -> Any:
         # The versions by module. The innermost of several keys is the module inside its wrappers.
         by_name = {unwrapped(key): version for key, version in sorted(versions.items(), key=lambda item: len(item[0]))}
         versions = {key: by_name[unwrapped(key)] for key in own_versions if unwrapped(key) in by_name}
+    # Modules read their version from it, and convert older states.
     if versions is not None:
         vars(found)["_metadata"] = versions
     return found
 
 
 def is_extra_state(keys: KeyPath, path: KeyPath) -> bool:
-    """Return whether keys lead to the result of a module's ``get_extra_state``, which may have any shape."""
+    """Whether keys lead to the result of a module's ``get_extra_state``, which may have any shape."""
     key = keys[len(path)] if len(keys) > len(path) else None
     return isinstance(key, str) and (key == "_extra_state" or key.endswith("._extra_state"))
 
@@ -88,8 +89,8 @@ def is_extra_state(keys: KeyPath, path: KeyPath) -> bool:
 class ModuleAnswer(NamedTuple):
     """What a module does with a saved state, by the keys of the state.
 
-    It takes the tensors of ``unchanged`` as they are, and makes others from the rest. It lacks ``missing`` and ignores
-    ``unexpected``. ``different`` describes tensors that it makes in another dtype than it has.
+    It takes ``unchanged`` tensors as they are, makes others from the rest, lacks ``missing`` and ignores
+    ``unexpected``. ``different`` describes tensors that it makes in another dtype.
     """
 
     unchanged: set[Key]
@@ -99,10 +100,7 @@ class ModuleAnswer(NamedTuple):
 
 
 def converts_states(module: "torch.nn.Module") -> bool:
-    """Return whether a module may change a state that it loads, even if all names are its own.
-
-    The modules of torch itself take a state with their own names as it is.
-    """
+    """Whether a module may change a state that it loads, even if all names are its own. Modules of torch do not."""
     import torch
 
     plain = torch.nn.Module
@@ -116,17 +114,15 @@ def converts_states(module: "torch.nn.Module") -> bool:
 def ask_module(
     stateful: StatefulObject, saved: Mapping[Key, Any], others: Collection[Key], misfits: Collection[Key]
 ) -> ModuleAnswer | None:
-    """Ask a module what it does with a saved state, before data is read; None if it cannot answer.
-
-    Modules convert states that their older versions have saved (hooks, ``_load_from_state_dict``). So a copy of the
-    module on the meta device loads tensors without data, except the keys of ``others``. If it refuses, it is asked
-    without ``misfits``, which have other shapes. The module itself is unchanged.
-    """
+    """Ask an unchanged module what it does with a state without data; None if it cannot answer."""
+    # Modules convert states that their older versions have saved. So a copy of the module on the meta device loads
+    # tensors without data.
     # A hook that holds the module, as a closure does, sets tensors of the module instead of the copy's.
     own = [values for each in stateful.value.modules() for values in (each._parameters, each._buffers)]
     before = [dict(values) for values in own]
     try:
         answer = _answer(stateful, saved, others)
+        # Tensors of other shapes may be all that it refuses.
         if answer is None and misfits:
             answer = _answer(stateful, saved, {*others, *misfits})
             if answer is not None:
@@ -142,6 +138,7 @@ def ask_module(
 def _answer(stateful: StatefulObject, saved: Mapping[Key, Any], without: Collection[Key]) -> ModuleAnswer | None:
     offered = with_items(saved, {key: item for key, item in saved.items() if key not in without})
     # A module may define load_state_dict() with fewer arguments, or without the result of torch's.
+    # `assign` keeps the very tensors that are given, so that unchanged ones are recognised.
     for options in ({"strict": False, "assign": True}, {"strict": False}, {}):
         try:
             twin = _without_memory(stateful.value)
@@ -171,12 +168,11 @@ def _answer(stateful: StatefulObject, saved: Mapping[Key, Any], without: Collect
 
 
 def _form(value: Any) -> tuple[Any, Any]:
-    """Return the shape and the dtype of a tensor; None for other values."""
     return getattr(value, "shape", None), getattr(value, "dtype", None)
 
 
 def _for_twin(own: Mapping[str, Any], saved: Any) -> dict[str, Any]:
-    """Return a saved state without data. With ``assign=True``, a module then has these very tensors."""
+    """A saved state without data. With ``assign=True``, a module then has these very tensors."""
     import torch
 
     found: dict[str, Any] = OrderedDict(_without_data(saved))
@@ -189,7 +185,6 @@ def _for_twin(own: Mapping[str, Any], saved: Any) -> dict[str, Any]:
 
 
 def _without_memory(module: "torch.nn.Module") -> "torch.nn.Module":
-    """Return a copy of a module with tensors on the meta device."""
     import torch
 
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
@@ -201,16 +196,17 @@ def _without_memory(module: "torch.nn.Module") -> "torch.nn.Module":
         memo[key] = meta
         if isinstance(tensor, torch.nn.Parameter):
             memo[key] = torch.nn.Parameter(meta, requires_grad=tensor.requires_grad)
+    # Deep, with the tensors replaced: no memory is allocated or copied.
     return copy.deepcopy(module, memo)
 
 
 def has_check(value: object) -> bool:
-    """Return whether an object has a ``check_state_dict()``, which decides which shapes it accepts."""
+    """``check_state_dict()`` decides which shapes an object accepts."""
     return callable(getattr(value, "check_state_dict", None))
 
 
 def check_fillable(state: Any, checkpoint: PathLike) -> None:
-    """Raise UnsupportedLeafError for a tensor without memory: of a lazy module, or on the meta device."""
+    """Raises UnsupportedLeafError for a tensor without memory: of a lazy module, or on the meta device."""
     torch = sys.modules.get("torch")
     if torch is None:
         return
@@ -248,7 +244,7 @@ def _by_its_check(check: Callable[[Any], object], saved: Any) -> Iterator[tuple[
 
 
 def _without_data(saved: Any) -> Any:
-    """Return a state with meta tensors, or arrays of stride 0, for its tensors."""
+    """A state with meta tensors, or arrays of stride 0, for its tensors."""
     if isinstance(saved, SavedTensor):
         dtype, shape = saved.entry.dtype, saved.entry.shape
         if saved.kind in ("tensor", "parameter") or not isinstance(dtype.numpy, np.dtype):
@@ -268,6 +264,7 @@ def _by_optimizer(optimizer: "torch.optim.Optimizer", saved: Any) -> Iterator[tu
         yield (), f"groups of {counts} parameters in the state, of {saved_counts} saved"
         return
     yield from _renamed_parameters(groups, saved["param_groups"])
+    # Optimizers of others may have states of any shape.
     if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
         return
     states = saved.get("state")
@@ -281,13 +278,11 @@ def _by_optimizer(optimizer: "torch.optim.Optimizer", saved: Any) -> Iterator[tu
 
 
 def _renamed_parameters(groups: Any, saved: Any) -> Iterator[tuple[KeyPath, str]]:
-    """Yield, group by group, the first parameter with another name than the saved one, if both have names.
-
-    Optimizers match parameters by position: a parameter would take the momentum of another one.
-    """
+    """Yield, group by group, the first parameter with another name than the saved one, if both have names."""
     for index, pair in enumerate(zip(groups, saved, strict=True)):
         names = [group.get("param_names") if isinstance(group, dict) else None for group in pair]
         if all(isinstance(found, list | tuple) for found in names):
+            # Optimizers match parameters by position: a parameter would take the momentum of another one.
             for number, (own, theirs) in enumerate(zip(*names, strict=False)):
                 if unwrapped(str(own)) != unwrapped(str(theirs)):
                     text = (

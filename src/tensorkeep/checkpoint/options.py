@@ -21,22 +21,19 @@ from tensorkeep.storage.direct_io import close, store_errors
 from tensorkeep.storage.parallel import Progress, default_threads
 from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
 
+# They wait for the network, however few the processors are; a small memory budget allows fewer.
 STORE_THREADS = 8
-"""They wait for the network, however few the processors are; a small memory budget allows fewer."""
+# Bytes, as a number or as a text such as ``"256MiB"``.
 MemorySize = int | str
-"""Bytes, as a number or as a text such as ``"256MiB"``."""
 
 
 def budget_pool(memory_budget: MemorySize) -> BufferPool:
-    """Return a pool with this budget; UsageError if it is not a size, or below 64 MiB."""
+    """Raises UsageError if the budget is not a size, or below 64 MiB."""
     return BufferPool(parse_bytes(memory_budget))
 
 
 def thread_count(threads: int | None, source: Path | None = None) -> int:
-    """Return how many threads to use; UsageError below 1.
-
-    The default is `default_threads`, or `STORE_THREADS` if they read a ``source`` in an object store.
-    """
+    """The default is `default_threads`, or `STORE_THREADS` for a ``source`` in an object store. UsageError below 1."""
     if threads is None:
         return STORE_THREADS if source is not None and storage_of(source).remote else default_threads()
     if threads < 1:
@@ -45,7 +42,7 @@ def thread_count(threads: int | None, source: Path | None = None) -> int:
 
 
 def check_device(device: Device) -> None:
-    """Raise UsageError if tensors cannot be allocated on a device, before anything is read."""
+    """Raises UsageError if tensors cannot be allocated on a device, before anything is read."""
     if device is None:
         return
     import torch
@@ -63,10 +60,10 @@ def check_device(device: Device) -> None:
 
 # Progress.
 
+# A callback, True for a progress bar, or nothing.
 ProgressOption = Progress | bool | None
-"""A callback, True for a progress bar, or nothing."""
+# From this many terminal columns, a bar also has the rate and the remaining time.
 _FULL_WIDTH = 72
-"""From this many terminal columns, a bar also has the rate and the remaining time."""
 
 
 @contextmanager
@@ -82,6 +79,7 @@ def progress_bar(doing: str, *, of_bytes: bool = True) -> Iterator[Progress]:
     columns = [TextColumn("{task.description}", markup=False), BarColumn(), done]
     if console.width >= _FULL_WIDTH:
         columns += [*([Speed()] if of_bytes else []), TimeRemainingColumn()]
+    # Transient: the bar disappears, and the output of the program stays as it was.
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -100,7 +98,7 @@ def drawn(progress: ProgressOption, doing: str) -> Iterator[Progress | None]:
 
 
 def callback_only(progress: ProgressOption) -> Progress | None:
-    """Return the callback of a background save, which draws nothing. Raises UsageError for True."""
+    """The callback of a background save, which draws nothing. Raises UsageError for True."""
     if progress is True:
         raise UsageError(
             "progress=True draws a bar, which a save in the background would draw over the output of the program",
@@ -135,19 +133,16 @@ class SaveTable:
     path: str | None = field(default=None, compare=False)
 
     def values_for(self, format: str) -> dict[str, Any]:
-        """Return the values that apply to a format, by key."""
         found = {key: getattr(self, key) for key in KEYS if format in _ONLY_FOR.get(key, (format,))}
         return {key: value for key, value in found.items() if value is not None}
 
 
+# A settings file, or the content of a table ``[save]``, such as ``{"compression": "lossless"}``.
 SettingsSource = PathLike | Mapping[str, object] | SaveTable
-"""A settings file, or the content of a table ``[save]``, such as ``{"compression": "lossless"}``."""
 
 
 def read_settings(settings: SettingsSource | None) -> SaveTable:
-    """Return the settings that a call names; UsageError if they are not understood, StoreError if a file cannot be
-    read.
-    """
+    """Raises UsageError if the settings are not understood; StoreError if a file cannot be read."""
     if settings is None:
         return SaveTable()
     if isinstance(settings, SaveTable):
@@ -160,6 +155,7 @@ def read_settings(settings: SettingsSource | None) -> SaveTable:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             regular = stat.S_ISREG(os.fstat(fd).st_mode)
+            # One byte more than allowed shows that the file is too large.
             content = os.read(fd, _MOST_BYTES + 1) if regular else b""
         finally:
             close(fd)
@@ -176,11 +172,12 @@ def read_settings(settings: SettingsSource | None) -> SaveTable:
 
 
 def parse(tables: Mapping[str, Any], path: Path | None) -> SaveTable:
-    """Return the checked table ``[save]`` of a parsed file; UsageError names the file and the key."""
+    """Raises UsageError, which names the file and the key."""
     for key, table in tables.items():
         if not isinstance(table, dict):
             remedy = f"move it into the table [{TABLE}]" if key in KEYS else "move it into a table, such as [train]"
             raise UsageError(f"{key!r} is not in a table", path=path, remedy=remedy)
+        # A mistyped table would be ignored without notice: other tables belong to the command line.
         if key != TABLE and difflib.get_close_matches(key, [TABLE], cutoff=0.75):
             raise UsageError(f"table [{key}] is unknown", path=path, remedy=f"did you mean [{TABLE}]?")
     given: dict[str, Any] = tables.get(TABLE, {})
@@ -197,7 +194,8 @@ def parse(tables: Mapping[str, Any], path: Path | None) -> SaveTable:
 
 
 def _expected(key: str, value: object) -> str | None:
-    """Return the remedy for a value that a key cannot have, or None if it can."""
+    """The remedy for a value that a key cannot have, or None if it can."""
+    # A bool is an int for Python.
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if key == "compression":
         known = ["none", "lossless", "auto", *CODECS.names()]

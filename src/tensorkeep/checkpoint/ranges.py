@@ -1,11 +1,4 @@
-"""The first touch of new memory, with the page size that is the faster one at the moment.
-
-New memory has no pages yet; the kernel provides and clears each when it is first written. That takes longer than
-copying a file from the page cache, and which page size is faster changes from one moment to the next. On a machine with
-free memory, huge pages (2 MiB) are ready four times as fast as small ones (4 KiB). On a virtual machine that has
-returned its free memory to the host, each huge page must be fetched back whole, and takes four times as long as small
-pages, which the kernel takes from fragments that were not returned. So both sizes are timed while they are used.
-"""
+"""The first touch of new memory, and reading tensors in ranges."""
 
 import ctypes
 import mmap
@@ -44,21 +37,16 @@ PageSize = Literal["small", "huge"]
 
 
 class NewPages:
-    """Makes the pages of new memory present, for the reads of one load; from any thread.
-
-    A piece of 2 MiB at a time is populated by ``madvise(MADV_POPULATE_WRITE)``, with the page size that took less
-    processor time the last time. The slower one is timed again after 8, 16, 32, ... pieces. A kernel before Linux 5.14
-    populates nothing, and the memory is then touched by the read itself.
-    """
+    """Makes the pages of new memory present, for the reads of one load; from any thread."""
 
     def __init__(self) -> None:
+        # A kernel before Linux 5.14 populates nothing, and the memory is then touched by the read itself.
         # Processor seconds of the last piece, 0 before the first, so that both are tried. Threads share them without a
         # lock: an update that is lost is soon measured again.
         self._seconds: dict[PageSize, float] = {"small": 0.0, "huge": 0.0}
         self._interval = self._pieces_left = _FIRST_INTERVAL
 
     def populate(self, memory: Bytes) -> None:
-        """Make the pages of some memory present; what is present already stays as it is."""
         begin = memory.ctypes.data
         end = begin + len(memory)
         first, last = round_up(begin, _HUGE_PAGE), round_down(end, _HUGE_PAGE)
@@ -71,12 +59,15 @@ class NewPages:
                 _advise(address, last, mmap.MADV_HUGEPAGE if wanted == "huge" else mmap.MADV_NOHUGEPAGE)
                 advised = wanted
             started = time.thread_time()
+            # Populating does not change what is present already.
             _advise(address, address + _HUGE_PAGE, _MADV_POPULATE_WRITE)
             self._seconds[wanted] = time.thread_time() - started
+        # What does not fill a huge page at either end.
         for start, stop in ((round_up(begin), first), (last, round_down(end))):
             _advise(start, stop, _MADV_POPULATE_WRITE)
 
     def _choose(self) -> PageSize:
+        # The slower one is timed again after 8, 16, 32, ... pieces: conditions change.
         faster, slower = sorted(self._seconds, key=self._seconds.__getitem__)
         self._pieces_left -= 1
         if self._pieces_left > 0:
@@ -95,8 +86,8 @@ def _advise(start: int, stop: int, advice: int) -> None:
 # Reading tensors in ranges: many in parallel, or one, stored itself or a view of a stored tensor.
 
 _COPY_BYTES = 4 * 1024**2
+# A tensor's name and a range of its raw bytes.
 Range = tuple[str, int, int]
-"""A tensor's name and a range of its raw bytes."""
 
 
 def read_all(
@@ -110,17 +101,17 @@ def read_all(
     on_error: Callable[[Exception], None] | None = None,
     extent: Callable[[str], int] | None = None,
 ) -> None:
-    """Read stored tensors in parallel into their destinations; with None a tensor is checked and discarded.
+    """Read stored tensors in parallel into their destinations; a tensor with None is checked and discarded.
 
-    The destinations of ``untouched`` names are newly allocated.
-    ``on_error`` is called with the error of a range that cannot be read, after which the others are still read; without
-    it the first error is raised. ``extent`` returns how many bytes of a tensor to read from its start, instead of all.
+    ``untouched`` destinations are newly allocated. Without ``on_error``, the first error is raised; with it, the other
+    ranges are read. ``extent`` returns how many bytes of a tensor to read from its start.
     """
     shards = {name: leaf for name, leaf in destinations.items() if isinstance(leaf, ShardedLeaf)}
     sizes = {
         name: extent(name) if extent else reader.flat.leaves[name].nbytes for name in destinations if name not in shards
     }
     meter = Meter(sum(sizes.values()) + sum(map(bytes_here, shards.values())), progress)
+    # One for the whole load: what is learned about page sizes holds for all tensors.
     pages = NewPages()
 
     def task(ranges: list[Range]) -> None:
@@ -132,6 +123,7 @@ def read_all(
                     if on_error is None:
                         raise
                     on_error(error)
+                # Also after an error: the progress ends at the total.
                 meter.add(stop - start)
 
     def read_part(read: Callable[[], None], nbytes: int) -> None:
@@ -177,11 +169,9 @@ def _read(
     *,
     first: int = 0,
 ) -> None:
-    """Read a range of a stored tensor into a leaf that begins at its byte ``first``; without a leaf, only check it.
-
-    ``pages`` populates the leaf's memory, which is newly allocated.
-    """
+    """Read a range into a leaf that begins at byte ``first``; without a leaf, only check it."""
     host = None if leaf is None else leaf.host_bytes()
+    # Straight into the tensor's memory, without a buffer.
     if host is not None:
         out = host[start - first : stop - first]
         if pages is not None:
@@ -203,10 +193,10 @@ def grid(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def grouped(ranges: Iterable[Range]) -> Iterator[list[Range]]:
-    """Group small ranges: a thread should not be woken for a few bytes."""
     group: list[Range] = []
     size = 0
     for name, start, stop in ranges:
+        # A thread should not be woken for a few bytes.
         if group and size + stop - start > BLOCK_BYTES:
             yield group
             group, size = [], 0
@@ -217,7 +207,7 @@ def grouped(ranges: Iterable[Range]) -> Iterator[list[Range]]:
 
 
 def reading_threads(wanted: int, pool: BufferPool, *readers: Reader) -> int:
-    """Return how many threads can each read a range of 16 MiB and work with it, in a budget of three such buffers."""
+    """How many threads can each read 16 MiB and work with it, in a budget of three such buffers."""
     # To read a range of a larger block, the reader also holds that whole block and its stored bytes.
     block_bytes = max((each.block_bytes(name) for each in readers for name in each.flat.leaves), default=BLOCK_BYTES)
     beside = 0 if block_bytes <= BLOCK_BYTES else 2
@@ -227,7 +217,7 @@ def reading_threads(wanted: int, pool: BufferPool, *readers: Reader) -> int:
 
 
 def contiguous_in(reader: Reader, name: str) -> tuple[str, int] | None:
-    """Return the stored tensor that holds a tensor contiguously, and its first byte there; None for other views."""
+    """The stored tensor that holds a tensor contiguously, and its first byte there; None for other views."""
     alias = reader.flat.aliases.get(name)
     if alias is None:
         return name, 0
@@ -237,23 +227,20 @@ def contiguous_in(reader: Reader, name: str) -> tuple[str, int] | None:
 def fill(
     reader: Reader, name: str, leaf: Leaf, pool: BufferPool, pages: NewPages | None = None, *, start: int = 0
 ) -> None:
-    """Fill a leaf with the bytes of a tensor from ``start`` on, a multiple of the item size, in this thread.
-
-    ``pages`` populates the leaf's memory, which is newly allocated. For a view that is not contiguous, the full stored
-    tensor is loaded, and ``start`` is 0.
-    """
+    """Fill a leaf from byte ``start`` of a tensor, in this thread; for a strided view, ``start`` is 0."""
     place = contiguous_in(reader, name)
     if place is None:
         copy_range(strided_view(reader, name, "tensor" if leaf.is_torch else "ndarray", pool), 0, leaf, pool)
         return
     stored, offset = place
     first = offset + start
+    # Cut at the blocks of the stored tensor, so that each block is decoded once.
     for begin, end in grid(first, first + leaf.nbytes, reader.block_bytes(stored)):
         _read(reader, stored, begin, end, leaf, pool, pages, first=first)
 
 
 def fill_from_view(reader: Reader, leaf: ShardedLeaf, pool: BufferPool) -> None:
-    """Fill a DTensor from a view of a stored tensor, which is loaded in full unless the view is full, too."""
+    """Fill a DTensor from a view; the stored tensor is loaded in full unless the view is full, too."""
     alias = reader.flat.aliases[leaf.name]
     if alias.is_full(reader.flat.leaves[alias.of].shape):
         for piece in leaf.pieces():
@@ -269,7 +256,7 @@ def fill_from_view(reader: Reader, leaf: ShardedLeaf, pool: BufferPool) -> None:
 
 
 def strided_view(reader: Reader, name: str, kind: LeafKind, pool: BufferPool) -> Leaf:
-    """Return a view that is not contiguous, having loaded the stored tensor into new memory."""
+    """Load the stored tensor, and return the view. Raises CorruptCheckpointError if the view is outside."""
     alias, entry = reader.flat.aliases[name], reader.entries[name]
     base = Leaf(alias.of, kind, entry.dtype, allocate(kind, entry.dtype, reader.flat.leaves[alias.of].shape))
     fill(reader, alias.of, base, pool, NewPages())

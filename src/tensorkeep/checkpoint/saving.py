@@ -50,18 +50,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# The one path of every save: check the arguments, choose the compression, plan the writing, return a job.
-
 DEFAULT_FORMAT = "native"
 
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """The checked arguments of one save, with the settings file applied.
-
-    ``write`` lacks its pool, and its compression may still be ``"auto"``. ``started`` is ``time.perf_counter()`` at the
-    caller's call.
-    """
+    """Checked arguments of a save. ``write`` has no pool yet; the compression may still be ``"auto"``."""
 
     path: PathLike
     format: str
@@ -87,11 +81,7 @@ def check_request(
     copy: bool = False,
     started: float | None = None,
 ) -> SaveRequest:
-    """Check the arguments of a save, and take what they leave open from the settings; see `tensorkeep.save`.
-
-    With ``copy`` the state is copied first. The memory budget of the settings is then not used: it was measured for the
-    buffers of a save without a copy.
-    """
+    """Check the arguments of a save, and take what they leave open from the settings; see `tensorkeep.save`."""
     started = time.perf_counter() if started is None else started
     path = checked_path(path, stores=True)
     if isinstance(base := options.get("base"), str | os.PathLike):
@@ -99,7 +89,9 @@ def check_request(
     format = format or default_format(path)
     given = {**options, "compression": compression, "threads": threads, "memory_budget": memory_budget}
     table = read_settings(settings)
+    # The budget of the settings was measured for the buffers of a save without a copy.
     left_out = ["memory_budget"] if copy else []
+    # An argument of the call wins over the settings file.
     used = {k: v for k, v in table.values_for(format).items() if given.get(k) is None and k not in left_out}
     taken = {**given, **used}
     if "direct_io" in used:
@@ -120,7 +112,7 @@ def check_request(
 
 
 def check_store(path: PathLike, format: str) -> None:
-    """Raise if the path is the URL of a store that cannot be written to, or not in this format."""
+    """Raises UnsupportedError for the URL of a store that cannot be written to, or not in this format."""
     storage = storage_of(as_path(path))
     storage.check_writable(as_path(path))
     if storage.remote and not FORMATS.get(format).writes_to_stores:
@@ -132,19 +124,15 @@ def check_store(path: PathLike, format: str) -> None:
 
 
 def default_format(path: PathLike) -> str:
-    """Return the name of the format in which a checkpoint of this name is saved."""
     found = format_by_suffix(path)
     return DEFAULT_FORMAT if found is None else found.name
 
 
 def flat_state(state: object, ranks: RankCoordinator = ONE_RANK) -> Flat[Leaf]:
-    """Return a state taken apart into leaves that other threads may read now; raise as `flatten`.
-
-    Objects with a ``state_dict()`` are replaced by what it returns. With several ranks it may have DTensors and
-    `PerRank`.
-    """
+    """Return a state, with state dicts for objects, that other threads may read now; raises as `flatten`."""
     own, _ = for_rank(state, ranks)
     flat = flatten(expand(own), sharded=ranks.is_distributed)
+    # Kernels of the caller may still be computing the tensors.
     cuda.wait_for_caller(flat.leaves.values())
     return flat
 
@@ -158,12 +146,12 @@ def begin_save(
     on_durable: Callable[[], None] | None = None,
     ranks: RankCoordinator = ONE_RANK,
 ) -> SaveJob:
-    """Return a save that is ready to run; nothing is copied or written yet. All ranks call this together.
+    """Return a save that is ready to run; nothing is copied or written yet.
 
-    ``memory`` must stay open until the save is over. With ``copy`` the state will be copied, so that the caller need
-    not wait for the writing. ``on_durable`` is called when the checkpoint is durable, by the thread that writes; its
-    error becomes that of the save.
+    All ranks call this together. ``memory`` must stay open until the save is over. ``on_durable`` is called by the
+    thread that writes; an error in it becomes the error of the save.
     """
+    # One save at a time: all ranks must exchange the messages of their saves in one order.
     with ranks.lock:
         with ranks.collective(PREPARING):
             job = _begin(flat, request, memory, copy=copy, on_durable=on_durable, ranks=ranks)
@@ -185,8 +173,10 @@ def _begin(
     whole, shared = flat, None
     if isinstance(ranks, GroupCoordinator):
         shared = merge_rank_states(ranks, flat, _arguments_of_all(request))  # type: ignore[arg-type]  # in memory
+        # Each rank checks and reports the full state, but writes its part only.
         whole, flat = shared.flat, shared.own_flat()
     check_saveable(whole)
+    # Early, before the state is copied or measured. The commit looks again.
     if ranks.is_main and not settings.overwrite and storage_of(path).is_taken(path):
         raise DestinationExistsError(
             "exists already", path=path, remedy="choose another path, or replace it (overwrite=True)"
@@ -197,11 +187,13 @@ def _begin(
     if settings.compression == "auto" and request.format in auto_compression.FORMATS:
         if ranks.is_main:
             decision = asdict(auto_compression.decide(flat, path, settings, measure=partial(_measure, memory)))
+        # The disk of rank 0 decides for all: a checkpoint has one compression.
         decision = ranks.broadcast(decision, "measuring")
         assert decision is not None
         settings = replace(settings, compression=decision["compression"])
     if copy:
         delta = isinstance(settings.options, NativeOptions) and settings.options.delta
+        # After the decision: differences need larger buffers.
         settings = replace(
             settings, pool=memory.working(settings.threads, delta=delta, in_store=storage_of(path).remote)
         )
@@ -233,7 +225,7 @@ def _begin(
 
 
 def _arguments_of_all(request: SaveRequest) -> dict[str, Any]:
-    """Return the arguments that must be the same on all ranks; of the others, those of rank 0 count."""
+    """The arguments that must be the same on all ranks; the others count on rank 0 only."""
     if request.format != "native":
         raise UsageError(
             f"format {request.format!r} is written by one process",
@@ -253,16 +245,17 @@ def _arguments_of_all(request: SaveRequest) -> dict[str, Any]:
 def _measure(
     memory: SaveMemory, flat: Flat[Source], destination: Path, settings: WriteSettings
 ) -> auto_compression.Rates:
-    """Measure with the memory that the save will have, which is freed for it."""
+    # Measured with the memory that the save will have, which is freed for this.
     memory.close()
     with memory.single_pool() as pool:
         return auto_compression.measure(flat, destination, replace(settings, pool=pool))
 
 
 def _checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the metadata, having checked that JSON keeps it unchanged."""
+    """A copy of the metadata. Raises UsageError unless JSON keeps it unchanged."""
     try:
         copied: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(metadata))
+        # Tuples come back as lists, and integer keys as strings: equal only if nothing was converted.
         same = isinstance(metadata, dict) and copied == metadata
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the metadata cannot be stored as JSON ({error})", remedy="give plain values") from error

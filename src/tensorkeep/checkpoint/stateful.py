@@ -17,10 +17,7 @@ from tensorkeep.state.skeleton import check_depth, is_namedtuple, registered_nam
 
 
 def items(value: Any) -> list[tuple[Key, Any]] | None:
-    """Return the items of a container by key, index or field name; None for any other value.
-
-    Containers are dicts, ordered dicts, counters, lists, tuples, named tuples and registered dataclasses.
-    """
+    """The items of a container by key, index or field name; None for any other value."""
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         return list(value.items())
@@ -30,12 +27,13 @@ def items(value: Any) -> list[tuple[Key, Any]] | None:
         return list(zip(kind._fields, value, strict=True))
     if _is_registered_dataclass(kind):
         fields = (field.name for field in dataclasses.fields(value))
+        # A field may be deleted or never set.
         return [(field, getattr(value, field)) for field in fields if hasattr(value, field)]
     return None
 
 
 def with_items(value: Any, found: Mapping[Key, Any]) -> Any:
-    """Return a container like the given one with other items under its keys; the same one if nothing changes."""
+    """A container like the given one with other items under the same keys; the same one if nothing changes."""
     # Another thread may have changed the container meanwhile.
     before = dict(items(value) or [])
     if before.keys() == found.keys() and all(found[key] is item for key, item in before.items()):
@@ -50,13 +48,14 @@ def with_items(value: Any, found: Mapping[Key, Any]) -> Any:
             object.__setattr__(made, str(field), item)  # also if it is frozen
         return made
     made = type(value)(found)
+    # torch's `_metadata` is an attribute of the dict.
     if type(value) is OrderedDict:
         vars(made).update(vars(value))
     return made
 
 
 def container_kind(value: Any) -> str | None:
-    """Return "dict", "list", or the name of a named tuple or dataclass; None if the value is not a container."""
+    """ "dict", "list", or the name of a named tuple or dataclass; None if the value is not a container."""
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         return "dict"
@@ -66,10 +65,7 @@ def container_kind(value: Any) -> str | None:
 
 
 def paths_to(state: Any, kind: type | tuple[type, ...], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield all values of some types in nested containers, with the keys that lead to them.
-
-    Raises UnsupportedLeafError if the containers are nested too deeply, perhaps in themselves.
-    """
+    """Yield all values of some types with their keys. Raises UnsupportedLeafError if nested too deeply."""
     if isinstance(state, kind):
         yield path, state
     elif found := items(state):
@@ -79,14 +75,13 @@ def paths_to(state: Any, kind: type | tuple[type, ...], path: KeyPath = ()) -> I
 
 
 def value_at(state: Any, path: KeyPath) -> Any:
-    """Return the value at the end of some keys; KeyError if it does not exist."""
+    """Raises KeyError if the value does not exist."""
     for key in path:
         state = dict(items(state) or [])[key]
     return state
 
 
 def has_value(state: Any, path: KeyPath) -> bool:
-    """Return whether some keys lead to a value."""
     try:
         value_at(state, path)
     except KeyError:
@@ -95,7 +90,7 @@ def has_value(state: Any, path: KeyPath) -> bool:
 
 
 def is_below(path: KeyPath, places: Mapping[KeyPath, Any] | set[KeyPath]) -> bool:
-    """Return whether some keys lead to, or through, one of some places."""
+    """Whether some keys lead to, or through, one of some places."""
     return any(path[:length] in places for length in range(len(path) + 1))
 
 
@@ -108,24 +103,20 @@ def _is_registered_dataclass(kind: type) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StatefulObject:
-    """An object of a training state, and the result of its ``state_dict()``, with inner objects wrapped as well.
-
-    If a module and a checkpoint name the same tensors differently, ``state`` has the checkpoint's names, and ``names``
-    the module's names with the checkpoint's.
-    """
+    """An object and its ``state_dict()``; ``names`` maps own names to the checkpoint's, where they differ."""
 
     value: Any
     state: Any
     names: Mapping[Key, Key] = field(default_factory=dict)
 
 
+# Loads a state into the object at the end of some keys.
 LoadObject = Callable[[KeyPath, StatefulObject, Any], None]
-"""Loads a state into the object at the end of some keys."""
 
 
 def is_stateful(value: object) -> bool:
-    """Return whether a value has a ``state_dict()`` and a ``load_state_dict()``."""
     methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    # The class of a stateful object has these methods, too.
     return not isinstance(value, type) and all(map(callable, methods))
 
 
@@ -148,7 +139,6 @@ def wrap_objects(state: Any, path: KeyPath = (), *, depth: int = 0) -> Any:
 
 
 def unwrap_states(state: Any) -> Any:
-    """Replace every wrapped object by its own state."""
     if isinstance(state, StatefulObject):
         return unwrap_states(state.state)
     found = items(state)
@@ -161,11 +151,9 @@ def expand(state: Any) -> Any:
 
 
 def load_objects(state: Any, loaded: Any, load: LoadObject, path: KeyPath = ()) -> Any:
-    """Load its state into each wrapped object; return the loaded state with the objects in it.
-
-    Objects in the state of another one are loaded first, and are in the state that the outer one is given.
-    """
+    """Load its state into each wrapped object; return the loaded state with the objects in it."""
     if isinstance(state, StatefulObject):
+        # Inner objects first: they are in the state that the outer one is given.
         load(path, state, load_objects(state.state, loaded, load, path))
         return state.value
     given, found = items(state), items(loaded)
@@ -257,10 +245,7 @@ class PerRank:
 
 
 def for_rank(state: Any, ranks: RankCoordinator) -> tuple[Any, dict[KeyPath, PerRank]]:
-    """Replace every `PerRank` by a dict with its value under the rank; return the state and the `PerRank` by path.
-
-    Raises UsageError if the state has a `PerRank`, and one process saves or loads alone.
-    """
+    """Replace every `PerRank` by {rank: value}; return both. UsageError if one process works alone."""
     found = dict(paths_to(state, PerRank))
     if found and not ranks.is_distributed:
         raise UsageError(
@@ -271,7 +256,6 @@ def for_rank(state: Any, ranks: RankCoordinator) -> tuple[Any, dict[KeyPath, Per
 
 
 def with_values_at(state: Any, values: Mapping[KeyPath, Any]) -> Any:
-    """Return a state with other values at the ends of some keys, as far as containers lead there."""
     if () in values:
         return values[()]
     below: dict[Key, dict[KeyPath, Any]] = {}

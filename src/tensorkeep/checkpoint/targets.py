@@ -33,10 +33,7 @@ _CAST_REMEDY = (
 
 
 class Target(NamedTuple):
-    """A tensor or array of the given state that is loaded: its memory, and the caller's object.
-
-    Bytes are read into it if it ``fills``; otherwise it is a view of another target.
-    """
+    """A given tensor that is loaded. Bytes are read into it if it ``fills``; else it is a view of another."""
 
     leaf: Leaf
     value: Any
@@ -47,9 +44,8 @@ class Target(NamedTuple):
 class Differences:
     """Names of tensors by how the given state does not fit a checkpoint.
 
-    They are only in the state (``missing``), only in the checkpoint (``extra``), or in both, but ``different`` in
-    dtype, shape or library, as the text describes, or not writable in place. If only the dtypes of tensors differ,
-    ``saved_dtype`` is one that was saved.
+    ``different`` has a text about dtype, shape or library. If only dtypes differ, ``saved_dtype`` is one that was
+    saved.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -62,7 +58,6 @@ class Differences:
         return bool(self.missing or self.extra or self.different or self.unwritable)
 
     def error(self, path: Path, remedy: str | None = None) -> StateMismatchError:
-        """Return the error, with up to five tensors per kind."""
         missing, extra, different = self.names()
         return StateMismatchError(
             f"the state given to `into` does not fit the checkpoint; nothing was touched\n{self.lines()}",
@@ -74,11 +69,10 @@ class Differences:
         )
 
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """Return the missing, the extra and the different names."""
         return tuple(self.missing), tuple(self.extra), tuple(self.different)
 
     def lines(self) -> str:
-        """Return lines with up to five tensors per kind."""
+        """Up to five tensors per kind."""
         more = len(self.different) - _MOST_NAMED
         return (
             _listed("only in the state", self.missing)
@@ -90,10 +84,7 @@ class Differences:
 
 
 def match_targets(given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str]) -> dict[str, Target]:
-    """Return where each of the chosen tensors goes, which `compare` has found to fit.
-
-    Raises StateMismatchError if tensors share memory in the state only.
-    """
+    """Where the chosen tensors go. Raises StateMismatchError if tensors share memory in the state only."""
     conflict = sharing_conflict_of(given, reader, set(chosen))
     if conflict is not None:
         first, second = conflict
@@ -111,6 +102,7 @@ def _targets(given: Mapping[str, StateLeaf], chosen: list[str]) -> dict[str, Tar
     wanted = set(chosen)
     bases = find_aliases(found.leaf for found in given.values())
     return {
+        # A view is filled with its base, if the base is loaded at all.
         name: Target(given[name].leaf, given[name].value, fills=name not in bases or bases[name].of not in wanted)
         for name in chosen
         if name in given
@@ -118,10 +110,7 @@ def _targets(given: Mapping[str, StateLeaf], chosen: list[str]) -> dict[str, Tar
 
 
 def compare(given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str], *, partial: bool) -> Differences:
-    """Return what does not fit, without regard to shared memory.
-
-    ``partial`` allows the state to hold other tensors as well.
-    """
+    """What does not fit, without regard to shared memory; ``partial`` allows other tensors in the state."""
     wanted = set(chosen)
     targets = _targets(given, chosen)
     differences = {name: difference_of(target.leaf, reader, name) for name, target in targets.items()}
@@ -144,11 +133,9 @@ def compare(given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str], *
 def sharing_conflict_of(
     given: Mapping[str, StateLeaf], reader: Reader, wanted: Collection[str]
 ) -> tuple[str, str] | None:
-    """Return two tensors that share memory in the state only, so that one value would overwrite the other.
-
-    A tensor that is not selected counts as well, because filling the other would change it. A tensor missing from the
-    checkpoint is ignored: it is assumed to be a view of a loaded one.
-    """
+    """Return two tensors that share memory in the state only, so that one value would overwrite the other."""
+    # A tensor that is not selected counts as well: filling the other would change it. A tensor missing from the
+    # checkpoint is assumed to be a view of a loaded one.
     leaves = {name: found.leaf for name, found in given.items() if name in reader.entries}
     saved = {
         name: reader.flat.aliases.get(name) or full_view(name, leaf.shape)
@@ -165,7 +152,7 @@ def sharing_conflict_of(
 
 
 def difference_of(leaf: Leaf, reader: Reader, name: str) -> str | None:
-    """Return in words how a tensor of the state differs from the saved one in library, dtype or shape; None if not."""
+    """How a tensor of the state differs from the saved one in library, dtype or shape; None if it does not."""
     entry = reader.entries[name]
     libraries = [
         "tensor" if kind in ("tensor", "parameter") else "array" for kind in (leaf.kind, reader.leaf_specs[name].kind)
@@ -186,11 +173,7 @@ def _listed(what: str, found: list[str]) -> str:
 
 
 class CopyPlan:
-    """The memory that each of the ``chosen`` tensors is loaded into, and the reading into it.
-
-    Those in ``given`` are filled in place; others get new memory on ``device``, torch tensors of floating point with
-    ``dtype``. Stored tensors are read in parallel; views with memory of their own are filled afterwards.
-    """
+    """The memory of the ``chosen`` tensors: ``given`` ones are filled in place, others get new memory."""
 
     def __init__(
         self,
@@ -214,11 +197,12 @@ class CopyPlan:
             alias = flat.aliases.get(name)
             if alias is not None:
                 full = alias.is_full(flat.leaves[alias.of].shape)
+                # Two views of one stored tensor need memory of their own: the first is read, the other is filled
+                # afterwards.
                 if not full or self._stored.setdefault(alias.of, leaf) is not leaf:
                     self._views.append(leaf)
 
     def _allocate(self, names: list[str], device: Device) -> None:
-        """Allocate stored tensors; a single view of one that is not wanted gets memory for itself only."""
         flat, entries = self._reader.flat, self._reader.entries
         self._check_memory(names, device)
         wanted = set(self._chosen)
@@ -228,6 +212,8 @@ class CopyPlan:
             if base in wanted:
                 continue
             stored = name
+            # A single view of a stored tensor that is not wanted gets memory for itself only; several views share the
+            # stored tensor's.
             if base is not None and (views[base] > 1 or entries[name].nbytes > flat.leaves[base].nbytes):
                 stored = base
             if stored not in self._memory:
@@ -238,13 +224,14 @@ class CopyPlan:
                 self._memory[stored] = (Leaf if dtype is entry.dtype else CastLeaf)(stored, kind, entry.dtype, array)
 
     def _dtype_of(self, name: str) -> DType:
-        """Return the dtype of a tensor in new memory."""
         saved, kind = self._reader.entries[name].dtype, self._reader.leaf_specs[name].kind
         is_converted = saved.kind == "float" and kind in ("tensor", "parameter")
         return self._dtype if self._dtype is not None and is_converted else saved
 
     def _check_memory(self, names: Iterable[str], device: Device) -> None:
-        """Raise if the tensors exceed the machine's memory; a malicious manifest can state any size."""
+        """Raises OutOfMemoryError if the tensors exceed the machine's memory."""
+        # Before anything is allocated: a hostile manifest can state any size, and Linux kills a process that touches
+        # too much.
         stored = {self._reader.entries[name].alias_of or name for name in names}
         needed = sum(prod(self._reader.entries[name].shape) * self._dtype_of(name).itemsize for name in stored)
         if device is None and needed > (limit := memory_limit()):
@@ -260,8 +247,9 @@ class CopyPlan:
         return sum(bytes_here(leaf) for leaf in self._stored.values())
 
     def read(self, threads: int, pool: BufferPool, progress: Progress | None) -> None:
-        """Read everything into its memory."""
+        # Kernels that were queued by the caller may still use the old values.
         cuda.wait_for_caller(self._memory.values())
+        # The caller's memory has its pages already.
         untouched = self._memory.keys() - self._given.keys()
         read_all(self._reader, self._stored, threads=threads, pool=pool, untouched=untouched, progress=progress)
         cuda.wait_for_copies(self._memory.values())
@@ -276,7 +264,6 @@ class CopyPlan:
                 fill(self._reader, leaf.name, leaf, pool)
 
     def values(self) -> dict[str, Array]:
-        """Return the tensors by wanted name: the caller's own, or views of new memory."""
         values: dict[str, Array] = {}
         for name in self._chosen:
             if name in self._given:

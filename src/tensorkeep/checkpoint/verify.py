@@ -136,6 +136,7 @@ def _verify_one(
     with ExitStack() as stack:
         try:
             reader = stack.enter_context(open_as(chosen, path, OpenSettings(verify=True, pool=pool, allow=allow)))
+        # Damage that prevents opening is a finding of `verify`, not an error.
         except CorruptCheckpointError as error:
             return VerifyReport(os.fspath(path), chosen.name, False, None, 0, 0, [_problem(error)])
         return verify_open(reader, pool, threads=threads, progress=progress)
@@ -165,12 +166,13 @@ def _verify_run(
 def verify_open(
     reader: Reader, pool: BufferPool, *, threads: int | None = None, progress: Progress | None = None
 ) -> VerifyReport:
-    """Verify an open checkpoint that was opened with ``verify=True``; see `verify`."""
+    """Verify an open checkpoint that was opened with ``verify=True``."""
     lock = threading.Lock()
     found: list[Problem] = []
 
     def note(error: Exception) -> None:
         if not isinstance(error, CorruptCheckpointError | NotACheckpointError):
+            # A disk that fails is an error, not damage.
             raise error
         with lock:
             found.append(_problem(error))

@@ -95,7 +95,7 @@ def append(data: bytes, out: Bytes, start: int) -> int:
 
 
 def check_padding(stored: Bytes, end: int) -> None:
-    """Raise CodecError unless only zeros follow the ``end`` of a coded block."""
+    """Raises CodecError unless only zeros follow the ``end`` of a coded block."""
     if stored[end:].any():
         raise CodecError("bytes other than zeros follow the coded block")
 

@@ -1,21 +1,4 @@
-"""Splitting elements into byte planes and merging them; plane 0 holds the lowest bytes.
-
-Plane ``k`` holds byte ``k`` (0 = least significant) of every element. The ``planes`` codec stores the number of one of
-two layouts:
-
-``BYTES`` (0)
-    The bytes as they are.
-``EXPONENT`` (1)
-    For floats with an exponent of eight bits or more (bfloat16, float32, float64), which straddles the two top bytes.
-    The sign and the lowest exponent bit of the top byte trade places, so that the top plane has exponent bits only::
-
-        s eeeeeee | e mmmmmmm   ->   eeeeeeee | s mmmmmmm
-
-    A rotation by one bit has the same effect, but is slower to undo and changes the lower bytes: a float32 that was
-    once a bfloat16 would lose its two zero planes.
-
-All operations are vectorised over runs that fit in the cache; only the scratch is allocated.
-"""
+"""Splitting elements into byte planes and merging them; plane 0 holds the lowest bytes of every element."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +8,10 @@ import numpy.typing as npt
 
 from tensorkeep.codecs.base import Bytes
 
+# Files have these numbers. `BYTES`: the bytes as they are. `EXPONENT`: ``s eeeeeee | e mmmmmmm`` becomes ``eeeeeeee | s
+# mmmmmmm``, so that the top plane has exponent bits only; for floats with an exponent of eight bits or more (bfloat16,
+# float32, float64), which straddles the two top bytes. A rotation by one bit has the same effect, but is slower to undo
+# and changes the lower bytes: a float32 that was once a bfloat16 would lose its two zero planes.
 BYTES = 0
 EXPONENT = 1
 WIDTHS = (1, 2, 4, 8)
@@ -44,14 +31,14 @@ class Scratch:
         self._arrays: dict[tuple[str, int], Words] = {}
 
     def words(self, slot: str, width: int, count: int) -> Words:
-        """Return ``count`` words of ``width`` bytes; the next call for the same slot overwrites them."""
+        """``count`` words of ``width`` bytes; the next call for the same slot overwrites them."""
         if (slot, width) not in self._arrays:
             self._arrays[slot, width] = np.empty(self._count, _WORD[width])
         return self._arrays[slot, width][:count]
 
 
 def as_words(raw: Bytes, width: int) -> Words:
-    """Return a view of the bytes as little-endian words; their number must be a multiple of ``width``."""
+    """Little-endian words; the number of bytes must be a multiple of ``width``."""
     return raw.view(_WORD[width])
 
 
@@ -99,8 +86,10 @@ def merge(planes: Sequence[Bytes], words: Words, layout: int, scratch: Scratch) 
 def _split_exponent(words: Words, planes: Sequence[Bytes], scratch: Scratch) -> None:
     mantissa = scratch.words("mantissa", 2, words.size)
     sign = scratch.words("sign", 2, words.size)
+    # The sign falls off the top: eight exponent bits remain.
     np.right_shift(words, 7, out=planes[1], dtype=words.dtype, casting="unsafe")
     np.bitwise_and(words, _SIGN_AND_MANTISSA, out=mantissa)
+    # The sign bit 15 moves to bit 7, above the mantissa.
     np.right_shift(mantissa, 8, out=sign)
     np.bitwise_or(mantissa, sign, out=planes[0], dtype=words.dtype, casting="unsafe")
 

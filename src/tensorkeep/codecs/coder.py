@@ -1,12 +1,4 @@
-"""The coder of byte planes: a C extension, or numpy and Zstandard where the extension is missing.
-
-Both split elements into planes (see ``bitplanes``) and code a plane as a Zstandard frame, which as a rule is only
-Huffman-coded. Each reads what the other wrote. The extension chooses the Huffman codes of a run of 256 KiB by a sample.
-If the codes of the previous frame are about as good, it keeps them, so that a reader need not build its tables again.
-
-The environment variable ``TENSORKEEP_CODER``, read when this module is imported, requires a coder: ``compiled`` or
-``python``.
-"""
+"""The coder of byte planes: a C extension, or numpy and Zstandard without it or with ``TENSORKEEP_CODER=python``."""
 
 import os
 from collections.abc import Sequence
@@ -79,8 +71,6 @@ class Coder(Protocol):
 
 
 class PythonCoder:
-    """The coder of numpy and Zstandard."""
-
     def __init__(self) -> None:
         # Matches of at least seven bytes in a table of 64 entries: zstd finds almost none, spends almost no time on the
         # search, and only Huffman-codes.
@@ -106,6 +96,7 @@ class PythonCoder:
         bitplanes.split(run, planes, layout, self._scratch)
 
     def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int, *, xor: bool = False) -> None:
+        # The planes of a difference are merged beside the old words, and then applied in one pass.
         merged = np.empty_like(run) if xor else run
         bitplanes.merge(planes, merged, layout, self._scratch)
         if xor:
@@ -118,6 +109,7 @@ class PythonCoder:
         return append(self._compressor.compress(plane.data), out, 0)
 
     def decode(self, number: int, frame: Bytes, count: int) -> Bytes:
+        # Before the decoder sees it: a hostile frame may declare any size.
         check_frame(frame, count, window=RUN)
         try:
             return np.frombuffer(self._decompressor.decompress(frame.data, allow_extra_data=False), np.uint8)
@@ -145,6 +137,7 @@ class CompiledCoder(PythonCoder):
         return compiled.coded_size(sample)
 
     def encode(self, number: int, plane: Bytes, out: Bytes, *, first: bool) -> int:
+        # Kept for the next run of this plane, with the Huffman codes of the previous frame.
         if number not in self._encoders:
             self._encoders[number] = np.zeros(compiled.ENCODER_BYTES, np.uint8)
         return compiled.encode_frame(self._encoders[number], plane, out, first)
@@ -159,7 +152,10 @@ class CompiledCoder(PythonCoder):
 
 
 def new_coder() -> Coder:
-    """Return a coder for one thread: the compiled one where it is installed."""
+    """A coder for one thread: the compiled one where it is installed."""
+    # Each coder reads what the other wrote: a plane is a Zstandard frame, which as a rule is only Huffman-coded. The
+    # extension chooses the Huffman codes of a run of 256 KiB by a sample. If the codes of the previous frame are about
+    # as good, it keeps them, so that a reader need not build its tables again.
     return CompiledCoder() if compiled else PythonCoder()
 
 

@@ -13,8 +13,6 @@ _INPUT_PIECE = 64 << 10
 
 
 class GzipCodec:
-    """zlib's deflate in a gzip header."""
-
     name = "gzip"
 
     def bound(self, nbytes: int) -> int:

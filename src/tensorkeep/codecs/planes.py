@@ -77,20 +77,18 @@ class PlaneModes:
 
 
 class PlanesCodec:
-    """The codec; the dtype decides only how the elements are split."""
-
     name = "planes"
 
     def __init__(self, coder: Callable[[], Coder] = new_coder) -> None:
         self._threads = _Threads(coder)
 
     def bound(self, nbytes: int) -> int:
+        # Every plane has at least one frame, however short the block is.
         frames = nbytes // RUN + max(bitplanes.WIDTHS)
         header = 2 * _SKIPPABLE.size + _FIXED.size + max(bitplanes.WIDTHS)
         return header + nbytes + nbytes // 256 + frames * (_LENGTH.itemsize + zstd_bound(0))
 
     def plan(self, raw: Bytes, dtype: DType) -> PlaneModes:
-        """Choose how to store each plane of a block, by a small sample."""
         layout, width = _layout(raw.size, dtype)
         sample = _sample(bitplanes.as_words(raw, width))
         planes = [np.empty(sample.size, np.uint8) for _ in range(width)]
@@ -113,6 +111,7 @@ class PlanesCodec:
             run = words[start : start + RUN]
             planes = planes_of(raw_planes, start, run.size)
             copy = None
+            # Other threads may change the block: what is hashed must be what is coded, so both read the copy.
             if data and data.copy_buffer is not None:
                 copy = bitplanes.as_words(data.copy_buffer[: run.nbytes], words.itemsize)
             coder.split(run, planes, plan.layout, copy)
@@ -127,6 +126,7 @@ class PlanesCodec:
                     length = append(matcher.compress(planes[number].data), out[end:], 0)
                 lengths.append(length)
                 end += length
+        # Written last: only now are the lengths of the frames known.
         header.write(out, lengths)
         return end
 
@@ -139,10 +139,8 @@ class PlanesCodec:
         done: Callable[[Bytes], object] | None = None,
         xor: bool = False,
     ) -> None:
-        """Decode as every codec does; ``done`` is called with every run while it is in the core's cache.
-
-        With ``xor``, the decoded bytes are XORed into ``out``.
-        """
+        """``done`` gets every run while it is in the cache; with ``xor``, bytes are XORed into ``out``."""
+        # All lengths are checked before anything is decoded.
         header, frames = _read(stored, out.size)
         coder = self._threads.coder
         # Run by run, so that planes and words stay in the core's cache.
@@ -161,17 +159,16 @@ class PlanesCodec:
 
 # Coders and Zstandard's contexts are not safe to share between threads, and costly to make for every block.
 class _Threads(threading.local):
-    """The coder and the temporaries of one thread."""
-
     def __init__(self, coder: Callable[[], Coder]) -> None:
         self.coder = coder()
+        # A window of 256 KiB: the format allows no more.
         self.matcher = zstandard.ZstdCompressor(
             compression_params=zstandard.ZstdCompressionParameters.from_level(1, window_log=18)
         )
         self._memory: dict[int, Bytes] = {}
 
     def planes(self, raw_planes: list[Bytes | None], start: int, count: int) -> list[Bytes]:
-        """Return where the planes of a run go: raw planes to their place in the block, the others to temporaries."""
+        """Where the planes of a run go: raw planes to their place in the block, the others to temporaries."""
         for number, plane in enumerate(raw_planes):
             if plane is None and number not in self._memory:
                 self._memory[number] = np.empty(RUN, np.uint8)
@@ -181,17 +178,15 @@ class _Threads(threading.local):
         ]
 
     def choose(self, sample: Bytes) -> int:
-        """Return how a plane is stored best, by its sample."""
         huffman = self.coder.coded_size(sample)
         matching = len(self.matcher.compress(sample.data))
+        # A small gain is not worth the time to decode.
         if min(huffman, matching) >= _WORTH_CODING * sample.size:
             return _STORE
         return _MATCH if matching < _WORTH_MATCHING * huffman else _HUFFMAN
 
 
 class _Header:
-    """The header of a block, and the offsets of its planes."""
-
     def __init__(self, layout: int, nbytes: int, modes: tuple[int, ...]) -> None:
         self.layout = layout
         self.nbytes = nbytes
@@ -205,7 +200,6 @@ class _Header:
         self.frames_start = self.raw_start + (_SKIPPABLE.size if _RAW in modes else 0) + self.raw_bytes
 
     def raw_planes(self, block: Bytes) -> list[Bytes | None]:
-        """Return views of the raw planes in the block, None for the coded ones."""
         planes: list[Bytes | None] = []
         start = self.raw_start + _SKIPPABLE.size
         for mode in self.modes:
@@ -222,6 +216,7 @@ class _Header:
 
 
 def _layout(nbytes: int, dtype: DType) -> tuple[int, int]:
+    # Real and imaginary parts are numbers of their own.
     width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
     if width not in bitplanes.WIDTHS or nbytes % width:
         return bitplanes.BYTES, 1
@@ -239,7 +234,7 @@ def _sample(words: bitplanes.Words) -> bitplanes.Words:
 
 
 def _read(stored: Bytes, nbytes: int) -> tuple[_Header, Iterator[Bytes]]:
-    """Return the header of a block that must decode to ``nbytes``, and its frames, all within bounds."""
+    """The header of a block that must decode to ``nbytes``, and the frames, all within bounds. Raises CodecError."""
     header = _read_header(stored, nbytes)
     lengths = stored[header.lengths_start : header.raw_start].view(_LENGTH)
     # In 64 bits: damaged lengths must not wrap around to a plausible end.
@@ -265,6 +260,7 @@ def _read_header(stored: Bytes, nbytes: int) -> _Header:
     if width not in bitplanes.LAYOUT_WIDTHS.get(layout, ()):
         raise CodecError(f"unknown layout {layout} of elements of {width} bytes")
     if declared != nbytes or nbytes % width:
+        # The raw length comes from the manifest; a block may not decode to anything else.
         raise CodecError(f"decodes to {declared} bytes in elements of {width}, the block has {nbytes}")
     modes = tuple(stored[start : start + width].tolist())
     if len(modes) != width or not set(modes) <= {_RAW, _CODED}:

@@ -1,9 +1,4 @@
-"""``compression="lossless"``: a few small samples choose the codec of every block.
-
-Trained weights get ``planes``, which samples its planes itself. Blocks with repetitions (equal rows of an embedding,
-masks, zeros) may shrink more with ``zstd``: if a few windows contain repeated words, both are tried on a larger sample.
-A block that neither shrinks is stored ``raw``.
-"""
+"""``compression="lossless"``: a few small samples choose the codec of every block."""
 
 import numpy as np
 
@@ -31,17 +26,20 @@ _WORTH_CODING = 0.98
 
 
 def bound(nbytes: int) -> int:
-    """Return the size of the ``out`` buffer that ``encode`` needs for a block."""
+    """The size of the ``out`` buffer that ``encode`` needs."""
     return max(codec.bound(nbytes) for codec in (planes.CODEC, zstd.CODEC, raw.CODEC))
 
 
 def choose(block: Bytes, dtype: DType) -> Codec:
-    """Return the codec (``planes``, ``zstd`` or ``raw``) that is expected to shrink a block most, at disk speed."""
+    """The codec (``planes``, ``zstd`` or ``raw``) that is expected to shrink a block most, at disk speed."""
     return _choose(block, dtype)[0]
 
 
 def _choose(block: Bytes, dtype: DType) -> tuple[Codec, planes.PlaneModes | None]:
-    """Return the chosen codec, and the modes of the planes if they were chosen."""
+    """The chosen codec, and the modes of the planes if they were chosen."""
+    # Trained weights get ``planes``, which samples its planes itself. Blocks with repetitions (equal rows of an
+    # embedding, masks, zeros) may shrink more with ``zstd``: if a few windows contain repeated words, both are tried on
+    # a larger sample.
     if block.size < _TINY:
         return raw.CODEC, None
     if block.size <= _SMALL:
@@ -54,11 +52,7 @@ def _choose(block: Bytes, dtype: DType) -> tuple[Codec, planes.PlaneModes | None
 
 
 def encode(block: Bytes, dtype: DType, out: Bytes, data: BlockInput | None = None) -> tuple[str, int]:
-    """Encode a block by the chosen codec, or store it raw if that does not make it smaller.
-
-    ``out`` has at least `bound` bytes. ``data`` does not hash what is stored raw. Return the codec's name, and the
-    length of what is at the front of ``out``: at most the block's.
-    """
+    """Encode by the chosen codec, or raw, which ``data`` does not hash; return the codec's name and the length."""
     # The block may change meanwhile. Then the choice may be worse, but what is coded is still what is hashed.
     codec, plan = _choose(block, dtype)
     if codec is planes.CODEC:
@@ -71,7 +65,7 @@ def encode(block: Bytes, dtype: DType, out: Bytes, data: BlockInput | None = Non
 
 
 def estimate(block: Bytes, dtype: DType) -> float:
-    """Return the expected size of a coded block relative to its raw size, from a few samples."""
+    """The expected size of a coded block relative to its raw size, from a few samples."""
     sample = block if block.size <= _SMALL else _spread(block, _ESTIMATE_PIECE, _TRIAL_PIECES, dtype.itemsize)
     if not sample.size:
         return 1.0
@@ -81,7 +75,7 @@ def estimate(block: Bytes, dtype: DType) -> float:
 
 
 def _repeats(block: Bytes) -> bool:
-    """Return whether eight-byte words are repeated, near or far, more often than in noise."""
+    """Whether eight-byte words are repeated, near or far, more often than in noise."""
     # Sorting the selected words brings equal ones together, near or far apart in the block.
     words = _spread(block, _WINDOW, _WINDOWS, 8).view(np.uint64)
     selected = words[(words * _MULTIPLIER) >> _SELECTED_SHIFT == 0]
@@ -92,7 +86,6 @@ def _repeats(block: Bytes) -> bool:
 
 
 def _try(sample: Bytes, dtype: DType) -> Codec:
-    """Return the codec that shrinks a sample most."""
     out = np.empty(bound(sample.size), np.uint8)
     matched = zstd.CODEC.encode(sample, dtype, out)
     split = planes.CODEC.encode(sample, dtype, out)
@@ -102,7 +95,7 @@ def _try(sample: Bytes, dtype: DType) -> Codec:
 
 
 def _spread(block: Bytes, piece: int, pieces: int, alignment: int) -> Bytes:
-    """Return pieces of the block from its start to its end, each a multiple of the alignment, as one array."""
+    """Pieces of the block from its start to its end, each a multiple of the alignment, as one array."""
     whole = block.size - block.size % alignment
     piece -= piece % alignment
     if whole <= piece * pieces:

@@ -7,8 +7,6 @@ from tensorkeep.state.dtypes import DType
 
 
 class RawCodec:
-    """Copies a block that nothing shrinks."""
-
     name = "raw"
 
     def bound(self, nbytes: int) -> int:

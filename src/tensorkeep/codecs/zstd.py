@@ -17,8 +17,6 @@ _RLE_BLOCK, _RESERVED_BLOCK = 1, 3
 
 
 class ZstdCodec:
-    """Zstandard with a window that grows with the block, to 16 MiB."""
-
     name = "zstd"
 
     def __init__(self) -> None:
@@ -31,6 +29,7 @@ class ZstdCodec:
         return append(self._contexts.compressor(raw.size).compress(raw.data), out, 0)
 
     def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
+        # The window and the content size come from the file: both are limited before memory is allocated.
         check_frame(stored, out.size, window=1 << _MAX_WINDOW_LOG)
         length = _frame_length(stored)
         check_padding(stored, length)
@@ -45,8 +44,7 @@ class ZstdCodec:
 
 
 class _Contexts(threading.local):
-    """Threads must not share Zstandard's contexts, and creating one takes longer than coding a small block."""
-
+    # Threads must not share contexts, and creating one takes longer than coding a small block.
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _MAX_WINDOW_LOG)
         self._compressors: dict[int, zstandard.ZstdCompressor] = {}
@@ -63,15 +61,15 @@ class _Contexts(threading.local):
 
 
 def zstd_bound(nbytes: int) -> int:
-    """Return the maximum size of a frame for ``nbytes`` (``ZSTD_COMPRESSBOUND``, rounded up)."""
+    """The maximum size of a frame for ``nbytes`` (``ZSTD_COMPRESSBOUND``, rounded up)."""
     return nbytes + nbytes // 256 + 64
 
 
 def check_frame(frame: Bytes, content: int, *, window: int) -> None:
     """Check a frame's header before anything is decoded or allocated.
 
-    Raises CodecError unless it declares a size of ``content`` bytes, no dictionary, and a window of at most the larger
-    of ``window`` and ``content``.
+    Raises CodecError unless it declares ``content`` bytes, no dictionary, and a window of at most the larger of
+    ``window`` and ``content``.
     """
     # A skippable frame declares a length as well, but decodes to nothing.
     if frame[: len(zstandard.FRAME_HEADER)].tobytes() != zstandard.FRAME_HEADER:
@@ -89,7 +87,7 @@ def check_frame(frame: Bytes, content: int, *, window: int) -> None:
 
 
 def _frame_length(stored: Bytes) -> int:
-    """Return where the frame ends; its header must have been checked."""
+    """The end of the frame; the header must have been checked. Raises CodecError if the frame is cut short."""
     # The library does not say where a frame ended in its input. So the headers of the blocks are followed.
     end = zstandard.frame_header_size(stored.data)
     while True:
@@ -99,6 +97,7 @@ def _frame_length(stored: Bytes) -> int:
         last, kind, size = header & 1, header >> 1 & 3, header >> 3
         if kind == _RESERVED_BLOCK:
             raise CodecError("a Zstandard block of a kind that does not exist")
+        # An RLE block stores one byte, whatever its size.
         end += _BLOCK_HEADER + (1 if kind == _RLE_BLOCK else size)
         if last:
             break

@@ -1,10 +1,4 @@
-"""Tensors that share storage: stored once, shared again on load.
-
-If the memory of a leaf lies within another leaf of the same dtype, dense and in C order, the leaf is stored as an
-`Alias`: a tied weight, a transposed weight, ``q = qkv[:n]``, an expanded row. Two views of the same elements in any
-layout are stored once, too. Partly overlapping leaves, lazily conjugated or negated tensors, and a tensor and an array
-with the same memory are stored separately; a load does not share them.
-"""
+"""Tensors that share storage: stored once, shared again on load."""
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -17,8 +11,8 @@ from tensorkeep.state.leaf import Array, Leaf, is_lazy
 from tensorkeep.state.sharded import ShardedLeaf
 
 _MAX_INTEGER = 2**63
+# Limit of numpy's search for an element that two layouts share; layouts made by slicing need far fewer steps.
 _MAX_SEARCH_STEPS = 10_000
-"""Limit of numpy's search for an element that two layouts share; layouts made by slicing need far fewer steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +25,16 @@ class Alias:
     strides: tuple[int, ...]  # in elements; negative ones for numpy arrays only
 
     def validate(self, base_shape: Sequence[int]) -> None:
-        """Check a view that comes from a file, of a stored leaf of shape ``base_shape``.
-
-        Raises ValueError if a field has the wrong type or an element would lie outside the stored leaf.
-        """
+        """Raises ValueError if a field has the wrong type or an element would lie outside the stored leaf."""
         numbers = (self.offset_elements, *self.shape, *self.strides)
         if not all(type(number) is int and -_MAX_INTEGER < number < _MAX_INTEGER for number in numbers):
             raise ValueError("the view of another tensor has a field that is not a 64-bit integer")
+        # An empty tensor is never an alias, and has no lowest or highest element.
         is_empty = min(self.shape, default=1) < 1
+        # numpy's limit of dimensions, see `leaf.MOST_DIMENSIONS`.
         if len(self.shape) != len(self.strides) or len(self.shape) > 64 or is_empty:
             raise ValueError("the view of another tensor has an impossible shape")
+        # The bytes of the view must fit 64 bits, at 16 bytes for each element.
         if math.prod(self.shape) >= _MAX_INTEGER // 16:
             raise ValueError("the view of another tensor is too large")
         low, high = (self.offset_elements + distance for distance in _reach(self.shape, self.strides))
@@ -49,22 +43,19 @@ class Alias:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements are contiguous in the stored leaf."""
         dense = zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
         return all(length == 1 or stride == expected for length, stride, expected in dense)
 
     def is_full(self, base_shape: Sequence[int]) -> bool:
-        """Return whether the view is all of the stored leaf, so that a load returns one object for both."""
+        # A load then returns one object for both names.
         return self == full_view(self.of, base_shape)
 
 
 def full_view(name: str, shape: Sequence[int]) -> Alias:
-    """Return the view of a whole stored leaf, in C order."""
     return Alias(name, 0, tuple(shape), contiguous_strides(shape))
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a dense array in C order."""
     strides = [1]
     for length in reversed(shape[1:]):
         strides.append(strides[-1] * max(length, 1))
@@ -72,10 +63,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def make_view(base: Array, alias: Alias) -> Array:
-    """Return the view of a loaded leaf that an alias describes; the leaf itself for a full view.
-
-    Otherwise the leaf is in C order. Raises ValueError if the view does not lie within the leaf.
-    """
+    """Return the leaf itself for a full view. Raises ValueError if the view is outside, or the leaf not in C order."""
     alias.validate(base.shape)
     if alias.is_full(base.shape):
         return base
@@ -93,6 +81,7 @@ def make_view(base: Array, alias: Alias) -> Array:
         raise ValueError("a tensor cannot have negative strides")
     import torch
 
+    # A view of a base that tracks gradients would be a non-leaf tensor.
     with torch.no_grad():
         offset = base.storage_offset() + alias.offset_elements
         return base.detach().as_strided(alias.shape, alias.strides, offset)
@@ -111,7 +100,6 @@ class Extent(NamedTuple):
 
 
 def extent_of(leaf: Leaf) -> Extent:
-    """Return the memory of a leaf that is not empty."""
     size = leaf.dtype.itemsize
     if leaf.is_torch:
         device, origin = str(leaf.array.device), leaf.array.data_ptr()
@@ -123,7 +111,7 @@ def extent_of(leaf: Leaf) -> Extent:
 
 
 def _reach(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
-    """Return the distances of the lowest and the highest element of a layout from its first one."""
+    """Distances of the lowest and the highest element of a layout from its first one."""
     spans = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
     return sum(span for span in spans if span < 0), sum(span for span in spans if span > 0)
 
@@ -132,10 +120,11 @@ def _reach(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
 
 
 def find_aliases(leaves: Iterable[Leaf]) -> dict[str, Alias]:
-    """Return the leaves that need not be stored, by name, each as a view of one that is.
-
-    The base is the largest leaf around the view; among equals one in C order, then the first in traversal order.
-    """
+    """Return the leaves that need not be stored, each as a view of the largest leaf around it."""
+    # If a leaf lies within another leaf of the same dtype, dense and in C order, it is stored as an `Alias`: a tied
+    # weight, a transposed weight, ``q = qkv[:n]``, an expanded row. Two views of the same elements in any layout are
+    # stored once, too. Partly overlapping leaves, lazy tensors, and a tensor and an array with the same memory are
+    # stored separately.
     groups: dict[Hashable, list[_Candidate]] = {}
     leaves = list(leaves)
     found = _tied(leaf for leaf in leaves if isinstance(leaf, ShardedLeaf))
@@ -149,11 +138,11 @@ def find_aliases(leaves: Iterable[Leaf]) -> dict[str, Alias]:
     for group in groups.values():
         if len(group) > 1:
             found.update(_aliases_in(group))
+    # In the order of the state, so that manifests do not depend on addresses.
     return {leaf.name: found[leaf.name] for leaf in leaves if leaf.name in found}
 
 
 def _tied(leaves: Iterable[ShardedLeaf]) -> dict[str, Alias]:
-    """Return the DTensors that are others under a second name."""
     first: dict[Hashable, ShardedLeaf] = {}
     found: dict[str, Alias] = {}
     for leaf in leaves:
@@ -164,8 +153,6 @@ def _tied(leaves: Iterable[ShardedLeaf]) -> dict[str, Alias]:
 
 
 class _Candidate(NamedTuple):
-    """A leaf that may share memory, whether it is in C order, and its strides in elements."""
-
     leaf: Leaf
     dense: bool
     strides: tuple[int, ...]
@@ -173,14 +160,12 @@ class _Candidate(NamedTuple):
 
 
 def _candidate(leaf: Leaf) -> _Candidate | None:
-    """Return None for a leaf that is never shared.
-
-    Such a leaf is empty or lazy, or has strides that are not multiples of the item size.
-    """
+    # A lazy tensor's memory has other values than the tensor.
     size = leaf.dtype.itemsize
     if leaf.nbytes == 0 or (leaf.is_torch and is_lazy(leaf.array)):
         return None
     extent = extent_of(leaf)
+    # A view of a structured array may begin between two elements.
     if any(stride % size for stride in extent.strides):
         return None
     dense = bool(leaf.array.is_contiguous() if leaf.is_torch else leaf.array.flags.c_contiguous)
@@ -190,14 +175,11 @@ def _candidate(leaf: Leaf) -> _Candidate | None:
 
 
 def _aliases_in(group: list[_Candidate]) -> dict[str, Alias]:
-    """Return the aliases among leaves of one dtype and device, given in traversal order.
-
-    The leaves are swept by address, at equal addresses the largest first. The last base has the highest end address: a
-    leaf outside it is outside all bases.
-    """
+    """Return the aliases among leaves of one dtype and device, given in traversal order."""
     found: dict[str, Alias] = {}
     base: _Candidate | None = None
     first_of_layout: dict[Hashable, _Candidate] = {}
+    # Swept by address, the largest first. The last base has the highest end: a leaf outside it is outside all bases.
     for each in sorted(group, key=lambda c: (c.extent.low, -c.extent.high, not c.dense)):
         leaf, extent = each.leaf, each.extent
         distance = extent.origin - base.extent.origin if base is not None else 0
@@ -218,10 +200,10 @@ def _aliases_in(group: list[_Candidate]) -> dict[str, Alias]:
 def sharing_conflict(
     leaves: Mapping[str, Leaf], saved: Mapping[str, Alias], chosen: Collection[str]
 ) -> tuple[str, str] | None:
-    """Return two leaves that share memory although the checkpoint has different elements there, or None.
+    """Return two leaves that share memory although the checkpoint has different elements there.
 
-    ``saved`` has the elements that each leaf has in the checkpoint, if it has the shape and dtype saved there. Sharing
-    among leaves that are not ``chosen``, and so not overwritten, is ignored.
+    ``saved`` has the elements of leaves with the saved shape and dtype. Sharing among leaves that are not ``chosen`` is
+    ignored.
     """
     extents = {name: extent_of(leaf) for name, leaf in leaves.items() if leaf.nbytes}
     mappings = {name: _mapping(leaves[name], extent, saved.get(name)) for name, extent in extents.items()}
@@ -238,8 +220,9 @@ def sharing_conflict(
 
 
 def _mapping(leaf: Leaf, extent: Extent, saved: Alias | None) -> Hashable:
-    """Return how addresses map to stored elements; leaves of equal mappings have equal elements where they overlap."""
+    """How addresses map to stored elements; equal mappings have equal elements where they overlap."""
     if saved is None or (leaf.is_torch and is_lazy(leaf.array)):
+        # Never equal to another mapping: any sharing is a conflict.
         return "unlike any other", leaf.name
     size = extent.itemsize
     steps = [
@@ -248,24 +231,26 @@ def _mapping(leaf: Leaf, extent: Extent, saved: Alias | None) -> Hashable:
         if length > 1
     ]
     if all(stride == saved_stride for _, stride, saved_stride in steps):
+        # The difference of the offsets counts: it is equal for all parts of one tensor.
         return saved.of, saved.offset_elements * size - extent.origin
     # Dimensions in another order are the same mapping.
     return saved.of, saved.offset_elements, extent.origin, tuple(sorted(steps))
 
 
 def share_elements(a: Extent, b: Extent) -> bool:
-    """Return whether any byte belongs to both: interleaved columns do not share, a tensor and its slice do."""
+    """Interleaved columns do not share, a tensor and its slice do."""
     if a.device != b.device or a.high <= b.low or b.high <= a.low:
         return False
     try:
         # numpy takes any number of steps, although its type stubs do not.
         return np.shares_memory(np.asarray(_Addresses(a)), np.asarray(_Addresses(b)), max_work=_MAX_SEARCH_STEPS)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
+        # Assume that they share: the caller then refuses, and nothing is overwritten twice.
         return True
 
 
 class _Addresses:
-    """Shows numpy a layout of memory; the addresses may be another device's, since nothing is ever read."""
+    """Shows numpy a layout of memory. Nothing is read, so the addresses may be another device's."""
 
     def __init__(self, extent: Extent) -> None:
         self.__array_interface__ = {
@@ -273,5 +258,6 @@ class _Addresses:
             "typestr": f"|V{extent.itemsize}",
             "shape": extent.shape,
             "strides": extent.strides,
+            # Read-only, and with a void type: numpy must not interpret what is there.
             "data": (extent.origin, True),
         }

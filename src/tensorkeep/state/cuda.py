@@ -1,8 +1,4 @@
-"""CUDA streams of copies in other threads, and page-locked host memory.
-
-Every thread has its own current stream. Inside ``with torch.cuda.stream(s)`` the caller's kernels run on ``s``,
-while the threads that gather and scatter leaves copy on the default stream, which does not wait for ``s``.
-"""
+"""CUDA streams of copies in other threads, and page-locked host memory."""
 
 import logging
 import mmap
@@ -24,10 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def wait_for_caller(leaves: Iterable[Leaf]) -> None:
-    """Wait for all kernels that the calling thread has queued on the leaves' CUDA devices.
-
-    Call it in the caller's thread, before other threads read or overwrite the leaves.
-    """
+    """Wait for the caller's kernels on the leaves' devices; call it in the caller's thread."""
+    # Every thread has its own current stream. Inside ``with torch.cuda.stream(s)`` the caller's kernels run on ``s``,
+    # while the threads that gather and scatter copy on the default stream, which does not wait for ``s``.
     for device in _cuda_devices(leaves):
         import torch
 
@@ -35,24 +30,19 @@ def wait_for_caller(leaves: Iterable[Leaf]) -> None:
 
 
 def wait_for_copies(leaves: Iterable[Leaf]) -> None:
-    """Wait for the copies of other threads into the leaves, which run on the default streams."""
     for device in _cuda_devices(leaves):
         import torch
 
+        # The threads that scatter copy on the default streams; each thread would otherwise have to wait itself.
         torch.cuda.default_stream(device).synchronize()
 
 
 def on_cuda(leaves: Iterable[Leaf]) -> bool:
-    """Return whether any of the leaves is on a CUDA device."""
     return bool(_cuda_devices(leaves))
 
 
 def side_stream(source: Source) -> AbstractContextManager[Any]:
-    """Let the calling thread copy a leaf on a CUDA stream of its own, until the context ends.
-
-    The copy does not wait for kernels queued later on the default stream, nor delay them. The kernels that compute
-    the leaf must have ended: see `wait_for_caller`. The context does nothing for a leaf that is not on a CUDA device.
-    """
+    """Let this thread copy a leaf on a stream of its own; call `wait_for_caller` before."""
     if not isinstance(source, Leaf) or not source.is_torch or not source.array.is_cuda:
         return nullcontext()
     import torch
@@ -60,12 +50,11 @@ def side_stream(source: Source) -> AbstractContextManager[Any]:
     device = source.array.device
     if device not in _side_streams.by_device:
         _side_streams.by_device[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # The copy does not wait for kernels queued later on the default stream, nor delay them.
     return torch.cuda.stream(_side_streams.by_device[device])
 
 
 class _SideStreams(threading.local):
-    """The side streams of one thread."""
-
     def __init__(self) -> None:
         self.by_device: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -78,11 +67,7 @@ def _cuda_devices(leaves: Iterable[Leaf]) -> "set[torch.device]":
 
 
 class CudaPageLock:
-    """Page-locks host memory by ``cudaHostRegister``, so that a GPU copies to it at the speed of its bus.
-
-    Copies to other memory go through a small buffer of the driver and are several times slower. torch's own pinned
-    memory is rounded up to powers of two, which would break a memory budget.
-    """
+    """Page-locks host memory by ``cudaHostRegister``, so that a GPU copies to it at the speed of its bus."""
 
     _PORTABLE = 1  # for all devices of the process, not only the current one
 
@@ -91,7 +76,8 @@ class CudaPageLock:
         self._process = os.getpid()
 
     def lock(self, memory: mmap.mmap) -> None:
-        """Page-lock a buffer; if CUDA refuses, log a warning and leave the buffer as it is."""
+        """If CUDA refuses, log a warning and leave the buffer as it is."""
+        # Not torch's pinned memory: it is rounded up to powers of two, which would break a memory budget.
         address = _address(memory)
         error = int(_runtime().cudaHostRegister(address, len(memory), self._PORTABLE))
         if error:
@@ -106,7 +92,6 @@ class CudaPageLock:
         self._locked.add(address)
 
     def unlock(self, memory: mmap.mmap) -> None:
-        """Undo `lock` before the buffer has another user; does nothing if it is not page-locked."""
         # Memory that a forked child inherits is locked for its parent, and CUDA cannot be used in the child.
         if os.getpid() != self._process:
             return
@@ -128,9 +113,9 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _clear_last_error() -> None:
-    """Keep the error from being reported by the next kernel, which has nothing to do with it."""
     import torch
 
+    # CUDA reports the error once, by the next kernel, which has nothing to do with it.
     try:
         torch.zeros(1, device="cuda")
     except RuntimeError:

@@ -1,8 +1,4 @@
-"""The table of dtypes: their names, sizes and bits in torch, numpy and safetensors.
-
-Names are torch's where torch has the dtype, ml_dtypes' otherwise. ``torch`` is imported only by `DType.torch`, so that
-reading headers and printing tables does not wait for it.
-"""
+"""The table of dtypes: their names (torch's or ml_dtypes'), sizes and bits in torch, numpy and safetensors."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -40,13 +36,14 @@ class DType:
         return (*shape[:-1], shape[-1] * self.packs) if shape else shape
 
     def tag(self, shape: tuple[int, ...]) -> str | None:
-        """Return the tag of a tensor in safetensors; None if it is stored as ``U8``, with a note."""
+        """None if the tensor is stored as ``U8``, with a note."""
         # A dimension to count the numbers in is missing for a single element that packs several.
         return self.safetensors if shape or self.packs == 1 else None
 
     @property
     def torch(self) -> "torch.dtype":
-        """The torch dtype; UnsupportedError if torch does not have it."""
+        """Raises UnsupportedError if torch does not have it."""
+        # Here only: headers are read and tables printed without torch.
         import torch
 
         found = getattr(torch, self.name, None) if self.has_torch else None
@@ -57,7 +54,7 @@ class DType:
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """The numpy dtype, from ml_dtypes if numpy itself lacks it; UnsupportedError if neither has it."""
+        """From ml_dtypes if numpy itself lacks it. Raises UnsupportedError if neither has it."""
         if not self.has_numpy:
             raise UnsupportedError(f"numpy has no dtype {self.name}", remedy="read it as a torch tensor instead")
         return np.dtype(getattr(ml_dtypes, self.name, None) or self.name)
@@ -106,7 +103,7 @@ BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetens
 
 
 def of_numpy(dtype: np.dtype[Any]) -> DType | None:
-    """Return the entry of a numpy dtype; None for strings, objects, records, foreign byte orders and the like."""
+    """None for strings, objects, records, foreign byte orders and the like."""
     return _numpy_table().get(dtype) if dtype.isnative and dtype.fields is None else None
 
 
@@ -116,7 +113,7 @@ def _numpy_table() -> dict[np.dtype[Any], DType]:
 
 
 def check_numpy(name: str, dtype: np.dtype[Any]) -> DType:
-    """Return the entry of an array's dtype; UnsupportedLeafError, with the array's ``name``, if it has none."""
+    """Raises UnsupportedLeafError, with the array's ``name``, if the dtype has no entry."""
     found = of_numpy(dtype)
     if found is not None:
         return found
@@ -134,7 +131,7 @@ def check_numpy(name: str, dtype: np.dtype[Any]) -> DType:
 
 
 def check_torch(name: str, dtype: "torch.dtype") -> DType:
-    """Return the entry of a tensor's dtype; UnsupportedLeafError if it has none (quantised, sub-byte)."""
+    """Raises UnsupportedLeafError if the dtype has no entry (quantised, sub-byte)."""
     found = BY_NAME.get(str(dtype).removeprefix("torch."))
     if found is not None and found.has_torch:
         return found

@@ -1,9 +1,4 @@
-"""A leaf: one tensor or array of a state, read and written as one stream of bytes.
-
-The stream holds the elements in C order, little-endian, whatever the memory layout: transposed, expanded, reversed, on
-a GPU, lazily conjugated. If the memory is that stream already, `Leaf.host_bytes` returns it without a copy. Otherwise a
-range of the stream is gathered, with extra memory of the range's size only.
-"""
+"""A leaf: one tensor or array of a state, read and written as one stream of bytes."""
 
 import math
 import sys
@@ -22,20 +17,23 @@ if TYPE_CHECKING:
     import torch
 
 
+# The stream holds the elements in C order, little-endian, whatever the memory layout: transposed, expanded, reversed,
+# on a GPU, lazily conjugated.
 # Strided memory as a stream of elements in C order. A range is split by recursion over the leading dimension (the end
 # of a row, whole rows, the start of a row), so that gathering needs extra memory for the range, not for the array.
 
 Bytes = npt.NDArray[np.uint8]
+# A ``torch.Tensor`` or a ``numpy.ndarray``.
 Array = Any
-"""A ``torch.Tensor`` or a ``numpy.ndarray``."""
+# The device of new tensors; the CPU if it is None.
 Device: TypeAlias = "torch.device | str | None"
-"""The device of new tensors; the CPU if it is None."""
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int], width: int) -> bool:
-    """Return whether two elements could share memory; exact for every layout that slicing produces."""
+    """Exact for every layout that slicing produces."""
     if 0 in shape:
         return False
+    # By stride: each dimension must step over everything that the smaller strides reach.
     reach = width
     for stride, length in sorted((abs(stride), length) for stride, length in zip(strides, shape, strict=True)):
         if length > 1:
@@ -66,33 +64,33 @@ def slices(array: Array, first: int, last: int) -> Iterator[Array]:
 
 
 def is_lazy(tensor: "torch.Tensor") -> bool:
-    """Return whether the tensor is conjugated or negated on reading, so that its memory has other values."""
+    """Whether the tensor is conjugated or negated on reading, so that its memory has other values."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def integer_dtype(itemsize: int) -> "torch.dtype | None":
-    """Return torch's integer dtype of that many bytes; None for 16."""
+    """None for 16 bytes."""
     import torch
 
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(itemsize)
 
 
 def as_integers(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Return a view as integers, which is copied bit for bit in every layout, on every device; complex128 as it is."""
+    """A view as integers, which is copied bit for bit in every layout, on every device; complex128 as it is."""
     carrier = integer_dtype(tensor.element_size())
     return tensor if carrier is None else tensor.view(carrier)
 
 
 def as_unsigned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a view of a numpy array that is copied bit for bit."""
+    """A view that is copied bit for bit."""
     return array.view(f"u{array.itemsize}") if array.itemsize <= 8 else array
 
 
 def gather_tensor(piece: "torch.Tensor", out: Bytes) -> None:
-    """Copy a tensor of any layout into its bytes."""
     import torch
 
     target = torch.from_numpy(out)
+    # Not aligned to the elements: copied as bytes.
     if out.ctypes.data % piece.element_size():
         whole = torch.empty(piece.shape, dtype=piece.dtype).copy_(piece)
         target.copy_(whole.reshape(-1).view(torch.uint8))
@@ -101,19 +99,20 @@ def gather_tensor(piece: "torch.Tensor", out: Bytes) -> None:
 
 
 def scatter_tensor(piece: "torch.Tensor", data: Bytes) -> None:
-    """Copy bytes into a tensor of any layout."""
     import torch
 
+    # torch has no read-only tensors and warns about such arrays.
     aligned = data.ctypes.data % piece.element_size() == 0 and data.flags.writeable
     source = torch.from_numpy(data if aligned else data.copy())
+    # An inference tensor can only be written in inference mode.
     with torch.inference_mode() if piece.is_inference() else torch.no_grad():
         piece.copy_(source.view(piece.dtype).reshape(piece.shape))
 
 
 LeafKind = Literal["tensor", "parameter", "ndarray", "npscalar"]
 LEAF_KINDS: tuple[LeafKind, ...] = ("tensor", "parameter", "ndarray", "npscalar")
+# As numpy has. The product of millions of lengths, which a hostile file may have, would take hours.
 MOST_DIMENSIONS = 64
-"""As numpy has. The product of millions of lengths, which a hostile file may have, would take hours."""
 
 
 class Source(Protocol):
@@ -121,7 +120,7 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """Its full dotted name."""
+        """The full dotted name."""
 
     @property
     def dtype(self) -> DType:
@@ -165,14 +164,15 @@ class Leaf:
 
     @classmethod
     def of(cls, name: str, value: object) -> "Leaf | None":
-        """Return the leaf of a tensor, parameter, numpy array or numpy scalar; None for any other value.
+        """None for any other value.
 
-        Raises UnsupportedLeafError if the value is a tensor or array that cannot be stored: sparse, quantised, nested,
-        without data, of a subclass, or of a dtype that is not in the table.
+        Raises UnsupportedLeafError if a tensor or array cannot be stored: sparse, quantised, nested, without data, of a
+        subclass, or of a dtype that is not in the table.
         """
         if isinstance(value, np.generic):
             return cls(name, "npscalar", check_numpy(name, value.dtype), np.array(value))
         if isinstance(value, np.ndarray):
+            # A subclass has more than its elements, such as a mask, which would be lost without notice.
             if type(value) not in (np.ndarray, np.memmap):
                 raise UnsupportedLeafError(
                     f"{type(value).__name__} is a subclass of numpy.ndarray",
@@ -191,24 +191,21 @@ class Leaf:
 
     @property
     def is_torch(self) -> bool:
-        """Whether ``array`` is a torch tensor."""
         return self.kind in ("tensor", "parameter")
 
     @property
     def writable(self) -> bool:
-        """Whether `write` can change it: not a numpy scalar, a read-only array, or a view with overlapping elements."""
+        """False for a numpy scalar, a read-only array, or a view with overlapping elements."""
         if self.kind == "npscalar" or (self.kind == "ndarray" and not self.array.flags.writeable):
             return False
         strides = self.array.stride() if self.is_torch else self.array.strides
         return not may_overlap(self.shape, strides, 1 if self.is_torch else self.dtype.itemsize)
 
     def host_bytes(self) -> Bytes | None:
-        """Return the stream as a view of the value's memory, a uint8 array of shape (nbytes,), without a copy.
+        """Return the stream as a view of the value's memory, a uint8 array of shape (nbytes,).
 
-        None is returned if the memory is not the stream: on another device, elements out of C order or with gaps, a
-        lazily conjugated or negated tensor.
-
-        Raises UnsupportedLeafError if a tensor's memory was freed or made smaller.
+        None if the memory is not the stream. Raises UnsupportedLeafError if a tensor's memory was freed or made
+        smaller.
         """
         if self.nbytes == 0:
             return np.empty(0, np.uint8)
@@ -216,16 +213,14 @@ class Leaf:
             contiguous = self.array.flags.c_contiguous
             return self.array.reshape(-1).view(np.uint8) if contiguous else None
         tensor = self.array
+        # Every time: FSDP frees and fills the storage of its parameters meanwhile.
         _check_memory(self.name, tensor)
         if tensor.device.type != "cpu" or is_lazy(tensor) or not tensor.is_contiguous():
             return None
         return np.asarray(_Memory(tensor, self.nbytes))
 
     def read(self, start: int, stop: int, out: Bytes) -> None:
-        """Copy the bytes [start, stop) of the stream, multiples of the item size, to ``out``.
-
-        ``out`` is a C-contiguous uint8 array of shape (stop - start,). Extra memory is at most the size of the range.
-        """
+        """``out`` is C-contiguous uint8 of shape (stop - start,). Extra memory is at most the size of the range."""
         self._check_range(start, stop, out)
         host = self.host_bytes()
         if host is not None:
@@ -238,10 +233,7 @@ class Leaf:
                 part.view(piece.dtype).reshape(piece.shape)[...] = piece
 
     def write(self, start: int, stop: int, data: Bytes) -> None:
-        """Overwrite the bytes [start, stop) of the stream, multiples of the item size, in the value's own memory.
-
-        ``data`` is a C-contiguous uint8 array of shape (stop - start,). Raises UsageError if the value is not writable.
-        """
+        """Overwrite the bytes [start, stop) in the value's own memory. Raises UsageError if it is not writable."""
         self._check_range(start, stop, data)
         if not self.writable:
             raise UsageError(
@@ -260,19 +252,19 @@ class Leaf:
                 piece[...] = part.view(piece.dtype).reshape(piece.shape)
 
     def _check_range(self, start: int, stop: int, data: Bytes) -> None:
-        """Raise ValueError unless the range lies in the stream, at whole elements, and has the length of the data."""
         size = self.dtype.itemsize
         if not 0 <= start <= stop <= self.nbytes or start % size or stop % size or len(data) != stop - start:
             raise ValueError(f"bytes [{start}, {stop}) of {self.nbytes} do not fit {len(data)} bytes of {self.dtype}")
 
     def _pieces(self, start: int, stop: int, data: Bytes) -> Iterator[tuple[Array, Bytes]]:
-        """Yield sub-arrays that together are the range, in order, each with its bytes in ``data``."""
         size = self.dtype.itemsize
         array = self.array
         if not self.is_torch:
             array = as_unsigned(array)
         elif not is_lazy(array):
+            # A lazy tensor must be read as what it is, so that torch conjugates or negates it.
             array = as_integers(array)
+        # One dimension needs no recursion over rows.
         if self.is_torch and array.is_contiguous():
             array = array.reshape(-1)
         begin = 0
@@ -283,20 +275,18 @@ class Leaf:
 
 
 class _Memory:
-    """Shows numpy the memory of a contiguous tensor, and keeps it alive.
-
-    ``Tensor.numpy`` would do so, but torch then refuses to resize the tensor for ever, which FSDP does.
-    """
+    """Shows numpy the memory of a contiguous tensor, and keeps it alive."""
 
     def __init__(self, tensor: "torch.Tensor", nbytes: int) -> None:
+        # `Tensor.numpy` would do so, too, but torch then refuses to resize the tensor for ever, which FSDP does.
         self._tensor = tensor
         address = tensor.data_ptr(), False
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": address}
 
 
 def _check_memory(name: str, tensor: "torch.Tensor") -> None:
-    """Raise UnsupportedLeafError if elements of a tensor lie behind the end of its storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    # torch does not check this when memory is read.
     if (tensor.storage_offset() + last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise UnsupportedLeafError(
             "its memory was freed or made smaller, as FSDP does with parameters that it does not use at the moment",
@@ -306,7 +296,6 @@ def _check_memory(name: str, tensor: "torch.Tensor") -> None:
 
 
 def check_plain(name: str, tensor: "torch.Tensor") -> None:
-    """Raise UnsupportedLeafError for a tensor that is not plain strided memory."""
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -333,11 +322,7 @@ def check_plain(name: str, tensor: "torch.Tensor") -> None:
 
 
 def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: Device = None) -> Array:
-    """Return uninitialised memory for a leaf: a plain tensor for a parameter, a 0-d array for a numpy scalar.
-
-    ``device`` is for tensors; numpy arrays are always in host memory. Raises UnsupportedError if torch (numpy, for
-    its kinds) does not have the dtype; OutOfMemoryError if the allocation fails.
-    """
+    """Uninitialised memory; 0-d for a numpy scalar. Raises UnsupportedError for an unknown dtype; OutOfMemoryError."""
     target = dtype.numpy if kind in ("ndarray", "npscalar") else dtype.torch
     try:
         if isinstance(target, np.dtype):
@@ -353,12 +338,12 @@ def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: Devi
 
 # Converting the stored elements of a tensor while they are written into its memory.
 
+# A torch dtype or its name; None keeps the dtype of every tensor.
 DTypeLike: TypeAlias = "torch.dtype | str | None"
-"""A torch dtype or its name; None keeps the dtype of every tensor."""
 
 
 def float_dtype(dtype: DTypeLike) -> DType:
-    """Return the entry of a torch dtype of floating point, also given by its name; UsageError if it is another."""
+    """Raises UsageError if it is not a floating point dtype of torch."""
     name = str(dtype).removeprefix("torch.")
     floats = [each.name for each in BY_NAME.values() if each.kind == "float" and each.has_torch]
     if name not in floats:
@@ -373,11 +358,10 @@ class CastLeaf(Leaf):
     """A stream of elements of ``dtype`` that are written into a new tensor of another dtype, ``array``."""
 
     def host_bytes(self) -> Bytes | None:
-        """Return None: the memory is not the stream."""
+        # So that readers decode into a buffer, and call `write`.
         return None
 
     def write(self, start: int, stop: int, data: Bytes) -> None:
-        """Convert the bytes [start, stop) of the stream, multiples of the item size, into the tensor."""
         import torch
 
         size = self.dtype.itemsize

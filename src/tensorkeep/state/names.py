@@ -1,11 +1,4 @@
-"""Dotted names of leaves, the part that each leaf belongs to, and selection by glob.
-
-Keys are joined by dots, so that a plain ``state_dict`` keeps the names that other tools expect. A path is escaped only
-if its name is ambiguous (``{"a": {"b": t}, "a.b": u}``, ``{1: t, "1": u}``) or reserved, or a key is empty: within a
-key ``.``, ``%`` and NUL become ``%2E``, ``%25`` and ``%00``; an empty key becomes ``%``; keys that are not strings
-become ``%i1``, ``%True``, ``%None``, ``%r1%2E5``, ``%r(1, 'a')``. Names are never parsed back, because the skeleton has
-the keys. They depend only on the set of paths, not on its order.
-"""
+"""Dotted names of leaves, the part that each leaf belongs to, and selection by glob."""
 
 import difflib
 import hashlib
@@ -17,13 +10,13 @@ from fnmatch import fnmatchcase
 from tensorkeep.errors import UsageError
 
 Scalar = str | int | float | None
+# A key of a dict, a field, or an index of a list (``bool`` is an int).
 Key = Scalar | tuple[Scalar, ...]
-"""A key of a dict, a field, or an index of a list (``bool`` is an int)."""
 
 KeyPath = tuple[Key, ...]
 
+# The name of the tensor if it is the whole state.
 BARE_NAME = "tensor"
-"""The name of the tensor if it is the whole state."""
 
 DEFAULT_PART = "model"
 _RESERVED = "__metadata__"
@@ -32,7 +25,6 @@ _LONG_INTEGER = 2**64
 
 
 def key_text(key: Key) -> str:
-    """Return a key as it is in a name without escapes."""
     if isinstance(key, str):
         return key
     if isinstance(key, tuple):
@@ -42,7 +34,7 @@ def key_text(key: Key) -> str:
 
 
 def display(path: KeyPath) -> str:
-    """Return a path for an error message, printable for all keys."""
+    """A path for an error message, printable for all keys."""
     text = ".".join(map(key_text, path)) or "(the whole state)"
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -59,9 +51,15 @@ def assign_names(paths: Sequence[KeyPath]) -> list[str]:
     """
     if list(paths) == [()]:
         return [BARE_NAME]
+    # Keys are joined by dots, so that a plain ``state_dict`` keeps the names that other tools expect. A path is escaped
+    # only if its name is ambiguous (``{"a": {"b": t}, "a.b": u}``, ``{1: t, "1": u}``) or reserved, or a key is empty:
+    # within a key ``.``, ``%`` and NUL become ``%2E``, ``%25`` and ``%00``; an empty key becomes ``%``; keys that are
+    # not strings become ``%i1``, ``%True``, ``%None``, ``%r1%2E5``, ``%r(1, 'a')``. Names are never parsed back,
+    # because the skeleton has the keys. They depend only on the set of paths, not on its order.
     escaped = {index for index, path in enumerate(paths) if not _is_natural(path)}
     while True:
         names = [_join(path, index in escaped) for index, path in enumerate(paths)]
+        # Names of one part must also be unique without the first key, as they are in the files of the part.
         rests = [
             (_distinct(path[0]), _join(path[1:], index in escaped)) if len(path) > 1 else ((), index)
             for index, path in enumerate(paths)
@@ -74,10 +72,10 @@ def assign_names(paths: Sequence[KeyPath]) -> list[str]:
 
 
 def assign_parts(paths: Sequence[KeyPath], names: Sequence[str], *, is_dict: bool) -> dict[str, tuple[str, str]]:
-    """Return each leaf's part and its name relative to the part, by its name from `assign_names`.
+    """Return each leaf's part and its name relative to the part.
 
-    Each container at the top of the state is a part, named by its key. Tensors directly at the top form the part
-    ``model``, or ``top`` if there is a container ``model``. A state that is not a dict is one part, ``model``.
+    Each container at the top is a part; tensors at the top form the part ``model``, or ``top`` if there is a container
+    ``model``.
     """
     if not is_dict:
         return {name: (DEFAULT_PART, name) for name in names}
@@ -91,17 +89,16 @@ def assign_parts(paths: Sequence[KeyPath], names: Sequence[str], *, is_dict: boo
         if len(path) == 1:
             parts[name] = (loose, name)
         else:
+            # The same form, escaped or natural, as in the full name.
             parts[name] = (titles[_distinct(path[0])], _join(path[1:], name != _join(path, False)))
     return parts
 
 
 def part_file_stem(part: str) -> str:
-    """Return a safe file name, without suffix, for one part; see `part_file_stems` for several.
-
-    Letters, digits, ``_`` and ``-`` are kept, everything else is percent-encoded. The name has at most 100 bytes, and
-    is neither ``manifest`` nor the name of a numbered file of another part.
-    """
+    """A safe file name, without suffix, for one part; at most 100 bytes."""
+    # Percent-encoded, so that no part can name a file outside of the checkpoint's folder.
     kept = re.sub(r"[^A-Za-z0-9_-]", lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), part)
+    # A part must not look like a numbered file of another part, nor like the manifest.
     stem = re.sub(r"-(\d+)-of-(\d+)$", r"%2D\1%2Dof%2D\2", kept) or "%"
     if stem.lower() == "manifest":
         stem = f"%{ord(stem[0]):02X}{stem[1:]}"
@@ -109,22 +106,19 @@ def part_file_stem(part: str) -> str:
 
 
 def part_file_stems(parts: Iterable[str]) -> dict[str, str]:
-    """Return the file names of the parts, without suffix, unique even on file systems that ignore case."""
+    """Unique even on file systems that ignore case."""
     stems = {part: part_file_stem(part) for part in parts}
     counts = Counter(stem.lower() for stem in stems.values())
     return {part: stem if counts[stem.lower()] == 1 else _marked(stem, part) for part, stem in stems.items()}
 
 
 def select(names: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
-    """Return the names that match at least one pattern, in their order; UsageError if a pattern matches nothing.
-
-    Patterns are exact names, which match nothing else (``a[0].w``), or else globs on the whole name, case-sensitive;
-    ``*`` matches dots, too.
-    """
+    """Return the names that match, in their order; ``*`` matches dots. UsageError if a pattern matches nothing."""
     candidates = list(names)
     known = set(candidates)
     chosen: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        # First as an exact name: brackets in ``a[0].w`` are not a glob.
         matching = {pattern} & known
         if not matching:
             matching |= {name for name in candidates if fnmatchcase(name, pattern)}
@@ -135,7 +129,7 @@ def select(names: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
 
 
 def nearest(names: list[str], pattern: str) -> str:
-    """Return the remedy for a pattern or a name that matches no tensor: names that are like it."""
+    """The remedy for a name that matches no tensor: names that are like it."""
     if not names:
         return "the checkpoint has no tensors"
     if any(name.startswith(f"{pattern}.") for name in names):
@@ -166,7 +160,7 @@ def _escape(key: Key) -> str:
 
 
 def _distinct(key: Key) -> tuple[type, str]:
-    """Return a value that differs for ``1``, ``"1"``, ``1.0`` and ``True``."""
+    """Differs for ``1``, ``"1"``, ``1.0`` and ``True``, which are equal or print alike."""
     return type(key), key_text(key)
 
 

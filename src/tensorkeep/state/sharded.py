@@ -16,21 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TensorShard(Leaf):
-    """A box of a tensor, which one process reads or writes: ``array`` is its memory, and ``shape`` its lengths.
-
-    ``whole`` is the shape of the full tensor, and ``offsets`` is where the box begins in it.
-    """
+    """A box of a tensor: ``whole`` is the shape of the full tensor, ``offsets`` is where the box begins."""
 
     whole: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
 
     @classmethod
     def of_leaf(cls, leaf: Leaf) -> "TensorShard":
-        """Return the shard that is a full tensor."""
         return cls(leaf.name, leaf.kind, leaf.dtype, leaf.array, leaf.requires_grad, leaf.shape, (0,) * len(leaf.shape))
 
     def rows(self, start: int, stop: int) -> "TensorShard":
-        """Return the rows ``start:stop``, indices of dimension 0."""
         offsets = (self.offsets[0] + start, *self.offsets[1:])
         return TensorShard(
             self.name, self.kind, self.dtype, self.array[start:stop], self.requires_grad, self.whole, offsets
@@ -39,10 +34,7 @@ class TensorShard(Leaf):
 
 @dataclass(slots=True)
 class ShardedLeaf(Leaf):
-    """A `DTensor` of a state: ``shape`` and ``nbytes`` describe the full tensor, ``array`` is the local tensor.
-
-    ``layout`` is its mesh and placements as text. It is stored and loaded by its pieces; its other bytes are elsewhere.
-    """
+    """A `DTensor`: ``shape`` and ``nbytes`` describe the full tensor, ``array`` is the local tensor."""
 
     whole: tuple[int, ...] = ()
     layout: str = ""
@@ -50,27 +42,25 @@ class ShardedLeaf(Leaf):
     runs: tuple[tuple[range, ...], ...] = field(default=())
 
     def __post_init__(self) -> None:
+        # `Leaf` would take the shape of the local tensor.
         self.shape = self.whole
         self.nbytes = prod(self.whole) * self.dtype.itemsize
 
     @property
     def writable(self) -> bool:
-        """Whether the local tensor can be changed."""
         return not may_overlap(tuple(self.array.shape), self.array.stride(), 1)
 
     @property
     def sharing(self) -> Hashable:
-        """A value that only DTensors of the same local memory and placements have, also where that memory is empty."""
+        """Equal only for DTensors of the same local memory and placements, also where that memory is empty."""
         array = self.array
+        # The storage object, not its address: all empty storages have the address 0.
         memory = array.untyped_storage()._cdata, array.storage_offset(), tuple(array.stride())
         return *memory, self.dtype.name, self.shape, self.layout
 
     @classmethod
     def of(cls, name: str, value: Any) -> "ShardedLeaf | None":
-        """Return the leaf of a DTensor; None for any other value.
-
-        Raises UnsupportedLeafError if its local tensor cannot be stored, or is a part of a sum.
-        """
+        """None for other values. Raises UnsupportedLeafError for a partial sum, or what cannot be stored."""
         if not is_dtensor(value):
             return None
         import torch
@@ -107,21 +97,20 @@ class ShardedLeaf(Leaf):
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether a value is a `DTensor`, or a parameter that is one, without importing torch's distributed code."""
+    """Recognises parameters that are DTensors, too; does not import torch's distributed code."""
     return any(
         (kind.__module__, kind.__name__) == ("torch.distributed.tensor", "DTensor") for kind in type(value).__mro__
     )
 
 
 def shards_of(leaf: Leaf) -> list[TensorShard]:
-    """Return the boxes of a tensor that this process has: all of a tensor that is not sharded, if it has elements."""
     if isinstance(leaf, ShardedLeaf):
         return list(leaf.pieces())
     return [TensorShard.of_leaf(leaf)] if leaf.nbytes else []
 
 
 def row_ranges(piece: TensorShard, most_bytes: int) -> Iterator[TensorShard]:
-    """Yield parts of a box, of some rows each, of about so many bytes or less."""
+    """Yield parts of a box, some rows each, of about ``most_bytes`` or less."""
     rows = piece.shape[0] if piece.shape else 1
     if piece.nbytes <= most_bytes or rows == 1:
         yield piece
@@ -137,7 +126,6 @@ def row_ranges(piece: TensorShard, most_bytes: int) -> Iterator[TensorShard]:
 
 
 def bytes_here(leaf: Leaf) -> int:
-    """Return the bytes that this process has of a tensor."""
     return leaf.array.numel() * leaf.dtype.itemsize if isinstance(leaf, ShardedLeaf) else leaf.nbytes
 
 
@@ -157,7 +145,7 @@ def _layout(value: "DTensor") -> str:
 
 
 def _runs(name: str, value: "DTensor") -> tuple[tuple[range, ...], ...]:
-    """Return the rows, columns, ... of the full tensor that this rank has, as torch divides them."""
+    """The rows, columns, ... of the full tensor that this rank has, as torch divides them."""
     coordinate = value.device_mesh.get_coordinate()
     shape = tuple(value.to_local().shape)
     if coordinate is None or 0 in shape:  # this rank is not in the mesh, or has nothing
@@ -165,6 +153,7 @@ def _runs(name: str, value: "DTensor") -> tuple[tuple[range, ...], ...]:
     divisions = list(zip(value.placements, value.device_mesh.shape, coordinate, strict=True))
     runs = tuple(_divided(length, dim, divisions) for dim, length in enumerate(value.shape))
     lengths = tuple(sum(map(len, each)) for each in runs)
+    # A DTensor can be made from any local tensor: what torch's rules do not explain would be stored in the wrong place.
     if lengths != shape:
         raise UnsupportedLeafError(
             f"the local tensor of a DTensor has shape {list(shape)}, but its placements {value.placements} on the mesh "
@@ -176,18 +165,16 @@ def _runs(name: str, value: "DTensor") -> tuple[tuple[range, ...], ...]:
 
 
 def _divided(length: int, dim: int, divisions: Sequence[tuple[Any, int, int]]) -> tuple[range, ...]:
-    """Return the ranges of one dimension that a rank has.
-
-    Each mesh dimension has a placement, a number of shards, and the rank's position among them; they divide from left
-    to right. `_StridedShard` stands for one that divides after those on its right, which together are ``split_factor``
-    shards: FSDP after tensor parallel.
-    """
+    """The ranges of one dimension that a rank has; mesh dimensions have a placement, a count and a position."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
+    # Mesh dimensions divide from left to right.
     own = [each for each in divisions if not each[0].is_replicate() and each[0].dim == dim]
     runs: tuple[range, ...] = (range(length),)
     last = list[tuple[int, int]]()
     for number, (placement, count, position) in enumerate(own):
+        # `_StridedShard` divides after the placements on its right, which together are ``split_factor`` shards: FSDP
+        # after tensor parallel.
         if not isinstance(placement, _StridedShard):
             runs = _chunk(runs, count, position)
         elif placement.split_factor == prod(count for _, count, _ in own[number + 1 :]):
@@ -201,7 +188,8 @@ def _divided(length: int, dim: int, divisions: Sequence[tuple[Any, int, int]]) -
 
 
 def _chunk(runs: tuple[range, ...], count: int, position: int) -> tuple[range, ...]:
-    """Return the ranges that `torch.chunk` gives to one of ``count`` chunks."""
+    """The ranges that `torch.chunk` gives to one of ``count`` chunks."""
+    # Rounded up, so that the last chunks may be shorter, or empty.
     size = -(-sum(map(len, runs)) // count)
     found = []
     start, stop = size * position, size * (position + 1)

@@ -1,7 +1,6 @@
 """Skeletons: the structure and plain values of a state as JSON, written, checked and read back.
 
-Skeletons come from untrusted files. A malformed skeleton raises `ValueError` and nothing else. A class that is not
-registered in this process raises `UnsupportedError`.
+A malformed skeleton raises `ValueError` and nothing else; a class that is not registered raises `UnsupportedError`.
 """
 
 import base64
@@ -69,6 +68,7 @@ def register(cls: Class) -> Class:
             remedy="register a dataclass, an enum or a named tuple; save the state_dict() of other objects",
         )
     if dataclasses.is_dataclass(cls):
+        # An abstract class: no instance could be made on load, which calls `object.__new__`.
         try:
             object.__new__(cls)
         except TypeError as error:
@@ -83,18 +83,16 @@ def register(cls: Class) -> Class:
 
 
 def is_namedtuple(cls: type) -> bool:
-    """Return whether a class is a named tuple."""
     fields = getattr(cls, "_fields", None)
     return issubclass(cls, tuple) and isinstance(fields, tuple) and all(isinstance(field, str) for field in fields)
 
 
 def registered_name(cls: type) -> str | None:
-    """Return the name under which a class is saved, or None if it is not registered."""
     return _NAMES.get(cls)
 
 
 def registered_class(name: str) -> type[Any]:
-    """Return the class of that name; UnsupportedError if this process has not registered one."""
+    """Raises UnsupportedError if this process has not registered the name."""
     if name not in _CLASSES:
         module, _, qualified = name.partition(":")
         raise UnsupportedError(
@@ -115,40 +113,40 @@ _NAN = re.compile(r"nan:[0-9a-f]{16}")
 
 
 def encode_int(value: int) -> object:
-    """Return a JSON number, or ``{"int": "0x..."}`` for 2**53 and beyond."""
+    """A JSON number, or ``{"int": "0x..."}`` for 2**53 and beyond."""
     return value if abs(value) < _SAFE_INTEGER else {"int": hex(value)}
 
 
 def encode_float(value: float) -> str:
-    """Return the shortest decimal that reads back as the same float; a NaN with its bits (``nan:7ff8...``)."""
+    """The shortest decimal that reads back as the same float; a NaN with its bits (``nan:7ff8...``)."""
     return f"nan:{struct.pack('>d', value).hex()}" if math.isnan(value) else repr(value)
 
 
 def decode_float(text: object) -> float:
-    """Inverse of `encode_float`."""
     if isinstance(text, str) and _NAN.fullmatch(text):
+        # Big-endian, so that the text reads like the number.
         value: float = struct.unpack(">d", bytes.fromhex(text[4:]))[0]
         if math.isnan(value):
             return value
+    # The length is limited first: a hostile file may have digits by the million.
     elif isinstance(text, str) and len(text) < 40 and _FLOAT.fullmatch(text):
         return float(text)
     raise ValueError(f"{brief(text)} is not a float")
 
 
 def encode_bytes(value: bytes | bytearray) -> str:
-    """Return base64."""
     return base64.b64encode(value).decode()
 
 
 def decode_bytes(text: object) -> bytes:
-    """Inverse of `encode_bytes`."""
     if not isinstance(text, str):
         raise ValueError(f"{brief(text)} is not base64 text")
+    # `validate`: Python would otherwise skip foreign characters without notice.
     return base64.b64decode(text, validate=True)
 
 
 def encode_key(key: Key) -> object:
-    """Return the JSON of a dict key or a set element: None, bool, int, float, str or a tuple of such scalars."""
+    """None, bool, int, float, str or a tuple of such scalars."""
     if isinstance(key, tuple):
         return {"tuple": [encode_key(part) for part in key]}
     if isinstance(key, bool) or key is None or isinstance(key, str):
@@ -157,7 +155,6 @@ def encode_key(key: Key) -> object:
 
 
 def decode_key(node: object) -> Any:
-    """Inverse of `encode_key`."""
     if node is None or isinstance(node, bool | int):
         return node
     if isinstance(node, str):
@@ -168,13 +165,13 @@ def decode_key(node: object) -> Any:
         if "int" in node:
             return decode_long_int(node["int"])
         parts = node.get("tuple")
+        # One level only, as the encoder writes: a hostile file cannot exhaust the stack.
         if isinstance(parts, list) and not any(isinstance(part, dict) and "tuple" in part for part in parts):
             return tuple(map(decode_key, parts))
     raise ValueError(f"{brief(node)} is not a key")
 
 
 def decode_int(node: object) -> int:
-    """Inverse of `encode_int`."""
     value = decode_key(node)
     if type(value) is not int:
         raise ValueError(f"{brief(node)} is not an integer")
@@ -182,14 +179,14 @@ def decode_int(node: object) -> int:
 
 
 def decode_long_int(text: object) -> int:
-    """Return the integer of a hexadecimal text."""
     if not isinstance(text, str) or not _INTEGER.fullmatch(text):
         raise ValueError(f"{brief(text)} is not a hexadecimal integer")
+    # Hexadecimal: linear time, and no limit of digits as for decimal numbers.
     return int(text, 16)
 
 
 def check_text(text: object) -> str:
-    """Return the text if it is a string of valid Unicode."""
+    """Raises ValueError unless it is a string of valid Unicode."""
     if not isinstance(text, str):
         raise ValueError(f"{brief(text)} is not a string")
     text.encode()  # UnicodeEncodeError, a ValueError, on a lone surrogate.
@@ -197,7 +194,7 @@ def check_text(text: object) -> str:
 
 
 def brief(node: object) -> str:
-    """Return the start of a malformed node, for an error message."""
+    """The start of a malformed node, for an error message."""
     text = ascii(node) if isinstance(node, str | int | float | None) else type(node).__name__
     return text if len(text) <= 50 else f"{text[:47]}..."
 
@@ -205,24 +202,18 @@ def brief(node: object) -> str:
 # Skeleton -> state.
 
 T = TypeVar("T")
+# The deepest nesting of containers, both when saving and when loading.
 MAX_DEPTH = 128
-"""The deepest nesting of containers, both when saving and when loading."""
 _AS_SAVED = "register the class as it was when the state was saved"
 
 
 class LeafSpec(NamedTuple):
-    """What a skeleton records of a leaf: its kind, and whether it tracks gradients."""
-
     kind: LeafKind
     requires_grad: bool
 
 
 class SkeletonReader:
-    """Decodes one skeleton; ``leaf_specs`` has the leaves decoded so far, in order.
-
-    Without ``values`` the skeleton is only checked: leaves and registered objects decode to None. The values
-    of ``as_is`` are used unchanged, whatever kinds the skeleton records.
-    """
+    """Decodes one skeleton; without ``values``, only checks it. Values of ``as_is`` are used unchanged."""
 
     def __init__(self, values: Mapping[str, Array] | None, *, as_is: Collection[str] = ()) -> None:
         self.leaf_specs: dict[str, LeafSpec] = {}
@@ -231,11 +222,12 @@ class SkeletonReader:
         self._finished: dict[tuple[int, LeafSpec], tuple[Array, Any]] = {}
 
     def decode(self, node: object, depth: int = 0) -> Any:
-        """Return a node's value; raises ValueError or UnsupportedError."""
+        """Raises ValueError or UnsupportedError."""
         if node is None or isinstance(node, int):  # A bool is an int.
             return node
         if isinstance(node, str):
             return check_text(node)
+        # Before the recursion: a hostile file may be nested as deep as it likes.
         if depth > MAX_DEPTH:
             raise ValueError(f"the state is nested deeper than {MAX_DEPTH} levels")
         if isinstance(node, list):
@@ -259,6 +251,7 @@ class SkeletonReader:
         is_plain = len(node) == 1 or (kind in ("tensor", "parameter") and node.keys() == {kind, "requires_grad"})
         if not name or not isinstance(grad, bool) or not is_plain:
             raise ValueError(f"{brief(node)} is not a leaf")
+        # Two leaves of one name would share memory after a load.
         if name in self.leaf_specs:
             raise ValueError(f"two leaves are called {name!r}")
         spec = self.leaf_specs[name] = LeafSpec(kind, grad)
@@ -269,6 +262,7 @@ class SkeletonReader:
         value = self._values[name]
         if name in self._as_is:
             return value
+        # Two names of one tensor become one object again.
         identity = (id(value), spec)
         if identity not in self._finished:
             # The value is kept, so that no later one can have its id.
@@ -282,6 +276,7 @@ class SkeletonReader:
         result: dict[Any, Any] = {}
         for key_node, child in map(_pair, _expect(list, body)):
             key = decode_key(key_node)
+            # Keys that are equal although they differ in the file, such as ``1`` and ``True``, would lose a value.
             if key in result:
                 raise ValueError(f"the key {brief(key_node)} is in one dict twice")
             result[key] = self.decode(child, depth + 1)
@@ -296,6 +291,7 @@ class SkeletonReader:
         name, fields = _pair(body)
         check_text(name)
         values = self._dict(fields, depth)
+        # A check needs no class: `info` and `verify` work without the user's code.
         if self._values is None:
             return None
         cls = registered_class(name)
@@ -311,6 +307,7 @@ class SkeletonReader:
             )
         if is_namedtuple(cls):
             return cls._make(values[field] for field in names)
+        # Without calling `__init__` or `__post_init__`: no file may make the process run anything.
         instance = object.__new__(cls)
         for field, value in values.items():
             object.__setattr__(instance, field, value)  # Also of frozen dataclasses.
@@ -333,10 +330,8 @@ class SkeletonReader:
 
 @lru_cache(maxsize=256)
 def namedtuple_class(name: str, fields: tuple[str, ...]) -> Any:
-    """Return a named tuple class; ValueError if a name is not an identifier.
-
-    Cached, so that the named tuples of one kind have one class, in one state and in several loads.
-    """
+    """Raises ValueError if a name is not an identifier."""
+    # Cached, so that the named tuples of one kind have one class, in one state and in several loads.
     return namedtuple(name, fields)
 
 
@@ -352,6 +347,7 @@ def _finish(value: Array, name: str, spec: LeafSpec) -> Any:
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"the data of the leaf {name!r} does not fit a {kind}")
     cls = torch.nn.Parameter if kind == "parameter" else torch.Tensor
+    # Already the right kind: a given parameter stays the same object.
     if type(value) is cls and value.requires_grad == grad:
         return value
     try:
@@ -400,6 +396,7 @@ def _size(body: object) -> Any:
     import torch
 
     lengths = _expect(list, body)
+    # Other types and larger numbers raise other errors in torch.
     if not all(type(length) is int and -(2**63) <= length < 2**63 for length in lengths):
         raise ValueError(f"{brief(body)} is not a size")
     return torch.Size(lengths)
@@ -409,6 +406,7 @@ def _dtype(body: object) -> Any:
     import torch
 
     found = getattr(torch, check_text(body), None)
+    # `getattr` with a name from a file: the type check keeps it from returning anything else.
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{brief(body)} is not a torch dtype")
     return found
@@ -493,8 +491,6 @@ _OMIT = 'leave out what cannot be read with select="*"'
 
 
 class StateLeaf(NamedTuple):
-    """A leaf of a state in memory."""
-
     path: KeyPath  # the keys that lead to it
     leaf: Leaf
     value: Any  # the tensor or array of the state; the leaf shares its memory
@@ -502,13 +498,7 @@ class StateLeaf(NamedTuple):
 
 
 class SkeletonWriter:
-    """Encodes one state; ``leaves`` has the leaves so far, in traversal order. Their names are assigned later.
-
-    Containers are copied before they are encoded, because other threads may change them. DTensors are refused unless
-    ``sharded``.
-
-    ``attributes`` has the names of attributes of tensors by the tensor's name: a state does not have them.
-    """
+    """Encodes one state. DTensors are refused unless ``sharded``; attributes of tensors are only noted."""
 
     def __init__(self, *, sharded: bool = False) -> None:
         self.leaves: list[StateLeaf] = []
@@ -520,7 +510,8 @@ class SkeletonWriter:
         raise UnsupportedLeafError(text, name=display(path), remedy="leave it out, or put the value in its place")
 
     def encode(self, value: Any, path: KeyPath) -> Any:
-        """Return a value's node; raises UnsupportedLeafError if it, or a value inside, cannot be saved."""
+        """Raises UnsupportedLeafError if the value, or a value inside, cannot be saved."""
+        # By the exact type: a subclass would come back as its base class.
         encoder = _ENCODERS.get(type(value))
         if encoder is not None:
             return encoder(self, value, path)
@@ -552,6 +543,7 @@ class SkeletonWriter:
 
     def _list(self, value: Iterable[Any], path: KeyPath) -> list[Any]:
         check_depth(path, len(path))
+        # Copied first, here and below: other threads may change the container while it is encoded.
         return [self.encode(item, (*path, index)) for index, item in enumerate(list(value))]
 
     def _dict(self, value: dict[Any, Any], path: KeyPath, prefix: str = "") -> dict[str, Any]:
@@ -608,6 +600,7 @@ class SkeletonWriter:
             return {"enum": [name, member]}
         names = [field.name for field in dataclasses.fields(value)]
         for field in names:
+            # A field that was deleted, or never set, has no value to save.
             if not hasattr(value, field):
                 raise UnsupportedLeafError(f"the field {field} is not set", name=display(path), remedy="set it")
         return {"object": [name, self._fields(((field, getattr(value, field)) for field in names), path)]}
@@ -627,17 +620,14 @@ def _torch_node(value: Any) -> dict[str, Any] | None:
 
 
 class ReplacingWriter(SkeletonWriter):
-    """Encodes a state that a reader made from a file.
-
-    A value that cannot be saved becomes a placeholder instead of an error, and so does a container inside of itself.
-    """
+    """Encodes a state that a reader made from a file. A value that cannot be saved becomes a placeholder."""
 
     def __init__(self, *, sharded: bool = False) -> None:
         super().__init__(sharded=sharded)
         self._around: dict[int, KeyPath] = {}
 
     def encode(self, value: Any, path: KeyPath) -> Any:
-        """Return a value's node, or a placeholder's."""
+        # Only containers around this value: one that is in two places is not a cycle.
         around = self._around.get(id(value))
         if around is not None:
             what = f"a reference to {display(around)}, which contains it"
@@ -648,6 +638,7 @@ class ReplacingWriter(SkeletonWriter):
         try:
             return super().encode(value, path)
         except UnsupportedLeafError as error:
+            # Leaves inside of the refused value belong to no node.
             del self.leaves[count:]
             what = error.message.removesuffix(" cannot be saved")
             remedy = f"read it with the tool that wrote the file, and {error.remedy}; or {_OMIT}"
@@ -657,6 +648,7 @@ class ReplacingWriter(SkeletonWriter):
 
     def _placeholder(self, value: Placeholder, path: KeyPath) -> dict[str, Any]:
         texts = (display(path), value.what, value.remedy)
+        # Names from foreign files may have lone surrogates, which JSON cannot hold.
         return {"placeholder": [text.encode("utf-8", "backslashreplace").decode() for text in texts]}
 
 
@@ -682,7 +674,7 @@ _ENCODERS: dict[type, Callable[[SkeletonWriter, Any, KeyPath], Any]] = {
 
 
 def check_depth(path: KeyPath, depth: int) -> None:
-    """Raise UnsupportedLeafError for a container that is nested too deeply, perhaps in itself."""
+    """Raises UnsupportedLeafError for a container that is nested too deeply, perhaps in itself."""
     if depth >= MAX_DEPTH:
         raise UnsupportedLeafError(
             f"the state is nested deeper than {MAX_DEPTH} levels",

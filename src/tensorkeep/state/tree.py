@@ -1,9 +1,4 @@
-"""Nested state <-> skeleton and named leaves, exactly.
-
-The skeleton is the structure and the plain values of a state as JSON; ``skeleton_writer.py`` lists its nodes. A dict,
-list or object that is in two places of a state is two objects after a load; tensors that share storage are shared again
-(``aliases.py``).
-"""
+"""Nested state <-> skeleton and named leaves. Shared storage is shared again; an object in two places becomes two."""
 
 import json
 import warnings
@@ -23,8 +18,6 @@ S_co = TypeVar("S_co", bound=Source, covariant=True)
 
 @dataclass(frozen=True)
 class Flat(Generic[S_co]):
-    """A flattened state."""
-
     skeleton: object  # the structure and the plain values, as JSON
     leaves: Mapping[str, S_co]  # to store, in traversal order
     aliases: dict[str, Alias]  # the leaves that are views of stored ones
@@ -64,10 +57,7 @@ def flatten(state: object, *, sharded: bool = False, placeholders: bool = False)
 
 
 def state_leaves(state: object, *, sharded: bool = False, placeholders: bool = False) -> dict[str, StateLeaf]:
-    """Return every leaf of a state by its name, also those that share another leaf's storage; see `flatten`.
-
-    Raises UnsupportedLeafError for the first value that cannot be saved.
-    """
+    """Return every leaf by its name, also those that share another leaf's storage. Raises UnsupportedLeafError."""
     return {one.leaf.name: one for one in _encode(state, sharded=sharded, placeholders=placeholders)[1].leaves}
 
 
@@ -76,6 +66,7 @@ def _encode(state: object, *, sharded: bool, placeholders: bool) -> tuple[object
     skeleton = writer.encode(state, ())
     assigned = names.assign_names([one.path for one in writer.leaves])
     taken: set[str] = set()
+    # The names depend on all paths, so they are filled in when the encoding is over.
     for one, name in zip(writer.leaves, assigned, strict=True):
         if name in taken:
             raise UnsupportedLeafError(
@@ -90,47 +81,33 @@ def _encode(state: object, *, sharded: bool, placeholders: bool) -> tuple[object
 
 
 def unflatten(skeleton: object, values: Mapping[str, Array], *, as_is: Collection[str] = ()) -> Any:
-    """Rebuild a state from a skeleton, which may come from a file, and the data of its leaves.
+    """Rebuild a state from a skeleton, which may come from a file.
 
-    The data is of the leaf's kind, as ``leaf.allocate`` returns it. If two names have the same object, so has the
-    state: a tied parameter is one parameter again. A `torch.nn.Parameter`, or a tensor that tracks gradients as the
-    leaf did, is used without a wrapper. The values of the leaves named in ``as_is`` are used unchanged,
-    whatever kinds the skeleton records.
-
-    Raises ValueError if the skeleton is malformed, or names a leaf that ``values`` lacks; UnsupportedError if it holds
-    an object of a class that is not registered in this process, or has other fields now.
+    If two names have the same object, so has the state. The values named in ``as_is`` are used unchanged. Raises
+    ValueError if the skeleton is malformed or names a leaf that ``values`` lacks; UnsupportedError for a class that is
+    not registered or has other fields now.
     """
     return SkeletonReader(values, as_is=as_is).decode(skeleton)
 
 
 def leaf_specs(skeleton: object) -> dict[str, LeafSpec]:
-    """Check a whole skeleton and return the leaves that it names, in order.
-
-    Raises ValueError if any node is malformed, two leaves have one name, or the nesting is deeper than ``MAX_DEPTH``.
-    """
+    """Check a whole skeleton and return its leaves, in order. Raises ValueError if any node is malformed."""
     reader = SkeletonReader(None)
     reader.decode(skeleton)
     return reader.leaf_specs
 
 
 def prune(skeleton: object, selected: Collection[str], *, placeholders: bool = False) -> object:
-    """Return the skeleton with only the selected leaves.
-
-    A container that loses all its leaves is removed: from a dict with its key, elsewhere (lists, tuples, objects) None
-    takes its place. Plain values, and containers that never had a leaf, remain with the container around them.
-    Placeholders are removed as leaves are, but their container remains; with ``placeholders`` they remain as plain
-    values do. The top of the state always remains.
-
-    Raises ValueError if the skeleton is malformed.
-    """
+    """Keep the selected leaves: a dict loses empty containers, None replaces them elsewhere. Raises ValueError."""
+    # The functions below rely on a valid skeleton, and this one may come from a file.
     leaf_specs(skeleton)
     kept = selected if isinstance(selected, set | frozenset | Mapping) else set(selected)
     pruned = _prune(skeleton, kept, placeholders)[0]
     return None if pruned is _REMOVED else pruned
 
 
+# Takes the place of a placeholder while its container is pruned.
 _REMOVED = object()
-"""Takes the place of a placeholder while its container is pruned."""
 
 
 def _prune(node: Any, kept: Collection[str], placeholders: bool) -> tuple[Any, bool, bool]:
@@ -144,6 +121,7 @@ def _prune(node: Any, kept: Collection[str], placeholders: bool) -> tuple[Any, b
         return (_REMOVED if tag == "placeholder" and not placeholders else node), False, False
     pruned = [(key, *_prune(child, kept, placeholders)) for key, child in children]
     had, has = any(child[2] for child in pruned), any(child[3] for child in pruned)
+    # A key can be removed; a position in a list or a field of an object cannot.
     if tag in (*_MAPPINGS, *_PAIRS):
         pruned = [child for child in pruned if (child[3] or not child[2]) and child[1] is not _REMOVED]
     remaining = [
@@ -154,7 +132,7 @@ def _prune(node: Any, kept: Collection[str], placeholders: bool) -> tuple[Any, b
 
 
 class PlainValue(NamedTuple):
-    """What is in one place of a state: a plain value, a leaf or a container."""
+    """The content of one place of a state: a plain value, a leaf or a container."""
 
     name: str
     kind: str  # "plain", "tensor", "list", "tuple"...
@@ -162,22 +140,18 @@ class PlainValue(NamedTuple):
     is_content: bool  # a plain value or an empty container: its absence elsewhere is a difference
 
     def equals(self, other: "PlainValue") -> bool:
-        """Return whether two values are the same in type and in every bit."""
+        # As JSON text: ``1``, ``1.0`` and ``True`` are equal in Python, and NaN is not equal to itself.
         return self.kind == other.kind and json.dumps(self.node) == json.dumps(other.node)
 
 
 def placeholders(skeleton: object) -> list[Placeholder]:
-    """Return the placeholders in a valid skeleton, in order."""
     if node_tag(skeleton) == "placeholder":
         return [unflatten(skeleton, {})]
     return [found for _, child in child_nodes(skeleton) or () for found in placeholders(child)]
 
 
 def plain_values(skeleton: object) -> dict[tuple[str, ...], PlainValue]:
-    """Return the value at each path of keys of a state with a valid skeleton.
-
-    The keys are in JSON, so that ``1``, ``True`` and ``"1"`` differ, and a key with a dot is not a path.
-    """
+    """Return the value at each path of keys. Keys are in JSON, so that ``1``, ``True`` and ``"1"`` differ."""
     found: dict[tuple[str, ...], PlainValue] = {}
     _collect(skeleton, (), "", found)
     return found
@@ -220,12 +194,12 @@ _FIELDS = ("namedtuple", "object")
 
 
 def node_tag(node: Any) -> str | None:
-    """Return the tag of a valid node, such as ``"tensor"`` or ``"dict"``; ``"list"`` for a list, None for scalars."""
+    """``"list"`` for a list, None for scalars."""
     return "list" if isinstance(node, list) else next(iter(node)) if isinstance(node, dict) else None
 
 
 def child_nodes(node: Any) -> list[tuple[Any, Any]] | None:
-    """Return the children of a valid node with their keys; None for a leaf or a plain value."""
+    """None for a leaf or a plain value."""
     tag = node_tag(node)
     if tag in _MAPPINGS:
         return list(node[tag].items())
@@ -237,7 +211,7 @@ def child_nodes(node: Any) -> list[tuple[Any, Any]] | None:
 
 
 def node_key_text(key: Any) -> str:
-    """Return the text of a key from `child_nodes`, which may be a node itself, such as ``{"int": "0x..."}``."""
+    """The text of a key from `child_nodes`, which may be a node itself, such as ``{"int": "0x..."}``."""
     if isinstance(key, dict):
         (value,) = key.values()
         return names.key_text(decode_key(key) if isinstance(value, list) else value)
@@ -245,7 +219,6 @@ def node_key_text(key: Any) -> str:
 
 
 def with_children(node: Any, children: list[tuple[Any, Any]]) -> Any:
-    """Return a copy of a node that has other children."""
     tag = node_tag(node)
     if tag in _MAPPINGS:
         return {**node, tag: dict(children)}

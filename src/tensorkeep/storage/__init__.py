@@ -15,12 +15,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# The storage for each class of paths. `StorePath` joins at its first use, because its requests take long to import.
 STORAGES: dict[type[Path], Storage] = {type(Path()): LocalStorage()}
-"""The storage for each class of paths. `StorePath` joins at its first use, because its requests take long to import."""
 
 
 def storage_of(path: Path) -> Storage:
-    """Return the storage that a path leads to."""
     kind = type(path)
     if kind not in STORAGES:
         if not issubclass(kind, StorePath):
@@ -32,51 +31,42 @@ def storage_of(path: Path) -> Storage:
 
 
 def file_mode(path: Path, *, follow_links: bool = True) -> int:
-    """Return the mode bits of a path; see `Storage.mode`."""
     return storage_of(path).mode(path, follow_links=follow_links)
 
 
 def exists(path: Path) -> bool:
-    """Return whether something is at a path, be it a link to nothing."""
+    """True for a dangling link, too."""
     return storage_of(path).mode(path, follow_links=False) != 0
 
 
 def names_in(directory: Path) -> list[str]:
-    """Return the names in a directory; see `Storage.names`."""
     return storage_of(directory).names(directory)
 
 
 def folders_in(directory: Path) -> list[str]:
-    """Return the names of the directories in a directory; see `Storage.folders`."""
     return storage_of(directory).folders(directory)
 
 
 def first_bytes(path: Path, count: int) -> bytes | None:
-    """Return the first bytes of a file; see `Storage.first_bytes`."""
     return storage_of(path).first_bytes(path, count)
 
 
 def open_file(path: Path) -> SourceFile:
-    """Open a file; see `Storage.open_file`."""
     return storage_of(path).open_file(path)
 
 
 def open_directory(path: Path) -> Directory:
-    """Open a directory; see `Storage.open_directory`."""
     return storage_of(path).open_directory(path)
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Create a small file with this content, durably."""
     storage_of(path).write_small(path, content)
 
 
 def read_directory(path: Path, read: Callable[[Directory], T]) -> T:
-    """Call a function with an open directory, again if it failed because the directory was replaced meanwhile.
-
-    The directory remains open unless the function raises; what the function returns must close it.
-    """
+    """Call a function with an open directory, again if a save replaced it. The result must close the directory."""
     storage = storage_of(path)
+    # A save may replace the directory between two opens. An error that this explains is not reported to the caller.
     for attempt in itertools.count(1):
         directory = storage.open_directory(path)
         try:

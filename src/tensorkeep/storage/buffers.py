@@ -1,7 +1,6 @@
 """Page-aligned buffers under one byte budget.
 
-An operation needs its number of threads times the block size, so one budget serves all tensors together. A task
-acquires all its memory in one call: two tasks that each hold a buffer and wait for another could deadlock.
+A task acquires all its memory in one call: two tasks that each hold a buffer and wait for another could deadlock.
 """
 
 import mmap
@@ -19,9 +18,10 @@ from tensorkeep.state.cuda import CudaPageLock
 from tensorkeep.storage.parallel import POLL_SECONDS, Cancellation
 from tensorkeep.units import format_bytes, format_least_bytes
 
+# O_DIRECT needs addresses, offsets and lengths that are multiples of this many bytes, on every common device.
 ALIGNMENT = 4096
-"""O_DIRECT needs addresses, offsets and lengths that are multiples of this many bytes, on every common device."""
 
+# x86-64 and AArch64 with 4 KiB base pages both have huge pages of this size.
 _HUGE_PAGE = 2 * 1024**2
 
 DEFAULT_BUDGET = 256 * 1024**2
@@ -29,30 +29,24 @@ MINIMUM_BUDGET = 64 * 1024**2
 
 
 def round_up(count: int, multiple: int = ALIGNMENT) -> int:
-    """Return the smallest multiple that is not below the count."""
     return -(-count // multiple) * multiple
 
 
 def round_down(count: int, multiple: int = ALIGNMENT) -> int:
-    """Return the largest multiple that is not above the count."""
     return count // multiple * multiple
 
 
 def buffer_bytes(nbytes: int) -> int:
-    """Return the size of the buffer that `BufferPool.acquire` allocates for so many bytes."""
     # The kernel backs a mapping by huge pages throughout only if its length is a multiple of theirs; direct writes
     # from small pages are a tenth slower.
     return round_up(max(nbytes, 1), ALIGNMENT if nbytes < _HUGE_PAGE else _HUGE_PAGE)
 
 
 class Buffer:
-    """A buffer of a pool, until `release` (in any thread) or the end of a ``with`` returns it.
-
-    ``array`` is page-aligned and of type uint8; its contents are undefined. It may be longer than ``size``, the
-    requested bytes. A borrowed buffer returns to the pool after `release` and one `give_back` for each `lend`.
-    """
+    """A buffer of a pool until `release`, in any thread. Its contents are undefined; ``size`` bytes were requested."""
 
     def __init__(self, pool: "BufferPool", memory: mmap.mmap, size: int) -> None:
+        # The array exports the mapping's buffer: the memory is unmapped when the last view is gone.
         self.array: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self._pool = pool
         self.size = size
@@ -61,7 +55,6 @@ class Buffer:
         self._lent = 0
 
     def release(self) -> None:
-        """Return the buffer to its pool; a second call does nothing."""
         self._change(released=True)
 
     def lend(self) -> None:
@@ -69,10 +62,11 @@ class Buffer:
         self._change(lent=1)
 
     def give_back(self) -> None:
-        """End a `lend`."""
         self._change(lent=-1)
 
     def _change(self, *, released: bool = False, lent: int = 0) -> None:
+        # Under the pool's lock: the last `release` or `give_back` may come from any thread, and only one may return the
+        # memory.
         with self._pool._changed:
             self._released |= released
             self._lent += lent
@@ -125,17 +119,13 @@ class BufferPool(Closing):
             weakref.finalize(self, _unlock_all, page_lock, self._free).atexit = False
 
     def threads(self, wanted: int, bytes_each: int) -> int:
-        """Return how many threads, at most ``wanted``, the budget allows if each holds ``bytes_each`` at once.
-
-        More threads could deadlock, each waiting for what another holds.
-
-        Raises UsageError if the budget is too small for one.
-        """
+        """Return how many threads the budget allows if each holds `bytes_each` at once; UsageError if not even one."""
         if bytes_each > self.budget:
             raise UsageError(
                 f"a memory budget of {format_bytes(self.budget)} is too small for blocks of this size",
                 remedy=f"give at least {format_least_bytes(bytes_each)}",
             )
+        # More threads could deadlock: each would wait for memory that another one holds.
         count = max(1, min(wanted, self.budget // bytes_each))
         with self._changed:
             # A pool may serve nested operations at once, and outlives them.
@@ -143,10 +133,7 @@ class BufferPool(Closing):
         return count
 
     def acquire(self, nbytes: int, cancellation: Cancellation | None = None) -> Buffer:
-        """Return a buffer of at least ``nbytes``; waits while the budget is used up, or raises `Cancelled`.
-
-        Raises UsageError if the buffer alone would exceed the budget.
-        """
+        """Waits while the budget is used up. Raises Cancelled; UsageError if the buffer alone exceeds the budget."""
         size = buffer_bytes(nbytes)
         if size > self.budget:
             raise UsageError(
@@ -154,6 +141,7 @@ class BufferPool(Closing):
                 remedy=f"give a budget of at least {format_least_bytes(size)}",
             )
         memory, new = self._take(size, cancellation)
+        # Outside the pool's lock: page-locking takes long, and other threads must be able to release meanwhile.
         if new and self.page_lock is not None:
             self.page_lock.lock(memory)
         return Buffer(self, memory, size)
@@ -165,7 +153,6 @@ class BufferPool(Closing):
             self._changed.notify_all()
 
     def _take(self, size: int, cancellation: Cancellation | None) -> tuple[mmap.mmap, bool]:
-        """Return a buffer, and whether it is new to the pool."""
         with self._changed:
             while True:
                 # Larger buffers would break the arithmetic in `threads`, which counts requested sizes.
@@ -174,6 +161,7 @@ class BufferPool(Closing):
                 if best := _take_smallest(self._free, size, largest):
                     self._excess += len(best) - size
                     return best, False
+                # Each free buffer may be too small or too large for the request: drop some to make space in the budget.
                 while self._free and self.allocated_bytes + size > self.budget:
                     self._remove_free()
                 if self.allocated_bytes + size <= self.budget:
@@ -186,6 +174,7 @@ class BufferPool(Closing):
                     self._changed.wait()
                 else:
                     cancellation.check()
+                    # With a timeout: `cancel` does not notify this condition.
                     self._changed.wait(timeout=POLL_SECONDS)
 
     def _remove_free(self) -> mmap.mmap:
@@ -197,8 +186,9 @@ class BufferPool(Closing):
         return memory
 
     def close(self) -> None:
-        """Give up the free buffers; the pool can still be used."""
+        """Pass the free buffers on to the next pool. This pool can still be used."""
         with self._changed:
+            # The finalizer has the same list, which is then empty: no buffer is unlocked twice.
             while self._free:
                 _spares.put(self._remove_free())
 
@@ -209,7 +199,6 @@ def _unlock_all(page_lock: CudaPageLock, buffers: list[mmap.mmap]) -> None:
 
 
 def _take_smallest(buffers: list[mmap.mmap], size: int, at_most: int) -> mmap.mmap | None:
-    """Remove and return the smallest buffer of a size in the range."""
     best = min((memory for memory in buffers if size <= len(memory) <= at_most), key=len, default=None)
     if best is not None:
         buffers.remove(best)
@@ -217,8 +206,7 @@ def _take_smallest(buffers: list[mmap.mmap], size: int, at_most: int) -> mmap.mm
 
 
 class _Spares:
-    """Buffers of closed pools, for the next pool; a bounded number of bytes for the life of the process."""
-
+    # Bounded: the memory stays resident for the life of the process.
     _MAX_BYTES = 96 * 1024**2
 
     def __init__(self) -> None:
@@ -244,7 +232,6 @@ class _Spares:
             self._drop(sum(map(len, self._buffers)) - self._MAX_BYTES)
 
     def _drop(self, nbytes: int) -> None:
-        """Unmap so many bytes, or all there are, the oldest buffers first."""
         while nbytes > 0 and self._buffers:
             nbytes -= len(self._buffers.pop(0))
 
@@ -267,7 +254,6 @@ def _map(size: int) -> mmap.mmap:
 
 
 def aligned_copy(data: bytes) -> npt.NDArray[np.uint8]:
-    """Return a copy of the bytes in page-aligned memory, which direct writes need."""
     array = np.frombuffer(_map(max(len(data), 1)), np.uint8)[: len(data)]
     array[:] = np.frombuffer(data, np.uint8)
     return array

@@ -6,30 +6,27 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """The clock of the machine, and the base of others."""
-
     def monotonic(self) -> float:
-        """Return seconds that never go back; only differences have a meaning."""
+        """Only differences have a meaning."""
         return time.monotonic()
 
     def time(self) -> float:
-        """Return the seconds since 1970."""
+        """Seconds since 1970."""
         return time.time()
 
     def thread_time(self) -> float:
-        """Return the CPU seconds of the calling thread."""
+        """CPU seconds of the calling thread."""
         return time.thread_time()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for so long."""
         time.sleep(seconds)
 
     def library_pause(self, seconds: float) -> float:
-        """Return how long a library with its own clock, such as obstore, is to wait instead of ``seconds``."""
+        """The pause of a library with its own clock, such as obstore, instead of ``seconds``."""
         return seconds
 
     def patience(self, seconds: float) -> float:
-        """Return how long to wait for another thread instead of ``seconds``."""
+        """How long to wait for another thread, instead of ``seconds``."""
         return seconds
 
 
@@ -49,7 +46,7 @@ def clock() -> Clock:
 
 @contextmanager
 def use_clock(other: Clock) -> Iterator[None]:
-    """Use another clock in this context, in all threads; contexts of several threads may not overlap."""
+    """Use another clock in all threads. Contexts of several threads may not overlap."""
     global _current
     before, _current = _current, other
     try:

@@ -1,8 +1,7 @@
 """The commit of a checkpoint on a disk: atomic, durable, one writer at a time.
 
-A save writes everything under a temporary name beside the destination. `Commit.publish` makes that durable, makes it
-visible by one rename, and makes the name durable. If the process is killed at any instruction, the destination has
-either its old content or the complete new checkpoint.
+Everything is written under a temporary name, synced, then made visible by one rename. A process killed at any
+instruction leaves the old content or the complete new checkpoint.
 """
 
 import ctypes
@@ -39,12 +38,10 @@ _NAME = re.compile(rf"\..*\.[0-9a-f]{{8}}\.[0-9a-f]{{8,}}{re.escape(SUFFIX)}", r
 
 
 def new_name(destination: Path) -> Path:
-    """Return a path for a new temporary beside a destination."""
     return destination.parent / f"{prefix(destination)}{secrets.token_hex(4)}{SUFFIX}"
 
 
 def prefix(destination: Path) -> str:
-    """Return the start of the names of a destination's temporaries."""
     # The hash distinguishes `a.b` from `a`, and keeps long names within the limit of a file name.
     name = os.fsencode(destination.name)
     # Without half a character, whatever the locale's encoding is.
@@ -53,13 +50,14 @@ def prefix(destination: Path) -> str:
 
 
 def lock(temporary: Path) -> int | None:
-    """Lock a new temporary; return the descriptor, or None if another writer took it for abandoned and removed it."""
+    """Lock a new temporary. None if another writer took the temporary for abandoned and removed it."""
     try:
         fd = _open_directory(temporary)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
+        # Another writer may have removed the directory between our mkdir and our lock.
         if os.path.lexists(temporary):
             return fd
     except BaseException:
@@ -70,13 +68,14 @@ def lock(temporary: Path) -> int | None:
 
 
 def adopt(temporary: Path) -> int | None:
-    """Lock an abandoned temporary, to continue with it; return the descriptor, or None if its writer is alive."""
+    """Lock an abandoned temporary to resume it. None if its writer is alive."""
     try:
         fd = _open_directory(temporary)
     except OSError:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another process may have replaced the directory at this path before we held the lock.
         if os.path.samestat(os.fstat(fd), temporary.lstat()):
             return fd
     except OSError:
@@ -86,11 +85,7 @@ def adopt(temporary: Path) -> int | None:
 
 
 def remove_stale(destination: Path, *, besides: Path | None = None) -> None:
-    """Remove the abandoned temporaries of a destination, besides the caller's own.
-
-    Raises BusyError if the writer of one is alive; StoreError if the operating system does not let us see whether it
-    is, or refuses to remove it.
-    """
+    """Remove abandoned temporaries of a destination. Raises BusyError if a writer is alive; StoreError if refused."""
     for temporary in _list(destination.parent, prefix(destination)):
         if temporary == besides:
             continue
@@ -105,10 +100,7 @@ def remove_stale(destination: Path, *, besides: Path | None = None) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove all abandoned temporaries in a folder, except those that the operating system does not let us remove.
-
-    Raises StoreError if the folder cannot be listed.
-    """
+    """Remove abandoned temporaries in a folder. Raises StoreError if the folder cannot be listed."""
     for temporary in list_temporaries(folder):
         # One that belongs to another user does no harm.
         with suppress(OSError):
@@ -116,7 +108,6 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def remove(temporary: Path) -> None:
-    """Remove a temporary, as far as the operating system lets us."""
     try:
         os.unlink(temporary)
     except OSError:  # it is a folder, perhaps
@@ -125,20 +116,19 @@ def remove(temporary: Path) -> None:
 
 
 def list_temporaries(folder: Path) -> list[Path]:
-    """Return all temporaries in a folder, of dead writers and live ones.
-
-    Raises StoreError if the folder cannot be listed.
-    """
+    """Return temporaries of dead and live writers. Raises StoreError if the folder cannot be listed."""
     with store_errors(folder, "look into the folder"):
         return _list(folder, ".")
 
 
 def _list(folder: Path, start: str) -> list[Path]:
+    # The full pattern: a user's own file may begin like a temporary.
     with os.scandir(folder) as entries:
         return sorted(Path(e.path) for e in entries if e.name.startswith(start) and _NAME.fullmatch(e.name))
 
 
 def _open_directory(path: Path) -> int:
+    # O_NOFOLLOW: a link with the name of a temporary must not make us lock or remove a foreign directory.
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
@@ -163,16 +153,15 @@ def _remove_unless_locked(temporary: Path) -> bool:
 
 
 def _rename_and_remove(temporary: Path) -> None:
-    """Remove a temporary that seems abandoned, in a way that is safe if it is not.
-
-    It may be what a checkpoint was exchanged for, so that exchange must be durable first. Between hosts that share a
-    file system but not its locks, its writer may be alive: the first rename wins. A writer that comes second gets an
-    error; a writer that comes first keeps the checkpoint that it made visible.
-    """
+    """Remove a temporary that seems abandoned, in a way that is safe if it is not."""
+    # The temporary may be the old checkpoint of an exchange. Removing it before the exchange is durable could lose
+    # both.
     sync_directory(temporary.parent)
     start = temporary.name[: -len(SUFFIX)].rpartition(".")[0]
     renamed = temporary.with_name(f"{start}.{secrets.token_hex(4)}{SUFFIX}")
     try:
+        # Hosts may share the file system but not its locks, so the writer may be alive. The first rename wins: a writer
+        # that comes second gets an error, a writer that comes first keeps the checkpoint that it made visible.
         temporary.rename(renamed)
     # Permission: it belongs to another user, in a folder where only owners may rename, and does no harm.
     except (FileNotFoundError, PermissionError):
@@ -185,9 +174,11 @@ def _rename_and_remove(temporary: Path) -> None:
 # raises `BusyError`.
 
 _CHOOSE = "choose another path, or ask to overwrite it (overwrite=True)"
+# Values of <fcntl.h> and <linux/fs.h>; Python does not have them.
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
+# A forked child releases these locks.
 _active: "set[Commit]" = set()
 
 
@@ -240,19 +231,20 @@ class Commit(PendingCommit):
 
     def __enter__(self) -> Self:
         with store_errors(self.destination, "save here"):
+            # `__exit__` is not called if this raises: the temporary is the last thing that is created.
             make_directory(self.destination.parent)
             self._check_destination()
             self._create_temporary()
         return self
 
     def _check_destination(self) -> None:
-        """Raise unless the destination may be written; one that was replaceable before is not looked into again."""
         try:
             status = self.destination.lstat()
         except FileNotFoundError:
             return
         if not self.overwrite:
             raise DestinationExistsError("exists already", path=self.destination, remedy=_CHOOSE)
+        # It was looked into before, and is the same directory. `replaceable` may read many files.
         if self._checked is not None and os.path.samestat(self._checked, status):
             return
         if stat.S_ISLNK(status.st_mode):
@@ -277,10 +269,6 @@ class Commit(PendingCommit):
         self._checked = status
 
     def _create_temporary(self) -> None:
-        """Create a temporary and lock it, as the only writer to the destination.
-
-        A single file gets a directory, too, because the lock must not be renamed with the file.
-        """
         while True:
             if self._adopted is not None:
                 temporary = self._adopted
@@ -289,6 +277,7 @@ class Commit(PendingCommit):
                     raise BusyError("its writer is alive", path=temporary, remedy="wait for it to end")
                 break
             remove_stale(self.destination)
+            # A single file gets a directory, too: the lock must not be renamed with the file.
             temporary = new_name(self.destination)
             os.mkdir(temporary)
             try:
@@ -304,6 +293,7 @@ class Commit(PendingCommit):
             except BusyError:
                 remove(temporary)
                 close(fd)
+                # A random pause, so that two writers that met do not meet again.
                 clock().sleep(secrets.randbelow(50) / 1000)
                 continue
             except BaseException:
@@ -316,19 +306,21 @@ class Commit(PendingCommit):
         _active.add(self)
 
     def publish(self, manifest: bytes | None = None) -> None:
-        """Make the checkpoint at `path` visible at the destination, durably. Its files are durable already.
+        """Make the checkpoint visible, durably; its files are durable already.
 
-        Raises DestinationExistsError if something else has appeared there; StoreError if the operating system refuses.
-        If only the sync of the new name failed, the error states that the checkpoint is visible; the old checkpoint
-        is then kept until the next save.
+        Raises DestinationExistsError if something else has appeared; StoreError if refused. If only the sync of the
+        name failed, the error states that the checkpoint is visible, and the old one is kept until the next save.
         """
+        # The manifest is written last: a directory without it is not a checkpoint.
         if manifest is not None:
             write_small(self.path / MANIFEST_NAME, manifest)
         with store_errors(self.destination, "make the checkpoint visible"):
             if self.overwrite:
+                # Something else may have taken the place of the destination during the save.
                 self._check_destination()
             try:
                 if self._directory:
+                    # The names inside must be durable before the directory becomes visible.
                     sync_directory(self.path)
                     self._publish_directory()
                 else:
@@ -341,6 +333,7 @@ class Commit(PendingCommit):
 
     def _publish_file(self) -> None:
         if self.overwrite:
+            # A rename over a file is atomic, and readers that have the old file open keep it.
             os.replace(self.path, self.destination)
         else:
             # Unlike a rename, a link never replaces, on any file system that has links.
@@ -354,6 +347,7 @@ class Commit(PendingCommit):
     def _publish_directory(self) -> None:
         if not os.path.lexists(self.destination):
             _rename(self.path, self.destination, _RENAME_NOREPLACE)
+            # Nothing is left to remove in `__exit__`.
             self._temporary = self.destination
         elif not self.overwrite:
             raise FileExistsError(errno.EEXIST, "exists", str(self.destination))
@@ -402,10 +396,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file atomically and durably. A replaced file passes its permissions on.
-
-    A symbolic link is followed. Raises StoreError if the operating system refuses; an older file then remains.
-    """
+    """Write a small file atomically and durably, with the old permissions; a link is followed. Raises StoreError."""
     target = absolute(path, follow_links=True)
     with Commit(target, directory=False, overwrite=True, replaceable=lambda path: True) as commit:
         with store_errors(path, "write the file"):
@@ -416,30 +407,28 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def make_directory(folder: Path) -> None:
-    """Create a folder and its missing parents, each durable before the next."""
     missing = []
     while not folder.exists():
         missing.append(folder)
         folder = folder.parent
     for path in reversed(missing):
+        # Another process may create the same parent meanwhile.
         with suppress(FileExistsError):
             os.mkdir(path)
         sync_directory(path.parent)
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Make a checkpoint invisible by one rename, durably, then remove it.
-
-    If the process is killed meanwhile, the checkpoint is complete or invisible; the next save there removes the rest.
-    """
+    """Make a checkpoint invisible by one rename, durably, then remove it."""
     temporary = new_name(path)
     os.rename(path, temporary)
+    # Nothing was removed yet: after a power failure before this sync, the checkpoint may be back, complete.
     sync_directory(path.parent)
     remove(temporary)
 
 
 def _rename(source: Path, destination: Path, flag: int) -> None:
-    """Rename by ``renameat2(2)``: without replacing, or exchanging two names in one step."""
+    """``renameat2(2)``: without replacing, or exchanging two names in one step."""
     code = libc().renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(destination), flag)
     if code == 0:
         return
@@ -469,16 +458,13 @@ _locks: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
 
 class FolderLock:
-    """The exclusive right to write in a folder, created if it is missing; released when the object is collected.
-
-    Raises BusyError if another process, or another lock in this one, holds the folder; StoreError if the folder cannot
-    be created or opened.
-    """
+    """The exclusive right to write in a folder, until it is collected. Raises BusyError or StoreError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         while True:
             self._fd = _lock(folder)
+            # The finalizer, not `__del__`: it runs once, and also when the interpreter exits.
             self._release = weakref.finalize(self, _unlock, self._fd, os.getpid())
             _locks.add(self)
             try:
@@ -491,12 +477,8 @@ class FolderLock:
             self.release()
 
     def is_valid(self) -> bool:
-        """Return whether the locked folder is still the one at its path.
-
-        It may have been removed and created again, by hand for example, and another process may hold the new one.
-
-        Raises StoreError if the operating system refuses to look.
-        """
+        """Return whether the locked folder is still at its path. Raises StoreError if it cannot be looked at."""
+        # The folder may have been removed and created again, and another process may hold the new one.
         if not self._release.alive:
             return False
         try:
@@ -507,13 +489,11 @@ class FolderLock:
             raise store_error(error, self._folder, "look at the folder") from error
 
     def release(self) -> None:
-        """Let others write; a second call does nothing."""
         _locks.discard(self)
         self._release()
 
 
 def _lock(folder: Path) -> int:
-    """Return a descriptor that holds the lock of a folder, which is created if it is missing."""
     with store_errors(folder, "save here"):
         make_directory(folder)
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,8 +1,4 @@
-"""Parallel direct writes of one new file; converts OSError to StoreError, with a remedy.
-
-A buffered write of a checkpoint costs a copy, and then a flush that ``fsync`` waits for. So files are written with
-O_DIRECT. Where it is refused (tmpfs, some network file systems), the same calls go through the page cache.
-"""
+"""Parallel direct writes of one new file; OSError becomes StoreError, with a remedy."""
 
 import errno
 import logging
@@ -21,16 +17,13 @@ from tensorkeep.storage.parallel import ForkSafeSemaphore, default_threads
 
 logger = logging.getLogger(__name__)
 
+# A one-dimensional, contiguous array of bytes.
 Bytes = npt.NDArray[np.uint8]
-"""A one-dimensional, contiguous array of bytes."""
 
 
+# Limits the transfers that run at once to half the threads. Threads that wait for one disk synchronise: all transfer,
+# then all copy, hash or code while the disk is idle. With the limit, one half transfers while the other half computes.
 transfers = ForkSafeSemaphore(lambda: max(2, default_threads() // 2))
-"""Limits the transfers that run at once to half the threads.
-
-Threads that wait for one disk synchronise: all transfer, then all copy, hash or code while the disk is idle. With the
-limit, one half transfers while the other half computes.
-"""
 
 _REMEDIES = {
     errno.ENOSPC: "free some space, or save elsewhere",
@@ -44,10 +37,7 @@ _REMEDIES = {
 
 
 def store_error(error: OSError, path: PathLike, action: str) -> StoreError:
-    """Return the `StoreError` for an error of the operating system: "cannot <action>", its ``errno`` and a remedy.
-
-    Raises the error itself if a handler of a signal has raised it, as of an alarm.
-    """
+    """Return a StoreError "cannot <action>". Raises the error itself if it comes from a signal handler."""
     if isinstance(error, TimeoutError) and error.errno is None:  # an error of the system has a number
         raise error
     reason = error.strerror or str(error)
@@ -74,8 +64,8 @@ def store_errors(path: PathLike, action: str) -> Iterator[None]:
 
 
 def close(fd: int) -> None:
-    """Close a descriptor, whatever the system says: what was written to it was synced before, or is given up."""
     try:
+        # What was written was synced before, or is given up: a late error of the system changes nothing.
         os.close(fd)
     except OSError as error:
         if error.errno == errno.EBADF:
@@ -83,12 +73,7 @@ def close(fd: int) -> None:
 
 
 class DirectFile:
-    """A new file that many threads write at once, at offsets and from memory that are multiples of 4096 bytes.
-
-    Nothing must be at the path yet. ``direct`` is whether the page cache is bypassed, which some file systems refuse.
-
-    Raises StoreError if the file cannot be created.
-    """
+    """A new file that many threads write at once, at multiples of 4096 bytes. Raises StoreError."""
 
     def __init__(
         self, path: Path, *, direct: bool = True, progress: Callable[[int], None] = lambda count: None
@@ -97,11 +82,14 @@ class DirectFile:
         self._progress = progress
         self.direct = direct
         self._lock = threading.Lock()
+        # O_EXCL: two saves that race must never write one file.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with store_errors(path, "create the file"):
             self._fd = self._open(flags)
 
     def _open(self, flags: int) -> int:
+        # A buffered write costs a copy, and a flush that ``fsync`` waits for. O_DIRECT avoids both. Where it is refused
+        # (tmpfs, some network file systems), the same calls go through the page cache.
         if self.direct:
             try:
                 return os.open(self.path, flags | os.O_DIRECT, 0o666)
@@ -118,70 +106,71 @@ class DirectFile:
         logger.info("%s: the file system refuses direct I/O; writing through the page cache", self.path)
 
     def preallocate(self, size: int) -> None:
-        """Reserve ``size`` bytes, so that a full disk is found now and extents are laid out at once.
-
-        Raises StoreError if there is not enough space; the file is then closed.
-        """
+        """Find a full disk before the data is written; StoreError closes the file. Extents are laid out at once."""
         try:
             os.posix_fallocate(self._fd, 0, size)
         except OSError as error:
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                # The file system cannot reserve space: a full disk is found while writing.
                 return
             self.close()
             raise store_error(error, self.path, f"reserve {size:,} bytes") from error
 
     def write(self, offset: int, data: Bytes, memory: Buffer | None = None, *, counts: int = 0) -> None:
-        """Write all of ``data``; offset, length and address must be multiples of 4096."""
+        """Offset, length and address must be multiples of 4096."""
         done = 0
         view = memoryview(data)
         while done < len(view):
             direct = self.direct  # another thread may fall back meanwhile
             try:
+                # The permit covers one system call, so that other threads can copy, hash or code meanwhile.
                 with transfers.permit:
                     written = os.pwrite(self._fd, view[done:], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and direct:
                     self._fall_back()
+                    # The loop writes the same bytes again.
                     continue
                 raise store_error(error, self.path, "write") from error
             if written <= 0:
                 raise StoreError("cannot write: the kernel accepted no bytes", path=self.path)
             # After a short write, a direct write continues at the last page that was written in full.
+            # Less than a page: a direct write must continue at a multiple of a page.
             if direct and written < ALIGNMENT:
                 self._fall_back()
             done += round_down(written) if direct else written
         self._progress(counts)
 
     def _fall_back(self) -> None:
-        """Write through the page cache from now on: some file systems accept the flag and refuse the first write."""
+        # Some file systems accept the flag and refuse the first write. One thread falls back, others only retry.
         with self._lock:
             if self.direct:
                 with store_errors(self.path, "open the file again, without direct I/O"):
                     buffered = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
                     try:
+                        # The same number: other threads may be about to write to this descriptor.
                         os.dup2(buffered, self._fd, inheritable=False)
                     finally:
                         close(buffered)
                 self._use_page_cache()
 
     def finish(self, size: int) -> None:
-        """Truncate the file to ``size`` bytes, make it durable and close it."""
         try:
             with store_errors(self.path, "make the file durable"):
+                # The last direct write was padded to a page.
                 os.ftruncate(self._fd, size)
                 os.fsync(self._fd)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             close(fd)
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable; raises OSError."""
+    """Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -190,7 +179,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write_small(path: Path, content: bytes) -> None:
-    """Create a small file with this content and make it durable."""
+    # Small content is not page-aligned, and the page cache costs nothing here.
     file = DirectFile(path, direct=False)
     try:
         file.write(0, np.frombuffer(content, np.uint8))

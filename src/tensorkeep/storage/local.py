@@ -1,4 +1,4 @@
-"""Disks: files read around the page cache, and directories read through one descriptor."""
+"""Files of a disk, read around the page cache, and directories read through one descriptor."""
 
 import ctypes
 import errno
@@ -20,23 +20,16 @@ from tensorkeep.storage.direct_io import Bytes, DirectFile, close, store_error, 
 from tensorkeep.storage.parallel import Cancellation
 
 logger = logging.getLogger(__name__)
+# `bypasses_cache` looks at one page in every so many bytes: the kernel caches and drops much longer runs.
 _SAMPLE_BYTES = 1024**2
-"""`bypasses_cache` looks at one page in every so many bytes: the kernel caches and drops much longer runs."""
 
 
 class LocalFile(SourceFile):
     """A file of a disk that many threads read at once.
 
-    Large reads copy what is in the page cache from there and read the rest around it (O_DIRECT): from a fast disk, the
-    kernel's copy and its small pages take longer than the read.
-
-    ``follow_links`` is whether the last component may be a symbolic link: a checkpoint has no links, so a link leads to
-    foreign files. With ``page_cache``, everything is read through the page cache, and so left there for the next
-    reader. ``directory`` is a descriptor of the directory that has the file, whatever its path is now. ``status`` is
-    the file's status when it was opened, and ``size`` its length.
-
-    Raises NotFoundError if the file does not exist; CorruptCheckpointError if it is not a regular file, or a symbolic
-    link that is not followed; StoreError if the operating system refuses to open it.
+    With ``page_cache`` its bytes remain in the cache for the next reader. Raises NotFoundError if the file does not
+    exist; CorruptCheckpointError if it is not a regular file, or a symbolic link without ``follow_links``; StoreError
+    if the operating system refuses.
     """
 
     def __init__(
@@ -47,8 +40,11 @@ class LocalFile(SourceFile):
         # The whole file, mapped for `mincore` only; the array keeps the mapping alive and has its address.
         self._pages: Bytes | None = None
         self._mapped: Bytes | None = None
+        # O_NONBLOCK: opening a pipe would wait for its writer. O_NOFOLLOW: a checkpoint has no links, so a link leads
+        # to foreign files.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
         try:
+            # Relative to the open directory, whatever its path leads to now.
             self._fd = os.open(path if directory is None else path.name, flags, dir_fd=directory)
         except FileNotFoundError as error:
             raise NotFoundError("there is no such file", path=path) from error
@@ -68,6 +64,7 @@ class LocalFile(SourceFile):
         if page_cache or not self.size:
             return
         try:
+            # A second descriptor, by /proc: the path may lead to another file now.
             self._direct_fd = os.open(self.fd_path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
             self._pages = np.frombuffer(mmap.mmap(self._fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
         except OSError as error:
@@ -78,14 +75,12 @@ class LocalFile(SourceFile):
         return f"/proc/self/fd/{self._fd}"
 
     def read_into(self, offset: int, out: Bytes) -> None:
-        """Fill ``out`` from the file, through the page cache.
-
-        Raises CorruptCheckpointError if the file ends too early.
-        """
+        """Raises CorruptCheckpointError if the file ends too early."""
         view = memoryview(out)
         done = 0
         while done < len(view):
             try:
+                # preadv, so that the bytes go to `out` without an intermediate copy.
                 count = os.preadv(self._fd, [view[done:]], offset + done)
             except OSError as error:
                 raise store_error(error, self.path, "read") from error
@@ -96,21 +91,17 @@ class LocalFile(SourceFile):
             done += count
 
     def bypasses_cache(self, offset: int, count: int) -> bool:
-        """Return whether `fetch` would read a range around the page cache: direct reads work and it is not cached.
-
-        ``mincore(2)`` answers without reading. A read with RWF_NOWAIT would start the read-ahead of missing pages, and
-        the disk would read the same bytes twice. The kernel may report all pages of another user's file as cached.
-        """
+        """Return whether direct reads work and the range is not cached."""
         if self._pages is None:
             return False
+        # ``mincore(2)`` answers without reading. A read with RWF_NOWAIT would start read-ahead, and the disk would read
+        # the same bytes twice. The kernel may report all pages of another user's file as cached.
         places = [*range(offset, offset + count, _SAMPLE_BYTES), offset + count - 1]
         return not all(_is_cached(self._pages.ctypes.data + round_down(place, mmap.PAGESIZE)) for place in places)
 
     def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
-        """Return ``count`` bytes of the file, in a slice of ``scratch``.
-
-        ``scratch`` is page-aligned, at least ``count`` bytes and two pages long.
-        """
+        # A copy from the page cache is faster than the disk. What is not cached is read around the cache: the kernel's
+        # copy and its small pages take longer than a fast disk.
         if not self.bypasses_cache(offset, count):
             self.read_into(offset, scratch[:count])
             return scratch[:count]
@@ -119,7 +110,7 @@ class LocalFile(SourceFile):
         return scratch[offset - first : offset - first + count]
 
     def _read_pages(self, first: int, out: Bytes, end: int) -> None:
-        """Fill ``out`` from whole pages of the file, at least to byte ``end`` of the file."""
+        """Fill ``out`` from whole pages, at least to byte ``end`` of the file."""
         view = memoryview(out)
         done = 0
         while first + done < end:
@@ -128,16 +119,14 @@ class LocalFile(SourceFile):
                     count = os.preadv(self._direct_fd, [view[done:]], first + done)
             except OSError as error:
                 raise store_error(error, self.path, "read") from error
+            # A short direct read within a page: continue through the page cache, which has no alignment.
             if first + done + count < end and count < ALIGNMENT:
                 self.read_into(first + done, out[done : end - first])  # raises if the file ends here
                 return
             done += round_down(count) if first + done + count < end else count
 
     def map_private(self) -> Bytes:
-        """Return the whole file as memory: read when it is used, and private, so that writes do not reach the file.
-
-        The kernel kills a process that uses a page behind the end of a file that was truncated meanwhile.
-        """
+        """The file as private memory, read when used. A page behind a truncated end kills the process."""
         if self._mapped is None:
             import torch
 
@@ -151,7 +140,6 @@ class LocalFile(SourceFile):
         return self._mapped
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
         self._pages = self._mapped = None
         descriptors, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, -1
         for fd in descriptors:
@@ -160,23 +148,22 @@ class LocalFile(SourceFile):
 
 
 def _is_cached(address: int) -> bool:
+    # An error counts as "not cached": a direct read is always correct.
     answer = (ctypes.c_ubyte * 1)()
     return libc().mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), answer) == 0 and bool(answer[0] & 1)
 
 
+# Files that one checkpoint keeps open: with two descriptors each, two checkpoints fit the usual limit of 1024.
 MAX_OPEN_FILES = 200
-"""Files that one checkpoint keeps open: with two descriptors each, two checkpoints fit the usual limit of 1024."""
 
 
 class LocalDirectory(Directory):
-    """An open directory of a disk, read through its descriptor.
-
-    Raises NotFoundError if the path does not exist; StoreError if the operating system refuses to open it.
-    """
+    """Raises NotFoundError if the path does not exist; StoreError if the operating system refuses to open it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            # O_PATH: names are looked up in it even if it cannot be listed.
             self._fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotFoundError("there is no such directory", path=path) from error
@@ -197,19 +184,20 @@ class LocalDirectory(Directory):
     def open_one_of(self, count: int, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
         if count <= MAX_OPEN_FILES:
             return self.open(name, follow_links=follow_links, page_cache=page_cache)
+        # Very many files would exceed the limit of open files.
         return _ReopenedFile(self, name, follow_links=follow_links)
 
     def status(self, name: str) -> os.stat_result:
         return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
 
     def was_replaced(self) -> bool:
+        # Compared by device and inode: a directory that was renamed into its place has another inode.
         try:
             return not os.path.samestat(os.fstat(self._fd), os.stat(self.path))
         except OSError:
             return True
 
     def close(self) -> None:
-        """Close the directory, but not its open files; a second call does nothing."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             close(fd)
@@ -220,6 +208,7 @@ class _ReopenedFile(LocalFile):
 
     def __init__(self, directory: LocalDirectory, name: str, *, follow_links: bool) -> None:
         super().__init__(directory.path / name, follow_links=follow_links, directory=directory._fd)
+        # The status and the size remain; the descriptor does not.
         super().close()
         self._directory = directory
         self._follow_links = follow_links
@@ -232,6 +221,7 @@ class _ReopenedFile(LocalFile):
         try:
             with self._directory.open(self.path.name, follow_links=self._follow_links) as file:
                 file.read_into(offset, out)
+        # A file that vanished has two reasons: the checkpoint was replaced as a whole, or it is damaged.
         except NotACheckpointError as error:
             if self._directory.was_replaced():
                 raise StoreError(
@@ -240,8 +230,8 @@ class _ReopenedFile(LocalFile):
             raise CorruptCheckpointError("the file has been removed", path=self.path) from error
 
 
+# Error numbers of paths without anything to read (ENXIO: a socket, ELOOP: links that lead to one another).
 _ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO, errno.ELOOP))
-"""Error numbers of paths without anything to read (ENXIO: a socket, ELOOP: links that lead to one another)."""
 
 
 def _raise_unless_absent(error: OSError, path: Path) -> None:
@@ -251,8 +241,6 @@ def _raise_unless_absent(error: OSError, path: Path) -> None:
 
 
 class LocalStorage(Storage):
-    """The file systems of this machine."""
-
     remote = False
     writes_in_order = False
     small_reads_at_once = 1
@@ -317,8 +305,7 @@ class LocalStorage(Storage):
     def buffer_bytes(self, most_bytes: int) -> int:
         return 0
 
-    def check_writable(self, path: Path) -> None:
-        """Do nothing: only the file system knows."""
+    def check_writable(self, path: Path) -> None: ...
 
     def commit(
         self,

@@ -25,15 +25,12 @@ from tensorkeep.storage.store_commit import StoreCommit, check_replaceable, save
 
 _FIRST_BYTES = 64 * 1024
 _MOST_OBJECTS = 8
+# Tags and first bytes of the objects that `first_bytes` read last.
 _first: dict[StorePath, tuple[str, bytes]] = {}
-"""Tags and first bytes of the objects that `first_bytes` read last."""
 
 
 def first_bytes(path: StorePath, count: int) -> bytes:
-    """Return the first bytes of an object, as many as it has; NotFoundError if it does not exist.
-
-    They are kept, for as long as the object has the same tag: opening a checkpoint reads its manifest several times.
-    """
+    """Raises NotFoundError if the object does not exist. The bytes are kept as long as the object has the same tag."""
     if count > _FIRST_BYTES:
         return store_requests.read(path, count)[0]
     known = _first.get(path)
@@ -49,18 +46,16 @@ def first_bytes(path: StorePath, count: int) -> bytes:
 
 @dataclass
 class _Window:
-    """A range of an object, and its bytes, once they were read."""
-
     start: int
     stop: int
     content: memoryview | None = None
 
 
 class StoreFile(SourceFile):
-    """An object that many threads read at once, one request for each range; see `SourceFile`.
+    """An object that many threads read at once, one request for each range.
 
-    It is read as it was when it was opened, or was ``found`` before: if it is replaced meanwhile, reading raises
-    StoreError. With ``content``, all that it has, no request is made.
+    Raises StoreError if the object was replaced since it was opened. With ``content``, all its bytes, no request is
+    made.
     """
 
     ranges_are_requests = True
@@ -83,6 +78,7 @@ class StoreFile(SourceFile):
 
     @contextmanager
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
+        # By thread, without a lock: each thread changes only its own entry, which is one atomic operation.
         self._windows[get_ident()] = [_Window(start, stop) for start, stop in ranges]
         try:
             yield
@@ -97,11 +93,11 @@ class StoreFile(SourceFile):
         return True
 
     def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
-        """Return ``count`` bytes of the object, in memory of their own."""
         if not count:
             return scratch[:0]
         for window in self._windows.get(get_ident(), ()):
             if window.start <= offset and offset + count <= window.stop:
+                # The first read within a window fetches the whole window; the others are slices.
                 if window.content is None:
                     window.content = self._get(window.start, window.stop)
                 found = window.content[offset - window.start :][:count]
@@ -126,22 +122,21 @@ class StoreFile(SourceFile):
     def map_private(self) -> NoReturn:
         raise _on_disks_only(self._url)
 
-    def close(self) -> None:
-        """Do nothing: an object is not held open."""
+    def close(self) -> None: ...
 
 
 class StoreDirectory(Directory):
-    """The objects below a prefix; see `Directory`.
+    """The objects below a prefix.
 
-    Its files never change: a checkpoint is replaced by another manifest, which names other objects. The name
     ``../NAME/FILE`` means an object of another checkpoint in the same run. With ``known``, a listing's objects by key,
-    no request is made for a status.
+    no status is requested.
     """
 
     def __init__(self, path: StorePath, known: Mapping[str, store_requests.ObjectStatus] | None = None) -> None:
         self.path = path
         self._url = path
         self._known = known
+        # By name, as first seen: a save replaces the manifest, which then names other objects.
         self._seen: dict[str, store_requests.ObjectStatus] = {}
         self._contents: dict[str, bytes] = {}
 
@@ -160,7 +155,6 @@ class StoreDirectory(Directory):
         return StoreFile(self.path_of(name), found, self._contents.get(name))
 
     def read_once(self, name: str) -> bytes:
-        """Return the content of a file, which no other method reads again."""
         file = self.open(name)
         self._contents[name] = file.read(0, file.size)
         return self._contents[name]
@@ -182,6 +176,7 @@ class StoreDirectory(Directory):
         if self._known is None:
             # An object of another checkpoint has that as well.
             return store_requests.head(path)._replace(links=2 if name.startswith("../") else 1)
+        # `known` is a complete listing, so an absent key is an absent object.
         if path.key not in self._known:
             raise NotFoundError("does not exist", path=path)
         return self._known[path.key]
@@ -189,6 +184,7 @@ class StoreDirectory(Directory):
     def changed(self, names: Iterable[str]) -> str | None:
         for name in names:
             try:
+                # The tag changes with the content. The size and the time need not.
                 if store_requests.head(self.path_of(name)).tag != self._seen[name].tag:
                     return name
             except NotFoundError:
@@ -201,8 +197,7 @@ class StoreDirectory(Directory):
         except StoreError:
             return False  # the error that was raised before says more
 
-    def close(self) -> None:
-        """Do nothing: a prefix is not held open."""
+    def close(self) -> None: ...
 
 
 def _on_disks_only(path: StorePath) -> UnsupportedError:
@@ -221,11 +216,11 @@ def _on_disks_only(path: StorePath) -> UnsupportedError:
 # the upload, and everything else is sent without waiting for more.
 
 _PART_BYTES = 8 * 1024**2
+# The parts that S3 allows for an object.
 _MOST_PARTS = 10_000
-"""The parts that S3 allows for an object."""
+# Parts of one object that are on their way. A network of 1.2 MB/s sends them in time: see
+# `store_requests.GIVE_UP_SECONDS`.
 _PARTS_AT_ONCE = 8
-"""Parts of one object that are on their way. A network of 1.2 MB/s sends them in time: see
-`store_requests.GIVE_UP_SECONDS`."""
 
 
 def part_bytes(most_bytes: int) -> int:
@@ -236,19 +231,15 @@ def part_bytes(most_bytes: int) -> int:
     >>> part_bytes(4 * 1024**3) // 1024**2, part_bytes(200 * 1024**3) // 1024**2
     (8, 21)
     """
+    # In whole MiB, and so large that the most parts are enough.
     return max(_PART_BYTES, round_up(-(-most_bytes // _MOST_PARTS), 1024**2))
 
 
 class Upload:
-    """A new object that many threads write at once, every byte once; see `tensorkeep.storage.direct_io.DirectFile`.
+    """An object that many threads write at once, every byte once; it appears in `finish`, complete."""
 
-    It has at most ``most_bytes``. It appears in `finish`, complete; what was sent before is dropped if it is closed
-    without. One that fits into a part is sent by one request. ``progress`` is called with the ``counts`` of `write`
-    when its data was sent, from the threads that write.
-    """
-
+    # The page cache is not concerned.
     direct = False
-    """The page cache is not concerned."""
 
     def __init__(
         self,
@@ -276,12 +267,7 @@ class Upload:
         self._error: BaseException | None = None
 
     def write(self, offset: int, data: Bytes, memory: Buffer | None = None, *, counts: int = 0) -> None:
-        """Write all of ``data``; waits until everything before it was written.
-
-        ``memory`` is the buffer that holds ``data``; it is borrowed until the data was sent. Without it, the data is
-        copied.
-        Raises the error of the upload; Cancelled.
-        """
+        """Waits until everything before ``offset`` is written; copies the data without ``memory``. Raises Cancelled."""
         if not len(data):
             self._progress(counts)
             return
@@ -296,15 +282,16 @@ class Upload:
             self._changed.notify_all()
 
     def _add(self, data: Bytes, memory: Buffer | None) -> int:
-        """Send whole parts from where they are, or copy what does not fill one; return the bytes that were used."""
         missing = self._part_bytes - self._rest_bytes
         if memory is not None and len(data) >= missing:
             count = missing + (len(data) - missing) // self._part_bytes * self._part_bytes
+            # The rest comes first: obstore takes the bytes in order.
             self._send_rest()
             self._send(data[:count], memory)
             return count
         count = min(missing, len(data))
         if self._rest is None:
+            # `Storage.buffer_bytes` adds this buffer to the budget, so the wait cannot deadlock.
             self._rest = self._pool.acquire(self._part_bytes, self._cancellation)
         self._rest.array[self._rest_bytes : self._rest_bytes + count] = data[:count]
         self._rest_bytes += count
@@ -331,12 +318,13 @@ class Upload:
             self._thread = thread
 
     def _was_sent(self, memory: Buffer, count: int) -> None:
+        # Called by the garbage collector in any thread, also in obstore's.
         memory.give_back()
         with self._changed:
             self._sent += count
 
     def _report(self) -> None:
-        """Report what was sent since the last call; not in the thread of obstore, as the function may raise."""
+        # Not in the thread of obstore: the callback may raise.
         with self._changed:
             done = 0
             while self._counts and self._counts[0][0] <= self._sent:
@@ -344,18 +332,15 @@ class Upload:
         if done:
             self._progress(done)
 
-    def preallocate(self, size: int) -> None:
-        """Do nothing: a store reserves no space."""
+    def preallocate(self, size: int) -> None: ...
 
     def finish(self, size: int) -> None:
-        """Send the rest and wait until the object is there; it has ``size`` bytes.
-
-        Raises StoreError if the store refuses, or does not answer in time; Cancelled.
-        """
+        """Waits until the object is there, of ``size`` bytes. Raises StoreError; Cancelled."""
         try:
             self._check()
             if self._next != size:
                 raise AssertionError(f"{self._next} bytes were written, not {size}")
+            # Everything fits into a part: one request is enough, and it is made in this thread.
             alone = self._thread is None
             self._send_rest(start=False)
             self._pieces.end()
@@ -363,13 +348,14 @@ class Upload:
                 self._upload(None)
             self._wait_until(lambda: self._over)
             self._check()
+            # Finalizers of the last parts may run later than the answer of the store.
             self._sent = size
             self._report()
         finally:
             self.close()
 
     def close(self) -> None:
-        """Drop an object that is not finished; a second call does nothing. Waits until nothing is on its way."""
+        """Drop an object that is not finished. Waits until nothing is on its way."""
         self._pieces.drop()
         if self._thread is not None:
             self._thread.join()
@@ -390,11 +376,9 @@ class Upload:
                 self._changed.notify_all()
 
     def _is_there(self) -> bool:
-        """Return whether the object is there although its upload failed: the answer to the last request was lost.
-
-        Some stores refuse a second request to complete an upload. Objects appear complete or not at all. A name with
-        the id of this save belongs to this save alone; any other name may belong to an older object.
-        """
+        """Return whether the object is there although its upload failed: the answer to the last request was lost."""
+        # Some stores refuse a second request to complete an upload. Objects appear complete or not at all. Only a name
+        # with the id of this save is surely ours; any other may belong to an older object.
         if not self._pieces.exhausted or save_of(self.path.name) is None:
             return False
         try:
@@ -409,6 +393,7 @@ class Upload:
                 self._check()
                 if condition():
                     return
+                # With a timeout: neither cancellation nor the end of a part notifies this condition.
                 self._changed.wait(POLL_SECONDS)
 
     def _check(self) -> None:
@@ -418,13 +403,7 @@ class Upload:
 
 
 class ObjectCommit(PendingCommit):
-    """A checkpoint of one object: a context manager like `tensorkeep.storage.store_commit.StoreCommit`.
-
-    ``path`` is the object, which its upload makes visible, complete; so there is nothing to publish or to remove. Its
-    name has no id: if another save creates it meanwhile, the one that ends last replaces the other.
-
-    Raises DestinationExistsError if something is there and may not be replaced.
-    """
+    """The commit of one object, by its upload; of two saves, the last wins. Raises DestinationExistsError."""
 
     is_staged = False
 
@@ -441,16 +420,12 @@ class ObjectCommit(PendingCommit):
         check_replaceable(self._url, self._replaceable, overwrite=self.overwrite)
         return self
 
-    def publish(self, manifest: bytes | None = None) -> None:
-        """Do nothing: the end of the upload was the commit."""
+    def publish(self, manifest: bytes | None = None) -> None: ...
 
-    def __exit__(self, *error: object) -> None:
-        """Do nothing: an upload that was not finished has left nothing."""
+    def __exit__(self, *error: object) -> None: ...
 
 
 class _Pieces:
-    """The pieces of an object, in order: an iterator, which waits for those that are still to be added."""
-
     def __init__(self, cancellation: Cancellation) -> None:
         self.changed = threading.Condition()
         self.nbytes = 0
@@ -461,6 +436,7 @@ class _Pieces:
         self._dropped = False
 
     def add(self, piece: Bytes) -> None:
+        # After a drop, nothing is queued: the reference would keep the buffer from its pool.
         with self.changed:
             if not self._dropped:
                 self._waiting.append(piece)
@@ -468,13 +444,12 @@ class _Pieces:
                 self.changed.notify_all()
 
     def end(self) -> None:
-        """End the iteration after the pieces that were added."""
         with self.changed:
             self._ended = True
             self.changed.notify_all()
 
     def drop(self) -> None:
-        """Drop what still waits; the iteration then raises Cancelled."""
+        """Drop what still waits. The iteration then raises Cancelled."""
         with self.changed:
             self._dropped = True
             self._waiting.clear()
@@ -503,8 +478,6 @@ _MOST_ATTEMPTS = 5
 
 
 class ObjectStorage(Storage):
-    """Object stores, and web servers: a prefix is a directory, an object a file."""
-
     remote = True
     writes_in_order = True
     small_reads_at_once = store_requests.SMALL_REQUESTS
@@ -519,6 +492,7 @@ class ObjectStorage(Storage):
                 pass
         try:
             return stat.S_IFDIR if self.names(url) else 0
+        # Stores have no folders: a prefix exists while an object has it.
         except UnsupportedError:
             if not url.has_listing:
                 raise
@@ -568,6 +542,7 @@ class ObjectStorage(Storage):
         return attempt < _MOST_ATTEMPTS
 
     def write_small(self, path: Path, content: bytes) -> None:
+        # One request, which is atomic.
         store_requests.put(_url(path), content)
 
     def create(
@@ -604,6 +579,7 @@ class ObjectStorage(Storage):
         is_ours: Callable[[str], bool] = lambda name: True,
     ) -> PendingCommit:
         if not directory:
+            # A single object needs no manifest: its upload is the commit.
             return ObjectCommit(_url(destination), overwrite=overwrite, replaceable=replaceable)
         return StoreCommit(
             _url(destination), overwrite=overwrite, replaceable=replaceable, listed=listed, is_ours=is_ours

@@ -17,11 +17,12 @@ from tensorkeep.storage.clock import clock
 # Forked children have neither the threads nor the usable locks of their parent.
 
 T = TypeVar("T")
+# Weak, so that the registry keeps no instance alive.
 _resets: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
 def reset_in_child(instance: T, reset: Callable[[T], None]) -> None:
-    """Call ``reset(instance)`` in every child that is forked while the instance exists; for the newest one first."""
+    """Call ``reset(instance)`` in every child that is forked while the instance exists, the newest instance first."""
     _resets[instance] = reset
 
 
@@ -35,37 +36,33 @@ os.register_at_fork(after_in_child=_reset_all)
 
 # Threads that start or fail in a limited time, and calls that no handler of a signal interrupts.
 
+# A thread that was started begins to run within this time.
 THREAD_START_SECONDS = 1.0
-"""A thread that was started begins to run within this time."""
+# Seconds after which a thread that has not begun is given up, on the busiest machine.
 LONGEST_THREAD_START = 30.0
-"""Seconds after which a thread that has not begun is given up, on the busiest machine."""
 Result = TypeVar("Result")
 NO_MORE_THREADS = "end other processes, or raise the limits (ulimit -u and -v, pids.max of the control group)"
 
 
 class Signal:
-    """A flag that threads can wait for.
-
-    `threading.Event` takes its lock in Python code: a handler of a signal that raises there leaves the lock taken for
-    ever, and the next call waits for it. Here a plain lock, which one call takes, is free when the flag is set.
-    """
+    """A flag that threads can wait for. A signal handler that raises inside leaves no lock taken."""
 
     def __init__(self) -> None:
+        # `threading.Event` takes its lock in Python code, where a handler may raise and leave the lock taken for ever.
+        # One call takes or frees this lock.
         self._is_set = False
         self._at_fork_reinit()
 
     def _at_fork_reinit(self) -> None:
-        """Replace the lock; `threading` calls this in a forked child, where another thread may have held it."""
+        # `threading` calls this in a forked child, where another thread may have held the lock.
         self._gate = threading.Lock()
         if not self._is_set:
             self._gate.acquire()
 
     def is_set(self) -> bool:
-        """Return whether the flag is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Set the flag."""
         self._is_set = True
         self._open()
 
@@ -77,10 +74,10 @@ class Signal:
                 raise
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the flag is set, at most for so long; return whether it is."""
         # In turns: an interrupt may keep the lock from being opened, for this thread or for others that wait.
         while not self._is_set:
             if self._gate.acquire(timeout=THREAD_START_SECONDS if timeout is None else timeout):
+                # Pass the lock on to the next thread that waits.
                 self._open()
             elif timeout is not None:
                 break
@@ -88,10 +85,7 @@ class Signal:
 
 
 class _Started(Signal):
-    """The event that `threading.Thread.start` waits for, with a limit.
-
-    A new thread that has no memory to begin with ends without setting it, and the wait would never end.
-    """
+    """The event that `threading.Thread.start` waits for, with a limit: a thread without memory never sets it."""
 
     def wait(self, timeout: float | None = None) -> bool:
         if not super().wait(LONGEST_THREAD_START if timeout is None else timeout):
@@ -100,7 +94,7 @@ class _Started(Signal):
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread. Raises OutOfMemoryError if the system refuses another thread, or has no memory for one."""
+    """Raises OutOfMemoryError if the system refuses another thread, or has no memory for one."""
     vars(thread)["_started"] = _Started()
     try:
         thread.start()
@@ -109,7 +103,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def _no_more_threads(error: BaseException) -> BaseException:
-    """Return the error for a thread that was not started; the error itself if a handler of a signal has raised it."""
+    """Return the error for a thread that was not started; the error itself if a signal handler has raised it."""
     if not isinstance(error, MemoryError) and not (type(error) is RuntimeError and "new thread" in str(error)):
         return error
     if "shutdown" in str(error):
@@ -121,8 +115,6 @@ def _no_more_threads(error: BaseException) -> BaseException:
 
 
 class _Call(Generic[Result]):
-    """A function that another thread calls, unless it was given up before."""
-
     def __init__(self, function: Callable[[], Result]) -> None:
         self.finished = Signal()
         self._function = function
@@ -135,10 +127,10 @@ class _Call(Generic[Result]):
         self._failure: BaseException | None = None
 
     def start(self) -> None:
-        """Let a `threading.Thread` call the function."""
         try:
             start_thread(threading.Thread(target=self._run, name="tensorkeep-supervisor", daemon=True))
         except BaseException as error:
+            # `start` itself may fail for lack of memory, and the main thread waits for the result.
             self.give_up(error)
 
     def _run(self) -> None:
@@ -149,19 +141,20 @@ class _Call(Generic[Result]):
             except BaseException as error:
                 self._failure = error
             finally:
+                # The function holds the state, which must be freed with the call.
                 del self._function
                 self.finished.set()
 
     def _take(self) -> bool:
-        """Return whether nobody else has taken the call."""
+        # Only the first of the new thread and `give_up` wins; the function never runs after it was given up.
         with self._lock:
             was_taken, self._is_taken = self._is_taken, True
         return not was_taken
 
     def nested(self, function: Callable[[], Result], cancel: Callable[[], object]) -> Result:
-        """Call a function that `cancel` of this call cancels, too, in the thread of this call."""
         with self._lock:
             self._cancels.append(cancel)
+            # A cancellation that came before this call began is for this call.
             is_cancelled, self._is_cancelled = self._is_cancelled, False
         try:
             if is_cancelled:
@@ -171,7 +164,7 @@ class _Call(Generic[Result]):
             self._cancels.remove(cancel)
 
     def cancel(self) -> None:
-        """Cancel the nested calls that run, or else the next one; not those that clean up after it."""
+        """Cancel the nested calls that run, or else the next one; not those that clean up afterwards."""
         with self._lock:
             cancels = [*self._cancels]
             self._is_cancelled = not cancels
@@ -179,7 +172,7 @@ class _Call(Generic[Result]):
             cancel()
 
     def give_up(self, error: BaseException) -> bool:
-        """Let `result` raise an error, and return True, if no thread has begun to call the function, nor will."""
+        """Let `result` raise an error if no thread has begun to call the function; return whether this is the case."""
         if not self._take():
             return False
         self._failure = error
@@ -187,7 +180,6 @@ class _Call(Generic[Result]):
         return True
 
     def result(self) -> Result:
-        """Return what the function has returned, or raise what it has raised."""
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -197,20 +189,20 @@ class _Call(Generic[Result]):
             del failure  # its traceback has this frame: the cycle would keep the state until a garbage collection
 
 
+# Has the `_Call` that a thread was started for.
 _local = threading.local()
-"""Has the `_Call` that a thread was started for."""
 
 
 def shielded(function: Callable[[], Result], cancel: Callable[[], object] = lambda: None) -> Result:
-    """Call a function in another thread, where no handler of a signal can raise in it; return its result.
+    """Call a function in another thread, where no signal handler can raise in it.
 
-    Python calls signal handlers in the main thread, between any two instructions, and many handlers raise:
-    KeyboardInterrupt on Ctrl-C, SystemExit, the TimeoutError of an alarm. A file that was just opened, or a lock that
-    was just taken, would then be lost before its owner has a reference. So the main thread only waits. On an interrupt
-    it calls ``cancel``, possibly several times, waits until the function has ended, and raises the interrupt. Handlers
-    never interrupt another thread, so a caller there runs the function itself; ``cancel`` is called then, too, if the
-    main thread waits here for that thread.
+    On an interrupt, ``cancel`` is called, possibly several times, and the interrupt is raised when the function has
+    ended. In other threads than the main one the function is called directly; ``cancel`` is called if the main thread
+    is interrupted.
     """
+    # Python calls signal handlers in the main thread only, between any two instructions, and many raise:
+    # KeyboardInterrupt, SystemExit, the TimeoutError of an alarm. A new file or lock would be lost before its owner has
+    # a reference.
     if threading.get_ident() != threading.main_thread().ident:
         outer: _Call[Result] | None = getattr(_local, "call", None)
         return function() if outer is None else outer.nested(function, cancel)
@@ -222,6 +214,7 @@ def shielded(function: Callable[[], Result], cancel: Callable[[], object] = lamb
         _thread.start_new_thread(call.start, ())
     except BaseException as error:
         interrupted = _no_more_threads(error)
+    # Each round is inside of try: a second Ctrl-C while the first one is handled must not end the waiting.
     while True:
         try:
             if interrupted:
@@ -230,6 +223,7 @@ def shielded(function: Callable[[], Result], cancel: Callable[[], object] = lamb
                     is_new = False
                     call.cancel()
                 call.give_up(interrupted)
+            # With a timeout, so that a thread that never begins is noticed.
             if call.finished.wait(timeout=THREAD_START_SECONDS):
                 break
             waited += THREAD_START_SECONDS
@@ -248,14 +242,14 @@ def shielded(function: Callable[[], Result], cancel: Callable[[], object] = lamb
 
 # Running tasks on a few threads, in order, until done, a failure or Ctrl-C.
 
+# Called with the bytes done and the total bytes, from any thread, one call at a time.
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the total bytes, from any thread, one call at a time."""
+# How often a wait checks for cancellation.
 POLL_SECONDS = 0.1
-"""How often a wait checks for cancellation."""
 
 
 def default_threads() -> int:
-    """Return twice the processors that this process may use, between 2 and 8: half the threads wait for the disk."""
+    """Twice the usable processors, between 2 and 8: half the threads wait for the disk."""
     return max(2, min(8, 2 * len(usable_processors())))
 
 
@@ -269,7 +263,6 @@ class ForkSafeSemaphore:
         os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        """Make all permits free."""
         self.permit = threading.BoundedSemaphore(self._count())
 
 
@@ -278,43 +271,32 @@ _coding_beside = ForkSafeSemaphore(lambda: max(1, len(usable_processors()) // 2)
 
 
 class Cancelled(Exception):
-    """Raised in tasks that wait for a task that failed; by `run` only where the main thread was interrupted."""
+    """Raised in tasks that wait for a task that failed; by `run` only if the main thread was interrupted."""
 
 
 class Cancellation:
-    """A flag that tasks which wait for each other check."""
-
     def __init__(self) -> None:
         self._set = Signal()
 
     def cancel(self) -> None:
-        """Set the flag."""
         self._set.set()
 
     def check(self) -> None:
-        """Raise `Cancelled` if the flag is set."""
         if self._set.is_set():
             raise Cancelled
 
     def wait(self, seconds: float) -> None:
-        """Wait until the flag is set, at most for so long."""
         self._set.wait(seconds)
 
 
 class Pace:
-    """How the threads of one save share the processors while they code.
+    """Limits the threads that code at once. While ``beside`` is set, the caller trains: half as many, with pauses."""
 
-    As many code at once as there are processors: more would only push each other's data out of the caches. While
-    ``beside`` is set, the caller continues to train: then half as many code, and each one that had to wait for a
-    processor pauses. A lower priority would do the same, but a thread that loses its processor while it holds the
-    interpreter's lock would stop the training with it.
-    """
-
+    # A thread pauses after it has waited this long for a processor, per second of coding.
     _WAITED = 0.2
-    """A thread pauses after it has waited this long for a processor, per second of coding."""
 
+    # Seconds of pausing for each second of coding: a quarter of a processor is used, and steps are hardly slower.
     _PAUSE = 3.0
-    """Seconds of pausing for each second of coding: a quarter of a processor is used, and steps are hardly slower."""
 
     _LONGEST_PAUSE = 0.1
 
@@ -324,22 +306,23 @@ class Pace:
 
     @contextmanager
     def coding(self) -> Iterator[None]:
-        """Code in the block, when it is this thread's turn."""
+        # As many code at once as there are processors: more would push each other's data out of the caches.
         if not self.beside.is_set():
             with _coding.permit:
                 yield
             return
         with _coding_beside.permit:
+            # The kernel's own measure of contention, which other processes cause as well.
             waited, ran = thread_wait_seconds(own=True), clock().thread_time()
             yield
             waited, ran = thread_wait_seconds(own=True) - waited, clock().thread_time() - ran
             if waited > self._WAITED * ran and self.beside.is_set():
+                # A lower priority would also leave processors to the training. But a thread that loses its processor
+                # while it holds the interpreter's lock stops the training with it.
                 self._cancellation.wait(min(self._PAUSE * ran, self._LONGEST_PAUSE))
 
 
 class Order:
-    """Lets tasks pass a point one at a time, in the order of their numbers."""
-
     def __init__(self, cancellation: Cancellation) -> None:
         self._next = 0
         self._changed = threading.Condition()
@@ -347,14 +330,12 @@ class Order:
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
-        """Wait until all tasks with lower numbers have passed; the end of the block lets the next one pass.
-
-        A task that raises in the block must cancel the tasks that wait for it.
-        """
+        """Wait until all lower numbers have passed. A task that raises in the block must cancel the others."""
         with self._changed:
             while self._next != number:
                 self._cancellation.check()
                 self._changed.wait(timeout=POLL_SECONDS)
+        # Not in try/finally: after an error, the next task must not pass.
         yield
         with self._changed:
             self._next += 1
@@ -362,8 +343,6 @@ class Order:
 
 
 class Meter:
-    """Adds up bytes from many threads and reports the sum to a progress callback."""
-
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.total = total
         self._done = 0
@@ -371,8 +350,8 @@ class Meter:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Report that ``count`` more bytes are done."""
         if self._progress is not None:
+            # The callback is called under the lock, so that one call at a time sees a growing sum.
             with self._lock:
                 self._done += count
                 self._progress(self._done, self.total)
@@ -389,6 +368,7 @@ def answer_within(seconds: float, function: Callable[[], T]) -> T:
     answers: SimpleQueue[T | BaseException] = SimpleQueue()
 
     def work() -> None:
+        # A thread blocked in a system call cannot be interrupted; it is a daemon, and its late answer is dropped.
         try:
             answers.put(function())
         except BaseException as error:
@@ -420,6 +400,7 @@ def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancell
     [0, 1, 4, 9]
     """
     workers = _Workers(tasks, threads, cancellation or Cancellation())
+    # The running tasks end first: they may use files that the caller closes afterwards.
     shielded(workers.supervise, workers.stop)
     failure, workers.failure = workers.failure, None
     try:
@@ -443,12 +424,10 @@ class _Workers:
         self._lock = threading.Lock()
 
     def stop(self) -> None:
-        """Let no further task start, as the main thread was interrupted; `run` raises Cancelled."""
         self.is_stopped = True
         self.cancellation.cancel()
 
     def supervise(self) -> None:
-        """Start the threads and wait for them."""
         workers: list[threading.Thread] = []
         try:
             for number in range(self._threads):
@@ -459,6 +438,7 @@ class _Workers:
             self._fail(error)
         finally:
             self._all_started.set()
+            # Workers that have started wait for this, also if a later one failed to start.
             for worker in workers:
                 worker.join()
             if not self._is_over and not self.failure:
@@ -471,6 +451,7 @@ class _Workers:
             while (task := self._next()) is not None:
                 task()
             self._is_over = True
+        # Another task has failed, and its error is the one to raise.
         except Cancelled:
             self._is_over = True
         except BaseException as error:
@@ -478,6 +459,7 @@ class _Workers:
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
+            # The first error counts; the others follow from it.
             self.failure = self.failure or error
         self.cancellation.cancel()
 

@@ -1,9 +1,4 @@
-"""The only place that makes a checkpoint in an object store visible: one conditional request for its manifest.
-
-A store has no rename and no lock. The objects of a save have names of its own, which hold its random id, so that two
-saves never write the same object. The manifest names them, and is written last: a process that is killed at any moment
-leaves the old checkpoint, or the new one, and objects that no manifest names.
-"""
+"""The commit of a checkpoint in an object store: one conditional request for its manifest."""
 
 import errno
 import hashlib
@@ -30,11 +25,11 @@ from tensorkeep.structs import prepared
 
 logger = logging.getLogger(__name__)
 
+# The manifest of a checkpoint that was removed, until its objects are; see `put_tombstone` for further ones.
 TOMBSTONE_NAME = "removed.json"
-"""The manifest of a checkpoint that was removed, until its objects are; see `put_tombstone` for further ones."""
 
+# Objects without a manifest that are older belong to a save that has failed: `prune` deletes them.
 LEFTOVER_AGE = timedelta(hours=24)
-"""Objects without a manifest that are older belong to a save that has failed: `prune` deletes them."""
 
 _ID_IN_NAME = re.compile(r"-([0-9a-f]{16})\.[^/]+\Z")
 _TOMBSTONE = re.compile(r"removed(-[0-9a-f]{16})?\.json")
@@ -51,6 +46,9 @@ def object_name(name: str, save_id: str) -> str:
     >>> object_name("model-00001-of-00003.safetensors", "0123456789abcdef")
     'model-00001-of-00003-0123456789abcdef.safetensors'
     """
+    # A store has no rename and no lock. The names of a save's objects hold its random id, so that two saves never write
+    # the same object. The manifest names them and is written last: a process that is killed at any moment leaves the
+    # old checkpoint, or the new one, and objects that no manifest names.
     stem, dot, suffix = name.partition(".")
     return f"{stem}-{save_id}{dot}{suffix}" if save_id else name
 
@@ -79,12 +77,9 @@ def is_tombstone(name: str) -> bool:
 
 
 def put_tombstone(path: StorePath, manifest: bytes) -> StorePath:
-    """Keep the manifest of a checkpoint that is about to be removed from a prefix; return the path of the tombstone.
-
-    A tombstone never replaces another tombstone, because readers may still use the objects that it lists. So if
-    ``removed.json`` exists, the new name gets the digest of the manifest.
-    """
+    """Keep the manifest of a checkpoint that is about to be removed; return the path of the tombstone."""
     tombstone = path / TOMBSTONE_NAME
+    # A tombstone never replaces another one, because readers may still use the objects that it lists.
     if not store_requests.put_unless_changed(tombstone, manifest, None):
         tombstone = path / object_name(TOMBSTONE_NAME, hashlib.sha256(manifest).hexdigest()[:16])
         store_requests.put(tombstone, manifest)
@@ -126,12 +121,16 @@ class StoreCommit(PendingCommit):
         self.save_id = secrets.token_hex(8)
         self._manifest = destination / MANIFEST_NAME
         self._replaceable = replaceable
+        # `listed` returns the objects that the manifest at a path lists. They are removed after the commit, and so are
+        # objects of saves that failed a day ago, if `is_ours` accepts the name.
         self._listed = listed
         self._is_ours = is_ours
         self._seen: store_requests.ObjectStatus | None = None
         self._old: bytes | None = None
         self._replaced: set[str] = set()
+        # Our clock, only compared with itself.
         self._begun = clock().time()
+        # A forked child must not remove the objects of its parent.
         self._process = os.getpid()
         self._may_appear = False  # whether the store has carried out a request for the manifest, or may still do so
 
@@ -148,8 +147,8 @@ class StoreCommit(PendingCommit):
                 clock().sleep(_AGAIN_SECONDS)
 
     def _look_at_destination(self, end: float) -> None:
-        """Note what is replaced; raise if that is not allowed."""
         self._old = self._seen = None
+        # The listing and the manifest are two requests: another save may come between them.
         while (found := self._read_back()) is None:
             names = {name for name, _ in store_requests.children(self._url)}
             if MANIFEST_NAME not in names:
@@ -164,6 +163,7 @@ class StoreCommit(PendingCommit):
             clock().sleep(_AGAIN_SECONDS)  # another save has created it meanwhile
         self._old, self._seen = found
         check_replaceable(self._url, self._replaceable, overwrite=self.overwrite)
+        # Other steps may share the objects of a step, so they are not removed here: `prune` removes what no step names.
         if not self._url.is_step:
             self._replaced = set(self._listed(self._url))
 
@@ -172,7 +172,7 @@ class StoreCommit(PendingCommit):
         return found is not None and found[1].tag == seen.tag
 
     def _check_free(self, names: Iterable[str]) -> None:
-        """Raise if the prefix has objects that no unfinished save wrote."""
+        # Objects with an id are of saves that have not finished, and do not block this one.
         foreign = sorted(name for name in names if save_of(name) is None and name != TOMBSTONE_NAME)
         if foreign:
             raise DestinationExistsError(
@@ -182,19 +182,20 @@ class StoreCommit(PendingCommit):
             )
 
     def publish(self, manifest: bytes | None = None) -> None:
-        """Make the checkpoint visible by writing its manifest; its objects are there already.
+        """Make the checkpoint visible by writing its manifest.
 
-        Raises DestinationExistsError if another save was first, and says which; UnsupportedError if the server does
-        not carry out conditional requests; StoreError if the store refuses or does not answer in time. The error then
-        says whether the checkpoint may still become visible.
+        Raises DestinationExistsError if another save was first; UnsupportedError if the server ignores conditions;
+        StoreError, which states whether the checkpoint may still become visible.
         """
         assert manifest is not None  # in a store, the manifest is the commit
         content = manifest
         self._check_server(content)
+        # Only then may `prune` of another process have taken our objects for leftovers.
         if clock().time() - self._begun > LEFTOVER_AGE.total_seconds():
             self._check_objects(content)
         end = clock().monotonic() + store_requests.give_up_seconds()
         if self._old is not None and self._url.is_step:
+            # Before the manifest is replaced: `prune` needs the names in the old one.
             put_tombstone(self._url, self._old)
         while not self._put(content):
             found = self._read_back()
@@ -220,20 +221,17 @@ class StoreCommit(PendingCommit):
             self._remove(partial(self._needless, content))
 
     def _check_server(self, content: bytes) -> None:
-        """Check that the server refuses to create an object that exists: some replace it, and saves that race are lost.
-
-        Of a server that the user has named, this takes one request, for the first save of a process.
-        """
         own = self._own_names(content)
         if not own or self._url.scheme != "s3" or endpoint() in {"", *_refusing}:
             return
+        # Some servers replace the object although asked not to, and saves that race would be lost. One request, for the
+        # first save of a process, to a server that the user has named.
         if store_requests.put_unless_changed(self._url / own[0], b"", None):
             problem = f"at {without_secrets(endpoint())} replaces an object although asked not to (If-None-Match)"
             raise unsafe_server(self._url, problem)
         _refusing.add(endpoint())
 
     def _check_objects(self, content: bytes) -> None:
-        """Check that the objects of a save that took very long still exist: `prune` deletes those that are so old."""
         own = self._own_names(content)
         # The manifest of several ranks names one fragment per rank, and the fragment names the objects of its rank.
         for name in [name for name in own if name.endswith(".json")]:
@@ -247,15 +245,15 @@ class StoreCommit(PendingCommit):
             )
 
     def _own_names(self, content: bytes) -> list[str]:
-        """Return the names of objects of this save that a JSON file has."""
+        # By a pattern, not by a parser: manifests and fragments have different structures, and the id is unique.
         return re.findall(rf'"([^"/]+-{self.save_id}\.[^"/]+)"', content.decode())
 
     def _put(self, content: bytes) -> bool:
-        """Send the manifest; return whether the store has accepted it."""
         before, self._may_appear = self._may_appear, True
         try:
             written = store_requests.put_unless_changed(self._manifest, content, self._seen)
         except StoreError as error:
+            # The answer may be lost although the store has accepted the manifest.
             with suppress(StoreError):
                 found = self._read_back()
                 if found is not None and found[0] == content:
@@ -270,6 +268,7 @@ class StoreCommit(PendingCommit):
                 path=self._url,
                 remedy=error.remedy,
             ) from error
+        # The store has refused it, so this request changes nothing.
         if written is False:
             self._may_appear = before
         return bool(written)
@@ -281,7 +280,6 @@ class StoreCommit(PendingCommit):
             return None
 
     def _needless(self, content: bytes) -> list[str]:
-        """Return the objects that only the old manifest lists, and the objects of saves that failed a day ago."""
         written = {name: each.modified for name, each in store_requests.children(self._url) if each and save_of(name)}
         # The clock of the store: the objects of this save are the newest.
         old = {name for name, when in written.items() if when <= max(written.values()) - LEFTOVER_AGE}
@@ -289,9 +287,9 @@ class StoreCommit(PendingCommit):
         return [name for name in sorted(self._replaced | failed) if not _names(content, name)]
 
     def _remove(self, needless: Callable[[], Iterable[str]]) -> None:
-        """Remove objects that nothing needs; if that fails, `prune` or the next replacement will."""
         try:
             store_requests.delete([self._url / name for name in needless() if "/" not in name])
+        # The checkpoint is visible already, so the save has succeeded: `prune` or the next replacement removes them.
         except TensorkeepError as error:
             logger.warning("%s: objects that nothing needs remain: %s", self._url, error.message)
 
@@ -299,11 +297,11 @@ class StoreCommit(PendingCommit):
         # A manifest that becomes visible later needs its objects. A forked child has no part in the save.
         if not self._may_appear and os.getpid() == self._process:
             children = partial(store_requests.children, self._url)
+            # The listing is made inside `_remove`, which also catches its errors.
             self._remove(lambda: [name for name, _ in children() if save_of(name) == self.save_id])
 
 
 def check_replaceable(path: StorePath, replaceable: Callable[[Path], bool], *, overwrite: bool) -> None:
-    """Raise unless what is at a path may be replaced."""
     if not overwrite:
         raise DestinationExistsError(
             "exists already", path=path, remedy="choose another path, or ask to overwrite it (overwrite=True)"
@@ -317,7 +315,7 @@ def check_replaceable(path: StorePath, replaceable: Callable[[Path], bool], *, o
 
 
 def _names(manifest: bytes, name: str) -> bool:
-    """Return whether a manifest names an object, here or by way of another prefix."""
+    # Whole names only: a name may be the end of another one.
     return any(f'{before}{name}"'.encode() in manifest for before in '"/')
 
 
@@ -330,8 +328,6 @@ class _File(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """What a manifest says about the save that wrote it."""
-
     writer: str = ""
     step: _Step | None = None
     files: list[_File] = []
@@ -342,7 +338,6 @@ class _Content(msgspec.Struct):
 
 
 def _described(content: bytes, status: store_requests.ObjectStatus) -> str:
-    """Return which save wrote a manifest, in words."""
     when = f"{status.modified:%Y-%m-%d %H:%M:%S} UTC"
     try:
         body = msgspec.json.decode(content, type=prepared(_Content)).body

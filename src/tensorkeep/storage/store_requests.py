@@ -1,9 +1,4 @@
-"""Requests to object stores through obstore: their errors without secrets, and what is repeated.
-
-HTTP, signing, credentials and retries are obstore's (https://developmentseed.org/obstore). It reads the environment
-variables of the stores' own tools, such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
-``GOOGLE_APPLICATION_CREDENTIALS`` and ``AZURE_STORAGE_ACCOUNT_NAME``.
-"""
+"""Requests to object stores through obstore: errors without secrets, and what is repeated."""
 
 import errno
 import os
@@ -28,28 +23,29 @@ if TYPE_CHECKING:
 
 # Errors of obstore as errors of this package, without secrets.
 
+# How long and how often obstore has repeated a request.
 TRIED = re.compile(r" in (\d\S*), after (\d+) retries(?:, max_retries: \d+, retry_timeout: \S+)?")
-"""How long and how often obstore has repeated a request."""
+# The rest of the text is for developers of obstore.
 DETAILS = "\n\nDebug source"
-"""The rest of the text is for developers of obstore."""
+# A note on an error: `_repeated` has sent the request before, which obstore's text does not say.
 REPEATED = "the request was sent before, without an answer"
-"""A note on an error: `_repeated` has sent the request before, which obstore's text does not say."""
+# Parts of errors without values of settings.
 _SETTINGS_ERRORS = re.compile(
     r"\w+ must be specified|Unable to (open|decode) service account file|Invalid Access Key|Error reading pem file"
 )
-"""Parts of errors without values of settings."""
+# Answers about credentials: stores give 400 for a token that has expired and for another region than theirs, and 200
+# for objects that they do not delete.
 _REFUSED = re.compile(
     r"status code: (40[13]\b|400\b(?!.*<Code>)|400\b.*<Code>\w*(Token|Auth|Access|Security|Signature|Expired|Region))"
     r"|incorrectly configured region|\(code: AccessDenied\)",
     re.DOTALL,
 )
-"""Answers about credentials: stores give 400 for a token that has expired and for another region than theirs, and 200
-for objects that they do not delete."""
+# Answers about the request itself: to repeat it does not help.
 _WRONG = re.compile(r"status code: 4(?!08|29)\d\d")
-"""Answers about the request itself: to repeat it does not help."""
 _SKEWED = ("RequestTimeTooSkewed", "RequestTimeTooFar")
+# Environment variables with secret values, which are never printed.
 _SECRET_NAMES = re.compile(r"(AWS|AZURE|GOOGLE|GCP)_.*(KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS)")
-"""Environment variables with secret values, which are never printed."""
+# What is secret in an answer that repeats a request, or says what is wrong with it.
 _SECRETS = re.compile(
     r"""
     # A field of a request: a header, of a query, of a form, in JSON, in XML or in a repr.
@@ -68,7 +64,6 @@ _SECRETS = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-"""What is secret in an answer that repeats a request, or says what is wrong with it."""
 _MOST_CHARACTERS = 500
 _METADATA_SERVICE = "//169.254.169.254/"
 _CREDENTIALS = {
@@ -80,11 +75,12 @@ _CREDENTIALS = {
 
 @contextmanager
 def store_request(path: "StorePath | str", action: str) -> Iterator[None]:
-    """Raise errors of obstore as errors of this package: "cannot <action>", with what the store answered."""
+    """Raise errors of obstore as "cannot <action>", with what the store answered."""
     try:
         yield
     except TensorkeepError:
         raise
+    # BaseException: a panic of obstore is not an Exception.
     except BaseException as error:
         ours = _error_for(error, path, action)
         if ours is None:
@@ -93,10 +89,10 @@ def store_request(path: "StorePath | str", action: str) -> Iterator[None]:
 
 
 def raise_alone(error: TensorkeepError) -> NoReturn:
-    """Raise an error without the one that it replaces, which may quote credentials, as its context."""
     try:
         raise error from None
     finally:
+        # `from None` only hides the context. A debugger or a log of the full chain would still print credentials.
         error.__context__ = None
 
 
@@ -112,6 +108,7 @@ def _error_for(error: BaseException, path: "StorePath | str", action: str) -> Te
         )
     if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "obstore":
         return None
+    # Each store answers in its own words, and obstore passes the text on: kinds are recognised by both.
     if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
         return NotFoundError(_missing(text), path=path, remedy="check the URL")
     if re.search("ETag (Header missing|required)", text):
@@ -152,12 +149,10 @@ def was_repeated(error: BaseException) -> bool:
 
 
 def replaced(path: "StorePath | str") -> StoreError:
-    """Return the error for an object that changes while it is read."""
     return StoreError("was replaced while it was read", path=path, remedy="read it again")
 
 
 def unsafe_server(path: "StorePath | str", problem: str) -> UnsupportedError:
-    """Return the error for a server that cannot write to an object on a condition."""
     return UnsupportedError(
         f"the server {problem}, so that a save could overwrite another one unnoticed",
         path=path,
@@ -177,7 +172,7 @@ def _missing(text: str) -> str:
 
 
 def _reason(text: str) -> str:
-    """Return the part of an error's text that a user can use, without the request, which may have signatures."""
+    # Durations with ten digits hide the message.
     text = re.sub(r"\b(\d+\.\d)\d+(?=m?s\b)", r"\1", text.partition(DETAILS)[0])
     tried = TRIED.search(text)
     times = f" (repeated {counted(int(tried[2]), 'time')} in {tried[1]})" if tried else ""
@@ -186,6 +181,7 @@ def _reason(text: str) -> str:
     if code:
         code, message = redacted(code), redacted(message)
         return (f"{code}: {message}" if message else code) + times
+    # The rest may quote the request with its signature.
     words = [without_secrets(word) if "://" in word else word for word in redacted(TRIED.sub("", text)).split()]
     return " ".join(words) + times
 
@@ -202,8 +198,11 @@ def redacted(text: str) -> str:
     """
     plain = _plain(text)
     found = plain
+    # Decoded as the text is: a server may quote a secret in JSON, XML or percent escapes.
     secrets = {_plain(value) for name, value in os.environ.items() if _SECRET_NAMES.fullmatch(name)}
+    # The longest first: a secret may contain another one.
     for secret in sorted(secrets, key=len, reverse=True):
+        # Values of up to three characters would redact ordinary words.
         if len(secret) > 3:
             found = found.replace(secret, "***")
     # An answer may have any length.
@@ -214,13 +213,12 @@ def redacted(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Undo the escapes of JSON and XML, and up to two of URLs."""
     text = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
     return unquote(unquote(unescape(text))).replace("\\", "").strip()
 
 
 def unusable(bucket: str, text: str) -> StoreError:
-    """Return the error for settings that obstore refuses; it quotes their values, which may be secret."""
+    """The error for settings that obstore refuses. Its own text quotes their values, which may be secret."""
     known = _SETTINGS_ERRORS.search(text)
     return StoreError(
         f"cannot use the store: {known[0] if known else 'obstore refuses its settings in the environment'}",
@@ -231,26 +229,26 @@ def unusable(bucket: str, text: str) -> StoreError:
 
 # Requests.
 
+# A request is repeated for so long; ``TENSORKEEP_STORE_TIMEOUT`` replaces it.
 GIVE_UP_SECONDS = 60.0
-"""A request is repeated for so long; ``TENSORKEEP_STORE_TIMEOUT`` replaces it."""
+# obstore repeats a request at most so often; see `_repeated`.
 MOST_RETRIES = 10
-"""obstore repeats a request at most so often; see `_repeated`."""
+# Requests for a few bytes each that are made at once: they wait for answers, not for the network.
 SMALL_REQUESTS = 32
-"""Requests for a few bytes each that are made at once: they wait for answers, not for the network."""
 _CUT_SHORT = "the answer was cut short"
 _BROKEN_ANSWERS = ("error sending request", "request or response body error", "Got invalid list response", _CUT_SHORT)
 _AGAIN_SECONDS = 0.1
 _FIRST_PAUSE = 0.1
 T = TypeVar("T")
+# The id of the process where obstore started its threads; a forked child does not have them.
 _used_in: set[int] = set()
-"""The id of the process where obstore started its threads; a forked child does not have them."""
 
 
 class ObjectStatus(NamedTuple):
-    """An object of a store: its bytes, when it was written, and the tag that changes with its content, if any.
+    """An object of a store.
 
-    ``version`` is what some stores compare instead of the tag; ``links`` is how many checkpoints name it, as far as
-    that is known.
+    ``tag`` changes with the content; some stores compare ``version`` instead. ``links`` counts the checkpoints that
+    name it, as far as known.
     """
 
     key: str
@@ -261,15 +259,15 @@ class ObjectStatus(NamedTuple):
     links: int = 1
 
     def as_stat(self) -> os.stat_result:
-        """Return it as the status of a regular file with so many links."""
         when = int(self.modified.timestamp())
+        # Instead of an inode number, which a store does not have.
         number = hash(self.key) & (2**63 - 1)
         fields = (stat.S_IFREG | 0o600, number, 0, self.links, 0, 0, self.size, when, when, when)
         return os.stat_result(fields, {"st_blocks": -(-self.size // 512)})
 
 
 def head(path: StorePath) -> ObjectStatus:
-    """Return the status of an object; NotFoundError if it does not exist."""
+    """Raises NotFoundError if the object does not exist."""
     store = _store_of(path)
     import obstore
 
@@ -278,16 +276,12 @@ def head(path: StorePath) -> ObjectStatus:
 
 
 def get(path: StorePath, start: int = 0, stop: int | None = None, *, tag: str | None = None) -> memoryview:
-    """Return bytes ``start:stop`` of an object, or those up to its end; as many as it has.
-
-    Raises NotFoundError if it does not exist; StoreError if its tag is another one, because it was replaced, or if the
-    store keeps sending less than it announces.
-    """
+    """As many of the bytes as exist. Raises NotFoundError; StoreError for another tag or a short answer."""
     return _get(path, start, stop, tag)[0]
 
 
 def read(path: StorePath, stop: int | None = None) -> tuple[bytes, ObjectStatus]:
-    """Return all or the first bytes of an object, and its status then; raise as `get`."""
+    """Return the first bytes, or all, and the status at that time; raises as `get`."""
     content, status = _get(path, 0, stop, None)
     return bytes(content), status
 
@@ -315,7 +309,7 @@ def _get(path: StorePath, start: int, stop: int | None, tag: str | None) -> tupl
 
 
 def _whole(answer: Any) -> tuple[memoryview, ObjectStatus]:
-    """Return the content of an answer. Raises OSError if bytes are missing, which obstore does not notice."""
+    """Raises OSError if bytes are missing, which obstore does not notice."""
     content = memoryview(answer.bytes())
     start, stop = answer.range
     if len(content) != stop - start:
@@ -324,7 +318,6 @@ def _whole(answer: Any) -> tuple[memoryview, ObjectStatus]:
 
 
 def put(path: StorePath, content: bytes) -> None:
-    """Write an object by one request, in place of an older one of this name."""
     store = _store_of(path)
     import obstore
 
@@ -333,10 +326,10 @@ def put(path: StorePath, content: bytes) -> None:
 
 
 def put_unless_changed(path: StorePath, content: bytes, seen: ObjectStatus | None) -> bool | None:
-    """Write an object by one request, if the store still has the object that was seen, or none; return whether it did.
+    """Write an object if the store still has the object ``seen``, or none; return whether it did.
 
-    None means that this is not known: the request was repeated, and the store may have carried out an earlier one, or
-    may still do so. The errno of a StoreError is EACCES if the store has refused the only request.
+    None means unknown: an earlier, repeated request may have been carried out, or may still be. A StoreError has the
+    errno EACCES only if the store has refused the only request.
     """
     store = _store_of(path)
     import obstore
@@ -350,15 +343,13 @@ def put_unless_changed(path: StorePath, content: bytes, seen: ObjectStatus | Non
         try:
             _repeated(lambda: obstore.put(store, path.key, content, mode=mode))
         except (AlreadyExistsError, PreconditionError) as error:
+            # After a repetition, the condition may fail because of our own earlier request.
             return None if was_repeated(error) else False
     return True
 
 
 def put_pieces(path: StorePath, pieces: Iterator[Any], *, part_bytes: int | None, at_once: int) -> None:
-    """Write an object from pieces of memory, in parts of so many bytes or by one request; it appears complete.
-
-    The memory of a piece is not copied: it must not change while there is a reference to the piece.
-    """
+    """Write an object from pieces of memory, which must not change while a piece is referenced."""
     store = _store_of(path)
     import obstore
 
@@ -368,7 +359,7 @@ def put_pieces(path: StorePath, pieces: Iterator[Any], *, part_bytes: int | None
 
 
 def delete(paths: Sequence[StorePath]) -> None:
-    """Delete objects of one bucket; those that do not exist are no error."""
+    """Delete objects of one bucket; missing ones are no error."""
     if not paths:
         return
     store = _store_of(paths[0])
@@ -386,11 +377,12 @@ def delete(paths: Sequence[StorePath]) -> None:
 
 
 def begins_as(path: StorePath, start: bytes) -> bool:
-    """Return whether an object begins with these bytes; for servers that cannot answer a request for a range."""
+    """Whether an object begins with these bytes; for servers without range requests."""
     store = _store_of(path)
     import obstore
 
     with store_request(path, "read it"):
+        # The first chunk of the stream only: the page may be long.
         return bytes(next(iter(obstore.get(store, path.key).stream()), b""))[: len(start)] == start
 
 
@@ -410,10 +402,7 @@ def children(path: StorePath) -> Iterator[tuple[str, ObjectStatus | None]]:
 
 
 def objects(path: StorePath, *, after: str | None = None) -> list[ObjectStatus]:
-    """Return the status of every object below a prefix, at any depth; one request for each thousand.
-
-    With ``after``, only objects with greater keys. Raises UnsupportedError if a key is not supported.
-    """
+    """Return every object below a prefix, with keys greater than ``after``. Raises UnsupportedError for a bad key."""
     store = _store_of(path)
     import obstore
 
@@ -423,10 +412,7 @@ def objects(path: StorePath, *, after: str | None = None) -> list[ObjectStatus]:
 
 
 def _repeated(request: Callable[[], T]) -> T:
-    """Make a request again if its answer was lost or cut short, which obstore does not do for every request.
-
-    The last error counts all requests, also the ones that obstore has repeated.
-    """
+    """Repeat a request if the answer was lost or cut short. The last error counts also what obstore has repeated."""
     now = clock()
     started, retries = now.monotonic(), 0
     while True:
@@ -437,6 +423,7 @@ def _repeated(request: Callable[[], T]) -> T:
             if not any(broken in text for broken in _BROKEN_ANSWERS):
                 if retries:
                     error.add_note(REPEATED)
+                # Errors that say what is wrong are not repeated.
                 raise
         tried = TRIED.search(text)
         retries += int(tried[2]) if tried else 0
@@ -452,6 +439,7 @@ def _status(meta: Any) -> ObjectStatus:
 
 
 def _store_of(path: StorePath) -> "ObjectStore":
+    # obstore's threads do not exist in a forked child, and a request would wait for them for ever.
     if _used_in - {os.getpid()}:
         raise UnsupportedError(
             "this process was forked from one that has used an object store, and requests would hang",
@@ -467,6 +455,8 @@ def _store_of(path: StorePath) -> "ObjectStore":
 
 @cache
 def _connect(bucket: str, endpoint: str, seconds: float, first_pause: float, longest_pause: float) -> "ObjectStore":
+    # HTTP, signing, credentials and retries are obstore's (https://developmentseed.org/obstore). It reads the
+    # environment variables of the stores' own tools, such as ``AWS_ACCESS_KEY_ID`` and ``AZURE_STORAGE_ACCOUNT_NAME``.
     from_url = import_extra("obstore.store", "cloud", f"{bucket} needs the package obstore").from_url
     limit, first, longest = (timedelta(seconds=each) for each in (seconds, first_pause, longest_pause))
     retry: Any = {
@@ -486,12 +476,12 @@ def _connect(bucket: str, endpoint: str, seconds: float, first_pause: float, lon
 
 
 def pauses(seconds: float) -> tuple[float, float]:
-    """Return the first pause before a library repeats a request, and the longest, if it gives up after so long."""
+    """The first and the longest pause of a library that repeats a request for ``seconds``."""
     return clock().library_pause(_FIRST_PAUSE), clock().library_pause(seconds / 8)
 
 
 def give_up_seconds() -> float:
-    """Return for how long a request is repeated."""
+    """Raises UsageError if ``TENSORKEEP_STORE_TIMEOUT`` is not a number of seconds."""
     given = os.environ.get("TENSORKEEP_STORE_TIMEOUT", "")
     try:
         seconds = float(given or GIVE_UP_SECONDS)
