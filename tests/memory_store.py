@@ -1,6 +1,6 @@
 """An S3 server in the memory of this process: what the clients in the tests ask for, and nothing else.
 
-`io/objects/test_servers.py` holds it to what independent implementations of S3 answer.
+`storage/objects/test_servers.py` holds it to what independent implementations of S3 answer.
 """
 
 import hashlib

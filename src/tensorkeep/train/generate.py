@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.model.attention import Cache
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.step.train_step import evaluating
@@ -146,23 +145,6 @@ def _penalised(logits: Tensor, earlier: Tensor, penalty: float) -> Tensor:
 def _require(valid: bool, name: str, value: object, remedy: str) -> None:
     if not valid:
         raise UsageError(f"{name} is {value}", remedy=remedy)
-
-
-def prompt_ids(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
-    """Return the tokens of a prompt, as a document begins; UsageError if it is empty or cannot be encoded."""
-    if prompt is not None:
-        ids: list[int] = tokenizer.encode(prompt).tolist()
-        if not ids:
-            raise UsageError("the prompt is empty", remedy="give some text, or no prompt")
-        return [*tokenizer.opening, *ids]
-    if tokenizer.opening:
-        return tokenizer.opening
-    if tokenizer.end_of_document is not None:
-        return [tokenizer.end_of_document]
-    try:
-        return [int(tokenizer.encode("\n")[0])]
-    except UsageError:
-        return [0]
 
 
 def generate(

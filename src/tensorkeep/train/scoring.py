@@ -26,9 +26,8 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.batches import LARGEST_TOKENS, Batch, EvaluationWindows
 from tensorkeep.train.data.conversations import has_conversations
 from tensorkeep.train.data.corpus import DEFAULT_FIELD, UTF8_MARK, CorpusReader, open_source
-from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens
+from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens, prompt_ids
 from tensorkeep.train.data.tokenizers.chat import ChatTokenizer
-from tensorkeep.train.generate import prompt_ids
 from tensorkeep.train.memory import LEAST_BYTES, evaluation_bytes
 from tensorkeep.train.model.attention import in_float32
 from tensorkeep.train.model.config import ModelConfig

@@ -296,7 +296,8 @@ def training_demo(
     """Train, kill, resume, compare losses, generate text. ``every`` is the number of steps between two checkpoints."""
     # Only here, because the other demo runs the trainer in processes of their own.
     from tensorkeep.checkpoint.info import info
-    from tensorkeep.train.generate import generate, prompt_ids
+    from tensorkeep.train.data.tokenizers.base import prompt_ids
+    from tensorkeep.train.generate import generate
     from tensorkeep.train.run.weights import load_trained
 
     demo = TrainingDemo(folder, steps=steps, every=every, source=source)

@@ -12,7 +12,8 @@ from cyclopts.validators import Number
 from tensorkeep.cli.options import Run, Which
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import printable_text
-from tensorkeep.train.generate import Sampling, generate_stream, prompt_ids, until_stop
+from tensorkeep.train.data.tokenizers.base import prompt_ids
+from tensorkeep.train.generate import Sampling, generate_stream, until_stop
 from tensorkeep.train.run.weights import load_trained_at
 from tensorkeep.train.step.cpu import SpinControl
 from tensorkeep.units import counted
