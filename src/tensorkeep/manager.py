@@ -221,9 +221,12 @@ class CheckpointManager:
         path = checked_path(root, stores=True)
         self.root = absolute(path)
         self._tier = None if local is None else _checked_tier(self.root, local, given, self._ranks)
-        # `keep_local` and `upload_bytes_per_second` without `local` have no effect.
-        for name in given.keys() - {"keep_local", "upload_bytes_per_second"}:
-            raise TypeError(f"CheckpointManager.__init__() got an unexpected keyword argument {name!r}")
+        for name, value in given.items():
+            if name not in ("keep_local", "upload_bytes_per_second"):
+                raise TypeError(f"CheckpointManager.__init__() got an unexpected keyword argument {name!r}")
+            # None is the absence of a limit, which a manager without `local` has, too.
+            if value is not None:
+                raise UsageError(f"{name} has no effect without local=", remedy="give local=FOLDER, or leave it out")
         self._connect()
         # A forked child has neither the lock nor the connections of its parent.
         reset_in_child(self, CheckpointManager._connect)

@@ -298,6 +298,8 @@ def test_keywords_are_fields_of_options_and_win_over_them(tmp_path: Path) -> Non
     with CheckpointManager(tmp_path, retention=rules, saving=saving, keep_every=5) as manager:
         assert manager.keep == CheckpointManager(tmp_path, keep_last=2, keep_every=5).keep
         assert manager.save(1, state(1)).done()
+    with pytest.raises(tensorkeep.UsageError, match="keep_local has no effect without local="):
+        CheckpointManager(tmp_path / "c", keep_local=1)
     with pytest.raises(TypeError, match="unexpected keyword argument 'keep_latest'"):
         CheckpointManager(tmp_path, keep_latest=1)  # type: ignore[call-arg]
 
