@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.bench.results import Arm, Measure, Results, read_results
+from tensorkeep.pages.elements import ReportTable
 from tensorkeep.report.sentences import headlines, noise_lines
-from tensorkeep.report.tables import ReportTable, claims_table, design_tables, verdict_table
+from tensorkeep.report.tables import claims_table, design_tables, verdict_table
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "measured.md"

@@ -116,3 +116,16 @@ def check_count(what: str, count: object) -> None:
     """Raises UsageError unless a count is an int of 1 or more."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise UsageError(f"{what} is {count!r}", remedy="give an int of 1 or more")
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Format a number: ``0.663``, ``2.91``, ``134``, ``26,412``, ``1.2e-05``."""
+    if not 10.0**-digits <= abs(value) < 1e7:
+        return f"{value:.{digits}g}"
+    return f"{value:,.{_decimals(value, digits)}f}"
+
+
+def _decimals(value: float, digits: int) -> int:
+    # Formatted first, because rounding may carry: 9.996 has one digit more than its logarithm says.
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return max(0, digits - 1 - exponent)

@@ -14,13 +14,13 @@ import torch
 import tensorkeep
 from pages.shown_runs import HOSTILE, save_model, save_run
 from tensorkeep.pages import checkpoint as checkpoint_module
+from tensorkeep.pages.canvas import Line, Point, Text
 from tensorkeep.pages.checkpoint import read_contents
+from tensorkeep.pages.curves import Chart, Curve, chart
 from tensorkeep.pages.difference import Difference
 from tensorkeep.pages.page import Column, data_json, drawn_table, heat_map, title_of
 from tensorkeep.pages.run import read_run
 from tensorkeep.pages.statistics import Histogram
-from tensorkeep.report.canvas import Line, Point, Text
-from tensorkeep.report.curves import Chart, Curve, chart
 from tensorkeep.testing.cases import case
 
 

@@ -9,8 +9,8 @@ from bench.documents import summarise
 from report import documents
 from report.documents import read
 from tensorkeep.bench.results import Results
+from tensorkeep.pages.canvas import EVEN, GAIN_LEGEND, PALETTE, gain_colour
 from tensorkeep.report.bars import amount_bars, bars_note
-from tensorkeep.report.canvas import EVEN, GAIN_LEGEND, PALETTE, gain_colour
 from tensorkeep.report.html import loss_charts, losses_note, report_page
 from tensorkeep.report.tables import gain_map
 

@@ -13,8 +13,9 @@ from PIL import Image
 from report import documents
 from report.documents import read
 from tensorkeep.bench import wording
+from tensorkeep.pages import canvas
+from tensorkeep.pages.canvas import PALETTE, Canvas, Line, Text, log_ticks, text_width
 from tensorkeep.report import plots
-from tensorkeep.report.canvas import PALETTE, Canvas, Line, Text, log_ticks, text_width
 from tensorkeep.report.html import report_page
 from tensorkeep.report.plots import Plot, draw_plots, shown_arms, wanted
 
@@ -148,7 +149,7 @@ def test_the_page_defines_the_colours_and_every_shape_lies_within_its_figure(tmp
         assert "var(--plot-ink)" in svg and not re.search(r"#[0-9a-f]{6}", svg), plot.name
         texts = [shape for shape in plot.canvas.shapes if isinstance(shape, Text)]
         assert all(0 <= text.x <= plot.canvas.width and 0 < text.y <= plot.canvas.height for text in texts), plot.name
-    css = (Path(plots.__file__).parent / "page" / "report.css").read_text()
+    css = (Path(canvas.__file__).parent / "page" / "base.css").read_text()
     assert all(f"--plot-{name}:" in css for name in PALETTE)
 
 

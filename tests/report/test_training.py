@@ -13,8 +13,8 @@ from bench.documents import summarise
 from tensorkeep.bench.results import Results
 from tensorkeep.bench.training import cell as cell
 from tensorkeep.bench.training.workload import WORKLOAD
+from tensorkeep.pages.canvas import Axis, Canvas, Text
 from tensorkeep.report import plots
-from tensorkeep.report.canvas import Axis, Canvas, Text
 from tensorkeep.report.measures import compared_arms
 from tensorkeep.report.plots import TradeOff
 from tensorkeep.report.sentences import noise_lines

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from tensorkeep.units import number
+
 NOTHING = "-"
 
 NEAR, FAR = 0.01, 100.0  # where the ends of a very wide interval, and the axis of gains, are cut off
@@ -13,24 +15,11 @@ def gate_words(workload: str) -> str:
     return "the loaded state differs from the saved one"
 
 
-def number(value: float, digits: int = 3) -> str:
-    """Format a number: ``0.663``, ``2.91``, ``134``, ``26,412``, ``1.2e-05``."""
-    if not 10.0**-digits <= abs(value) < 1e7:
-        return f"{value:.{digits}g}"
-    return f"{value:,.{_decimals(value, digits)}f}"
-
-
-def _decimals(value: float, digits: int) -> int:
-    # Formatted first, because rounding may carry: 9.996 has one digit more than its logarithm says.
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    return max(0, digits - 1 - exponent)
-
-
 def spread(mean: float, std: float | None) -> str:
     # One run has no deviation.
     if std is None or not 1e-4 <= abs(mean) < 1e7:
         return number(mean, 4) if std is None else f"{mean:.3g} ± {std:.2g}"
-    decimals = _decimals(mean, 4)
+    decimals = len(number(mean, 4).partition(".")[2])
     return f"{mean:,.{decimals}f} ± {std:,.{decimals}f}"
 
 

@@ -1,6 +1,8 @@
 """`tensorkeep.log`: the steps of a training run, their metrics and disk space, by manifests and file sizes only."""
 
+import json
 import os
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,10 +13,17 @@ from tensorkeep.checkpoint.verify import verify as verify_step
 from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError, UsageError
 from tensorkeep.formats.native.reader import occupied_bytes
 from tensorkeep.paths import as_path
+from tensorkeep.plugins import Registry
 from tensorkeep.runs.address import backend_of, run_root
 from tensorkeep.runs.metrics import best_step, checked_mode, metric_names, mode_of, usual_metric
 from tensorkeep.runs.steps import Step, step_of
 from tensorkeep.storage.parallel import Progress
+
+RECORD = "run.json"
+"""The file in the folder of a run that says how it was trained."""
+
+RUN_RECORDS: Registry[Callable[[Path], tuple[dict[str, Any], list[str]]]] = Registry("run_record")
+"""Functions that describe the segments of the run in a folder, as JSON and as text, by the name of its record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +250,15 @@ def _range(steps: list[LoggedStep], name: str) -> dict[str, Any]:
     # A NaN counts only if nothing else was logged.
     numbers = [value for value in values if value == value] or [float("nan")]
     return {"first": values[0], "last": values[-1], "min": min(numbers), "max": max(numbers)}
+
+
+def lines_of(content: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a log, without damaged ones: the last line may be incomplete."""
+    # A crash may cut the last line within a character.
+    for text in content.decode(errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            yield line

@@ -6,14 +6,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
-
-from tensorkeep.checkpoint.log import LoggedStep, RunLog
+from tensorkeep.checkpoint.log import RECORD, RUN_RECORDS, LoggedStep, RunLog
 from tensorkeep.checkpoint.log import log as read_log
 from tensorkeep.cli.options import STORE, AtLeastOne, StoreOptions, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, ratio
-from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
+from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.units import counted, format_age, format_bytes, format_moment
 
@@ -69,29 +67,16 @@ def log(
 def _segments(root: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the segments and the origin of a run of ``tensorkeep train``, as JSON and as text."""
     # The steps are in a subfolder of the run, and either folder may be given.
-    folder = next((place for place in (root, root.parent) if (place / "run.json").is_file()), None)
+    folder = next((place for place in (root, root.parent) if (place / RECORD).is_file()), None)
     if folder is None:
         return {}, []
-    # Only here, because the trainer imports torch.
-    from tensorkeep.train.run.folder import RunFolder
-    from tensorkeep.train.run.notes import describe
-
     try:
-        record = RunFolder(folder).record()
+        if RECORD not in RUN_RECORDS.names():
+            raise UnsupportedError(f"chatgot, which wrote its {RECORD}, is not installed")
+        return RUN_RECORDS.get(RECORD)(folder)
     except TensorkeepError as error:
         # The steps can be listed without the record.
         return {"record": str(error)}, [f"the segments of the run are not known: {error}"]
-    origin, segments, lines = record.origin, [], []
-    if origin is not None:
-        lines.append(f"branched from {origin.run} after step {origin.step}: {describe(origin.settings)}")
-    # The record lists later segments only: the first one is the run as it was started.
-    for number, segment in enumerate(record.segments, 2):
-        about = {"step": segment.step, "time": segment.time, "settings": segment.settings}
-        segments.append({"segment": number, "leg": number, **about})
-        lines.append(f"segment {number} began after step {segment.step}, {segment.time}: {describe(segment.settings)}")
-    # `legs` and `leg` are older names, which scripts may read.
-    document = {"segments": segments, "legs": segments}
-    return document | {"origin": None if origin is None else msgspec.to_builtins(origin)}, lines
 
 
 def print_summary(found: RunLog) -> None:

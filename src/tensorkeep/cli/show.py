@@ -17,9 +17,9 @@ from tensorkeep.errors import UsageError
 from tensorkeep.pages.checkpoint import read_contents
 from tensorkeep.pages.difference import Difference
 from tensorkeep.pages.page import SHOW, PageSubject, write_page
+from tensorkeep.pages.rendering import check_installed, check_page
 from tensorkeep.pages.run import read_run
 from tensorkeep.pages.statistics import DEFAULT_SAMPLE
-from tensorkeep.report.rendering import check_installed, check_page
 from tensorkeep.runs.address import split_address, steps_of_run
 from tensorkeep.units import format_bytes
 

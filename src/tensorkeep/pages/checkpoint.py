@@ -11,11 +11,10 @@ from tensorkeep.formats.base import Entry as Tensor
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.finding import open_reader
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
+from tensorkeep.pages.elements import ReportTable, TableEntry, facts_of
 from tensorkeep.pages.page import MOST_MODULES, Column, Findings, PageSubject, drawn_table, show_page, title_of
 from tensorkeep.pages.statistics import DEFAULT_SAMPLE, Sample, TensorStatistics, choose_sample, measure
 from tensorkeep.pages.treemap import grouped, module_sums
-from tensorkeep.report.html import facts_of
-from tensorkeep.report.tables import ReportTable, TableEntry
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.parallel import Progress
 from tensorkeep.units import counted, format_bytes, format_moment

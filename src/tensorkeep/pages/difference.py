@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorkeep.checkpoint.diff import DiffReport, TensorDiff, together
+from tensorkeep.pages.elements import Bars, ChartBar, ReportTable, TableEntry
 from tensorkeep.pages.page import (
     MOST_MODULES,
     Column,
@@ -16,8 +17,6 @@ from tensorkeep.pages.page import (
     show_page,
     title_of,
 )
-from tensorkeep.report.bars import Bars, ChartBar
-from tensorkeep.report.tables import ReportTable, TableEntry
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.units import counted
 

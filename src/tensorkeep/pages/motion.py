@@ -12,9 +12,9 @@ from tensorkeep.errors import TensorkeepError
 from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.finding import open_reader
 from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
+from tensorkeep.pages.elements import ReportTable, TableEntry
 from tensorkeep.pages.page import HeatMap, heat_map
 from tensorkeep.pages.statistics import read_ranges
-from tensorkeep.report.tables import ReportTable, TableEntry
 from tensorkeep.storage.buffers import BufferPool
 from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Meter, Progress

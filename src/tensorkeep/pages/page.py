@@ -11,16 +11,16 @@ from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
+from tensorkeep.pages.canvas import amount_opacity
+from tensorkeep.pages.elements import ReportTable
+from tensorkeep.pages.rendering import PageKind, render_page
 from tensorkeep.pages.statistics import Histogram
-from tensorkeep.report.canvas import amount_opacity
-from tensorkeep.report.rendering import PageKind, render_page
-from tensorkeep.report.tables import ReportTable
 from tensorkeep.runs.address import CHECKPOINTS
 from tensorkeep.storage.commit import replace_file
 from tensorkeep.units import counted, format_bytes
 from tensorkeep.version import __version__
 
-SHOW = PageKind("show", "page of tensorkeep show", "show", package="tensorkeep.pages")
+SHOW = PageKind("show", "page of tensorkeep show", "show", "tensorkeep.pages")
 
 # The most bytes of a table in a page: with it, a page has less than 5 MB.
 TABLE_BYTES = 4_000_000

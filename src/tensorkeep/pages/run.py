@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.checkpoint.log import LoggedStep, RunLog
+from tensorkeep.checkpoint.log import LoggedStep, RunLog, lines_of
 from tensorkeep.checkpoint.log import log as read_log
 from tensorkeep.checkpoint.options import MemorySize
 from tensorkeep.errors import PathLike, TensorkeepError
 from tensorkeep.formats.native.directory import summarise
 from tensorkeep.formats.torch_file.unpickle import Allow
+from tensorkeep.pages.curves import Chart, Curve, chart
+from tensorkeep.pages.elements import ReportTable, TableEntry
 from tensorkeep.pages.motion import Motion, read_motion
 from tensorkeep.pages.page import Column, Findings, HeatMap, PageSubject, drawn_table, heat_map, show_page, title_of
 from tensorkeep.paths import as_path
-from tensorkeep.report.curves import Chart, Curve, chart
-from tensorkeep.report.tables import ReportTable, TableEntry
 from tensorkeep.storage import first_bytes
 from tensorkeep.storage.buffers import DEFAULT_BUDGET
 from tensorkeep.storage.parallel import Progress
@@ -223,9 +223,6 @@ def figures_of(content: bytes) -> dict[str, Points]:
     """Return the numbers in the lines of a log, by kind and name."""
     if not content:
         return {}
-    # Only here, because the trainer imports torch.
-    from tensorkeep.train.run.log import lines_of
-
     # By step: a step that was repeated after a kill has its last value.
     found: dict[str, dict[int, float]] = {}
     for line in lines_of(content):

@@ -1,42 +1,16 @@
 """Bars, which the page draws and the terminal prints: saving, loading and size by arm."""
 
-from dataclasses import dataclass
-
 from tensorkeep.bench.results import Measure, Results
-from tensorkeep.bench.wording import capitalised, number
+from tensorkeep.bench.wording import capitalised
+from tensorkeep.pages.elements import Bars, ChartBar
 from tensorkeep.report.measures import compared_arms, compared_measures, scale_of
+from tensorkeep.units import number
 
 _MOST_BARS = 14
 _TONES = {"helps": "good", "hurts": "bad"}
 
 # Tones of bars, and their meaning.
 BAR_LEGEND = (("base", "baseline"), ("good", "better"), ("bad", "worse"), ("", "no difference shown"))
-
-
-@dataclass(frozen=True, slots=True)
-class ChartBar:
-    """One bar; ``low`` and ``high`` are the ends of the range of the runs."""
-
-    label: str
-    value: float
-    text: str
-    # Whether the value is scaled from a smaller state.
-    scaled: bool = False
-    # ``"good"``, ``"bad"``, ``"base"`` or empty.
-    tone: str = ""
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Bars:
-    title: str
-    bars: list[ChartBar]
-
-    @property
-    def full(self) -> float:
-        # Longer bars, which were scaled, are cut off: they would make all others short.
-        return max((max(bar.value, bar.high or 0.0) for bar in self.bars if not bar.scaled), default=1.0) or 1.0
 
 
 def amount_bars(results: Results) -> list[Bars]:

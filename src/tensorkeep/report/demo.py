@@ -7,22 +7,21 @@ from tensorkeep.bench.checkpoint.measure import FIRST, SAVE, STORED, WARM
 from tensorkeep.bench.demo.results import DemoResults, facts
 from tensorkeep.bench.demo.speed import TOOLS, SmallRun, figures, notes
 from tensorkeep.bench.results import Results
-from tensorkeep.bench.wording import number
-from tensorkeep.report.bars import Bars, ChartBar
-from tensorkeep.report.canvas import Point
-from tensorkeep.report.curves import Chart, Curve, chart
-from tensorkeep.report.html import arms_table, facts_of
-from tensorkeep.report.rendering import check_page, render_page
-from tensorkeep.report.tables import ReportTable, TableEntry, improvements_table, isolated_table
+from tensorkeep.pages.canvas import Point
+from tensorkeep.pages.curves import Chart, Curve, chart
+from tensorkeep.pages.elements import Bars, ChartBar, ReportTable, TableEntry, facts_of
+from tensorkeep.pages.rendering import check_page, render_page
+from tensorkeep.report.html import REPORT, arms_table
+from tensorkeep.report.tables import improvements_table, isolated_table
 from tensorkeep.storage.commit import replace_file
-from tensorkeep.units import counted, format_bytes, format_seconds
+from tensorkeep.units import counted, format_bytes, format_seconds, number
 from tensorkeep.version import __version__
 
 
 def write_demo_page(results: DemoResults, page: Path) -> None:
     """Write the page; UsageError if the name is not ``*.html``, DestinationExistsError for another file."""
     # Only an earlier report is replaced.
-    check_page(page)
+    check_page(page, REPORT)
     replace_file(page, demo_page(results).encode())
 
 
@@ -30,6 +29,7 @@ def demo_page(results: DemoResults) -> str:
     six_way = results.six_way
     return render_page(
         "demo.html.j2",
+        REPORT,
         title="Tensorkeep on this machine",
         description=results.description,
         lines=facts(results),

@@ -15,18 +15,17 @@ from typing import Any
 import msgspec
 
 from tensorkeep.bench.results import ArmStatistics, CellRecord, Results, Subject, read_results
-from tensorkeep.bench.wording import capitalised, clipped, number
+from tensorkeep.bench.wording import capitalised, clipped
+from tensorkeep.pages.canvas import GAIN_LEGEND, Point
+from tensorkeep.pages.curves import Chart, Curve, chart
+from tensorkeep.pages.elements import ReportTable, TableEntry, facts_of
+from tensorkeep.pages.rendering import PageKind, check_page, render_page
 from tensorkeep.report.bars import BAR_LEGEND, amount_bars, bars_note
-from tensorkeep.report.canvas import GAIN_LEGEND, Point
-from tensorkeep.report.curves import Chart, Curve, chart
 from tensorkeep.report.measures import GIB, compared_arms, subject_and_machine, subject_name
 from tensorkeep.report.plots import FILES_ONLY, NAME_LENGTH, Plot, draw_plots
-from tensorkeep.report.rendering import check_page, render_page
 from tensorkeep.report.sentences import completeness, headlines, measured_by, noise_lines, purpose, verdict_sentence
 from tensorkeep.report.tables import (
     STATUS,
-    ReportTable,
-    TableEntry,
     aliases_lines,
     claims_table,
     design_tables,
@@ -37,7 +36,9 @@ from tensorkeep.report.tables import (
     verdict_table,
 )
 from tensorkeep.storage.commit import replace_file
-from tensorkeep.units import format_bytes
+from tensorkeep.units import format_bytes, number
+
+REPORT = PageKind("report", "report", "bench", "tensorkeep.report")
 
 _MOST_CELLS = 3000
 
@@ -49,6 +50,7 @@ def report_page(results: Results, plots: list[Plot]) -> str:
     picture = next((name for name in ("steps", "effects") if name in names), "")
     return render_page(
         "template.html.j2",
+        REPORT,
         plots={
             plot.name: (plot.title, plot.canvas.page_svg(plot.title)) for plot in plots if plot.name not in FILES_ONLY
         },
@@ -104,29 +106,6 @@ def _content(results: Results) -> dict[str, Any]:
 
 def _json(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) if value else ""
-
-
-def facts_of(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    facts = []
-    for key, value in environment.items():
-        label = key.replace("_", " ")
-        if isinstance(value, dict):
-            if key == "versions":
-                # A version of null means that the package is missing.
-                value = {name: version or "not installed" for name, version in value.items()}
-            facts += [(f"{label}: {name}", text) for name, text in facts_of(value)]
-        elif value is None or value == []:
-            facts.append((label.removesuffix(" bytes"), "none"))
-        elif isinstance(value, list):
-            facts.append((label, json.dumps(value, ensure_ascii=False)))
-        # Before numbers: a bool is an int.
-        elif isinstance(value, bool):
-            facts.append((label, "yes" if value else "no"))
-        elif label.endswith(" bytes") and isinstance(value, int | float):
-            facts.append((label.removesuffix(" bytes"), format_bytes(value)))
-        else:
-            facts.append((label, str(value)))
-    return facts
 
 
 def _subject(subject: Subject) -> list[tuple[str, str]]:
@@ -198,7 +177,7 @@ def write_report(
     report; MissingExtraError if jinja2, or Pillow for PNG, is not installed; StoreError if a file cannot be written.
     """
     page = Path(out)
-    check_page(page)
+    check_page(page, REPORT)
     # Everything is drawn before the first file is written: an error leaves no half of a report.
     found = results if isinstance(results, Results) else read_results(results)
     drawn = draw_plots(found, for_files=plots is not None)

@@ -9,10 +9,11 @@ from typing import TypeVar
 
 from tensorkeep.bench.results import Arm, Effect, Interaction, Measure, Results, StackStep
 from tensorkeep.bench.statistics import describe
-from tensorkeep.bench.wording import FAR, NEAR, clipped, gain, number, percent
-from tensorkeep.report.canvas import SIZE, Axis, Box, Canvas, Line, Point, Text, gain_colour, needs_log, text_width
+from tensorkeep.bench.wording import FAR, NEAR, clipped, gain, percent
+from tensorkeep.pages.canvas import SIZE, Axis, Box, Canvas, Line, Point, Text, gain_colour, needs_log, text_width
 from tensorkeep.report.measures import compared_arms, compared_measures, scale_of, subject_and_machine
 from tensorkeep.report.tables import why_not_run
+from tensorkeep.units import number
 
 FILES_ONLY = ("three-way", "comparison", "impact")  # plots that only repeat figures of the page
 WIDTH = 1060.0

@@ -1,22 +1,12 @@
 """The tables of a report: verdicts, observations, and why arms did not run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tensorkeep.bench.results import Arm, CellRecord, Claim, Effect, Interaction, Measure, Results, StackStep
 from tensorkeep.bench.statistics import Description
-from tensorkeep.bench.wording import (
-    NOTHING,
-    capitalised,
-    gain,
-    interval,
-    interval_95,
-    number,
-    percent,
-    probability,
-    spread,
-)
-from tensorkeep.report.canvas import gain_colour
+from tensorkeep.bench.wording import NOTHING, capitalised, gain, interval, interval_95, percent, probability, spread
+from tensorkeep.pages.canvas import gain_colour
+from tensorkeep.pages.elements import ReportTable, TableEntry
 from tensorkeep.report.measures import (
     GIB,
     FigureScale,
@@ -26,7 +16,7 @@ from tensorkeep.report.measures import (
     scale_of,
     subject_name,
 )
-from tensorkeep.units import counted, format_rate
+from tensorkeep.units import counted, format_rate, number
 
 TONES: dict[str | None, str] = {
     "helps": "good",
@@ -47,28 +37,6 @@ STATUS = {
     "disk": "disk full",
     "not-run": "not run",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TableEntry:
-    text: str
-    order: float | None = None  # what the page sorts by; None sorts by the text, behind all numbers
-    tone: str = ""  # classes of the page: ``"good"``, ``"bad"``, ``"faint"``, or the colour of a heat map
-    code: bool = False  # whether it is set in a fixed-width font
-    about: str = ""  # what a pointer over it shows
-
-
-@dataclass(frozen=True, slots=True)
-class ReportTable:
-    """A table that the command line prints, the page makes sortable, and a file may hold."""
-
-    title: str
-    headings: tuple[str, ...]  # a leading ``>`` aligns the column to the right, ``=`` keeps it unwrapped
-    rows: Sequence[tuple[TableEntry, ...]]
-    note: str = ""  # a sentence below the table
-
-    def texts(self) -> list[tuple[str, ...]]:
-        return [tuple(entry.text for entry in row) for row in self.rows]
 
 
 def gain_entries(value: float | None, low: float | None, high: float | None) -> tuple[TableEntry, TableEntry]:

@@ -9,8 +9,8 @@ from typing import get_args
 from tensorkeep.bench.analysis.samples import Samples, threshold, too_small
 from tensorkeep.bench.results import Arm, Caution, Judged, Measure, Recommendation, Results
 from tensorkeep.bench.statistics import blocks_needed
-from tensorkeep.bench.wording import difference, gain, gate_words, interval, interval_95, listed, number
-from tensorkeep.units import counted, format_bytes, format_seconds
+from tensorkeep.bench.wording import difference, gain, gate_words, interval, interval_95, listed
+from tensorkeep.units import counted, format_bytes, format_seconds, number
 
 _SYNCING = ("sync", "fsync", "durable")
 _LOADS = ("load_cold", "load_warm")

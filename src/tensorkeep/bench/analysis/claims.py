@@ -24,8 +24,9 @@ import msgspec
 from tensorkeep.bench.analysis.samples import SMALLEST, Samples
 from tensorkeep.bench.results import Claim, ClaimVerdict
 from tensorkeep.bench.statistics import Comparison
-from tensorkeep.bench.wording import difference, interval_95, listed, number
+from tensorkeep.bench.wording import difference, interval_95, listed
 from tensorkeep.structs import prepared
+from tensorkeep.units import number
 
 _TOLERANCE = 1.25
 _NO_CHANGE = 1.06

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from tensorkeep.bench.results import Arm, ArmStatistics, CellRecord, Measure, Noise, Results, Verdict
 from tensorkeep.bench.statistics import LEVEL, Comparison, SharedVariance, compare
-from tensorkeep.bench.wording import difference, interval_95, number
-from tensorkeep.units import counted
+from tensorkeep.bench.wording import difference, interval_95
+from tensorkeep.units import counted, number
 
 SMALLEST = 1.001  # the smallest gain that counts as a difference of losses
 

@@ -10,9 +10,9 @@ from tensorkeep.bench.demo.faults import DamageReport, KilledSave, PeerDamage
 from tensorkeep.bench.demo.speed import SmallRun, figures
 from tensorkeep.bench.demo.training import ComparedRuns
 from tensorkeep.bench.results import Results
-from tensorkeep.bench.wording import listed, number
+from tensorkeep.bench.wording import listed
 from tensorkeep.checkpoint.verify import VerifyReport
-from tensorkeep.units import format_bytes, format_seconds
+from tensorkeep.units import format_bytes, format_seconds, number
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tensorkeep.checkpoint.log import lines_of
 from tensorkeep.errors import PathLike, StoreError, TensorkeepError
 from tensorkeep.manager import CheckpointManager
 from tensorkeep.runs.steps import Step
 from tensorkeep.train.data.prepare import PreparedData, prepare
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.log import lines_of
 from tensorkeep.units import counted
 
 RECIPE = "shakespeare-char-cpu"

@@ -38,14 +38,13 @@ from tensorkeep.bench.demo.speed import (
 )
 from tensorkeep.bench.demo.training import ComparedRuns, RepeatedSteps, TrainingDemo
 from tensorkeep.bench.results import Results
-from tensorkeep.bench.wording import number
 from tensorkeep.cli.options import SIZE, AtLeastOne, Checkpoint, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import columns
 from tensorkeep.errors import UsageError
-from tensorkeep.report.bars import Bars
+from tensorkeep.pages.elements import Bars
 from tensorkeep.report.demo import six_way_bars, speed_bars
-from tensorkeep.units import counted, format_bytes, format_seconds
+from tensorkeep.units import counted, format_bytes, format_seconds, number
 
 _DEFAULT_ROUNDS = 3
 _STEPS, _EVERY = 100, 20
@@ -104,12 +103,13 @@ def demo(
             limits = f"{format_bytes(_SMALLEST)} to {format_bytes(_LARGEST)}"
             raise UsageError(f"--size is {format_bytes(size)}, out of range", remedy=f"give {limits}")
         scale = scale_of_size(size)
+    from tensorkeep.pages.rendering import check_page
     from tensorkeep.report.demo import write_demo_page
-    from tensorkeep.report.rendering import check_page
+    from tensorkeep.report.html import REPORT
 
     page = out or Path("tensorkeep-demo.html")
     # Before the measurement, which takes minutes.
-    check_page(page)
+    check_page(page, REPORT)
     # Nothing of the demo stays but its page, also after Ctrl-C.
     with temporary_folder(directory) as folder:
         with output.status("building the state"):

@@ -11,9 +11,9 @@ from tensorkeep.bench.wording import capitalised
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines
+from tensorkeep.pages.elements import ReportTable
 from tensorkeep.report.sentences import completeness, headlines, measured_by, noise_lines, verdict_sentence
 from tensorkeep.report.tables import (
-    ReportTable,
     aliases_lines,
     claims_table,
     design_tables,
@@ -67,11 +67,11 @@ def report(
 
 
 def _write(found: Results, page: Path, plots: Path | None, csv: Path | None, output: Output) -> None:
-    from tensorkeep.report.html import write_report
-    from tensorkeep.report.rendering import check_page
+    from tensorkeep.pages.rendering import check_page
+    from tensorkeep.report.html import REPORT, write_report
 
     # Before the tables, so that a wrong --out shows at once.
-    check_page(page)
+    check_page(page, REPORT)
     if output.shows_text:
         print_tables(found)
     written = write_report(found, page, plots=plots, csv=csv)

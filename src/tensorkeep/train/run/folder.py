@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tensorkeep import machine
+from tensorkeep.checkpoint.log import RECORD
 from tensorkeep.errors import (
     CorruptCheckpointError,
     DestinationExistsError,
@@ -33,7 +34,6 @@ from tensorkeep.train.data.tokenizers.registry import tokenizer_from_dict
 # Values that differ, by name: the value then, and the value now.
 Changes = dict[str, tuple[Any, Any]]
 
-RECORD = "run.json"
 TOKENIZER = "tokenizer.json"
 LOG = "log.jsonl"
 DATA = "data"

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+from tensorkeep.checkpoint.log import lines_of
 from tensorkeep.errors import StoreError, first_line, import_extra
 from tensorkeep.storage.commit import replace_file
 from tensorkeep.storage.direct_io import store_errors
@@ -286,18 +287,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with store_errors(path, "read the log"):
         content = path.read_bytes() if path.exists() else b""
     return lines_of(content)
-
-
-def lines_of(content: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log, without damaged ones: the last line may be incomplete."""
-    # A crash may cut the last line within a character.
-    for text in content.decode(errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            yield line
 
 
 def _finite(value: Any) -> Any:

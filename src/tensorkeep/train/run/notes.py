@@ -1,13 +1,14 @@
 """What the user should know before a run trains: settings without effect, and how a segment or branch continues."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
 from tensorkeep.train.config.config import Config, flat
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.optim.schedules import SCHEDULES, learning_rate_factor
-from tensorkeep.train.run.folder import Changes, Segment
+from tensorkeep.train.run.folder import Changes, RunFolder, Segment
 from tensorkeep.train.run.weights import InitialWeights
 from tensorkeep.train.techniques.stack import Stack
 
@@ -139,6 +140,22 @@ def on_rates(before: Config, config: Config, step: int, reduced: float) -> str:
         f"the learning rate goes {earlier}to {_rate(config, step + 1) * reduced:.3g} "
         f"({config.schedule.name} over steps {config.schedule.start + 1} to {config.loop.steps})"
     )
+
+
+def segments_of(folder: Path) -> tuple[dict[str, object], list[str]]:
+    """Return the origin and the later segments of the run in a folder, as JSON and as text, for ``tensorkeep log``."""
+    record = RunFolder(folder).record()
+    origin, segments, lines = record.origin, [], []
+    if origin is not None:
+        lines.append(f"branched from {origin.run} after step {origin.step}: {describe(origin.settings)}")
+    # The record lists later segments only: the first one is the run as it was started.
+    for number, segment in enumerate(record.segments, 2):
+        about = {"step": segment.step, "time": segment.time, "settings": segment.settings}
+        segments.append({"segment": number, "leg": number, **about})
+        lines.append(f"segment {number} began after step {segment.step}, {segment.time}: {describe(segment.settings)}")
+    # `legs` and `leg` are older names, which scripts may read.
+    document = {"segments": segments, "legs": segments}
+    return document | {"origin": None if origin is None else msgspec.to_builtins(origin)}, lines
 
 
 def describe(settings: Changes) -> str:

@@ -8,41 +8,38 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import DestinationExistsError, MissingExtraError, StoreError, UsageError, installation_of
-from tensorkeep.report.canvas import PALETTE
+from tensorkeep.pages.canvas import PALETTE
 
 
 @dataclass(frozen=True, slots=True)
 class PageKind:
-    """A kind of page; ``package`` may have, in its folder ``page``, the template and more style and script."""
+    """A kind of page. Its templates, style and script are in the folder ``page`` of ``package``, or here."""
 
     # The command that writes the page. It marks the first bytes, so that a page never replaces any other file.
     command: str
     noun: str
     # The extra that installs what the page needs; ``noun`` names the page in errors.
     extra: str
-    package: str | None = None
+    package: str
 
     @property
     def mark(self) -> str:
         return f'<html lang="en" data-made-by="tensorkeep-{self.command}">'
 
-    def files(self, suffix: str) -> str:
-        own = "" if self.package is None else self.file(f"{self.command}.{suffix}")
-        return _file("tensorkeep.report", f"report.{suffix}") + own
+    def own_file(self, name: str) -> str | None:
+        file = resources.files(self.package).joinpath("page", name)
+        return file.read_text(encoding="utf-8") if file.is_file() else None
 
     def file(self, name: str) -> str:
-        package = self.package
-        # A kind without a file of its own uses the common one.
-        if package is None or not resources.files(package).joinpath("page", name).is_file():
-            package = "tensorkeep.report"
-        return _file(package, name)
+        return self.own_file(name) or _common_file(name)
+
+    def files(self, suffix: str) -> str:
+        """Return the common style or script, and after it the one of this kind if there is one."""
+        return _common_file(f"base.{suffix}") + (self.own_file(f"{self.command}.{suffix}") or "")
 
 
-REPORT = PageKind("report", "report", "bench")
-
-
-def _file(package: str, name: str) -> str:
-    return resources.files(package).joinpath("page", name).read_text(encoding="utf-8")
+def _common_file(name: str) -> str:
+    return resources.files("tensorkeep.pages").joinpath("page", name).read_text(encoding="utf-8")
 
 
 def check_installed(kind: PageKind) -> None:
@@ -53,7 +50,7 @@ def check_installed(kind: PageKind) -> None:
         raise MissingExtraError("the page needs jinja2, which is not installed", remedy=remedy) from error
 
 
-def render_page(template: str, kind: PageKind = REPORT, **content: Any) -> str:
+def render_page(template: str, kind: PageKind, **content: Any) -> str:
     """Return a page, self-contained, with this content; MissingExtraError if jinja2 is not installed."""
     check_installed(kind)
     import jinja2
@@ -80,7 +77,7 @@ def render_page(template: str, kind: PageKind = REPORT, **content: Any) -> str:
     )
 
 
-def check_page(page: Path, kind: PageKind = REPORT) -> None:
+def check_page(page: Path, kind: PageKind) -> None:
     """Raise unless the name ends in ``.html``, and an existing file is a page of the same kind."""
     if page.suffix.lower() not in (".html", ".htm"):
         raise UsageError("is not a name of a page of HTML", path=page, remedy="give a name that ends in .html")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensorkeep.bench.wording import number
-from tensorkeep.report.canvas import Axis, Canvas, Line, Point, Text, round_ticks, text_width
+from tensorkeep.pages.canvas import Axis, Canvas, Line, Point, Text, round_ticks, text_width
+from tensorkeep.units import number
 
 WIDTH, HEIGHT = 440, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 26
