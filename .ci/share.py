@@ -15,39 +15,54 @@ import pytest
 
 EVERY_DAYS, TOUCHED_DAYS = 24, 12
 SITE = "tests/documentation/test_site.py"
-RANKS = ("tests/ranks.py", "tests/forked.py")
-STORES = ("tests/store_servers.py", "tests/memory_store.py")
+CORE = "packages/tensorkeep/src/tensorkeep"
+TRAINER = "packages/chatgot/src/chatgot"
+BENCH = "packages/tensorkeep-bench/src/tensorkeep_bench"
+RANKS = ("tests/ranks.py", "tests/forked.py", f"{CORE}/ranks", f"{CORE}/formats/native")
+STORES = ("tests/store_servers.py", "tests/memory_store.py", f"{CORE}/storage", f"{CORE}/runs", f"{CORE}/manager.py")
+
+
+def core(*names: str) -> tuple[str, ...]:
+    return tuple(f"{CORE}/{name}" for name in names)
+
 
 SUBJECTS: dict[str, tuple[str, ...]] = {
-    "tests/bench": ("src/tensorkeep/bench", "src/tensorkeep/experiments"),
-    "tests/checkpoint": ("src/tensorkeep/checkpoint", "src/tensorkeep/state"),
-    "tests/checkpoint/manager": ("src/tensorkeep/runs", "src/tensorkeep/manager.py"),
-    "tests/checkpoint/local_tier": ("src/tensorkeep/runs", "src/tensorkeep/manager.py"),
-    "tests/checkpoint/ranks": ("src/tensorkeep/ranks", "src/tensorkeep/formats/native", *RANKS),
-    "tests/cli": ("src/tensorkeep/cli", "src/tensorkeep/bench"),
-    "tests/codecs": ("src/tensorkeep/codecs", "src/coder"),
-    "tests/coder": ("src/tensorkeep/codecs", "src/coder"),
-    "tests/distributed": ("src/tensorkeep/distributed", "src/tensorkeep/formats/dcp"),
-    "tests/documentation": ("docs", "README.md", "examples", "src/tensorkeep/cli"),
-    "tests/faults": (
-        *("src/tensorkeep/storage", "src/tensorkeep/formats", "src/tensorkeep/checkpoint", "src/tensorkeep/runs"),
-        *("tests/faults/injection.py", "tests/faults/conftest.py"),
-    ),
-    "tests/faults/ranks": ("src/tensorkeep/ranks", "src/tensorkeep/formats/native", *RANKS),
-    "tests/faults/stores": ("src/tensorkeep/storage", "src/tensorkeep/runs", "src/tensorkeep/manager.py", *STORES),
-    "tests/faults/test_killed_training.py": ("src/tensorkeep/train",),
-    "tests/faults/test_resumed_runs.py": ("src/tensorkeep/train",),
-    "tests/faults/test_stopped_by_signals.py": ("src/tensorkeep/train", "src/tensorkeep/cli"),
-    "tests/formats": ("src/tensorkeep/formats", "src/tensorkeep/storage", "src/tensorkeep/state"),
-    "tests/storage": ("src/tensorkeep/storage", *STORES),
-    "tests/report": ("src/tensorkeep/report",),
-    "tests/pages": ("src/tensorkeep/pages", "src/tensorkeep/report"),
-    "tests/state": ("src/tensorkeep/state",),
+    # The tests of `tensorkeep`, by folder.
+    **{
+        f"packages/tensorkeep/tests/{folder}": subjects
+        for folder, subjects in {
+            "checkpoint": core("checkpoint", "state"),
+            "checkpoint/manager": core("runs", "manager.py"),
+            "checkpoint/local_tier": core("runs", "manager.py"),
+            "checkpoint/ranks": RANKS,
+            "cli": core("cli"),
+            "codecs": (*core("codecs"), "packages/tensorkeep/src/coder"),
+            "coder": (*core("codecs"), "packages/tensorkeep/src/coder"),
+            "distributed": core("distributed", "formats/dcp"),
+            "faults": (
+                *core("storage", "formats", "checkpoint", "runs"),
+                *("packages/tensorkeep/tests/faults/injection.py", "tests/fault_cases.py"),
+            ),
+            "faults/ranks": RANKS,
+            "faults/stores": STORES,
+            "formats": core("formats", "storage", "state"),
+            "pages": core("pages"),
+            "state": core("state"),
+            "storage": STORES,
+        }.items()
+    },
+    "packages/tensorkeep-formats/tests": ("packages/tensorkeep-formats/src", *core("formats")),
+    "packages/chatgot/tests": (TRAINER,),
+    "packages/tensorkeep-bench/tests": (BENCH,),
+    "packages/tensorkeep-bench/tests/report": (f"{BENCH}/report", *core("pages")),
+    "tests/cli": (*core("cli"), f"{TRAINER}/cli", f"{BENCH}/cli"),
+    "tests/documentation": ("docs", "README.md", "examples", *core("cli")),
+    "tests/formats": (*core("formats"), *STORES),
     "tests/test_ci.py": (".ci",),
-    "tests/test_example_torchtitan.py": ("examples", "src/tensorkeep/distributed", "src/tensorkeep/checkpoint"),
-    "tests/test_examples.py": ("examples", "src/tensorkeep/train", "src/tensorkeep/checkpoint"),
+    "tests/test_example_torchtitan.py": ("examples", *core("distributed", "checkpoint")),
+    "tests/test_examples.py": ("examples", TRAINER, *core("checkpoint")),
+    "tests/test_pages_in_a_browser.py": (*core("pages"), f"{BENCH}/report"),
     "tests/test_ranks.py": RANKS,
-    "tests/train": ("src/tensorkeep/train",),
 }
 """What tests are about, by the start of their path; the longest start counts."""
 

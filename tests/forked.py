@@ -7,6 +7,7 @@ else, so that its forks are as good as new interpreters.
 import atexit
 import faulthandler
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,14 +21,17 @@ from pathlib import Path
 import pytest
 
 CONTEXT = get_context("forkserver")
+ROOT = Path(__file__).parents[1]
+# Where the modules that test files import are found: as `pythonpath` in pyproject.toml.
+PYTHONPATH = os.pathsep.join(map(str, [ROOT / "tests", *sorted(ROOT.glob("packages/*/tests"))]))
 
 
 def start_server() -> None:
     """Start the fork server of this process, if it has none; the package uses the same one."""
     # The first optimizer of a process imports torch's compiler.
-    CONTEXT.set_forkserver_preload(["torch._dynamo", "train.techniques.several_processes", "tensorkeep.cli.main"])
+    CONTEXT.set_forkserver_preload(["torch._dynamo", "techniques.several_processes", "tensorkeep.cli.main"])
     with pytest.MonkeyPatch.context() as patches:
-        patches.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patches.setenv("PYTHONPATH", PYTHONPATH)
         patches.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()
 
@@ -35,7 +39,7 @@ def start_server() -> None:
 def start(work: Callable[..., object], *arguments: object, output: Path) -> ForkServerProcess:
     """Start a process that calls a function of a module; its standard output and error are appended to a file."""
     # pytest imports test files by their path below the root, which other processes do not.
-    module = work.__module__.removeprefix("tests.")
+    module = re.sub(r"^(packages\.[\w-]+\.)?tests\.", "", work.__module__)
     process = CONTEXT.Process(target=_run, args=(module, work.__name__, arguments, output), daemon=True)
     start_server()
     process.start()

@@ -102,7 +102,7 @@ def serve(calls: Connection, work: Callable[..., Any]) -> None:
     """Do the calls of a test process until it ends."""
     import torch
 
-    # pytest imports test files as modules of `tests`, which names the functions and classes that it sends.
+    # pytest imports test files by their path below the root, which names the functions and classes that it sends.
     sys.path.append(str(Path(__file__).parents[1]))
     torch.set_num_threads(1)
     with suppress(EOFError):

@@ -37,7 +37,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def check_installation(coder: str) -> str:
     """Return the coder in use; it must be the expected one, and the package not that of the checkout."""
-    assert not Path(tensorkeep.__file__).resolve().is_relative_to(CHECKOUT / "src"), tensorkeep.__file__
+    assert not Path(tensorkeep.__file__).resolve().is_relative_to(CHECKOUT / "packages"), tensorkeep.__file__
     environment = [sys.executable, "-P", "-m", "tensorkeep", "env", "--json"]
     found: str = json.loads(subprocess.run(environment, check=True, capture_output=True, text=True).stdout)["coder"]
     assert found.startswith(f"{coder} ("), f"the coder in use is {found}, not {coder}"

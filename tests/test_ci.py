@@ -90,7 +90,11 @@ def share() -> ModuleType:
     return module
 
 
-IDS = [f"tests/{folder}/test_a.py::test_b[{number}]" for folder in ("train", "faults/stores") for number in range(200)]
+IDS = [
+    f"packages/{folder}/test_a.py::test_b[{number}]"
+    for folder in ("chatgot/tests", "tensorkeep/tests/faults/stores")
+    for number in range(200)
+]
 
 
 def test_each_exhaustive_test_has_its_turn_once_in_a_period(share: ModuleType) -> None:
@@ -99,10 +103,10 @@ def test_each_exhaustive_test_has_its_turn_once_in_a_period(share: ModuleType) -
 
 
 def test_a_change_gives_more_turns_to_the_tests_of_its_subject_alone(share: ModuleType) -> None:
-    changed = ["src/tensorkeep/train/loop.py"]
+    changed = ["packages/chatgot/src/chatgot/loop.py"]
     for node_id in IDS:
         turns = sum(share.has_its_turn(node_id, day, changed) for day in range(share.EVERY_DAYS))
-        assert turns == (share.EVERY_DAYS // share.TOUCHED_DAYS if "train" in node_id else 1)
+        assert turns == (share.EVERY_DAYS // share.TOUCHED_DAYS if "chatgot" in node_id else 1)
 
 
 def test_a_page_that_is_changed_runs_and_the_tests_of_the_site_run_together(share: ModuleType) -> None:
@@ -113,16 +117,28 @@ def test_a_page_that_is_changed_runs_and_the_tests_of_the_site_run_together(shar
 
 
 def test_the_longest_start_of_a_path_counts(share: ModuleType) -> None:
-    assert share.is_touched("tests/faults/test_commit.py::test_x", ["src/tensorkeep/storage/commit.py"])
-    assert not share.is_touched("tests/faults/stores/test_calls.py::test_x", ["src/tensorkeep/state/tree.py"])
-    assert share.is_touched("tests/faults/stores/test_calls.py::test_x", ["tests/faults/stores/test_calls.py"])
-    assert not share.is_touched("tests/storage/test_lock.py::test_x", ["src/tensorkeep/storagex/other.py"])
+    assert share.is_touched(
+        "packages/tensorkeep/tests/faults/test_commit.py::test_x",
+        ["packages/tensorkeep/src/tensorkeep/storage/commit.py"],
+    )
+    assert not share.is_touched(
+        "packages/tensorkeep/tests/faults/stores/test_calls.py::test_x",
+        ["packages/tensorkeep/src/tensorkeep/state/tree.py"],
+    )
+    assert share.is_touched(
+        "packages/tensorkeep/tests/faults/stores/test_calls.py::test_x",
+        ["packages/tensorkeep/tests/faults/stores/test_calls.py"],
+    )
+    assert not share.is_touched(
+        "packages/tensorkeep/tests/storage/test_lock.py::test_x",
+        ["packages/tensorkeep/src/tensorkeep/storagex/other.py"],
+    )
 
 
 def test_every_exhaustive_test_has_subjects_that_exist(share: ModuleType) -> None:
     for start, subjects in share.SUBJECTS.items():
         assert all((ROOT / each).exists() for each in (start, *subjects)), start
-    marked = [path for path in ROOT.glob("tests/**/*.py") if "mark.exhaustive" in path.read_text()]
+    marked = [path for path in ROOT.glob("**/tests/**/*.py") if "mark.exhaustive" in path.read_text()]
     names = [str(path.relative_to(ROOT)) for path in marked if path.name.startswith("test_") and path != Path(__file__)]
     assert names and [name for name in names if len(share.subject_of(name)) == 1] == []
 

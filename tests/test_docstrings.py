@@ -9,18 +9,19 @@ import pytest
 
 import tensorkeep
 
-SOURCE = Path(tensorkeep.__file__).parent
-WITH_EXAMPLES = [path for path in sorted(SOURCE.rglob("*.py")) if "    >>> " in path.read_text()]
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
+# The part of a path below `src` is the name of a module.
+WITH_EXAMPLES = {str(path).partition("/src/")[2]: path for path in SOURCES if "    >>> " in path.read_text()}
 # The page of errors, `docs/reference/errors.md`, has their examples.
 PUBLIC = [name for name in tensorkeep.__all__ if not name.startswith("__") and not name.endswith("Error")]
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_examples_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    parts = ("tensorkeep", *path.relative_to(SOURCE).with_suffix("").parts)
-    module = importlib.import_module(".".join(part for part in parts if part != "__init__"))
+    module = importlib.import_module(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     failed, tried = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert tried
     assert not failed

@@ -6,13 +6,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
-    *(path for folder in ("src", "tests", "docs", "examples", "benchmarks") for path in (ROOT / folder).rglob("*")),
+    *(path for folder in ("packages", "tests", "docs", "examples") for path in (ROOT / folder).rglob("*")),
 ]
 FILES = [
     path
     for path in PAGES
     if (path.suffix in {".py", ".md", ".j2", ".js"} and path != Path(__file__))
-    or (path.suffix == ".json" and path.is_relative_to(ROOT / "src" / "tensorkeep"))
+    or (path.suffix == ".json" and path.is_relative_to(ROOT / "packages") and "src" in path.parts)
 ]
 
 # How banned words start, in lower case, and the pattern of the rest -> the words to use instead.

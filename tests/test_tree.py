@@ -1,50 +1,91 @@
 """The structure of the source: who imports whom, names of modules, files that the architecture page names."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "tensorkeep"
-CODER = ROOT / "src" / "coder"
+from tensorkeep.version import __version__
 
-# A layer imports those with a smaller number. `codecs` and `storage` must not import each other.
-ORDER = """
-errors units closing paths placeholder plugins settings structs supported version
-machine
-state
-codecs storage
-formats
-ranks
-runs
-checkpoint
-manager
-distributed torch safetensors train
-bench
-report
-pages
-cli
-testing
-"""
-LAYERS = {name: number for number, names in enumerate(ORDER.strip().splitlines()) for name in names.split()}
+ROOT = Path(__file__).parents[1]
+PACKAGES = ROOT / "packages"
+CODER = PACKAGES / "tensorkeep" / "src" / "coder"
+
+# Each package may import the ones that are named after it. Within a package, a layer imports those above it here; the
+# modules of a first layer may import each other.
+ORDER = {
+    "tensorkeep": """
+        errors units closing paths placeholder plugins settings structs supported version
+        machine
+        state
+        codecs storage
+        formats
+        ranks
+        runs
+        checkpoint
+        manager
+        distributed torch safetensors pages
+        cli
+        ext testing
+    """,
+    "tensorkeep_formats": """
+        tensorstore
+        t5x
+    """,
+    "chatgot": """
+        model optim
+        config
+        data
+        step export
+        techniques generate
+        run chat memory
+        loop scoring
+        cli testing
+    """,
+    "tensorkeep_bench": """
+        results statistics wording
+        workload design analysis
+        experiment checkpoint
+        run
+        demo training
+        report tune
+        cli
+    """,
+}
+MAY_IMPORT = {
+    "tensorkeep": (),
+    "tensorkeep_formats": ("tensorkeep",),
+    "chatgot": ("tensorkeep",),
+    "tensorkeep_bench": ("tensorkeep", "tensorkeep_formats", "chatgot"),
+}
+# What other packages import from tensorkeep: its public names, and one door to the rest.
+PUBLIC = re.compile(r"tensorkeep|tensorkeep\.(errors|ext|torch|safetensors|distributed|testing)(\.\w+)*")
+LAYERS = {
+    (package, name): number
+    for package, order in ORDER.items()
+    for number, names in enumerate(order.strip().splitlines())
+    for name in names.split()
+}
 
 
 def modules() -> dict[str, Path]:
-    """Return the files of the package by the name under which they are imported."""
+    """Return the files of the packages by the name under which they are imported."""
     found = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        parts = ("tensorkeep", *path.relative_to(SOURCE).with_suffix("").parts)
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for source in PACKAGES.glob("*/src"):
+        for path in sorted(source.rglob("*.py")):
+            parts = path.relative_to(source).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
 # Only these are parsed: parsing whole files would take most of the time.
-IMPORT = re.compile(r"^[ \t]*((?:from|import) tensorkeep\b(?:[^(\n]*\([^)]*\)|[^\n]*))", re.MULTILINE)
+IMPORT = re.compile(r"^[ \t]*((?:from|import) (?:tensorkeep|chatgot)\w*\b(?:[^(\n]*\([^)]*\)|[^\n]*))", re.MULTILINE)
 
 
 def imports(path: Path, known: set[str]) -> set[str]:
@@ -59,27 +100,60 @@ def imports(path: Path, known: set[str]) -> set[str]:
     return found
 
 
-def layer(module: str) -> str:
-    return module.split(".")[1] if "." in module else module
+def layer(module: str) -> tuple[str, str]:
+    """Return the package of a module, and the module or folder in it."""
+    package, _, rest = f"{module}.".partition(".")
+    return package, rest.partition(".")[0] or package
 
 
 MODULES = modules()
-# The package itself hands out public names, which it imports on first use.
-INSIDE = MODULES.keys() - {"tensorkeep", "tensorkeep.__main__"}
+# A package itself hands out public names, which it imports on first use.
+INSIDE = {name for name in MODULES if "." in name and not name.endswith("__main__")}
 
 
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
     """Return what each module imports."""
-    return {module: imports(MODULES[module], set(MODULES)) - {module, "tensorkeep"} for module in INSIDE}
+    return {module: imports(MODULES[module], set(MODULES)) - {module} for module in INSIDE}
 
 
 def test_imports_point_to_lower_layers(graph: dict[str, set[str]]) -> None:
     for module in INSIDE:
         own = layer(module)
-        for other in {layer(target) for target in graph[module]} - {own}:
-            below = LAYERS[other] < LAYERS[own] or LAYERS[own] == LAYERS[other] == 0
-            assert below, f"{module}: {own} must not import {other}"
+        for other in {layer(target) for target in graph[module] & INSIDE} - {own}:
+            if other[0] == own[0]:
+                below = LAYERS[other] < LAYERS[own] or LAYERS[own] == LAYERS[other] == 0
+                assert below, f"{module}: {own} must not import {other}"
+
+
+def test_packages_use_the_names_that_others_offer(graph: dict[str, set[str]]) -> None:
+    used = set()
+    for module in INSIDE:
+        package = layer(module)[0]
+        for target in graph[module]:
+            other = layer(target)[0]
+            assert other == package or other in MAY_IMPORT[package], f"{module} must not import {target}"
+            if "tensorkeep" == other != package:
+                assert PUBLIC.fullmatch(target), f"{module} imports {target}: use tensorkeep.ext"
+                used.add(target)
+    assert "tensorkeep.ext" in used
+    assert [name for name in INSIDE if name.startswith("tensorkeep.ext.") and name not in used] == []
+
+
+def test_the_door_to_tensorkeep_has_no_name_that_no_package_uses() -> None:
+    sources = [path.read_text() for name, path in MODULES.items() if layer(name)[0] != "tensorkeep"]
+    named = {name for text in sources for name in re.findall(r"\w+", "\n".join(IMPORT.findall(text)))}
+    for name in [name for name in INSIDE if layer(name)[1] == "ext"]:
+        assert set(importlib.import_module(name).__all__) - named == set(), name
+
+
+def test_versions_and_licences_are_the_same() -> None:
+    projects = [tomllib.loads(path.read_text())["project"] for path in PACKAGES.glob("*/pyproject.toml")]
+    assert {project["version"] for project in projects} == {__version__} and len(projects) == 4
+    for project in projects:
+        own = [each for each in project["dependencies"] if re.match("tensorkeep|chatgot", each)]
+        assert all(each.endswith(f"=={__version__}") for each in own), own
+    assert len({path.read_bytes() for path in [ROOT / "LICENSE", *PACKAGES.glob("*/LICENSE")]}) == 1
 
 
 def test_no_circles_of_imports(graph: dict[str, set[str]]) -> None:
@@ -91,8 +165,8 @@ def test_no_circles_of_imports(graph: dict[str, set[str]]) -> None:
 def test_the_import_check_can_fail(tmp_path: Path) -> None:
     file = tmp_path / "file.py"
     inner = "try:\n    pass\nfinally:\n    if True:\n        from tensorkeep.cli import main\n"
-    file.write_text(f"from tensorkeep.checkpoint.saving import save\n{inner}")
-    assert imports(file, set(MODULES)) == {"tensorkeep.checkpoint.saving", "tensorkeep.cli.main"}
+    file.write_text(f"from tensorkeep.checkpoint.saving import save\nfrom chatgot.loop import train\n{inner}")
+    assert imports(file, set(MODULES)) == {"tensorkeep.checkpoint.saving", "tensorkeep.cli.main", "chatgot.loop"}
 
 
 @pytest.mark.integration
@@ -116,8 +190,8 @@ def test_structs_are_prepared_before_threads_decode_them() -> None:
 def folder_circles(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
     """Return the pairs of folders that import each other."""
     # A module beside the folders, such as `errors` or `torch`, counts as a folder of its own.
-    folder = {module: str(MODULES[module].parent.relative_to(SOURCE)) for module in graph}
-    folder = {module: module if name == "." else name for module, name in folder.items()}
+    folder = {module: str(MODULES[module].parent).partition("/src/")[2] for module in graph}
+    folder = {module: name if "/" in name else module for module, name in folder.items()}
     edges = {(folder[module], folder[target]) for module in graph for target in graph[module] if target in folder}
     return {(one, other) for one, other in edges if one < other and (other, one) in edges}
 
@@ -126,7 +200,7 @@ def test_no_two_folders_import_each_other(graph: dict[str, set[str]]) -> None:
     assert folder_circles(graph) == set()
     one, other = "tensorkeep.storage.commit", "tensorkeep.cli.main"
     circle = {one: {other}, other: {one}}
-    assert folder_circles(circle) == {("cli", "storage")}
+    assert folder_circles(circle) == {("tensorkeep/cli", "tensorkeep/storage")}
 
 
 def test_modules_have_a_docstring_and_a_name_that_says_what_is_in_them() -> None:
@@ -140,4 +214,4 @@ def test_files_named_in_the_architecture_page_exist() -> None:
     named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`", (ROOT / "docs" / "architecture.md").read_text())
     assert len(named) > 40
     for name in named:
-        assert (SOURCE / name).exists(), name
+        assert any(PACKAGES.glob(f"*/src/{name}")), name

@@ -36,7 +36,7 @@ def check_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         files = {each.filename: each.file_size for each in archive.infolist()}
     packaged = {name for name in files if ".dist-info/" not in name}
-    source = {str(path.relative_to(ROOT / "src")) for path in tracked("src/tensorkeep")}
+    source = {str(path.relative_to(ROOT / "src")) for path in tracked("packages/tensorkeep/src/tensorkeep")}
     assert packaged == source | {EXTENSION}, f"the wheel's files differ: {sorted(packaged ^ source)}"
     assert files[EXTENSION] <= MOST_BYTES, f"the extension has {files[EXTENSION]} bytes"
     print(f"{wheel.name}: {wheel.stat().st_size:,} bytes, of which the extension has {files[EXTENSION]:,}, unpacked")

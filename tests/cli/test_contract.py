@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tensorkeep
-from cli.calls import Call, RunJson
+from command_line import Call, RunJson
 from tensorkeep.checkpoint import convert as convert_module
 from tensorkeep.cli import commands, errors
 from tensorkeep.cli.errors import as_failure
@@ -95,11 +95,14 @@ def test_the_flags_and_summaries_are_those_documented(command: str) -> None:
 def test_commands_are_plug_ins_and_a_missing_package_is_named(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     # The table agrees with the entry points of the packages.
-    found = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+    found: dict[str, str] = {}
+    for path in Path(__file__).parents[2].glob("packages/*/pyproject.toml"):
+        points = tomllib.loads(path.read_text())["project"]["entry-points"]
+        found |= points.get("tensorkeep.commands", {})
     elsewhere = {
         name: command.target for name, command in commands.COMMANDS.items() if command.package != commands.CORE
     }
-    assert {name.replace(".", " "): target for name, target in found["tensorkeep.commands"].items()} == elsewhere
+    assert {name.replace(".", " "): target for name, target in found.items()} == elsewhere
     absent = commands.COMMANDS["train"]._replace(target="absent_package.cli:train")
     monkeypatch.setitem(commands.COMMANDS, "train", absent)
     shown = call("train", "recipe", "--out", "run", "--json", code=7)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.calls import Call, RunJson
+from chatgot.config.config import given_settings
+from command_line import Call, RunJson
 from tensorkeep.cli.main import main
-from tensorkeep.train.config.config import given_settings
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.calls import Call
+from command_line import Call
 from tensorkeep.cli.commands import COMMANDS, EXAMPLES, GROUPS
 from tensorkeep.cli.main import build_app, main
 from tensorkeep.cli.options import flags_after_command

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tensorkeep
-from cli.calls import Call
+from command_line import Call
 from forked import ended, start
 from tensorkeep.cli.main import main
 

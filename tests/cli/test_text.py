@@ -76,7 +76,7 @@ train --list-techniques; bench checkpoint --list; bench training --list
 
 
 def test_tables_of_verdicts_fit_the_terminal(shown: Callable[..., str]) -> None:
-    results = Path(__file__).parents[2] / "benchmarks" / "results" / "isolated-bfloat16.json.gz"
+    results = Path(__file__).parents[2] / "packages/tensorkeep-bench/benchmarks/results/isolated-bfloat16.json.gz"
 
     def report() -> None:
         assert main(["report", str(results), "--tables-only"]) == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.conftest import quick_training, without_plots  # noqa: F401
+from quick_bench import quick_training, without_plots  # noqa: F401
 from store_servers import environment_of, make_bucket
 
 

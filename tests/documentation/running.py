@@ -34,7 +34,7 @@ SHORTER: tuple[tuple[str, str], ...] = (
     (r"tensorkeep bench checkpoint", f"{_QUICK} --model {_TINY}"),
     (r"tensorkeep bench training --recipe", f'{_QUICK} --steps 8 --arms "only fused-optimizer"'),
     (r"tensorkeep bench training", f"{_QUICK} --steps 8"),
-    (r"python benchmarks/coder_rates.py", "--rounds 1 --dtypes bfloat16"),
+    (r"python packages/tensorkeep-bench/benchmarks/coder_rates.py", "--rounds 1 --dtypes bfloat16"),
 )
 """What is appended to a command so that it ends in seconds: options of its own are kept, and those of the first row
 whose pattern it matches are added."""
@@ -50,7 +50,7 @@ STAND_INS = {
     "--loop.steps 600000": "--loop.steps 40",
     "--techniques.compile.mode max-autotune": "--techniques.compile.backend aot_eager",
     '"only compile"': '"only fused-cross-entropy"',  # compiles for minutes
-    " benchmarks/": f" {ROOT}/benchmarks/",
+    " packages/tensorkeep-bench/benchmarks/": f" {ROOT}/benchmarks/",
     "(2_000_000)": "(1_000_000)",  # values, which a command of the page sorts as text
     '"/nvme/run"': '"nvme/run"',
 }

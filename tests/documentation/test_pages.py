@@ -102,7 +102,7 @@ def test_links_resolve_and_the_start_pages_link_to_every_page_and_explain_every_
 
 
 def test_the_page_of_measurements_and_the_chart_match_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "packages/tensorkeep-bench/benchmarks"))
     page, chart = map(importlib.import_module, ("page", "chart"))
     assert (page.PAGE.read_text(), chart.CHART.read_text()) == (page.page(), chart.chart())
 

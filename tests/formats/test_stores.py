@@ -12,25 +12,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorstore
 import torch
 import torch.distributed.checkpoint as dcp
 
 import tensorkeep
 import tensorkeep.torch
+import tensorstore
+from array_files import foreign_group, write_array
 from faults.injection import flip_bit
 from formats.dcp.checkpoints import grid, trained, write_chunks
 from formats.dcp.checkpoints import real_save as dcp_save
-from formats.tensorstore.array_files import foreign_group, write_array
 from store_servers import ACTIONS, SECRET, Fault, FaultAt, Proxy, always, serving, upload
 from tensorkeep.cli.main import main
 from tensorkeep.distributed.reader import DcpReader
-from tensorkeep.formats.tensorstore.library import kvstore_spec, retries
 from tensorkeep.paths import StorePath
 from tensorkeep.safetensors.torch import load_file
 from tensorkeep.storage import store_requests
 from tensorkeep.testing.cases import case as case_of
 from tensorkeep.testing.equality import same
+from tensorkeep_formats.tensorstore.library import kvstore_spec, retries
 from tiers import exhaustive
 
 pytestmark = pytest.mark.integration

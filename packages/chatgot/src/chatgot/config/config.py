@@ -1,0 +1,501 @@
+"""The configuration of a training run: frozen, validated, changed by dotted setting names."""
+
+import difflib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+from msgspec import Meta
+
+from chatgot.model.config import ModelConfig
+from chatgot.optim.optimizers import OptimConfig, ParameterGroup
+from chatgot.optim.schedules import ScheduleConfig
+from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.ext import (
+    Count,
+    Decay,
+    Fraction,
+    NonNegative,
+    Section,
+    Steps,
+    merged,
+    read_settings,
+    read_toml,
+    variable_of,
+)
+
+# Prefix of the settings of groups of parameters, such as ``"optim.groups.embeddings.lr_factor"``.
+GROUPS = "optim.groups."
+# Prefix of the settings of techniques, such as ``"techniques.compile.mode"``.
+TECHNIQUES = "techniques."
+
+# The setting with the techniques that a recipe turns on where they can run.
+DEFAULTS = "default_techniques"
+
+# Settings by their earlier names, which flags, environment, files and stored runs may still have.
+RENAMED = {
+    "loop.accumulate": "loop.gradient_accumulation_steps",
+    "loop.fill_memory": "loop.auto_batch_size",
+    "optim.clip": "optim.grad_clip",
+}
+
+# Techniques that split batches themselves, or choose among the windows of one: they need a given batch size.
+_CHOOSE_FROM_BATCHES = ("gradient-accumulation", "pipeline-parallel", "loss-curriculum")
+
+
+class DataConfig(Section, frozen=True):
+    """The training data.
+
+    Attributes
+    ----------
+    source : str
+        A folder of prepared data, or whatever ``tensorkeep data prepare`` takes.
+    tokenizer, vocab_size, validation : str, int, float
+        How the source is prepared if it is not prepared data. The vocabulary size is for ``"bpe"`` only; ``validation``
+        is the fraction kept for validation.
+    field : str
+        The field of the lines of ``.jsonl`` files, or the column of tables, that holds the text.
+    order : str
+        ``"shuffled"``: every window of an epoch once. ``"random"``: windows at random places.
+    mask_documents : bool
+        Whether tokens attend to their own document only, although windows hold parts of several.
+    """
+
+    source: str = "stdlib"
+    tokenizer: str = "char"
+    vocab_size: int | None = None
+    validation: Fraction = 0.1
+    field: str = "text"
+    order: Literal["shuffled", "random"] = "shuffled"
+    mask_documents: bool = False
+
+
+class LoopConfig(Section, frozen=True):
+    """How long to train, where, and how much at a time.
+
+    Attributes
+    ----------
+    steps : int
+        Updates of the weights.
+    batch_size : int
+        Sequences in a batch, on all ranks together.
+    gradient_accumulation_steps : int
+        Batches per update.
+    auto_batch_size : bool
+        Whether a new run on a GPU chooses ``batch_size`` itself, as large as memory allows, and
+        ``gradient_accumulation_steps`` with it, so that an update has the same sequences. A resumed run keeps the
+        choice.
+    seed : int
+        Seeds the initial weights, the order of the data, and the global generators of torch (dropout), numpy and
+        Python.
+    device, threads : str, int, optional
+        ``"auto"`` is the GPU if there is one, else the CPU; the CPU threads of torch, by default its own choice.
+    on_divergence : str
+        At a loss or gradient that is not finite: ``"stop"``, or ``"skip"`` the update.
+    """
+
+    steps: Count = 1000
+    batch_size: Count = 12
+    gradient_accumulation_steps: Count = 1
+    auto_batch_size: bool = False
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1337
+    device: str = "auto"
+    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    on_divergence: Literal["stop", "skip"] = "stop"
+
+
+class EvalConfig(Section, frozen=True):
+    """When and on what the validation loss is measured.
+
+    Attributes
+    ----------
+    every : int
+        Steps from one evaluation to the next; 0 for one at the end only.
+    tokens : int, optional
+        Tokens of the validation split to use, in windows that are spread evenly over it, the same each time; none for
+        all tokens.
+    batches : int, optional
+        Deprecated form of ``tokens``, in batches of up to 16,384 tokens. ``batches`` wins if both are given.
+    patience : int, optional
+        Stop early after this many evaluations without a better loss.
+    """
+
+    every: Steps = 250
+    tokens: Count | None = 2**20
+    batches: Count | None = None
+    patience: Count | None = None
+
+
+class SampleConfig(Section, frozen=True):
+    """Text that is generated while training.
+
+    Attributes
+    ----------
+    every : int
+        Steps from one sample to the next; 0 for none.
+    prompt : str, optional
+        By default a new document, or a new line.
+    tokens, temperature, top_k
+        See `chatgot.generate.generate`.
+    """
+
+    every: Steps = 0
+    prompt: str | None = None
+    tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 200
+    temperature: NonNegative = 0.8
+    top_k: Count | None = None
+
+
+class CheckpointConfig(Section, frozen=True):
+    """When and how the run is saved; see `tensorkeep.CheckpointManager`.
+
+    The last step is always saved, and so is every step with a new best validation loss, unless ``keep_best`` is 0.
+    If ``store`` is the URL of a run in an object store, the steps are uploaded to it as well.
+    """
+
+    every: Steps = 250
+    keep_last: Count = 2
+    keep_best: Steps = 1
+    compression: str | None = None
+    incremental: bool | Literal["delta"] = True
+    asynchronous: bool = True
+    memory_budget: int | str | None = None
+    settings: str | None = None
+    store: str | None = None
+
+
+class AverageConfig(Section, frozen=True):
+    """An exponential moving average of the weights, which is evaluated and saved beside them; ``decay=0`` for none."""
+
+    decay: Decay = 0.0
+
+
+class LogConfig(Section, frozen=True):
+    """How often a line is written to ``log.jsonl``, what it contains, and where its figures are sent as well.
+
+    Attributes
+    ----------
+    every : int
+        Steps from one line about training to the next.
+    gradient_norms, tensorboard : bool
+        Whether these lines have the gradient's norm in each block or layer; whether TensorBoard files are written.
+    wandb, mlflow : str, optional
+        The project of Weights & Biases, and the experiment of MLflow, that the figures are sent to.
+    """
+
+    every: Count = 10
+    gradient_norms: bool = False
+    tensorboard: bool = False
+    wandb: str | None = None
+    mlflow: str | None = None
+
+
+class Config(Section, frozen=True):
+    """The configuration of a training run.
+
+    Attributes
+    ----------
+    recipe : str
+        The recipe that it was derived from.
+    model : ModelConfig
+        Opening a run raises its ``vocab_size`` to the vocabulary size of the data.
+    data, optim, schedule, loop, eval, sample, checkpoint, ema, log
+        Sections; see their classes.
+    techniques : dict of str to dict
+        The settings of the techniques that are on, by name; a technique that cannot run is an error.
+    default_techniques : dict of str to dict
+        The settings of the techniques that a new run turns on where they can run, by name.
+
+    Examples
+    --------
+    >>> from chatgot.config.recipes import get_recipe
+    >>> config = get_recipe("shakespeare-char-cpu").changed({"optim.lr": 3e-4})
+    >>> config.setting("optim.lr"), config.loop.steps
+    (0.0003, 2000)
+    >>> config.changed({"techniques.compile.mode": "default", "loop.steps": "10"}).techniques
+    {'compile': {'mode': 'default'}}
+    """
+
+    recipe: str
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    loop: LoopConfig = LoopConfig()
+    eval: EvalConfig = EvalConfig()
+    sample: SampleConfig = SampleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    ema: AverageConfig = AverageConfig()
+    log: LogConfig = LogConfig()
+    techniques: dict[str, dict[str, Any]] = {}  # noqa: RUF012  # msgspec copies it for each instance
+    default_techniques: dict[str, dict[str, Any]] = {}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, needs_evaluations in (
+            ("schedule.name", self.schedule.name == "plateau"),
+            ("eval.patience", self.eval.patience is not None),
+        ):
+            if needs_evaluations and not self.eval.every:
+                raise UsageError(
+                    f"{name} is {self.setting(name)!r}, and eval.every is 0: there is no evaluation before the end",
+                    remedy=f"give eval.every 250, for example, or leave {name} out",
+                )
+        splits = [name for name in _CHOOSE_FROM_BATCHES if name in self.techniques]
+        if self.loop.auto_batch_size and splits:
+            raise UsageError(
+                f"loop.auto_batch_size is true, and {splits[0]} needs the batch size that you give",
+                remedy="give loop.batch_size, or loop.auto_batch_size false",
+            )
+        if self.model.lora.rank and "lora" not in self.techniques:
+            raise UsageError(
+                f"model.lora.rank is {self.model.lora.rank}, and the technique lora is off",
+                remedy=f"give --techniques.lora.rank {self.model.lora.rank} instead",
+            )
+        if self.model.lora.rank and self.optim.name == "muon":
+            raise UsageError(
+                "optim.name is 'muon', which is for full matrices, and lora trains adapters of low rank",
+                remedy="give optim.name adamw",
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the configuration that `as_dict` gave; see `read_settings` for the errors."""
+        return read_settings(with_current_names(values), cls)
+
+    def setting(self, name: str) -> Any:
+        """Return the value of a setting by its dotted name, such as ``"optim.lr"``; UsageError if it does not exist."""
+        values = flat(self.as_dict())
+        name = RENAMED.get(name, name)
+        if name not in values:
+            raise unknown_setting(name, values)
+        return values[name]
+
+    def changed(self, settings: Mapping[str, object]) -> Self:
+        """Return the configuration with some settings changed.
+
+        A new ``data.tokenizer`` resets ``data.vocab_size``; a batch size, and a technique that depends on it, turn
+        ``loop.auto_batch_size`` off; unless these are changed as well.
+
+        Parameters
+        ----------
+        settings : mapping of str to object
+            By dotted name, such as ``"optim.lr"``. Text is converted, and ``"none"`` means None. A technique is turned
+            ``"on"`` or ``"off"`` by its name, ``"techniques.compile"``, and turned on by any of its settings; it is
+            then no longer a default technique. ``"default_techniques"`` replaces all default techniques; ``"none"``
+            removes them.
+
+        Raises
+        ------
+        UsageError
+            If there is no such setting, or its value is of the wrong type or out of bounds.
+        """
+        values = self.as_dict()
+        known = flat(values)
+        settings = {RENAMED.get(name, name): value for name, value in settings.items()}
+        # A size that a recipe chose for byte pairs means nothing for another tokenizer.
+        if settings.get("data.tokenizer", self.data.tokenizer) != self.data.tokenizer:
+            values["data"]["vocab_size"] = None
+        for name, value in settings.items():
+            if name.startswith(TECHNIQUES):
+                _set_technique(values, name.removeprefix(TECHNIQUES), value)
+            elif name == DEFAULTS:
+                values[DEFAULTS] = _as_defaults(value)
+            elif name.startswith(f"{DEFAULTS}."):
+                remedy = f"give {TECHNIQUES}{name.removeprefix(f'{DEFAULTS}.')}"
+                raise UsageError(f"{name} cannot be set by itself", remedy=remedy)
+            elif name.startswith(GROUPS):
+                _set_group(values["optim"]["groups"], name.removeprefix(GROUPS), value)
+            elif name in known:
+                *path, field = name.split(".")
+                reduce(getitem, path, values)[field] = None if value == "none" else value
+            else:
+                raise unknown_setting(name, known)
+        given = settings.keys() & {"loop.batch_size", "loop.gradient_accumulation_steps"}
+        given |= values["techniques"].keys() & set(_CHOOSE_FROM_BATCHES)
+        if given and "loop.auto_batch_size" not in settings:
+            values["loop"]["auto_batch_size"] = False
+        # All at once: settings may be valid in combination only.
+        return read_settings(values, type(self))
+
+
+def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the nested values of a configuration with each setting under its current name; see `RENAMED`."""
+    found = dict(values)
+    for old, new in RENAMED.items():
+        section, _, field = old.partition(".")
+        if field in found.get(section, {}):
+            table = dict(found[section])
+            # Where both names are given, the current one counts.
+            table.setdefault(new.partition(".")[2], table.pop(field))
+            found[section] = table
+    return found
+
+
+def _set_group(groups: dict[str, dict[str, Any]], name: str, value: object) -> None:
+    # From the right: the pattern of a group may contain dots.
+    pattern, _, field = name.rpartition(".")
+    known = [each.name for each in msgspec.structs.fields(ParameterGroup)]
+    if not pattern or field not in known:
+        raise UsageError(
+            f"{GROUPS}{name} is not a setting",
+            remedy=f"give {' or '.join(f'{GROUPS}GROUP.{each}' for each in known)}",
+        )
+    groups.setdefault(pattern, {})[field] = None if value == "none" else value
+
+
+def _set_technique(values: dict[str, Any], name: str, value: object) -> None:
+    name, _, setting = name.partition(".")
+    techniques: dict[str, dict[str, Any]] = values["techniques"]
+    # A technique that the user sets is no longer a default: if it cannot run, that is an error.
+    default = values[DEFAULTS].pop(name, {})
+    if setting:
+        techniques[name] = {**techniques.get(name, default), setting: value}
+    elif isinstance(value, Mapping):
+        techniques[name] = dict(value)
+    elif value == "on":
+        techniques.setdefault(name, default)
+    elif value == "off":
+        techniques.pop(name, None)
+    else:
+        raise UsageError(
+            f"{TECHNIQUES}{name} is {value!r}", remedy=f'give "on", "off", or a setting: {TECHNIQUES}{name}.SETTING'
+        )
+
+
+def _as_defaults(value: object) -> dict[str, dict[str, Any]]:
+    if value is None or value == "none":
+        return {}
+    if not isinstance(value, Mapping):
+        remedy = f'give "none"; {TECHNIQUES}NAME on or off is for a single one'
+        raise UsageError(f"{DEFAULTS} is {value!r}", remedy=remedy)
+    return {name: dict(settings) for name, settings in value.items()}
+
+
+def setting_names() -> list[str]:
+    return list(_names(Config, ""))
+
+
+def _names(kind: type[msgspec.Struct], prefix: str) -> Iterator[str]:
+    for field in msgspec.structs.fields(kind):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from _names(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        # A technique without settings is on; an empty table of techniques holds no setting.
+        if isinstance(value, Mapping) and (value or not prefix):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ, by dotted name, as (first, second)."""
+    before, after = flat(first.as_dict()), flat(second.as_dict())
+    names = dict.fromkeys([*before, *after])
+    return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
+
+
+def read_words(words: Sequence[str], options: Collection[str] = ()) -> tuple[str | None, dict[str, str]]:
+    """Split the words of a command line into the recipe and the settings: ``--optim.lr 3e-4`` or ``--optim.lr=3e-4``.
+
+    ``options`` are other options of the command, for suggestions. Raises UsageError if a setting is unknown or has no
+    value, or there is a second recipe.
+    """
+    recipe: str | None = None
+    settings: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name.startswith("-"):
+            _check_option(name, options)
+            # The next word is the value, even if it begins with a dash, as a negative number does.
+            found = value if equals else next(rest, None)
+            if found is None:
+                raise UsageError(f"{name} has no value", remedy=f"write {name} VALUE")
+            setting = name.removeprefix("--")
+            settings[RENAMED.get(setting, setting)] = found
+        elif recipe is None:
+            recipe = word
+        else:
+            raise UsageError(f"{word!r} is not a setting", remedy="write --optim.lr 3e-4, for example")
+    return recipe, settings
+
+
+def _check_option(name: str, options: Collection[str]) -> None:
+    settings = [f"--{each}" for each in setting_names() if each != "recipe"]
+    if name in settings or name.removeprefix("--") in RENAMED or name.startswith((f"--{TECHNIQUES}", f"--{GROUPS}")):
+        return
+    if name == "--recipe":
+        raise UsageError("there is no option --recipe", remedy="give the recipe as a word: tensorkeep train RECIPE")
+    near = ", ".join(f"--{each}" for each in nearest(name.lstrip("-"), [each[2:] for each in (*options, *settings)]))
+    raise UsageError(
+        f"there is no option {name}",
+        remedy=f"did you mean {near}?" if near else "see tensorkeep train --help, and --list-settings",
+    )
+
+
+def given_settings(
+    words: Mapping[str, object] | None = None,
+    *,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, object]:
+    """Return the settings that the user gave, by dotted name; see `tensorkeep.settings.merged`.
+
+    Of the TOML file, the tables within ``[train]`` count. Raises UsageError if the file cannot be read, or has an
+    unknown setting.
+    """
+    known = setting_names()
+    variables = dict(os.environ if environment is None else environment)
+    for old, new in RENAMED.items():
+        # Where both names are set, the current one counts.
+        if (variable := variable_of(old)) in variables:
+            variables.setdefault(variable_of(new), variables[variable])
+    return merged(
+        [name for name in known if "." in name],
+        flags=words or {},
+        environment=variables,
+        file={} if file is None else _from_file(file, known),
+    )
+
+
+def _from_file(file: Path, known: Collection[str]) -> dict[str, Any]:
+    tables = read_toml(file)
+    # A value outside of a table is an option of the command.
+    table = {name: value for name, value in tables.get("train", {}).items() if isinstance(value, dict)}
+    settings = flat(with_current_names(table))
+    # The table [save] of the same file holds settings of checkpoints.
+    if "save" in tables:
+        settings.setdefault("checkpoint.settings", str(file.absolute()))
+    for name in settings:
+        if name not in known and not name.startswith((TECHNIQUES, GROUPS)):
+            raise unknown_setting(name, known, path=file)
+    return settings
+
+
+def unknown_setting(name: str, known: Collection[str], *, path: PathLike | None = None) -> UsageError:
+    """Return the error of a setting that does not exist; its remedy names the nearest ones that do."""
+    near = ", ".join(nearest(name, known))
+    remedy = f"did you mean {near}?" if near else "see tensorkeep train --list-settings"
+    return UsageError(f"there is no setting {name!r}", path=path, remedy=remedy)
+
+
+def nearest(name: str, known: Collection[str]) -> list[str]:
+    # The most common mistake is a missing section.
+    same_field = [each for each in sorted(known) if each.rpartition(".")[2] == name.rpartition(".")[2]]
+    return list(dict.fromkeys([*same_field, *difflib.get_close_matches(name, sorted(known), n=3)]))

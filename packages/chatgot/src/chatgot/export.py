@@ -1,0 +1,256 @@
+"""Exporting a trained model as a folder that Hugging Face transformers opens."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict, Unpack
+
+import msgspec
+import torch
+from torch import Tensor
+
+from chatgot.data.tokenizers.base import library
+from chatgot.data.tokenizers.chat import TEMPLATE
+from chatgot.model.config import ModelConfig
+from chatgot.model.gpt import GPT
+from chatgot.model.huggingface import Architecture, architecture_of, refuse_mismatch
+from chatgot.model.layers import merge_adapters
+from tensorkeep import save
+from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.ext import checked_path
+from tensorkeep.ext.storage import Commit, remove_abandoned, write_small
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What `export` wrote."""
+
+    path: str
+    # The class in transformers: ``"GPT2LMHeadModel"``, ``"LlamaForCausalLM"`` or ``"Qwen3ForCausalLM"``.
+    architecture: str
+    # Elements of the written tensors; tied weights count once.
+    parameters: int
+    dtype: str
+    # The size of all files.
+    stored_bytes: int
+    files: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class SpecialTokenOptions(TypedDict, total=False):
+    begin_of_document: int | None
+    end_of_document: int | None
+    end_of_message: int | None
+
+
+class _SpecialTokens(NamedTuple):
+    begin_of_document: int | None = None
+    end_of_document: int | None = None
+    end_of_message: int | None = None
+
+
+def export(
+    model_or_state: GPT | Mapping[str, Tensor],
+    config: ModelConfig,
+    folder: PathLike,
+    *,
+    tokenizer_json: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    overwrite: bool = False,
+    **special_tokens: Unpack[SpecialTokenOptions],
+) -> ExportReport:
+    """Write a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens; it appears when complete.
+
+    A model with learned positions, LayerNorm and GELU becomes a GPT-2; a model with rotary positions, RMSNorm, SwiGLU
+    and no biases becomes a LLaMA, or with ``qk_norm`` a Qwen 3. The logits are the same up to rounding. The export
+    needs memory for a copy of the weights.
+
+    Parameters
+    ----------
+    model_or_state : GPT or mapping of str to Tensor
+        The model, or its ``state_dict()``. Adapters (LoRA) are added to the weights.
+    config : ModelConfig
+        The configuration of the model.
+    folder : path-like
+        The folder to make; missing parent folders are created.
+    tokenizer_json : str, optional
+        The text of a ``tokenizer.json`` of Hugging Face's tokenizers, for ``AutoTokenizer``.
+    begin_of_document : int, optional
+        The token that begins each text; by default ``end_of_document``, which the tokenizer does not add.
+    end_of_document : int, optional
+        The token that ends generation.
+    end_of_message : int, optional
+        The token that ends the messages of a conversation, and generation, too; the tokenizer gets a chat template.
+    dtype : torch.dtype or str, optional
+        Round the weights to float32, bfloat16 or float16; by default the dtype of the token embedding.
+    overwrite : bool
+        Replace an earlier export.
+
+    Returns
+    -------
+    ExportReport
+
+    Raises
+    ------
+    UnsupportedError
+        If transformers has no architecture for the configuration; the message names the settings that prevent it.
+    StateMismatchError
+        If the tensors do not match the configuration.
+    UsageError, MissingExtraError
+        If another argument is invalid, or a tokenizer is given and the package ``tokenizers`` is not installed.
+    DestinationExistsError, BusyError, StoreError
+        If the folder cannot be written.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> config = ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report = export(GPT(config), config, f"{folder}/exported")
+    >>> report.architecture, report.files
+    ('GPT2LMHeadModel', ('model.safetensors', 'config.json'))
+    """
+    architecture = architecture_of(config)
+    state, config = merge_adapters(_checked_state(model_or_state, config), config)
+    state, config = _without_padding(state, config)
+    target = _checked_dtype(state["tokens.weight"].dtype if dtype is None else dtype)
+    ends = _SpecialTokens(**special_tokens)
+    contents = {CONFIG: _config_document(architecture, config, target, ends)}
+    contents |= _tokenizer_files(tokenizer_json, config, ends)
+    named = architecture.tensors(state, config)
+    # Copies: safetensors writes only the first of several tensors that share memory.
+    tensors = {name: tensor.detach().to("cpu", _DTYPES[target], copy=True) for name, tensor in named}
+    with Commit(Path(checked_path(folder)), directory=True, overwrite=overwrite, replaceable=_is_export) as commit:
+        saved = save(tensors, commit.path / WEIGHTS, format="safetensors", compression="none")
+        # Temporaries that `save` could not remove would be published as well.
+        remove_abandoned(commit.path)
+        for name, content in contents.items():
+            write_small(commit.path / name, content)
+        commit.publish()
+    return ExportReport(
+        path=os.fspath(commit.destination),
+        architecture=architecture.name,
+        parameters=sum(tensor.numel() for tensor in tensors.values()),
+        dtype=target,
+        stored_bytes=saved.stored_bytes + sum(map(len, contents.values())),
+        files=(WEIGHTS, *contents),
+    )
+
+
+def _is_export(path: Path) -> bool:
+    # `overwrite` replaces a folder only if an export wrote all its files.
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    return {CONFIG, WEIGHTS} <= names <= {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG}
+
+
+def _checked_state(model_or_state: GPT | Mapping[str, Tensor], config: ModelConfig) -> Mapping[str, Tensor]:
+    if isinstance(model_or_state, GPT):
+        if model_or_state.config != config:
+            raise UsageError("the configuration is not the model's", remedy="give model.config")
+        return model_or_state.state_dict()
+    state: dict[str, Any] = dict(model_or_state)
+    # On the meta device: shapes without memory.
+    wanted = {name: tensor.shape for name, tensor in GPT(config, device="meta").state_dict().items()}
+    # A tied head is the embedding, and may be left out.
+    if config.tied:
+        state.pop("head.weight", None)
+        wanted.pop("head.weight")
+    common = sorted(wanted.keys() & state.keys())
+    refuse_mismatch(
+        "the tensors do not match the configuration",
+        "give the state_dict() of the model, and its configuration",
+        missing=sorted(wanted.keys() - state.keys()),
+        extra=sorted(state.keys() - wanted.keys()),
+        different=[name for name in common if getattr(state[name], "shape", None) != wanted[name]],
+    )
+    return state
+
+
+def _without_padding(state: Mapping[str, Tensor], config: ModelConfig) -> tuple[Mapping[str, Tensor], ModelConfig]:
+    if not config.vocab_padding:
+        return state, config
+    # Padding rows are the last ones.
+    cut = {name: state[name][: config.n_tokens] for name in ("tokens.weight", "head.weight") if name in state}
+    return {**state, **cut}, msgspec.structs.replace(config, vocab_size=config.n_tokens, vocab_padding=0)
+
+
+def _checked_dtype(dtype: torch.dtype | str) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise UsageError(f"the dtype is {name}", remedy=f"choose one of {', '.join(_DTYPES)}")
+    return name
+
+
+def _config_document(architecture: Architecture, config: ModelConfig, dtype: str, tokens: _SpecialTokens) -> bytes:
+    for name, end in tokens._asdict().items():
+        if end is not None and not 0 <= end < config.vocab_size:
+            raise UsageError(
+                f"the {name.replace('_', ' ')} is token {end}, and the model has tokens 0 to {config.vocab_size - 1}",
+                remedy="give the token of the tokenizer, or leave it out",
+            )
+    ends = [each for each in (tokens.end_of_message, tokens.end_of_document) if each is not None]
+    return _json(
+        {
+            "architectures": [architecture.name],
+            **architecture.settings(config),
+            "vocab_size": config.vocab_size,
+            "initializer_range": float(config.init_std),
+            "tie_word_embeddings": config.tied,
+            "torch_dtype": dtype,
+            # Without these entries, transformers takes the tokens of the published models.
+            "bos_token_id": tokens.end_of_document if tokens.begin_of_document is None else tokens.begin_of_document,
+            "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None,
+            "pad_token_id": None,
+        }
+    )
+
+
+def _tokenizer_files(text: str | None, config: ModelConfig, special: _SpecialTokens) -> dict[str, bytes]:
+    """Return both files of a tokenizer; UsageError if a token is not in the vocabulary of the model."""
+    if text is None:
+        return {}
+    tokens = _tokens_of(text)
+    # A token beyond the vocabulary would index past the end of the embedding.
+    largest = max(tokens.values(), default=0)
+    if largest >= config.vocab_size:
+        raise UsageError(
+            f"the tokenizer has the token {largest}, and the model has tokens 0 to {config.vocab_size - 1}",
+            remedy="give the tokenizer that the model was trained with",
+        )
+    end = special.end_of_document if special.end_of_message is None else special.end_of_message
+    named = {"bos_token": special.begin_of_document, "eos_token": end}
+    names = {number: token for token, number in tokens.items()}
+    template = TEMPLATE if special.begin_of_document is None else "{{ bos_token }}" + TEMPLATE
+    document = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.context_length,
+        # transformers would remove spaces before punctuation, which the text may have.
+        "clean_up_tokenization_spaces": False,
+        **{name: names[number] for name, number in named.items() if number in names},
+        **({"chat_template": template} if special.end_of_message is not None else {}),
+    }
+    return {TOKENIZER_CONFIG: _json(document), TOKENIZER: text.encode()}
+
+
+def _json(document: dict[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(document))
+
+
+def _tokens_of(text: str) -> dict[str, int]:
+    tokenizers = library("tokenizers")
+    try:
+        return dict(tokenizers.Tokenizer.from_str(text).get_vocab(with_added_tokens=True))
+    except Exception as error:  # the library raises nothing narrower
+        raise UsageError(
+            f"the tokenizer is not a tokenizer.json ({error})", remedy="give what Tokenizer.to_str() returns"
+        ) from error

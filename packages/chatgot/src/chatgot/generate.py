@@ -1,0 +1,375 @@
+"""Text generation: token by token, with a key-value cache, and sampling by temperature, top-k, top-p, min-p."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from chatgot.model.attention import Cache
+from chatgot.model.gpt import GPT
+from chatgot.step.train_step import evaluating
+from tensorkeep.errors import UsageError
+
+# Token ids of one prompt, or of several prompts of equal length.
+Prompt = Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer] | Tensor
+
+# Called after each step with its new tokens, one for each prompt.
+OnToken = Callable[[list[int]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn from logits.
+
+    Parameters
+    ----------
+    temperature : float
+        The logits are divided by it; 0 always takes the likeliest token.
+    top_k : int, optional
+        Draw from this many of the likeliest tokens.
+    top_p : float, optional
+        Draw from the fewest likeliest tokens with probabilities, after ``top_k``, that sum to at least this (nucleus
+        sampling; Holtzman et al., arXiv 1904.09751).
+    min_p : float, optional
+        Draw from the tokens that are at least this many times as likely as the likeliest, after ``top_p`` (Nguyen et
+        al., arXiv 2407.01082).
+    repetition_penalty : float
+        Logits of tokens that the sequence has already, except stop tokens, are divided by this if they are positive,
+        else multiplied (Keskar et al., arXiv 1909.05858); from 0.01 to 100, 1 changes nothing.
+    vocab_size : int, optional
+        Draw from tokens below this only: the size of the tokenizer, if the vocabulary of the model is padded.
+
+    Raises
+    ------
+    UsageError
+        If a value is out of range.
+
+    Examples
+    --------
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> Sampling(temperature=0).choose(torch.tensor([[0.1, 2.0, 0.3]]), generator)
+    tensor([1])
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        finite = math.isfinite(self.temperature) and self.temperature >= 0
+        _require(finite, "temperature", self.temperature, "give 0, for the likeliest token, or a number above it")
+        _require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "give 1 or more, or leave it out")
+        fraction = self.top_p is None or 0 < self.top_p <= 1
+        _require(fraction, "top_p", self.top_p, "give a number above 0 and up to 1, or leave it out")
+        fraction = self.min_p is None or 0 <= self.min_p <= 1
+        _require(fraction, "min_p", self.min_p, "give a number from 0 to 1, or leave it out")
+        bounded, penalty = 0.01 <= self.repetition_penalty <= 100, self.repetition_penalty
+        _require(bounded, "repetition_penalty", penalty, "give 1, for none, or a number from 0.01 to 100")
+        positive = self.vocab_size is None or self.vocab_size >= 1
+        _require(positive, "vocab_size", self.vocab_size, "give 1 or more, or leave it out")
+
+    def choose(self, logits: Tensor, generator: torch.Generator, earlier: Tensor | None = None) -> Tensor:
+        """Return one token, int64, for each row of logits, which are on the generator's device.
+
+        ``earlier``, of shape [batch, positions], has the tokens before it, for the repetition penalty.
+        """
+        logits = logits[:, : self.vocab_size]
+        if self.repetition_penalty != 1 and earlier is not None:
+            logits = _penalised(logits, earlier, self.repetition_penalty)
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probability of every token, float64, of the shape of the logits; the temperature is above 0."""
+        scaled = logits.double()
+        # Subtract the maximum before the division, so that no temperature overflows.
+        scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / self.temperature
+        if self.top_k is None and self.top_p is None:
+            return _likely(scaled.softmax(dim=-1), self.min_p)
+        # Stable: among equally likely tokens at the limit, lower ids are kept.
+        scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            scaled[:, self.top_k :] = -math.inf
+        sorted_probabilities = scaled.softmax(dim=-1)
+        if self.top_p is not None:
+            sorted_probabilities = _nucleus(sorted_probabilities, self.top_p)
+        sorted_probabilities = _likely(sorted_probabilities, self.min_p)
+        return torch.zeros_like(sorted_probabilities).scatter(-1, order, sorted_probabilities)
+
+
+class SamplingOptions(TypedDict, total=False):
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    vocab_size: int | None
+
+
+def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    # Rounding may bring the sum to 1 before the last tokens.
+    if top_p == 1:
+        return probabilities
+    # The sum before a token decides, so that the token that reaches top_p is kept, and at least one is.
+    before = probabilities.cumsum(dim=-1).roll(1, -1)
+    before[:, 0] = 0
+    kept = probabilities.masked_fill(before >= top_p, 0)
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _likely(probabilities: Tensor, min_p: float | None) -> Tensor:
+    if not min_p:
+        return probabilities
+    kept = probabilities.masked_fill(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), 0)
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _penalised(logits: Tensor, earlier: Tensor, penalty: float) -> Tensor:
+    """Lower the logits of the tokens that each row has already; in float64, which no penalty overflows."""
+    # Earlier tokens beyond these logits share a column, which is cut off again.
+    padded, earlier = functional.pad(logits.double(), (0, 1)), earlier.clamp(max=logits.shape[-1])
+    known = padded.gather(-1, earlier)
+    return padded.scatter(-1, earlier, torch.where(known > 0, known / penalty, known * penalty))[:, :-1]
+
+
+def _require(valid: bool, name: str, value: object, remedy: str) -> None:
+    if not valid:
+        raise UsageError(f"{name} is {value}", remedy=remedy)
+
+
+def generate(
+    model: GPT,
+    prompt_ids: Prompt,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    stop: int | Collection[int] | None = None,
+    use_cache: bool = True,
+    on_token: OnToken | None = None,
+    **options: Unpack[SamplingOptions],
+) -> Tensor:
+    """Continue one prompt, or several prompts of equal length; `generate_stream` yields the tokens one by one.
+
+    The model attends to the last ``context_length`` tokens. The cache changes the result by rounding only. The global
+    random state is neither used nor changed, and each module keeps its training mode.
+
+    Parameters
+    ----------
+    model : GPT
+    prompt_ids : sequence of int, sequence of such sequences, array or Tensor
+        Token ids, of shape [positions] or [batch, positions].
+    max_new_tokens : int
+        The largest number of tokens to add.
+    sampling : Sampling, optional
+        How tokens are drawn; by default from all tokens, by their probability.
+    seed : int
+        The seed of the draws, which are made on the CPU. The draws of a prompt depend on the number of prompts.
+    stop : int or collection of int, optional
+        Tokens that end a sequence, and are included in it. A sequence that ends before the others is padded with its
+        stop token.
+    use_cache : bool
+        False computes the whole window for every token.
+    on_token : callable, optional
+        Called with the new tokens as soon as they are drawn: a list of int, one for each prompt.
+    **options
+        The fields of `Sampling`, in place of ``sampling``.
+
+    Returns
+    -------
+    Tensor
+        The prompt and the new tokens, int64, with the dimensions of the prompt, on the model's device.
+
+    Raises
+    ------
+    UsageError
+        If an argument is out of range, or the model's logits are not finite.
+
+    Examples
+    --------
+    >>> from chatgot.model.config import ModelConfig
+    >>> model = GPT(ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4))
+    >>> generate(model, [1, 2, 3], max_new_tokens=4, temperature=0.8, seed=1).shape
+    torch.Size([7])
+    """
+    drawn: list[list[int]] = []
+    for tokens in generate_stream(
+        model,
+        prompt_ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop=stop,
+        use_cache=use_cache,
+        **options,
+    ):
+        drawn.append(tokens)
+        if on_token is not None:
+            on_token(tokens)
+    prompt, _ = _checked_ids(prompt_ids, None, model.config.vocab_size)
+    rows = prompt.reshape(-1, prompt.shape[-1]).cpu()
+    # `view` gives the shape also if no token was drawn.
+    new = torch.tensor(drawn, dtype=torch.int64).view(len(drawn), len(rows)).T
+    return torch.cat([rows, new], dim=1).view(*prompt.shape[:-1], -1).to(model.tokens.weight.device)
+
+
+def generate_stream(
+    model: GPT,
+    prompt_ids: Prompt,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    stop: int | Collection[int] | None = None,
+    use_cache: bool = True,
+    cache: Cache | None = None,
+    **options: Unpack[SamplingOptions],
+) -> Iterator[list[int]]:
+    """Continue one prompt, or several prompts of equal length, token by token.
+
+    The arguments are checked at once. Gradients and the training mode of the model are as before between two tokens,
+    and the model must not be changed.
+
+    Parameters
+    ----------
+    model, prompt_ids, max_new_tokens, sampling, seed, stop, use_cache, **options
+        See `generate`.
+    cache : Cache, optional
+        A cache that may hold the beginning of the prompt; the new keys and values are added.
+
+    Returns
+    -------
+    iterator of list of int
+        The new tokens as soon as they are drawn, one for each prompt.
+
+    Raises
+    ------
+    UsageError
+        If an argument is out of range, or the model's logits are not finite.
+
+    Examples
+    --------
+    >>> from chatgot.model.config import ModelConfig
+    >>> model = GPT(ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4))
+    >>> tokens = [token for (token,) in generate_stream(model, [1, 2, 3], max_new_tokens=4, seed=1)]
+    >>> tokens == generate(model, [1, 2, 3], max_new_tokens=4, seed=1)[3:].tolist()
+    True
+    """
+    if sampling is None:
+        sampling = Sampling(**options)
+    elif options:
+        raise UsageError(f"sampling and {', '.join(options)} are given", remedy="set them in sampling only")
+    _require(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "give 0 or more")
+    _require(0 <= seed < 2**64, "the seed", seed, "give a whole number from 0 to below 2**64")
+    prompt, stops = _checked_ids(prompt_ids, stop, model.config.vocab_size)
+    length = prompt.shape[-1]
+    # Allocated at its final length: new tokens are written in place.
+    ids = functional.pad(prompt.reshape(-1, length), (0, max_new_tokens)).to(model.tokens.weight.device)
+    if cache is None and use_cache:
+        cache = model.new_cache(len(ids))
+    # On the CPU, so that every device draws the same tokens from the same logits.
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(position: int, ended: Tensor) -> Tensor:
+        # Not inference_mode, which does not support sharded weights. Not open while the caller uses the token.
+        with torch.no_grad(), evaluating(model):
+            logits = _next_logits(model, ids[:, :position], cache)
+        earlier = ids[:, :position].cpu()
+        # Stop tokens become tokens beyond the logits, which are not penalised: each earlier message ended with one.
+        earlier = earlier.masked_fill(torch.isin(earlier, stops), logits.shape[-1])
+        drawn = sampling.choose(logits, generator, earlier)
+        # A sequence that has ended repeats its stop token, until all have ended.
+        return torch.where(ended, ids[:, position - 1].cpu(), drawn)
+
+    def stream() -> Iterator[list[int]]:
+        ended = torch.zeros(len(ids), dtype=torch.bool)
+        for position in range(length, ids.shape[1]):
+            ids[:, position] = drawn = draw(position, ended)
+            ended = torch.isin(drawn, stops)
+            yield drawn.tolist()
+            if ended.all():
+                return
+
+    return stream()
+
+
+def _next_logits(model: GPT, ids: Tensor, cache: Cache | None) -> Tensor:
+    """Return the logits of the token after these, on the CPU, of shape [batch, vocab_size]."""
+    # While all tokens fit into the context, each is computed once and its keys and values are cached. After that, the
+    # window moves by one position with every token, which changes all positions: the whole window is computed again.
+    if cache is None or ids.shape[1] > model.config.context_length:
+        logits = model.last_logits(ids[:, -model.config.context_length :]).cpu()
+    else:
+        logits = model.last_logits(ids[:, cache.length :], cache).cpu()
+    if not logits.isfinite().all():
+        raise UsageError(
+            f"the model's logits for token {ids.shape[1]} are not finite",
+            remedy="its weights are not finite or overflow: use an earlier checkpoint",
+        )
+    return logits
+
+
+def _checked_ids(prompt_ids: Prompt, stop: int | Collection[int] | None, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return the prompt, of shape [positions] or [batch, positions], and the tokens that end a sequence; both int64."""
+    try:
+        prompt = prompt_ids if isinstance(prompt_ids, Tensor) else torch.tensor(prompt_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"the prompt is not an array of token ids ({error})", remedy="give lists of whole numbers, of equal length"
+        ) from error
+    if prompt.ndim not in (1, 2) or not prompt.numel():
+        raise UsageError(
+            f"the prompt has the shape {list(prompt.shape)}",
+            remedy="give at least one token, as [positions] or [batch, positions]",
+        )
+    if prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
+        raise UsageError(f"the prompt is of {prompt.dtype}", remedy="give token ids, which are whole numbers")
+    ends = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
+    prompt, stops = prompt.to(torch.int64), torch.tensor(ends, dtype=torch.int64)
+    for what, ids in (("the prompt", prompt), ("stop", stops)):
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if outside.numel():
+            raise UsageError(
+                f"{what} has the token {outside[0].item()}, and the model has tokens 0 to {vocab_size - 1}",
+                remedy="encode the text with the tokenizer that the model was trained with",
+            )
+    return prompt, stops
+
+
+def until_stop(pieces: Iterable[str], stops: Collection[str]) -> Iterator[str]:
+    """Yield the pieces of a text up to the first stop text, which is left out.
+
+    The end of a piece that may begin a stop text is held back until the next piece decides it.
+
+    Examples
+    --------
+    >>> list(until_stop(["one tw", "o th", "ree"], ["two"]))
+    ['one ']
+    >>> "".join(until_stop(["one tw", "elve"], ["two"]))
+    'one twelve'
+    """
+    held = ""
+    for piece in pieces:
+        held += piece
+        found = [at for each in stops if (at := held.find(each)) >= 0]
+        if found:
+            if held[: min(found)]:
+                yield held[: min(found)]
+            return
+        # Less than a stop text: a whole one would have been found above.
+        kept = max((n for each in stops for n in range(1, len(each)) if held.endswith(each[:n])), default=0)
+        if ready := held[: len(held) - kept]:
+            yield ready
+        held = held[len(held) - kept :]
+    if held:
+        yield held

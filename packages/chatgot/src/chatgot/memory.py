@@ -1,0 +1,290 @@
+"""The predicted memory of training, in bytes, computed from shapes; see `packages/chatgot/tests/test_memory.py`."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from chatgot.config.config import Config
+from chatgot.data.batches import LARGEST_TOKENS
+from chatgot.model.config import ModelConfig
+from chatgot.model.gpt import GPT
+from chatgot.optim.muon import dtype_of_steps, update_bytes
+from chatgot.optim.optimizers import fused_projections
+from chatgot.techniques.base import MemoryEffects
+from chatgot.techniques.stack import Stack
+
+_FLOAT, _HALF, _INDEX = 4, 2, 8
+
+# With activation swapping, the activations of this many blocks are on the GPU at once.
+_BLOCKS_NOT_SWAPPED = 2
+# Copies of the logits that exist at once: their log-softmax, and the gradient twice.
+_LOGITS_COPIES = 3
+
+_ADAMW = 2 * _FLOAT
+_QUANTISED_FROM = 4096
+# Quantised states of torchao: bytes of an element, elements that share a scale, entries of the lookup table.
+_LOW_BITS: dict[str, tuple[float, int, int]] = {"8": (1.0, 256, 256), "4": (0.5, 128, 16), "fp8": (1.0, 256, 0)}
+
+# Memory that an evaluation may take, however little memory a step of training takes.
+LEAST_BYTES = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """The bytes that autograd keeps of one micro-batch of ``rows`` sequences, from the forward to the backward pass."""
+
+    model: ModelConfig
+    rows: int
+    on_cuda: bool
+    effects: MemoryEffects
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.model.context_length
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of a matmul operand."""
+        return self.effects.element_bytes
+
+    def kept(self) -> int:
+        """Return the bytes on the device, without the logits."""
+        model, every = self.model, self.effects.checkpoint_every
+        # Token ids, the final norm with its output, and the dropout of the embeddings.
+        kept = _INDEX * self.tokens + self._norm() + self.width * self.tokens * model.d_model + self._dropout(_FLOAT)
+        kept += self._shift() if model.token_shift else 0
+        checkpointed = 0 if every is None else -(-model.n_layers // every)
+        kept += checkpointed * self._checkpointed_block() + (model.n_layers - checkpointed) * self.block()
+        return min(kept, _BLOCKS_NOT_SWAPPED * self.block()) if self.effects.swaps_activations else kept
+
+    def recomputed(self) -> int:
+        if self.effects.checkpoint_every is None:
+            return 0
+        hidden = (2 if self.model.gated else 1) * self.width * self.model.mlp_width
+        return self.block() + self.tokens * (hidden + _FLOAT * self.model.d_model)
+
+    def block(self) -> int:
+        model = self.model
+        hidden = (4 if model.gated else 2) * self.width * self.tokens * model.mlp_width
+        # The outputs of the norms; the projection of a gate makes another 16-bit copy.
+        returned = (3 if model.gated and self.width < _FLOAT else 2) * self.width * self.tokens * model.d_model
+        shifts = 2 * self._shift() if model.token_shift == "blocks" else 0
+        return 2 * self._norm() + shifts + returned + self._attention() + hidden + 2 * self._dropout(self.width)
+
+    def logits(self) -> int:
+        model, chunks = self.model, self.effects.loss_chunks
+        # At the start of the backward pass: their log-softmax, and the gradient twice.
+        if chunks is None:
+            return _LOGITS_COPIES * _FLOAT * self.tokens * model.vocab_size
+        gradients = _FLOAT * model.d_model * (self.tokens + model.vocab_size)
+        return gradients + _LOGITS_COPIES * _FLOAT * -(-self.tokens // chunks) * model.vocab_size
+
+    def _norm(self) -> int:
+        model = self.model
+        kept = model.d_model + (2 if model.norm == "layernorm" else 1)
+        # torch has no fused RMSNorm for CPUs, and keeps the factor of the weights.
+        kept += model.d_model if model.norm == "rmsnorm" and not self.on_cuda else 0
+        return _FLOAT * self.tokens * kept
+
+    def _shift(self) -> int:
+        # A copy of the embeddings or of the output of a norm: both are float32.
+        return _FLOAT * self.tokens * self.model.d_model
+
+    def _dropout(self, width: int) -> int:
+        if not self.model.dropout:
+            return 0
+        # On a CPU, the mask is as wide as the values.
+        return (1 if self.on_cuda else width) * self.tokens * self.model.d_model
+
+    def _attention(self) -> int:
+        model, tokens, kernel = self.model, self.tokens, self.effects.attention_kernel
+        heads = model.attention_width
+        output = self.width * tokens * heads
+        # The convolution makes a copy of queries, keys and values.
+        output += self.width * tokens * 3 * heads if model.convolution > 1 else 0
+        # torch's fused kernel for CPUs does not support dropout: the math kernel, which keeps the scores, takes over.
+        if kernel == "math" or (model.dropout > 0 and not self.on_cuda):
+            # In float32: scaled queries and keys, values, softmax, the mask of dropout and its result.
+            scores = (3 if model.dropout else 1) * model.context_length * model.n_heads
+            return output + _FLOAT * tokens * (3 * heads + scores)
+        if kernel == "matmul":
+            # Queries, keys and values of every head, and queries and keys before their norms.
+            before = heads + 2 * model.n_kv_heads * model.head_size if model.qk_norm else 0
+            return output + self.width * tokens * (before + 3 * heads + model.context_length * model.n_heads)
+        return output + tokens * (self._projected() + _FLOAT * model.n_heads)
+
+    def _projected(self) -> int:
+        model, half = self.model, self.width < _FLOAT
+        heads = model.attention_width
+        key_width = model.n_kv_heads * model.head_size
+        both = heads + key_width
+        # Rotation and norms make copies of queries and keys. Values are a part of a projection, which is kept whole.
+        copied = model.positions == "rotary" or model.qk_norm
+        kept = 3 * heads
+        if model.grouped:
+            # A norm in 32 bits keeps its input, and the second projection another 16-bit copy of its own.
+            kept = 2 * key_width + (heads if half or model.qk_norm or not copied else 0)
+            kept += heads if half and not copied else 0
+        found = self.width * (kept + (both if copied else 0))
+        if model.qk_norm:
+            # A copy in 32 bits, the normalised heads (see `_norm`), and one factor for each head.
+            copies = (1 if half else 0) + (0 if self.on_cuda else 1)
+            found += _FLOAT * (copies * both + both // model.head_size)
+        return found
+
+    def _checkpointed_block(self) -> int:
+        model = self.model
+        kept = _FLOAT * self.tokens * model.d_model
+        if not self.effects.keeps_matmuls:
+            return kept
+        projected = model.attention_width + 2 * model.n_kv_heads * model.head_size
+        # The output of attention, and the outputs of the two projections to the residual stream.
+        matmuls = projected + model.attention_width + 2 * model.d_model + (2 if model.gated else 1) * model.mlp_width
+        return kept + self.tokens * (self.width * matmuls + _FLOAT * model.n_heads)
+
+
+def evaluation_rows(training: Activations) -> int:
+    """Return how many windows to evaluate at once, in no more memory than one micro-batch of training takes."""
+    # From the settings alone, so that a resumed run evaluates the same batches.
+    budget = max(LEAST_BYTES, training.kept() + training.logits())
+    tokens = max(LARGEST_TOKENS, training.tokens)
+    row = evaluation_bytes(training.model, 1, width=training.width)
+    return max(1, min(budget // row, tokens // training.model.context_length))
+
+
+def evaluation_bytes(model: ModelConfig, rows: int, *, width: int = _FLOAT) -> int:
+    """Return the temporary memory of a forward pass without gradients: the larger of an MLP and the logits."""
+    # In an MLP exist the residual stream before and after the attention, its norm, the input and the output of the
+    # activation function, and a factor between them or the result of the MLP.
+    streams, hidden = (3, 3) if model.gated or model.activation == "relu2" else (4, 2)
+    # The logits and their log-softmax. Logits of 16 bits (``width``, in bytes) exist in float32 as well.
+    logits = 2 * _FLOAT + (_HALF if width == _HALF else 0)
+    floats = streams * model.d_model + hidden * model.mlp_width
+    return rows * model.context_length * max(_FLOAT * floats, logits * model.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The memory of training in bytes, by purpose."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    # The moving average of ``ema``.
+    average: int
+    # 16-bit copies of weights, if matmuls are computed in 16 bits.
+    copies: int
+    # Kept for the backward pass, without the logits.
+    activations: int
+    # What exists in addition while activation checkpointing recomputes a block.
+    recomputed: int
+    # At the start of the backward pass: their log-softmax, and the gradient twice.
+    logits: int
+    # Temporary memory of an optimizer step.
+    update: int
+    # Temporary memory of an evaluation between two steps.
+    evaluation: int
+    # Whether gradients exist from one micro-batch to the next.
+    accumulated: bool
+    # Techniques that are on, without a prediction of their effect on memory.
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        # Twice the average: while it is in the model, the weights themselves are kept in a copy.
+        return max(self.peak_of_steps, self.parameters + self.optimizer + 2 * self.average + self.evaluation)
+
+    @property
+    def peak_of_steps(self) -> int:
+        # The peak is at the start of the backward pass, when all activations exist, or in the step of the optimizers,
+        # when all gradients exist.
+        always = self.parameters + self.optimizer + self.average
+        backward = self.copies + self.activations + max(self.logits, self.recomputed)
+        return always + max(backward + self.gradients * self.accumulated, self.gradients + self.update)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "unknown": list(self.unknown), "peak_of_steps": self.peak_of_steps, "peak": self.peak}
+
+
+def predict(config: Config, *, device: str) -> Ledger:
+    """Return the ledger of a run on ``"cpu"`` or ``"cuda"``; their kernels keep different activations.
+
+    ``config.model.vocab_size`` must be the vocabulary size of the data.
+
+    Raises UsageError, UnsupportedError if a technique does not exist, or techniques cannot be combined.
+
+    Examples
+    --------
+    >>> from chatgot.config.recipes import get_recipe
+    >>> ledger = predict(get_recipe("shakespeare-char-cpu").changed({"model.vocab_size": 65}), device="cpu")
+    >>> ledger.parameters, ledger.optimizer == 2 * ledger.parameters
+    (3216384, True)
+    """
+    stack, on_cuda = Stack.of(config.techniques), device == "cuda"
+    # Only algorithmic ones: systems techniques may measure the machine, or refuse this one.
+    for each in stack.techniques:
+        if each.kind == "algorithmic":  # these may change the model
+            config = each.configure(config)
+    effects = stack.memory_effects()
+    predicted = {each.name for each in stack.techniques if each.predicts_memory}
+    model = GPT(config.model, device="meta")
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    parameters = _FLOAT * sum(each.numel() for each in model.parameters())
+    rows = -(-config.loop.batch_size // effects.micro_batches)
+    activations = Activations(config.model, rows=rows, on_cuda=on_cuda, effects=effects)
+    # The 16-bit copies of all weights of matmuls are made for each micro-batch; a tied weight counts once.
+    linear = {id(each.weight): 2 * each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear)}
+    return Ledger(
+        parameters=parameters,
+        gradients=_FLOAT * sum(each.numel() for each in trained.values()),
+        optimizer=sum(_state_bytes(config, name, each, effects, on_cuda) for name, each in trained.items()),
+        average=parameters if config.ema.decay else 0,
+        copies=sum(linear.values()) if activations.width < _FLOAT else 0,
+        activations=activations.kept(),
+        recomputed=activations.recomputed(),
+        logits=activations.logits(),
+        update=_update(config, trained, effects, device),
+        evaluation=evaluation_bytes(config.model, evaluation_rows(activations), width=activations.width),
+        accumulated=config.loop.gradient_accumulation_steps * effects.micro_batches > 1,
+        unknown=tuple(name for name in config.techniques if name not in predicted),
+    )
+
+
+def _updated_by_muon(config: Config, name: str, parameter: Tensor) -> bool:
+    return config.optim.name == "muon" and name.startswith("blocks.") and parameter.ndim == 2
+
+
+def _state_bytes(config: Config, name: str, parameter: Tensor, effects: MemoryEffects, on_cuda: bool) -> int:
+    count = parameter.numel()
+    if _updated_by_muon(config, name, parameter):
+        return _FLOAT * count + (_FLOAT * parameter.shape[0] if config.optim.muon_beta2 else 0)
+    if on_cuda and effects.offloads_states:
+        # The states are in the memory of the host.
+        return 0
+    if effects.state_bits is None:
+        return _ADAMW * count
+    element, shared, table = _LOW_BITS[effects.state_bits]
+    # Such tensors keep states in float32.
+    if count < _QUANTISED_FROM or count % shared:
+        return _ADAMW * count
+    return round(2 * (element * count + _FLOAT * (count / shared + table)))
+
+
+def _update(config: Config, parameters: dict[str, nn.Parameter], effects: MemoryEffects, device: str) -> int:
+    muons: list[Tensor] = []
+    rest: list[int] = []
+    for name, each in parameters.items():
+        if not _updated_by_muon(config, name, each):
+            rest.append(each.numel())
+        elif config.optim.muon_split:
+            muons += each.chunk(fused_projections(name))
+        else:
+            muons.append(each)
+    # AdamW updates all weights at once on CUDA, and needs no memory if the kernel is fused.
+    at_once = device == "cuda" and effects.state_bits is None and not effects.offloads_states
+    adamw = _FLOAT * (sum(rest) if at_once or config.optim.implementation == "foreach" else max(rest))
+    if config.optim.implementation == "fused" or effects.fuses_update:
+        adamw = 0
+    # The optimizers step one after the other, so the larger one counts.
+    return max(adamw, update_bytes(muons, dtype_of_steps(device)))

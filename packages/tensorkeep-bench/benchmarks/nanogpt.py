@@ -1,0 +1,234 @@
+"""Training beside nanoGPT's own: ``python benchmarks/nanogpt.py --nanogpt CHECKOUT --data FILE``.
+
+``CHECKOUT`` is a clone of https://github.com/karpathy/nanoGPT, of which nothing is in this repository. In rounds, in
+processes of their own and in alternating order, these train the model of nanoGPT's README for a CPU (4 layers of 128, 4
+heads, context 64, batches of 12, without ``torch.compile``) on the same text, on this machine:
+
+* *nanogpt*: its ``train.py``, for 2,000 steps, with the options of its README;
+* *ours*: the recipe ``shakespeare-char-cpu`` with the techniques that only make it faster, and windows at random places
+  as nanoGPT draws them;
+* *best*: the recipe ``shakespeare-char-cpu-best``, as many steps as take less than half of nanoGPT's time.
+
+Each round of the latter two has another seed, the default seed first; that of nanoGPT is fixed in its code.
+
+All losses are over the whole validation split, nanoGPT's of its own model with the weights that it saved last. Two
+ratios are printed: the tokens per second of *ours* over nanoGPT's, at least 1.5, and nanoGPT's whole time over that of
+*best*, at least 2. The exit code is 1 if one is missed, if the mean loss of *ours* is more than 1% above nanoGPT's, or
+if that of *best* is not below it.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import math
+import os
+import pickle
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from chatgot.data.batches import EvaluationWindows
+from chatgot.data.dataset import Dataset
+from chatgot.data.prepare import prepare
+from figures import parser_of, write_samples
+from recipes import STACK, seeds, train_run
+from tensorkeep_bench.statistics import Comparison, compare
+
+CONTEXT, BATCH, EVAL_EVERY = 64, 12, 250
+SETTINGS = {
+    "device": "cpu",
+    "compile": False,
+    "eval_iters": 20,
+    "log_interval": 1,
+    "block_size": CONTEXT,
+    "batch_size": BATCH,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_embd": 128,
+    "dropout": 0.0,
+    # The last weights are saved, even if a noisy estimate finds earlier ones better.
+    "always_save_checkpoint": True,
+}
+"""The command of nanoGPT's README, and the last line."""
+
+FASTER = "tokens/s, ours / nanogpt"
+SOONER = "whole time, nanogpt / best"
+EQUAL_LOSS = 1.01
+BOUNDS = {FASTER: 1.5, SOONER: 2.0}
+
+_STEP = re.compile(r"^iter (\d+): loss [\d.]+, time ([\d.]+)ms", re.MULTILINE)
+_SETTLED = 5
+"""Steps at the start of a process that load kernels."""
+
+Samples = dict[str, list[dict[str, Any]]]
+
+
+def main() -> int:
+    """Train, print, write; return the exit code."""
+    options = _options()
+    samples: Samples = {"nanogpt": [], "ours": [], "best": []}
+    with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-") as place:
+        folder = Path(place)
+        prepare(options.data, folder / "data", tokenizer="char")
+        dataset = Dataset.open(folder / "data")
+        checkout = _copied(options.nanogpt, dataset, folder / "nanoGPT")
+        steps = ["--loop.steps", str(options.steps)]
+        runs: dict[str, Callable[[int], dict[str, Any]]] = {
+            # Its seed is a constant of its code.
+            "nanogpt": lambda _: _train_nanogpt(checkout, dataset, options.steps),
+            "ours": lambda seed: train_run(
+                [*STACK, "--data.order", "random", *steps, "--loop.seed", str(seed)], folder / "data", folder
+            ),
+            "best": lambda seed: train_run(
+                ["shakespeare-char-cpu-best", "--loop.steps", str(options.best_steps), "--loop.seed", str(seed)],
+                folder / "data",
+                folder,
+            ),
+        }
+        for number, seed in enumerate(seeds(options.rounds)):
+            # Interleaved, so that a drift of the machine affects all alike.
+            for name in list(runs)[:: -1 if number % 2 else 1]:
+                run = runs[name](seed)
+                samples[name].append(run)
+                print(
+                    f"{name}: loss {run['loss']:.4f}, {run['tokens_per_second']:,.0f} tokens/s, "
+                    f"{run['seconds']['whole']:.1f} s in all",
+                    file=sys.stderr,
+                )
+    ratios = _ratios(samples)
+    _print(samples, ratios)
+    command = f"nanogpt.py --nanogpt nanoGPT --data {Path(options.data).name} --rounds {options.rounds}"
+    write_samples(
+        options.out,
+        f"{command} --steps {options.steps} --best-steps {options.best_steps}",
+        nanogpt_commit=_commit(options.nanogpt),
+        bounds=BOUNDS,
+        ratios={what: asdict(ratio) for what, ratio in ratios.items()},
+        runs=samples,
+    )
+    loss = {name: statistics.mean(each["loss"] for each in runs) for name, runs in samples.items()}
+    fast = all(ratio.gain >= BOUNDS[what] for what, ratio in ratios.items())
+    return 0 if fast and loss["ours"] <= EQUAL_LOSS * loss["nanogpt"] and loss["best"] < loss["nanogpt"] else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = parser_of(__doc__, rounds=3)
+    parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
+    parser.add_argument("--data", required=True, help="the text of tiny Shakespeare")
+    parser.add_argument("--steps", type=int, default=2000, help="of nanogpt and ours")
+    parser.add_argument("--best-steps", type=int, default=600)
+    options = parser.parse_args()
+    missing = [name for name in ("train.py", "model.py", "configurator.py") if not (options.nanogpt / name).is_file()]
+    if missing:
+        parser.error(f"{options.nanogpt} has no {missing[0]}: give a clone of https://github.com/karpathy/nanoGPT")
+    if options.steps <= _SETTLED or options.rounds < 1:
+        parser.error(f"--rounds takes 1 or more, --steps more than {_SETTLED}")
+    return options
+
+
+def _copied(checkout: Path, dataset: Dataset, folder: Path) -> Path:
+    """Copy nanoGPT's files, and write the text as its ``data/shakespeare_char/prepare.py`` does."""
+    data = folder / "data" / "shakespeare_char"
+    data.mkdir(parents=True)
+    shutil.copytree(checkout / "config", folder / "config")
+    for name in ("train.py", "model.py", "configurator.py"):
+        shutil.copy(checkout / name, folder / name)
+    np.asarray(dataset.train, dtype=np.uint16).tofile(data / "train.bin")
+    np.asarray(dataset.validation, dtype=np.uint16).tofile(data / "val.bin")
+    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": dataset.tokenizer.vocab_size}))
+    return folder
+
+
+def _train_nanogpt(checkout: Path, dataset: Dataset, steps: int) -> dict[str, Any]:
+    settings = {**SETTINGS, "max_iters": steps, "lr_decay_iters": steps, "eval_interval": min(EVAL_EVERY, steps)}
+    words = [f"--{name}={value}" for name, value in settings.items()]
+    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *words]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
+    begin = time.perf_counter()
+    ended = subprocess.run(command, cwd=checkout, capture_output=True, text=True, env=environment)
+    whole = time.perf_counter() - begin
+    if ended.returncode:
+        raise RuntimeError(f"nanoGPT ended with {ended.returncode}:\n{ended.stderr}")
+    times = {int(number): float(milliseconds) / 1000 for number, milliseconds in _STEP.findall(ended.stdout)}
+    # The time of a step with an evaluation includes that.
+    trained = [
+        seconds for number, seconds in times.items() if number >= _SETTLED and number % settings["eval_interval"]
+    ]
+    return {
+        "steps": steps,
+        "loss": _loss_of_nanogpt(checkout, dataset),
+        "tokens_per_second": BATCH * CONTEXT / statistics.mean(trained),
+        "seconds": {"train": sum(trained), "whole": whole},
+    }
+
+
+def _loss_of_nanogpt(checkout: Path, dataset: Dataset) -> float:
+    """Return the loss of its model over the whole validation split, with the weights that it saved last."""
+    model_file = _imported(checkout / "model.py")
+    saved = torch.load(checkout / "out-shakespeare-char" / "ckpt.pt", map_location="cpu", weights_only=True)
+    with contextlib.redirect_stdout(sys.stderr):  # it prints its number of parameters
+        model = model_file.GPT(model_file.GPTConfig(**saved["model_args"]))
+    model.load_state_dict(saved["model"])
+    model.eval()
+    total, counted = 0.0, 0
+    with torch.no_grad():
+        for inputs, targets in EvaluationWindows(dataset.validation, CONTEXT).batches(64):
+            count = int((targets >= 0).sum())
+            total, counted = total + model(inputs, targets)[1].item() * count, counted + count
+    return total / counted
+
+
+def _imported(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    if spec is None or spec.loader is None:
+        raise RuntimeError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _ratios(samples: Samples) -> dict[str, Comparison]:
+    nanogpt = samples["nanogpt"]
+
+    def compared(name: str, ratio: Any) -> Comparison:
+        return compare([math.log(ratio(mine, theirs)) for mine, theirs in zip(samples[name], nanogpt, strict=True)])
+
+    return {
+        FASTER: compared("ours", lambda mine, theirs: mine["tokens_per_second"] / theirs["tokens_per_second"]),
+        SOONER: compared("best", lambda mine, theirs: theirs["seconds"]["whole"] / mine["seconds"]["whole"]),
+    }
+
+
+def _print(samples: Samples, ratios: dict[str, Comparison]) -> None:
+    for name, runs in samples.items():
+        mean = {key: statistics.mean(each[key] for each in runs) for key in ("loss", "tokens_per_second")}
+        whole = statistics.mean(each["seconds"]["whole"] for each in runs)
+        print(
+            f"{name:8} {runs[0]['steps']:,} steps: loss {mean['loss']:.4f}, {mean['tokens_per_second']:,.0f} tokens/s, "
+            f"{whole:.1f} s in all"
+        )
+    for what, ratio in ratios.items():
+        interval = "" if ratio.low is None else f", 95% {ratio.low:.2f} to {ratio.high:.2f}"
+        print(f"{what}: {ratio.gain:.2f} (at least {BOUNDS[what]}{interval})")
+
+
+def _commit(checkout: Path) -> str | None:
+    found = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""The figures of a results file by arm, measure and block; comparisons of two arms, and the verdict on each."""
+
+import math
+from collections.abc import Sequence
+
+from tensorkeep.ext import counted, number
+from tensorkeep_bench.results import Arm, ArmStatistics, CellRecord, Measure, Noise, Results, Verdict
+from tensorkeep_bench.statistics import LEVEL, Comparison, SharedVariance, compare
+from tensorkeep_bench.wording import difference, interval_95
+
+SMALLEST = 1.001  # the smallest gain that counts as a difference of losses
+
+PRACTICAL = 1.05  # the smallest gain in time, rate or bytes that is worth a verdict
+
+# Bytes of the smallest checkpoint that gets verdicts: opening files dominates the time of smaller ones.
+SMALLEST_STATE = 256_000_000
+
+TOO_SMALL = (
+    "a state of {} is too small to time: opening files, caches and the first use of memory dominate, so no tool is "
+    "called better or worse, and none is recommended; 256 MB is enough: --model openllama-3b:scale=0.1 has 700 MB"
+)
+
+
+class Samples:
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.experiment = results.experiment
+        self.measures = results.measures
+        self.arms = results.arms
+        self.baseline = results.baseline
+        self.primary = [measure for measure in results.measures if measure.primary]
+        self._shared: dict[str, SharedVariance | None] = {}
+        self._in_turns = {name for cell in results.cells for name in cell.turns}
+
+    def cells_of(self, arm: str) -> list[CellRecord]:
+        return self.results.cells_by_arm.get(arm, [])
+
+    def raw(self, arm: str, measure: Measure) -> dict[int, float]:
+        return self.results.figures(arm, measure.name)
+
+    def per_byte(self, arm: str, measure: Measure) -> dict[int, float]:
+        figures = self.raw(arm, measure)
+        if measure.better == "higher":
+            return figures
+        # Per raw byte, so that an arm with a smaller subject compares fairly; a rate is relative already.
+        amounts = {cell.block: cell.amount for cell in self.cells_of(arm)}
+        return {block: value / amount for block, value in figures.items() if (amount := amounts[block])}
+
+    def logs(self, arm: str, measure: Measure) -> dict[int, float]:
+        """Return the logs of the figures by block, with the sign that makes larger better."""
+        # The speed of a wrong result is worthless: an arm that failed its gate even once has no logs.
+        if self.failed_gate(arm):
+            return {}
+        logs = self._logs(arm, measure)
+        if measure.name not in self._in_turns:
+            return logs
+        # Relative to the baseline of the block, like the pairs of turns that replace it where a cell has them.
+        base = self._logs(self.baseline or "", measure)
+        relative = {block: log - base[block] for block, log in logs.items() if block in base}
+        for cell in self.cells_of(arm):
+            if cell.block in logs and (pairs := cell.turns.get(measure.name)):
+                # Turns are less than a second apart, so their ratio is less noisy than the ratio of two cells.
+                relative[cell.block] = _sign(measure) * typical_log_ratio(pairs)
+        return relative
+
+    def _logs(self, arm: str, measure: Measure) -> dict[int, float]:
+        found = self.per_byte(arm, measure).items()
+        return {block: _sign(measure) * math.log(value) for block, value in found if value > 0}
+
+    def log_gains(self, arm: str, over: str, measure: Measure) -> list[float]:
+        ours, theirs = self.logs(arm, measure), self.logs(over, measure)
+        # Within one block only: what slows a block down cancels.
+        return [ours[block] - theirs[block] for block in sorted(ours.keys() & theirs.keys())]
+
+    def compare(self, arm: str | None, over: str | None, measure: Measure | None) -> Comparison | None:
+        """Return how many times better an arm is than another; None if no block has both, or one does not exist."""
+        if arm is None or over is None or measure is None:
+            return None
+        gains = self.log_gains(arm, over, measure)
+        if not gains:
+            return None
+        # Without turns, all arms share the errors of the baseline's cells: the arms are not independent evidence.
+        return compare(
+            gains, self._shared_of(measure) if over == self.baseline and self.in_turns(arm, measure) else None
+        )
+
+    def _shared_of(self, measure: Measure) -> SharedVariance | None:
+        # Kept, because every comparison of the measure needs it.
+        if measure.name not in self._shared:
+            others = [arm.name for arm in self.arms if arm.name != self.baseline and self.in_turns(arm.name, measure)]
+            gains = [self.log_gains(name, self.baseline or "", measure) for name in others]
+            self._shared[measure.name] = SharedVariance.of(gains)
+        return self._shared[measure.name]
+
+    def arm_at(self, kind: str, change: str = "") -> Arm | None:
+        places = ((arm, place.kind, place.change) for arm in self.arms for place in arm.places)
+        return next((arm for arm, *place in places if place == [kind, change]), None)
+
+    def statistics(self, arm: Arm, measure: Measure) -> ArmStatistics:
+        return self.results.statistics(arm.name, measure.name)
+
+    def failures(self, arm: str) -> list[CellRecord]:
+        return [cell for cell in self.cells_of(arm) if cell.status not in ("ok", "planned")]
+
+    def failed_gate(self, arm: str) -> bool:
+        return any(cell.status == "gate" for cell in self.cells_of(arm))
+
+    def in_turns(self, arm: str, measure: Measure) -> bool:
+        figures = self.raw(arm, measure)
+        turns = [cell.turns.get(measure.name) for cell in self.cells_of(arm) if cell.block in figures]
+        # One block without turns is enough to share the errors of the baseline's cells.
+        return bool(turns) and all(turns)
+
+
+def typical_log_ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    logs = sorted(math.log(ours / theirs) for ours, theirs in pairs)
+    # The interquartile mean: other work on the machine disturbs single pairs by much.
+    middle = logs[len(logs) // 4 : len(logs) - len(logs) // 4]
+    return math.fsum(middle) / len(middle)
+
+
+def _sign(measure: Measure) -> int:
+    return 1 if measure.better == "higher" else -1
+
+
+def threshold(measure: Measure) -> float:
+    return SMALLEST if measure.unit == "nats" else PRACTICAL
+
+
+def too_small(results: Results) -> bool:
+    nbytes = results.subject.bytes
+    return results.experiment.workload == "checkpoint" and nbytes is not None and nbytes < SMALLEST_STATE
+
+
+def noise_of(controls: Sequence[Comparison]) -> Noise | None:
+    """Return the noise floor that A/A controls show; None without a control that ran in at least two blocks."""
+    shown = [(one.low, one.high, one.n) for one in controls if one.low is not None and one.high is not None]
+    if not shown:
+        return None
+    lows, highs, blocks = zip(*shown, strict=True)
+    # The distance from 1 in either direction, because a gain of 1/2 is as large as a gain of 2.
+    return Noise(min(lows), max(highs), max(1 / min(lows), max(highs), 1.0), min(blocks))
+
+
+def judge(
+    comparison: Comparison, p_holm: float | None, noise: Noise | None, least: float = PRACTICAL
+) -> tuple[Verdict, str]:
+    """Return the verdict on an arm that was compared with the baseline, and a sentence that explains it."""
+    low, high = comparison.low, comparison.high
+    if p_holm is None or low is None or high is None:
+        return "too few runs", f"{counted(comparison.n, 'block')} cannot separate a difference from noise"
+    # Three things must agree: the test, adjusted for all arms of the measure; the interval, which must lie on one side
+    # of 1; and the A/A control, which shows the noise. The gain must also exceed ``least``.
+    p = f"adjusted p {p_holm:.2g}" if p_holm >= 0.0001 else "adjusted p below 0.0001"
+    # Narrow enough to exclude any difference that matters, which is more than "not shown".
+    if (noise is None or noise.floor <= least) and 1 / least < low and high < least:
+        return "about the same", f"any difference is below {difference(max(high, 1 / low))}: {interval_95(low, high)}"
+    if p_holm >= LEVEL or low <= 1 <= high:
+        return "within noise", f"no difference is shown: {interval_95(low, high)}, {p}"
+    size = math.exp(abs(math.log(comparison.gain)))
+    # A control that is the same in every run has no noise to mention.
+    noisy = noise if noise is not None and noise.floor > SMALLEST else None
+    if noisy is not None and size <= noisy.floor:
+        reason = f"the difference, {difference(size)}, does not exceed the A/A control's: {difference(noisy.floor)}"
+        return "within noise", reason
+    if size <= least:
+        return (
+            "about the same",
+            f"the difference, {difference(size)}, is too small to matter: below {difference(least)}",
+        )
+    beyond = f", beyond the noise of {difference(noisy.floor)}" if noisy else ""
+    if comparison.gain > 1:
+        return "helps", f"{number(size)} times better ({interval_95(low, high)}, {p}){beyond}"
+    return "hurts", f"{number(size)} times worse ({interval_95(1 / high, 1 / low)}, {p}){beyond}"

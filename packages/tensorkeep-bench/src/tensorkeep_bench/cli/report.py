@@ -1,0 +1,146 @@
+"""``tensorkeep report``: the tables, page, plots and CSV files of a results file."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from tensorkeep.ext.cli import DEFAULT, Output, Switch, Table, print_lines
+from tensorkeep.ext.pages import ReportTable
+from tensorkeep_bench.analysis.samples import too_small
+from tensorkeep_bench.report.sentences import completeness, headlines, measured_by, noise_lines, verdict_sentence
+from tensorkeep_bench.report.tables import (
+    aliases_lines,
+    claims_table,
+    design_tables,
+    isolated_text,
+    not_run_table,
+    observed_table,
+    six_way_text,
+    verdict_table,
+)
+from tensorkeep_bench.results import Results, read_results
+from tensorkeep_bench.wording import capitalised
+
+# These two print milliseconds and improvements, as their original scripts did; all others print mean ± std.
+_MILLISECONDS = ("three-way", "six-way")
+
+
+def report(
+    results: Path,
+    /,
+    *,
+    out: Path | None = None,
+    plots: Path | None = None,
+    csv: Path | None = None,
+    tables_only: Annotated[bool, Switch] = False,
+    output: Output = DEFAULT,
+) -> None:
+    """Print the tables of a results file and write its report.
+
+    Without --out, everything is written beside the results: report.html, summary.csv, samples.csv, and a folder plots.
+    With --out, only the page and the folders given by --plots and --csv are written.
+
+    Parameters
+    ----------
+    results
+        A results.json, or the folder that holds it.
+    out
+        The page to write, which opens offline in any browser; an earlier report there is replaced.
+    plots
+        A folder for every plot, as PNG and SVG.
+    csv
+        A folder for summary.csv and samples.csv.
+    tables_only
+        Print the tables, and write nothing.
+    """
+    found = read_results(results)
+    folder = results if results.is_dir() else results.parent
+    if tables_only:
+        output.show(_document(found, []), lambda: print_tables(found))
+    elif out is None:
+        _write(found, folder / "report.html", plots or folder / "plots", csv or folder, output)
+    else:
+        _write(found, out, plots, csv, output)
+
+
+def _write(found: Results, page: Path, plots: Path | None, csv: Path | None, output: Output) -> None:
+    from tensorkeep.ext.pages import check_page
+    from tensorkeep_bench.report.html import REPORT, write_report
+
+    # Before the tables, so that a wrong --out shows at once.
+    check_page(page, REPORT)
+    if output.shows_text:
+        print_tables(found)
+    written = write_report(found, page, plots=plots, csv=csv)
+    output.show(_document(found, written), lambda: _print_written(written))
+
+
+def _document(found: Results, written: list[Path]) -> dict[str, Any]:
+    return {
+        "experiment": found.experiment.name,
+        "complete": found.complete,
+        "verdict": verdict_sentence(found),
+        "headlines": headlines(found),
+        "written": [str(path) for path in written],
+        "summary": msgspec.to_builtins(found.summary),
+    }
+
+
+def print_tables(found: Results) -> None:
+    print(found.experiment.title or found.experiment.name)
+    print_lines(measured_by(found))
+    if small := too_small(found):
+        print(*headlines(found))
+    print()
+    # In the format of the scripts that the experiment follows.
+    print(six_way_text(found) if found.experiment.name in _MILLISECONDS else isolated_text(found))
+    tables = [verdict_table(found, measure) for measure in found.primary()]
+    tables += [table for group in design_tables(found).values() for table in group]
+    for table in [*tables, observed_table(found), not_run_table(found)]:
+        if table.rows:
+            print(f"\n{table.title}")
+            Table(table.headings, table.texts(), spare=_spare(table.headings)).show()
+    _print_claims(claims_table(found))
+    _print_section("Noise", [] if small else noise_lines(found))
+    _print_section("Effects that this design cannot separate", aliases_lines(found))
+    warnings = [f"{one.text}: {one.remedy}" if one.remedy else one.text for one in found.summary.warnings]
+    _print_section("Warnings", warnings)
+    # The end of a long output stays on the screen.
+    lines = (completeness(found), *headlines(found), verdict_sentence(found))
+    _print_section("Verdict", [line for line in dict.fromkeys(lines) if line])
+    _print_section("Recommended for this machine", [capitalised(one.text) for one in found.summary.recommendations])
+
+
+def _spare(headings: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the columns of a table of verdicts that a narrow terminal may leave out, the most important one first."""
+    names = [heading.lstrip(">=") for heading in headings]
+    first = ["95% interval"]
+    # Tables without verdicts have no columns to spare.
+    if not {"verdict", "gain", *first} <= {*names}:
+        return ()
+    return (*first, *(name for name in names if name not in ("arm", "verdict", "gain", *first)))
+
+
+def _print_claims(table: ReportTable | None) -> None:
+    if table is None:
+        return
+    # A list, because the sentences of claims are too long for columns.
+    print(f"\n{table.title}")
+    for id_, verdict, claim, published, measured, reason in table.texts():
+        print_lines(f"  {id_}  {claim}: {verdict}")
+        for word, text in (("published", published), ("measured", measured), ("reason", reason)):
+            if text not in ("", "-"):
+                print_lines(f"    {word.ljust(9)}  {text}")
+
+
+def _print_section(title: str, lines: list[str]) -> None:
+    if lines:
+        print_lines("", title, *(f"  {line}" for line in lines))
+
+
+def _print_written(written: list[Path]) -> None:
+    page, *others = written
+    print_lines("", f"wrote {page}")
+    for folder in dict.fromkeys(path.parent for path in others):
+        print_lines(f"wrote {folder}: {', '.join(path.name for path in others if path.parent == folder)}")

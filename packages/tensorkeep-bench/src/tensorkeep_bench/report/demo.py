@@ -1,0 +1,170 @@
+"""The page of ``tensorkeep demo``: fills ``report/page/demo.html.j2``."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tensorkeep import __version__
+from tensorkeep.ext import counted, format_bytes, format_seconds, number
+from tensorkeep.ext.pages import (
+    Bars,
+    Chart,
+    ChartBar,
+    Curve,
+    Point,
+    ReportTable,
+    TableEntry,
+    chart,
+    check_page,
+    facts_of,
+    render_page,
+)
+from tensorkeep.ext.storage import replace_file
+from tensorkeep_bench.checkpoint.measure import FIRST, SAVE, STORED, WARM
+from tensorkeep_bench.demo.results import DemoResults, facts
+from tensorkeep_bench.demo.speed import TOOLS, SmallRun, figures, notes
+from tensorkeep_bench.report.html import REPORT, arms_table
+from tensorkeep_bench.report.tables import improvements_table, isolated_table
+from tensorkeep_bench.results import Results
+
+
+def write_demo_page(results: DemoResults, page: Path) -> None:
+    """Write the page; UsageError if the name is not ``*.html``, DestinationExistsError for another file."""
+    # Only an earlier report is replaced.
+    check_page(page, REPORT)
+    replace_file(page, demo_page(results).encode())
+
+
+def demo_page(results: DemoResults) -> str:
+    six_way = results.six_way
+    return render_page(
+        "demo.html.j2",
+        REPORT,
+        title="Tensorkeep on this machine",
+        description=results.description,
+        lines=facts(results),
+        rounds=counted(results.rounds.blocks, "round"),
+        speed=speed_bars(results.rounds, results.t5x, results.state_bytes),
+        notes=notes(results.rounds, results.t5x),
+        samples=_samples(results),
+        flip=results.damage.flip,
+        bit=_bit_table(results),
+        kills=_kill_table(results),
+        training=results.training.text(),
+        curves=_curves(results),
+        six_about=six_way.experiment.about,
+        six=six_way_bars(six_way),
+        six_tables=[isolated_table(six_way), improvements_table(six_way)],
+        six_arms=arms_table(six_way),
+        environment=facts_of(six_way.environment),
+        version=__version__,
+    )
+
+
+def _samples(results: DemoResults) -> ReportTable:
+    rows = [
+        (
+            TableEntry(cell.arm),
+            TableEntry(str(cell.block + 1), cell.block),
+            *(_seconds(cell.figures.get(measure)) for measure in (SAVE, FIRST)),
+            TableEntry(f"{cell.figures.get(STORED) or 0:,.0f}", cell.figures.get(STORED)),
+        )
+        for cell in results.rounds.cells
+        if cell.status == "ok"
+    ]
+    headings = ("=tool", ">round", ">durable save (s)", ">first load (s)", ">bytes on disk")
+    return ReportTable("Every run", headings, rows, "In the order of the runs.")
+
+
+def _seconds(value: float | None) -> TableEntry:
+    return TableEntry("-") if value is None else TableEntry(f"{value:.3f}", value)
+
+
+def _bit_table(results: DemoResults) -> ReportTable:
+    rows = []
+    for each in results.peers:
+        outcome = f"loads {number(each.after or 0.0)} instead of {number(each.before)}, without an error"
+        entry = TableEntry(outcome, tone="bad") if each.silent else TableEntry(f"raises: {each.error}", tone="good")
+        rows.append((TableEntry(each.tool), TableEntry(each.file), TableEntry(f"{each.offset:,}", each.offset), entry))
+    flip, damage = results.damage.flip, results.damage
+    outcome = f"names tensor {flip.name}, block {flip.block}, and refuses to load it: {damage.refusal}"
+    if damage.report.ok:
+        outcome = "did not notice"
+    tone = "bad" if damage.report.ok else "good"
+    rows.append(
+        (
+            TableEntry("tensorkeep"),
+            TableEntry(flip.file),
+            TableEntry(f"{flip.offset:,}", flip.offset),
+            TableEntry(outcome, tone=tone),
+        )
+    )
+    return ReportTable("How the tools react", ("=tool", "=file", ">byte", "outcome"), rows)
+
+
+def _kill_table(results: DemoResults) -> ReportTable:
+    rows = []
+    for kill in results.kills:
+        left = TableEntry("whole: it loads, with every bit that it had", tone="good")
+        if not kill.intact:
+            left = TableEntry(f"broken: {kill.error}", tone="bad")
+        written = f"{format_bytes(kill.written)} of {format_bytes(kill.nbytes)}"
+        times = TableEntry(format_seconds(kill.seconds), kill.seconds), TableEntry(written, kill.written)
+        rows.append((TableEntry(kill.tool), *times, left))
+    return ReportTable("What is left", ("=tool", ">killed after", ">written by then", "the old checkpoint"), rows)
+
+
+def _curves(results: DemoResults) -> list[Chart]:
+    runs = results.training
+    resumed = f"Loss of the run killed at step {runs.killed_at}, resumed from step {runs.resumed_from}"
+    curves = (
+        ("Loss of the run without a kill", Curve("loss", "neutral", _points(runs.unbroken))),
+        (resumed, Curve("loss", "good", _points(runs.resumed))),
+    )
+    return [drawn for title, curve in curves if (drawn := chart(title, [curve])) is not None]
+
+
+def _points(losses: list[float]) -> list[Point]:
+    return [(float(step), loss) for step, loss in enumerate(losses, 1)]
+
+
+# Bars, for the page and for the terminal
+
+_TITLES = {SAVE: "durable save", FIRST: "first load in a new process", STORED: "bytes on disk"}
+_SIX_WAY = {
+    SAVE: "durable save, seconds per GB",
+    WARM: "load, seconds per GB",
+    STORED: "bytes on disk per byte of state",
+}
+
+
+def speed_bars(rounds: Results, t5x: SmallRun, nbytes: int) -> list[Bars]:
+    """Return the bars of saves, first loads and bytes; T5X's are scaled to the full state."""
+    table = figures(rounds)
+    found = []
+    for measure, title in _TITLES.items():
+        form = format_bytes if measure == STORED else format_seconds
+        row = table.get(measure, {})
+        bars = [ChartBar(arm, row[arm].median, form(row[arm].median), tone=_tone(arm)) for arm in TOOLS if arm in row]
+        # T5X ran on a smaller state, so its bars are estimates, and marked.
+        scaled = t5x.scaled(measure, nbytes)
+        if scaled is not None:
+            bars.append(ChartBar("t5x", scaled, f"{form(scaled)} *", scaled=True))
+        found.append(Bars(title, bars))
+    return found
+
+
+def six_way_bars(results: Results) -> list[Bars]:
+    return [Bars(title, list(_per_byte(results, measure))) for measure, title in _SIX_WAY.items()]
+
+
+def _per_byte(results: Results, measure: str) -> Iterable[ChartBar]:
+    for arm in results.arms:
+        value = results.statistics(arm.name, measure).per_byte
+        if value is not None:
+            shown = value if measure == STORED else value * 1e9
+            text = f"{shown:.2f}" if measure == STORED else format_seconds(shown)
+            yield ChartBar(arm.name, shown, text, tone=_tone(arm.name))
+
+
+def _tone(arm: str) -> str:
+    return "good" if arm.startswith("tensorkeep") else ""

@@ -1,0 +1,315 @@
+"""The report of a results file: one offline page of HTML, the plots as PNG and SVG, and the figures as CSV."""
+
+import csv
+import io
+import json
+import math
+import os
+import shlex
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tensorkeep.ext import format_bytes, number
+from tensorkeep.ext.pages import (
+    GAIN_LEGEND,
+    Chart,
+    Curve,
+    PageKind,
+    Point,
+    ReportTable,
+    TableEntry,
+    chart,
+    check_page,
+    facts_of,
+    render_page,
+)
+from tensorkeep.ext.storage import replace_file
+from tensorkeep_bench.report.bars import BAR_LEGEND, amount_bars, bars_note
+from tensorkeep_bench.report.measures import GIB, compared_arms, subject_and_machine, subject_name
+from tensorkeep_bench.report.plots import FILES_ONLY, NAME_LENGTH, Plot, draw_plots
+from tensorkeep_bench.report.sentences import (
+    completeness,
+    headlines,
+    measured_by,
+    noise_lines,
+    purpose,
+    verdict_sentence,
+)
+from tensorkeep_bench.report.tables import (
+    STATUS,
+    aliases_lines,
+    claims_table,
+    design_tables,
+    gain_map,
+    isolated_table,
+    not_run_table,
+    observed_table,
+    verdict_table,
+)
+from tensorkeep_bench.results import ArmStatistics, CellRecord, Results, Subject, read_results
+from tensorkeep_bench.wording import capitalised, clipped
+
+REPORT = PageKind("report", "report", "tensorkeep-bench", "tensorkeep_bench.report")
+
+_MOST_CELLS = 3000
+
+
+def report_page(results: Results, plots: list[Plot]) -> str:
+    """Return the page with the plots of `draw_plots`; MissingExtraError if jinja2 is not installed."""
+    names = {plot.name for plot in plots}
+    # A design has a plot of its own. Bars begin at 0, where no loss is, so that training has a map of gains.
+    picture = next((name for name in ("steps", "effects") if name in names), "")
+    return render_page(
+        "template.html.j2",
+        REPORT,
+        plots={
+            plot.name: (plot.title, plot.canvas.page_svg(plot.title)) for plot in plots if plot.name not in FILES_ONLY
+        },
+        picture=picture or ("gains" if results.experiment.workload == "training" else "bars"),
+        **_content(results),
+    )
+
+
+def _content(results: Results) -> dict[str, Any]:
+    summary, experiment = results.summary, results.experiment
+    not_run, observed = not_run_table(results), observed_table(results)
+    heading, subject = experiment.title or experiment.name, subject_and_machine(results)
+    return {
+        "title": f"{heading}: {subject}",
+        "heading": heading,
+        "measured": subject,
+        "verdict": verdict_sentence(results),
+        "bars": amount_bars(results),
+        "bars_note": bars_note(results),
+        "bar_legend": BAR_LEGEND,
+        "gains": gain_map(results),
+        "gain_legend": GAIN_LEGEND,
+        "losses": loss_charts(results),
+        "losses_note": losses_note(results),
+        "about": experiment.about,
+        "measured_by": measured_by(results),
+        "incomplete": completeness(results),
+        "headlines": headlines(results),
+        "recommendations": [
+            (purpose(one), capitalised(one.text), _json(one.settings)) for one in summary.recommendations
+        ],
+        "warnings": summary.warnings,
+        "noise": noise_lines(results),
+        "comparison": isolated_table(results),
+        "verdicts": [verdict_table(results, measure) for measure in results.primary()],
+        **design_tables(results),
+        "aliases": aliases_lines(results),
+        "claims": claims_table(results),
+        "not_run": not_run if not_run.rows else None,
+        "observed": observed if observed.rows else None,
+        "environment": facts_of(results.environment),
+        "subject": _subject(results.subject),
+        "arms": arms_table(results),
+        "cells": _cells(results),
+        "left_out": max(0, len(results.cells) - _MOST_CELLS),
+        "experiment": _json(msgspec.to_builtins(experiment)),
+        "command": results.command,
+        "version": results.tensorkeep or "unknown",
+        "seed": experiment.seed,
+        "training": experiment.workload == "training",
+    }
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) if value else ""
+
+
+def _subject(subject: Subject) -> list[tuple[str, str]]:
+    if subject == Subject():
+        return []
+    facts = [("state", subject.description)]
+    if subject.tensors is not None:
+        facts.append(("tensors", f"{subject.tensors:,}"))
+    if subject.bytes is not None:
+        # GiB as well, because the published comparison uses GiB.
+        binary = f" ({subject.bytes / GIB:.2f} GiB)" if subject.bytes >= GIB / 100 else ""
+        facts.append(("raw bytes", f"{format_bytes(subject.bytes)}{binary}"))
+    return facts + [(name, format_bytes(count)) for name, count in subject.dtypes.items()]
+
+
+def arms_table(results: Results) -> ReportTable:
+    rows = []
+    for arm in results.arms:
+        settings = TableEntry(json.dumps(arm.settings, ensure_ascii=False), code=True)
+        rows.append((TableEntry(arm.name), TableEntry(arm.role), TableEntry(arm.about), settings))
+    return ReportTable("Arms", ("=arm", "=role", "about", "settings"), rows)
+
+
+def _cells(results: Results) -> ReportTable:
+    rows: list[tuple[TableEntry, ...]] = []
+    # A page with all cells of a large experiment would be slow to open.
+    for cell in sorted(results.cells, key=lambda cell: cell.order)[:_MOST_CELLS]:
+        figures = [_raw(cell.figures.get(measure.name)) for measure in results.measures]
+        rows.append(
+            (
+                TableEntry(cell.arm),
+                TableEntry(str(cell.block + 1), cell.block),
+                TableEntry(str(cell.order + 1), cell.order),
+                TableEntry(STATUS[cell.status], tone="" if cell.status == "ok" else "bad"),
+                *figures,
+                _raw(cell.seconds),
+                TableEntry(shlex.join(cell.command), code=True),
+            )
+        )
+    measures = [f">{one.label} ({one.unit})" for one in results.measures]
+    headings = ("=arm", ">block", ">order", "=status", *measures, ">process (s)", "=command")
+    return ReportTable("Every cell", headings, rows, "Raw samples in the order of the runs.")
+
+
+def _raw(value: float | None) -> TableEntry:
+    if value is None:
+        return TableEntry("-")
+    return TableEntry(f"{value:,.0f}" if value == round(value) and abs(value) >= 1000 else number(value, 4), value)
+
+
+# Writing the files
+
+_SAMPLES = ("arm", "role", "block", "order", "status", "reason", "started", "amount_bytes", "measure", "unit", "value")
+
+
+def write_report(
+    results: str | os.PathLike[str] | Results,
+    out: str | os.PathLike[str],
+    *,
+    plots: str | os.PathLike[str] | None = None,
+    csv: str | os.PathLike[str] | None = None,
+) -> list[Path]:
+    """Write the page, and plots and CSV files where a folder for them is given; return the files, the page first.
+
+    Only an earlier report is replaced at ``out``, a page ``*.html``. The folder ``plots`` gets each plot as PNG and
+    SVG, the folder ``csv`` gets ``summary.csv`` and ``samples.csv``; existing files are replaced.
+
+    Raises UsageError if ``out`` does not end in ``.html``; DestinationExistsError if ``out`` is a file other than a
+    report; MissingExtraError if jinja2, or Pillow for PNG, is not installed; StoreError if a file cannot be written.
+    """
+    page = Path(out)
+    check_page(page, REPORT)
+    # Everything is drawn before the first file is written: an error leaves no half of a report.
+    found = results if isinstance(results, Results) else read_results(results)
+    drawn = draw_plots(found, for_files=plots is not None)
+    files: dict[Path, bytes] = {page: report_page(found, drawn).encode()}
+    if plots is not None:
+        for plot in drawn:
+            files[Path(plots) / f"{plot.name}.png"] = plot.canvas.png(plot.title)
+            files[Path(plots) / f"{plot.name}.svg"] = plot.canvas.file_svg(plot.title).encode()
+    if csv is not None:
+        files[Path(csv) / "summary.csv"] = summary_csv(found).encode()
+        files[Path(csv) / "samples.csv"] = samples_csv(found).encode()
+    for path, content in files.items():
+        replace_file(path, content)
+    return list(files)
+
+
+def samples_csv(results: Results) -> str:
+    """Return every raw sample as CSV; a cell without figures has one row, with empty measure and value."""
+    roles = {arm.name: arm.role for arm in results.arms}
+    units = {measure.name: measure.unit for measure in results.measures}
+    rows: list[Sequence[object]] = []
+    for cell in sorted(results.cells, key=lambda cell: cell.order):
+        about = (cell.block, cell.order, cell.status, cell.reason, cell.started, cell.amount)
+        figures: dict[str, float | None] = {name: value for name, value in cell.figures.items() if value is not None}
+        # A cell without figures has one row, so that its reason is in the file.
+        for name, value in (figures or {"": None}).items():
+            rows.append((cell.arm, roles[cell.arm], *about, name, units.get(name, ""), value))
+    return _csv(_SAMPLES, rows)
+
+
+def summary_csv(results: Results) -> str:
+    fields = [field.name for field in msgspec.structs.fields(ArmStatistics)]
+    rows = [
+        (arm.name, arm.role, measure.name, measure.unit, *msgspec.structs.astuple(found))
+        for arm in results.arms
+        for measure in results.measures
+        if (found := results.summary.arms.get(arm.name, {}).get(measure.name))
+    ]
+    return _csv(("arm", "role", "measure", "unit", *fields), rows)
+
+
+def _csv(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(headings)
+    writer.writerows([_harmless(value) for value in row] for row in rows)
+    return out.getvalue()
+
+
+def _harmless(value: object) -> object:
+    # A spreadsheet would evaluate such a text as a formula, and texts come from files that may be hostile.
+    if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
+        return f"'{value}"
+    return value
+
+
+# Loss curves
+
+# The names of the measures are not imported from the workload, which needs torch.
+_LOSS, _STEP = "loss", "step"
+_COLOURS = ("base", "first", "second", "third", "fourth")
+
+
+def loss_charts(results: Results) -> list[Chart]:
+    cells = {
+        arm.name: [cell for cell in results.cells_by_arm[arm.name] if cell.status == "ok" and cell.losses]
+        for arm in compared_arms(results)
+    }
+    arms = [name for name, own in cells.items() if own]
+    # The baseline, then the arms with the most different losses: equal curves hide each other.
+    arms.sort(key=lambda name: (name != results.baseline, -_distance(results, name)))
+    # The colour of the baseline is only its own.
+    colours = _COLOURS if results.baseline in arms else _COLOURS[1:]
+    drawn = {name: cells[name] for name in arms[: len(colours)]}
+    name = subject_name(results)
+    found = [_chart(f"Training loss (nats) by step: {name}", "step", drawn, colours, lambda cell: 1.0)]
+    # Without the time of a step, a curve has no seconds.
+    if all(cell.figures.get(_STEP) for own in drawn.values() for cell in own):
+        title = f"Training loss (nats) by second: {name}"
+        found.append(_chart(title, "second", drawn, colours, lambda cell: cell.figures[_STEP] or 0.0))
+    return [each for each in found if each is not None]
+
+
+def losses_note(results: Results) -> str:
+    count = sum(any(cell.losses for cell in results.cells_by_arm[arm.name]) for arm in compared_arms(results))
+    text = "Mean of the blocks. Seconds: of training alone, at the median step."
+    if count > len(_COLOURS):
+        text += (
+            f" The baseline and the {len(_COLOURS) - 1} of {count - 1} arms with the most different validation loss."
+        )
+    return text
+
+
+def _distance(results: Results, arm: str) -> float:
+    gain = results.statistics(arm, _LOSS).gain
+    return abs(math.log(gain)) if gain and gain > 0 else 0.0
+
+
+def _chart(
+    title: str,
+    by: str,
+    cells: dict[str, list[CellRecord]],
+    colours: Sequence[str],
+    scale: Callable[[CellRecord], float],
+) -> Chart | None:
+    curves = [
+        Curve(clipped(name, NAME_LENGTH), colour, _mean(own, statistics.fmean(map(scale, own))))
+        for (name, own), colour in zip(cells.items(), colours, strict=False)
+    ]
+    return chart(title, curves, by=by)
+
+
+def _mean(cells: list[CellRecord], scale: float) -> list[Point]:
+    found: dict[int, list[float]] = defaultdict(list)
+    for cell in cells:
+        for step, loss in cell.losses:
+            found[step].append(loss)
+    # Only steps that all cells have: a mean of fewer cells would jump where a run ended.
+    return [(step * scale, statistics.fmean(own)) for step, own in sorted(found.items()) if len(own) == len(cells)]

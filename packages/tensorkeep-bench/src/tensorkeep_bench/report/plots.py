@@ -1,0 +1,731 @@
+"""The plots of a report: bars, gains with intervals, trade-offs, and the figures of designs."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar
+
+from tensorkeep.ext import number
+from tensorkeep.ext.pages import SIZE, Axis, Box, Canvas, Line, Point, Text, gain_colour, needs_log, text_width
+from tensorkeep_bench.report.measures import compared_arms, compared_measures, scale_of, subject_and_machine
+from tensorkeep_bench.report.tables import why_not_run
+from tensorkeep_bench.results import Arm, Effect, Interaction, Measure, Results, StackStep
+from tensorkeep_bench.statistics import describe
+from tensorkeep_bench.wording import FAR, NEAR, clipped, gain, percent
+
+FILES_ONLY = ("three-way", "comparison", "impact")  # plots that only repeat figures of the page
+WIDTH = 1060.0
+MOST_ARMS = 40
+NAME_LENGTH = 34
+_FEW = 3  # the published three-way comparison has three panels; for more arms, a fourth shows the improvement
+_MOST_PANELS = 4
+_MOST_FACTORS = 15
+_MARGIN, _GAP, _ROW, _TITLE, _AXIS, _LEGEND = 10.0, 26.0, 25.0, 24.0, 46.0, 30.0
+_SMALL = 11.0
+
+_T = TypeVar("_T", StackStep, Effect, Interaction)
+Draw = Callable[[Results], Canvas]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    name: str
+    title: str
+    canvas: Canvas
+
+
+def draw_plots(results: Results, *, for_files: bool = True) -> list[Plot]:
+    """Return every figure that the results call for; without ``for_files``, only the figures of the page."""
+    subject = subject_and_machine(results)
+    chosen = [each for each in wanted(results) if for_files or each[0] not in FILES_ONLY]
+    return [Plot(name, f"{title}: {subject}", draw(results)) for name, title, draw in chosen]
+
+
+def wanted(results: Results) -> Iterator[tuple[str, str, Draw]]:
+    chosen = compared_measures(results)
+    few = len(compared_arms(results)) <= _FEW
+    if chosen.named() and few:
+        yield "three-way", chosen.title, three_way
+    if chosen.named() and not few:
+        yield "comparison", f"{chosen.title}, and the gain", four_panels
+        if results.baseline is not None:
+            yield "impact", "What each arm changes", six_panels
+    if arms_with_gains(results):
+        baseline = results.baseline or "the baseline"
+        yield "gains", f"Gain over {baseline}, with 95% intervals and the noise band", gains
+    if chosen.save and (chosen.size or chosen.load):
+        yield "pareto", "Trade-offs, and the arms that no other arm beats", trade_offs
+    if results.summary.steps:
+        yield "steps", "The way from the base, one change at a time", waterfall
+    if results.summary.effects:
+        yield "effects", "The effects of the factors, and their interactions", effects
+    if results.summary.interactions:
+        yield "interactions", "Changes together, against the product of the single ones", interactions
+
+
+# Panels
+
+
+class Panel:
+    def __init__(
+        self, canvas: Canvas, title: str, left: float, top: float, right: float, rows: int, row: float
+    ) -> None:
+        self.canvas, self.left, self.right = canvas, left, right
+        self.top, self.bottom, self.row = top + _TITLE, top + _TITLE + rows * row, row
+        self.axis = Axis(0, 1, left, right)
+        canvas.add(Text(left, top + 14, title, bold=True))
+
+    def y(self, row: float) -> float:
+        return self.top + (row + 0.5) * self.row
+
+    def set_axis(self, low: float, high: float, *, log: bool = False, suffix: str = "", label: str = "") -> None:
+        self.axis = Axis(low, high, self.left, self.right, log)
+        for tick, text in self.axis.ticks(suffix):
+            x = self.axis.at(tick)
+            self.canvas.add(Line([(x, self.top), (x, self.bottom)], "grid", 0.8))
+            self.canvas.add(Text(x, self.bottom + 15, text, _SMALL, "faint", "middle"))
+        self.canvas.add(Text((self.left + self.right) / 2, self.bottom + 32, label, _SMALL, "faint", "middle"))
+
+    def rule(self, value: float) -> None:
+        x = self.axis.at(value)
+        self.canvas.add(Line([(x, self.top), (x, self.bottom)], "base", 1.2))
+
+    def bar(self, low: float, high: float, y: float, height: float, colour: str) -> None:
+        left, right = sorted((self.axis.at(low), self.axis.at(high)))
+        self.canvas.add(Box(left, y - height / 2, right - left, height, colour))
+
+    def write(self, text: str, value: float, y: float, size: float = _SMALL) -> None:
+        self.canvas.add(Text(self.axis.at(value) + 6, y + size * 0.35, text, size))
+
+    def missing(self, text: str, row: float, value: float | None = None) -> None:
+        x = self.left if value is None else self.axis.at(value)
+        place = Text(x + 6, self.y(row) + 4, text, _SMALL, "faint", italic=True)
+        # On paper, because the lines of the grid would cross the words.
+        self.canvas.add(Box(x + 4, self.y(row) - 8, text_width(text, _SMALL), 16, "paper"), place)
+
+    def names(self, names: Sequence[str], bold: int | None = None) -> None:
+        for row, name in enumerate(names):
+            text = clipped(name, NAME_LENGTH)
+            self.canvas.add(Text(self.left - 10, self.y(row) + 4, text, anchor="end", bold=row == bold))
+
+    def field(self, column: int, columns: int, row: int, value: float | None, text: str) -> None:
+        colour, width = gain_colour(value), (self.right - self.left) / columns
+        x, y = self.left + column * width, self.top + row * self.row
+        # The strongest colours are dark.
+        ink = "paper" if colour[-1] == "4" else "ink"
+        self.canvas.add(Box(x + 1, y + 1, width - 2, self.row - 2, colour))
+        self.canvas.add(Text(x + width / 2, self.y(row) + 4, text, _SMALL, ink, "middle"))
+
+
+def _name_width(names: Sequence[str]) -> float:
+    return _MARGIN + 10 + max((text_width(clipped(name, NAME_LENGTH)) for name in names), default=0.0)
+
+
+def _columns(left: float, count: int, right_space: float = 0.0) -> list[tuple[float, float]]:
+    # Equally wide; ``right_space`` stays free in each.
+    width = (WIDTH - _MARGIN - left + _GAP) / count
+    return [(left + place * width, left + (place + 1) * width - _GAP - right_space) for place in range(count)]
+
+
+def _legend(canvas: Canvas, entries: Sequence[tuple[str, str, str, str]], x: float = _MARGIN, y: float = 14) -> None:
+    for kind, colour, fill, words in entries:
+        if kind == "bar":
+            canvas.add(Box(x, y - 6, 12, 12, colour))
+        else:
+            # An entry is a marker or ``bar``, its colour, its filling and its words.
+            canvas.mark(kind, x + 6, y, colour, fill, 4.5)
+        canvas.add(Text(x + 18, y + 4, words))
+        x += 18 + text_width(words) + 16
+
+
+def _footnote(canvas: Canvas, *sentences: str) -> None:
+    for place, sentence in enumerate(sentences):
+        y = canvas.height - 8 - 16 * (len(sentences) - 1 - place)
+        canvas.add(Text(_MARGIN, y, sentence, _SMALL, "faint"))
+
+
+def shown_arms(results: Results) -> list[Arm]:
+    """Return the arms that a figure shows, the baseline first; of too many, those with the largest gains."""
+    arms = compared_arms(results)
+    if len(arms) <= MOST_ARMS:
+        return arms
+
+    def best(arm: Arm) -> float:
+        found = results.summary.arms.get(arm.name, {}).values()
+        return max((one.gain or 0.0 for one in found), default=0.0)
+
+    # In the order of the design, although they are chosen by their gain.
+    kept = {arm.name for arm in sorted(arms[1:], key=best, reverse=True)[: MOST_ARMS - 1]}
+    return [arm for arm in arms if arm.name in kept or arm is arms[0]]
+
+
+def _left_out(results: Results) -> str:
+    count = len(compared_arms(results))
+    return "" if count <= MOST_ARMS else f" {MOST_ARMS} of {count} arms are shown; the tables have all."
+
+
+def _why_missing(results: Results, arm: str) -> str:
+    # It has figures, but no baseline to compare with.
+    if results.ran(arm):
+        return "not compared"
+    status = why_not_run(results.cells_by_arm[arm])[0]
+    return "not run" if status in ("not run", "-") else f"not run ({status})"
+
+
+# Bars: saving, loading and size, the improvement, and a heat map of the impact
+
+_COLOURS = {"helps": "good", "hurts": "bad"}
+_LOWEST = -150.0
+_SCALE = "Grey: no difference shown. Blue: better, orange: worse, stronger from 1.25x, 2x and 4x."
+_NO_VERDICT = "about the same, within noise, or no verdict"
+_BAR_NOTE = "Bar or dot: mean; whisker: ± 1 standard deviation; circle: one run."
+DrawPanel = Callable[[Panel, Results, list[Arm]], None]
+
+
+def three_way(results: Results) -> Canvas:
+    return _bar_figure(results, [[_amounts(measure) for measure in compared_measures(results).named().values()]])
+
+
+def four_panels(results: Results) -> Canvas:
+    chosen = compared_measures(results)
+    first, second, third = [*map(_amounts, chosen.named().values()), None, None][:3]
+    changes = ("improvement", partial(_draw_improvements, measures=[one for one in (chosen.save, chosen.load) if one]))
+    return _bar_figure(results, [[first, second], [third, changes]], 30)
+
+
+def six_panels(results: Results) -> Canvas:
+    chosen = compared_measures(results)
+    above = [_amounts(measure) if measure else None for measure in (chosen.save, chosen.load, chosen.size)]
+    below = [
+        (f"{one.label}: improvement", partial(_draw_improvements, measures=[one])) if one else None
+        for one in (chosen.save, chosen.load)
+    ]
+    return _bar_figure(results, [above, [*below, ("impact, % of the baseline", _draw_impact)]])
+
+
+def _bar_figure(
+    results: Results, rows: Sequence[Sequence[tuple[str, DrawPanel] | None]], row_height: float = _ROW
+) -> Canvas:
+    arms = shown_arms(results)
+    names, height = [arm.name for arm in arms], len(arms) * row_height + _TITLE + _AXIS
+    with_heat_map = any(panel and panel[1] is _draw_impact for panels in rows for panel in panels)
+    canvas = Canvas(WIDTH, _LEGEND + len(rows) * height + 24 + 16 * with_heat_map)
+    # All rows leave the same space for the names, so that panels stand below each other.
+    left = _name_width(names)
+    for line, panels in enumerate(rows):
+        for place, (one, (start, end)) in enumerate(zip(panels, _columns(left, len(panels)), strict=True)):
+            # An empty panel keeps the others in their columns.
+            title, draw = one or ("", None)
+            panel = Panel(canvas, title, start, _LEGEND + line * height, end, len(arms), row_height)
+            if place == 0:
+                panel.names(names, bold=None if results.baseline is None else 0)
+            if draw is not None:
+                draw(panel, results, arms)
+    words = {"base": "baseline", "good": "better", "bad": "worse", "neutral": _NO_VERDICT}
+    _legend(canvas, [("bar", colour, "", word) for colour, word in words.items()])
+    _footnote(canvas, _BAR_NOTE + _left_out(results), *([_SCALE] if with_heat_map else []))
+    return canvas
+
+
+def _amounts(measure: Measure) -> tuple[str, DrawPanel]:
+    return measure.label, partial(_draw_amounts, measure=measure)
+
+
+def _draw_amounts(panel: Panel, results: Results, arms: list[Arm], measure: Measure) -> None:
+    scale = scale_of(results, measure)
+    values = [scale.values(results, arm.name) for arm in arms]
+    every = [value for runs in values for value in runs]
+    log = needs_log(every)
+    highest = max((_end(runs) for runs in values if runs), default=1.0) or 1.0
+    # The space on the right is for the labels.
+    low, high = 0.0, highest * 1.24
+    if log:
+        low, high = min(every) / 1.6, highest * (highest / min(every)) ** 0.28
+    words = {"s": "seconds", "ms": "milliseconds"}.get(scale.unit, scale.unit)
+    panel.set_axis(low, high, log=log, label=words + ", log scale" * log)
+    for row, (arm, runs) in enumerate(zip(arms, values, strict=True)):
+        if runs:
+            _draw_amount(panel, row, runs, _colour(results, arm, measure))
+        else:
+            panel.missing("not measured" if results.ran(arm.name) else _why_missing(results, arm.name), row)
+
+
+def _end(runs: list[float]) -> float:
+    found = describe(runs)
+    # The label stands behind the bar, its whisker and its runs.
+    return max(found.mean + (found.std or 0.0), found.high)
+
+
+def _draw_amount(panel: Panel, row: int, runs: list[float], colour: str) -> None:
+    found, y, canvas = describe(runs), panel.y(row), panel.canvas
+    mean, std, place = found.mean, found.std or 0.0, panel.axis.at
+    if panel.axis.log:
+        # The length of a bar means nothing on a log axis, so the mean is a dot; the runs lie below it.
+        canvas.mark("circle", place(mean), y - 3, colour, size=5)
+        ys = [y + 6] * len(runs)
+    else:
+        panel.bar(0, mean, y, panel.row * 0.64, colour)
+        # Spread over the height of the bar, so that equal runs do not hide each other.
+        ys = [y + panel.row * 0.2 * (2 * i / max(1, len(runs) - 1) - 1) * (len(runs) > 1) for i in range(len(runs))]
+    if found.high > found.low:
+        # The lower end of a whisker may be negative, which has no logarithm.
+        ends = [place(max(mean - std, mean * 0.001)), place(mean + std)]
+        middle = y - 3 * panel.axis.log
+        canvas.add(Line([(ends[0], middle), (ends[1], middle)], "ink", 1.2))
+        for end in ends:
+            canvas.add(Line([(end, middle - 3), (end, middle + 3)], "ink", 1.2))
+        for run, at in zip(runs, ys, strict=True):
+            canvas.mark("circle", place(run), at, "ink", "paper", 1.9)
+    panel.write(number(mean), _end(runs), y)
+
+
+def _draw_improvements(panel: Panel, results: Results, arms: list[Arm], measures: Sequence[Measure]) -> None:
+    changes = {
+        (row, i): change
+        for row, arm in enumerate(arms)
+        for i, measure in enumerate(measures)
+        if (change := results.statistics(arm.name, measure.name).change_percent) is not None
+    }
+    # One very slow arm would make all other bars short; its label gives the value.
+    low = max(_LOWEST, min([-10.0, *changes.values()]) * 1.1)
+    high = max([40.0, *(100.0 if value > 60 else value * 1.2 for value in changes.values())])
+    panel.set_axis(low, high + (high - low) * 0.24, label="% of the baseline's mean, above 0 is better")
+    panel.rule(0)
+    for row, arm in enumerate(arms):
+        if not any((row, i) in changes for i in range(len(measures))):
+            panel.missing("baseline" if arm.name == results.baseline else _why_missing(results, arm.name), row, 0)
+    height = panel.row * (0.64 if len(measures) == 1 else 0.84) / max(1, len(measures))
+    for (row, i), value in changes.items():
+        y = panel.y(row) + (i - (len(measures) - 1) / 2) * height
+        colour = ("first", "second")[i] if len(measures) > 1 else _colour(results, arms[row], measures[i])
+        panel.bar(0, max(value, low), y, height * 0.92, colour)
+        cut = " (cut off)" if value < low else ""
+        panel.write(percent(value) + cut, max(value, 0), y, _SMALL if len(measures) == 1 else 10)
+    if len(measures) > 1:
+        entries = [("bar", ("first", "second")[i], "", measure.label) for i, measure in enumerate(measures)]
+        _legend(panel.canvas, entries, panel.left + 110, panel.top - _TITLE + 10)
+
+
+def _draw_impact(panel: Panel, results: Results, arms: list[Arm]) -> None:
+    measures = results.primary()
+    width = (panel.right - panel.left) / max(1, len(measures))
+    for row, arm in enumerate(arms):
+        for column, measure in enumerate(measures):
+            found = results.statistics(arm.name, measure.name)
+            if found.gain is None or found.change_percent is None:
+                text = "baseline" if arm.name == results.baseline else "-" if results.ran(arm.name) else "not run"
+                x = panel.left + (column + 0.5) * width
+                panel.canvas.add(Text(x, panel.y(row) + 4, text, 10, "faint", "middle", italic=True))
+                continue
+            # Without a verdict the field stays grey, whatever its number.
+            settled = found.gain if found.verdict in ("helps", "hurts") else None
+            panel.field(column, len(measures), row, settled, percent(found.change_percent))
+    for column, measure in enumerate(measures):
+        # One word below the other: fields are narrow.
+        for line, word in enumerate(measure.label.split()[:2]):
+            x = panel.left + (column + 0.5) * width
+            panel.canvas.add(Text(x, panel.bottom + 14 + 13 * line, clipped(word, 12), _SMALL, "ink", "middle"))
+
+
+def _colour(results: Results, arm: Arm, measure: Measure) -> str:
+    if arm.name == results.baseline:
+        return "base"
+    return _COLOURS.get(results.statistics(arm.name, measure.name).verdict or "", "neutral")
+
+
+# Gains with their intervals (a forest plot)
+
+_MARKS = {"helps": ("circle", "good", "good"), "hurts": ("square", "bad", "bad")}
+# Shape, colour and filling of a marker; shape and filling carry the same meaning as the colour.
+_UNSETTLED = ("diamond", "neutral", "paper")
+_GAIN_SPACE = 48.0
+
+
+def arms_with_gains(results: Results) -> list[Arm]:
+    arms = [arm for arm in shown_arms(results) if arm.name != results.baseline]
+    measures = results.primary()
+    return arms if any(results.statistics(arm.name, one.name).gain for arm in arms for one in measures) else []
+
+
+def gains(results: Results) -> Canvas:
+    arms, measures = arms_with_gains(results), results.primary()[:_MOST_PANELS]
+    names = [arm.name for arm in arms]
+    canvas = Canvas(WIDTH, _LEGEND + _TITLE + len(arms) * _ROW + _AXIS + 12)
+    for place, (measure, (left, right)) in enumerate(
+        zip(measures, _columns(_name_width(names), len(measures), _GAIN_SPACE), strict=True)
+    ):
+        panel = Panel(canvas, measure.label, left, _LEGEND, right, len(arms), _ROW)
+        if place == 0:
+            panel.names(names)
+        _gain_panel(panel, results, arms, measure)
+    words = {"better": _MARKS["helps"], "worse": _MARKS["hurts"], _NO_VERDICT: _UNSETTLED}
+    entries = [(*mark, word) for word, mark in words.items()]
+    _legend(canvas, [*entries, ("bar", "band", "", "noise: the baseline against itself")])
+    baseline = clipped(results.baseline or "", NAME_LENGTH)
+    text = f"Gain over {baseline}: right of 1x is better. Log scale; line: 95% interval."
+    if any(end != _within(end) for one in measures for end in _ends(results, arms, one)):
+        text += f" Arrow: beyond {NEAR:g}x or {FAR:g}x."
+    _footnote(canvas, text + _left_out(results))
+    return canvas
+
+
+def _ends(results: Results, arms: list[Arm], measure: Measure) -> list[float]:
+    found = [results.statistics(arm.name, measure.name) for arm in arms]
+    return [value for one in found for value in (one.gain, one.gain_low, one.gain_high) if value and value > 0]
+
+
+def _within(value: float) -> float:
+    return min(max(value, NEAR), FAR)
+
+
+def _gain_panel(panel: Panel, results: Results, arms: list[Arm], measure: Measure) -> None:
+    noise = results.summary.noise.get(measure.name)
+    ends = _ends(results, arms, measure)
+    low, high = _within(min([*ends, 0.9])), _within(max([*ends, 1.12]))
+    # Noise is a band on both sides of 1, below everything else.
+    floor = noise.floor if noise and noise.floor > 1 else 1.0
+    low, high = min(low, _within(1 / floor)), max(high, _within(floor))
+    margin = (high / low) ** 0.05
+    # The same axis as the panel gets below; the band must lie under its grid.
+    band = Axis(low / margin, high * margin, panel.left, panel.right, log=True)
+    if floor > 1:
+        left, right = band.at(1 / floor), band.at(floor)
+        panel.canvas.add(Box(left, panel.top, right - left, panel.bottom - panel.top, "band"))
+    panel.set_axis(low / margin, high * margin, log=True, suffix="x")
+    panel.rule(1)
+    for row, arm in enumerate(arms):
+        one = results.statistics(arm.name, measure.name)
+        if one.gain and one.gain > 0:
+            _draw_gain(panel, row, one.gain, one.gain_low, one.gain_high, _MARKS.get(one.verdict or "", _UNSETTLED))
+        else:
+            panel.missing(_why_missing(results, arm.name), row)
+
+
+def _draw_gain(
+    panel: Panel, row: float, value: float, low: float | None, high: float | None, mark: tuple[str, str, str]
+) -> None:
+    axis, y, (shape, colour, fill) = panel.axis, panel.y(row), mark
+    if low is not None and high is not None and 0 < low <= high and low < axis.high and high > axis.low:
+        panel.canvas.add(Line([(axis.at(low), y), (axis.at(high), y)], colour, 2))
+        for end, beyond, arrow in ((low, low < axis.low, "left"), (high, high > axis.high, "right")):
+            if beyond:
+                panel.canvas.mark(arrow, axis.at(end), y, colour, fill)
+    # An arrow replaces what lies beyond the axis.
+    shape = "left" if value < axis.low else "right" if value > axis.high else shape
+    panel.canvas.mark(shape, axis.at(value), y, colour, fill)
+    panel.canvas.add(Text(panel.right + 6, y + 4, gain(value), _SMALL))
+
+
+def _intervals(panel: Panel, rows: Sequence[tuple[str, float | None, float | None, float | None]]) -> None:
+    ends = [value for row in rows for value in row[1:] if value is not None and value > 0]
+    low, high = min([*ends, 0.9]), max([*ends, 1.12])
+    margin = (high / low) ** 0.06
+    panel.set_axis(low / margin, high * margin, log=True, suffix="x")
+    panel.rule(1)
+    panel.names([row[0] for row in rows])
+    for place, (_, value, below, above) in enumerate(rows):
+        # A gain of 0 has no place on a log axis.
+        if value is None or value <= 0:
+            panel.missing("unknown", place)
+            continue
+        settled = _settled(below, above)
+        _draw_gain(
+            panel, place, value, below, above, _UNSETTLED if not settled else _MARKS["helps" if value > 1 else "hurts"]
+        )
+
+
+def _settled(low: float | None, high: float | None) -> bool | None:
+    return None if low is None or high is None else not low <= 1 <= high
+
+
+# Designs
+
+
+def waterfall(results: Results) -> Canvas:
+    steps = results.summary.steps
+    panels = _by_measure(results, steps)
+    changes = list(dict.fromkeys(step.change for step in steps))[:MOST_ARMS]
+    columns = min(2, len(panels)) or 1
+    row = 29.0
+    height = _TITLE + len(changes) * row + _AXIS
+    canvas = Canvas(WIDTH, -(-len(panels) // columns) * height + 20)
+    for place, (measure, rows) in enumerate(panels):
+        left, right = _columns(_name_width(changes), columns)[place % columns]
+        panel = Panel(canvas, measure.label, left, place // columns * height, right, len(changes), row)
+        if place % columns == 0:
+            panel.names(changes)
+        _draw_waterfall(panel, changes, {step.change: step for step in rows})
+    _footnote(canvas, "Total gain over the base after each change, log scale; in brackets: the change's own gain.")
+    return canvas
+
+
+def _draw_waterfall(panel: Panel, changes: list[str], steps: Mapping[str, StackStep]) -> None:
+    totals = [step.gain_from_base for step in steps.values() if step.gain_from_base and step.gain_from_base > 0]
+    low, high = min([*totals, 1.0]), max([*totals, 1.1])
+    # The labels to the right of the longest bar take much space.
+    panel.set_axis(low / (high / low) ** 0.04, high * (high / low) ** 0.42, log=True, suffix="x")
+    panel.rule(1)
+    before = 1.0
+    for row, change in enumerate(changes):
+        step = steps.get(change)
+        if step is None or not step.gain_from_base or step.gain_from_base <= 0:
+            panel.missing("not run", row)
+            continue
+        after, y = step.gain_from_base, panel.y(row)
+        settled = _settled(step.gain_from_previous_low, step.gain_from_previous_high)
+        # Without an interval (None), the sign alone gives the colour.
+        colour = "neutral" if settled is False else "good" if after > before else "bad"
+        x, half = panel.axis.at(after), panel.row * 0.3
+        if row + 1 < len(changes):
+            panel.canvas.add(Line([(x, y), (x, y + panel.row)], "faint", 0.8))
+        panel.bar(before, after, y, 2 * half, colour)
+        # The end of the bar is also a line, so that a change without effect remains visible.
+        panel.canvas.add(Line([(x, y - half), (x, y + half)], colour, 2))
+        panel.write(f"{gain(after)} ({gain(step.gain_from_previous or after / before)})", max(after, before), y)
+        before = after
+
+
+def effects(results: Results) -> Canvas:
+    found = results.summary.effects
+    panels = _by_measure(results, found)
+    factors = list(dict.fromkeys(name for effect in found for name in effect.factors))[:_MOST_FACTORS]
+    rows_of = {measure.name: [" x ".join(one.factors) for one in rows] for measure, rows in panels}
+    heights = [max(len(rows) * _ROW, len(factors) * 30.0) + _TITLE + _AXIS for _, rows in panels]
+    canvas = Canvas(WIDTH, sum(heights) + 38)
+    top = 0.0
+    for (measure, rows), height in zip(panels, heights, strict=True):
+        names = rows_of[measure.name]
+        middle = WIDTH * 0.56
+        left = Panel(
+            canvas, f"{measure.label}: effects", _name_width(names), top, middle - _GAIN_SPACE, len(rows), _ROW
+        )
+        _intervals(left, [(name, one.gain, one.low, one.high) for name, one in zip(names, rows, strict=True)])
+        start = middle + _name_width(factors)
+        title = f"{measure.label}: factor with factor"
+        right = Panel(canvas, title, start, top, WIDTH - _MARGIN, len(factors), 30)
+        _draw_factor_map(right, rows, factors)
+        top += height
+    text = (
+        "Gain from a factor's first level to its last; pairs: measured over the product of the two. Line: 95% interval."
+    )
+    _footnote(canvas, text, _SCALE)
+    return canvas
+
+
+def _draw_factor_map(panel: Panel, rows: list[Effect], factors: list[str]) -> None:
+    for effect in rows:
+        if effect.gain is None or not set(effect.factors) <= set(factors):
+            continue
+        one, other = [factors.index(name) for name in (*effect.factors, *effect.factors)[:2]]
+        # A set, because a main effect has one field, on the diagonal.
+        for column, line in {(one, other), (other, one)}:
+            shown = effect.gain if _settled(effect.low, effect.high) else None
+            panel.field(column, len(factors), line, shown, gain(effect.gain))
+    width = (panel.right - panel.left) / max(1, len(factors))
+    # Columns that are too narrow for the names have the numbers of the rows.
+    numbered = any(text_width(name, _SMALL) > width - 6 for name in factors)
+    panel.names([f"{place}. {name}" if numbered else name for place, name in enumerate(factors, 1)])
+    for place, name in enumerate(factors):
+        label = str(place + 1) if numbered else name
+        panel.canvas.add(Text(panel.left + (place + 0.5) * width, panel.bottom + 15, label, _SMALL, "ink", "middle"))
+
+
+def interactions(results: Results) -> Canvas:
+    panels = _by_measure(results, results.summary.interactions)
+    heights = [max(len(rows), 2) * 28 + _TITLE + _AXIS for _, rows in panels]
+    canvas = Canvas(WIDTH, sum(heights) + 20)
+    top = 0.0
+    for (measure, rows), height in zip(panels, heights, strict=True):
+        names = [" + ".join(one.changes) for one in rows]
+        panel = Panel(canvas, measure.label, _name_width(names), top, WIDTH - _MARGIN - _GAIN_SPACE, len(rows), 28)
+        _intervals(panel, [(name, one.ratio, one.low, one.high) for name, one in zip(names, rows, strict=True)])
+        top += height
+    text = "Right of 1x: the changes strengthen each other. Left: they weaken each other. Line: 95% interval."
+    _footnote(canvas, text)
+    return canvas
+
+
+def _by_measure(results: Results, found: Sequence[_T]) -> list[tuple[Measure, list[_T]]]:
+    rows = [(one, [each for each in found if each.measure == one.name][:MOST_ARMS]) for one in results.measures]
+    # Only the first measures: more panels would be too small.
+    return [(measure, each) for measure, each in rows if each][:_MOST_PANELS]
+
+
+# Trade-offs
+
+_MOST_NAMES = 12  # more names than this would cover the points; then each point has a number, and a list gives its name
+_NEGLIGIBLE = 0.01
+_LEAST_SPAN = 0.01
+# Higher losses than so many times the lowest are drawn there: a range test ends far above all others.
+_HIGHEST_LOSS = 1.1
+_DIRECTIONS = (
+    *((1, 0), (1, 0.8), (1, -0.8), (-1, 0), (-1, 0.8), (-1, -0.8)),
+    *((0, 1), (0, -1), (1, 1.8), (1, -1.8), (-1, 1.8), (-1, -1.8)),
+)
+_DISTANCES = (10, 20, 34, 52, 76, 105, 140, 180)
+Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+@dataclass(frozen=True, slots=True)
+class TradeOff:
+    name: str
+    x: float
+    y: float
+    best: bool = False
+    beyond: bool = False
+
+
+def trade_offs(results: Results) -> Canvas:
+    chosen, arms = compared_measures(results), drawn_arms(results)
+    save, others = chosen.save, [measure for measure in (chosen.size, chosen.load) if measure is not None]
+    assert save is not None  # `wanted` asks for this figure only then
+    many = len(arms) > _MOST_NAMES
+    # The list of names may be longer than the panels.
+    height = max(420.0, len(arms) * 17 + 40) if many else 420.0
+    canvas = Canvas(WIDTH, height + 62)
+    key = 60 + max(text_width(clipped(arm.name, NAME_LENGTH), _SMALL) for arm in arms) if many and arms else 0
+    labels = {arm.name: str(place + 1) if many else arm.name for place, arm in enumerate(arms)}
+    width = (WIDTH - key) / max(1, len(others))
+    beyond = False
+    for place, measure in enumerate(others):
+        points = trade_off_points(results, save, measure)
+        beyond |= any(point.beyond for point in points)
+        axes = trade_off_axes(points, measure, (place * width + 70, place * width + width - 20), (height, 46))
+        _draw_trade_off(canvas, results, points, labels, axes, (save, measure))
+    if many:
+        canvas.add(Text(WIDTH - key + 20, 14, "arms", bold=True))
+        for place, arm in enumerate(arms):
+            y = 36 + 17 * place
+            canvas.add(Text(WIDTH - key + 36, y, str(place + 1), _SMALL, "faint", "end"))
+            canvas.add(Text(WIDTH - key + 44, y, clipped(arm.name, NAME_LENGTH), _SMALL))
+    better = ""
+    if {one.better for one in others} == {"lower"}:
+        better = f" Better: down and {'left' if save.better == 'lower' else 'right'}."
+    note = "Medians; the square is the baseline. Blue: no other arm is better, by 1% or more."
+    above = f" Triangle: a loss above {_HIGHEST_LOSS:g} times the lowest." if beyond else ""
+    _footnote(canvas, note + better + above + _left_out(results))
+    return canvas
+
+
+def drawn_arms(results: Results) -> list[Arm]:
+    return [arm for arm in shown_arms(results) if results.ran(arm.name)]
+
+
+def trade_off_points(results: Results, across: Measure, up: Measure) -> list[TradeOff]:
+    """Return the medians of all arms that have both figures, the best first."""
+    found = []
+    for arm in drawn_arms(results):
+        # An arm without one of the figures has no point.
+        x, y = (scale_of(results, measure).describe(results, arm.name) for measure in (across, up))
+        if x and y:
+            found.append(TradeOff(arm.name, x.median, y.median))
+
+    def beats(one: TradeOff, other: TradeOff) -> bool:
+        pairs = ((one.x, other.x, across.better), (one.y, other.y, up.better))
+        return any(_better(a, b, way) for a, b, way in pairs) and not any(_better(b, a, way) for a, b, way in pairs)
+
+    highest = min((one.y for one in found), default=0.0) * _HIGHEST_LOSS if up.unit == "nats" else math.inf
+    points = [
+        TradeOff(one.name, one.x, min(one.y, highest), not any(beats(other, one) for other in found), one.y > highest)
+        for one in found
+    ]
+    return sorted(points, key=lambda point: not point.best)
+
+
+def _better(one: float, other: float, direction: str) -> bool:
+    # By more than 1%: sizes differ by a few bytes of headers.
+    lower = one < other if direction == "lower" else one > other
+    return lower and abs(one - other) > _NEGLIGIBLE * max(abs(one), abs(other))
+
+
+def trade_off_axes(points: Sequence[TradeOff], up: Measure, across: Point, down: Point) -> tuple[Axis, Axis]:
+    # Most space is on the right, where labels stand.
+    x = _padded_axis([point.x for point in points], across, 2.2, 1.3, from_zero=True)
+    # An axis of losses does not start at 0: no loss is near it.
+    return x, _padded_axis([point.y for point in points], down, 1.0, 1.12, from_zero=up.unit != "nats")
+
+
+def _padded_axis(values: list[float], ends: Point, log_space: float, space: float, *, from_zero: bool) -> Axis:
+    if needs_log(values):
+        margin = (max(values) / min(values)) ** 0.1
+        return Axis(min(values) / margin, max(values) * margin**log_space, *ends, log=True)
+    high = max(values, default=1.0) or 1.0
+    low = 0.0 if from_zero else min(values, default=0.0)
+    # At least 1% of the values, so that differences without a meaning look small.
+    span = max(high - low, _LEAST_SPAN * high)
+    return Axis(low - span * 0.12 * bool(low), low + span * space, *ends)
+
+
+def _draw_trade_off(
+    canvas: Canvas,
+    results: Results,
+    points: Sequence[TradeOff],
+    labels: Mapping[str, str],
+    axes: tuple[Axis, Axis],
+    measures: tuple[Measure, Measure],
+) -> None:
+    x, y = axes
+    for tick, text in x.ticks():
+        canvas.add(Line([(x.at(tick), y.end), (x.at(tick), y.start)], "grid", 0.8))
+        canvas.add(Text(x.at(tick), y.start + 16, text, _SMALL, "faint", "middle"))
+    for tick, text in y.ticks():
+        canvas.add(Line([(x.start, y.at(tick)), (x.end, y.at(tick))], "grid", 0.8))
+        canvas.add(Text(x.start - 7, y.at(tick) + 4, text, _SMALL, "faint", "end"))
+    across, up = (
+        scale_of(results, measure).label + ", log scale" * axis.log
+        for axis, measure in zip(axes, measures, strict=True)
+    )
+    canvas.add(Text(x.start, 14, f"{measures[0].label} and {measures[1].label}", bold=True))
+    canvas.add(Text((x.start + x.end) / 2, y.start + 33, across, _SMALL, "faint", "middle"))
+    canvas.add(Text(x.start - 7, y.end - 12, up, _SMALL, "faint"))
+    front = _front_lines([(x.at(point.x), y.at(point.y)) for point in points if point.best])
+    for line in front:
+        canvas.add(Line(line, "good", 1.4))
+    for point in reversed(points):  # the best above the others
+        baseline = point.name == results.baseline
+        colour = "good" if point.best else "base" if baseline else "neutral"
+        canvas.mark(
+            "square" if baseline else "up" if point.beyond else "circle", x.at(point.x), y.at(point.y), colour, size=4.5
+        )
+    # No label covers a point, another label, or a line of the front.
+    frame = (x.start, y.end, x.end, y.start)
+    taken: list[Rectangle] = [(x.at(p.x) - 6, y.at(p.y) - 6, x.at(p.x) + 6, y.at(p.y) + 6) for p in points]
+    for (left, top), (right, bottom) in front:
+        taken.append((min(left, right) - 2, min(top, bottom) - 2, max(left, right) + 2, max(top, bottom) + 2))
+    for point in points:
+        _place_label(canvas, clipped(labels[point.name], NAME_LENGTH), (x.at(point.x), y.at(point.y)), frame, taken)
+
+
+def _front_lines(points: Sequence[Point]) -> list[tuple[Point, Point]]:
+    lines: list[tuple[Point, Point]] = []
+    for (x, y), (next_x, next_y) in pairwise(sorted(points)):
+        # Steps, because no arm lies between two of the best: a slope would promise one.
+        lines += [((x, y), (next_x, y)), ((next_x, y), (next_x, next_y))]
+    return lines
+
+
+def _place_label(canvas: Canvas, name: str, spot: Point, frame: Rectangle, taken: list[Rectangle]) -> None:
+    wide, (x, y) = text_width(name, _SMALL), spot
+    for distance in _DISTANCES:
+        for across, up in _DIRECTIONS:
+            left = x + across * distance - (wide if across < 0 else wide / 2 if across == 0 else 0)
+            middle = y - up * distance
+            box = (left - 1, middle - SIZE / 2 - 1, left + wide + 1, middle + SIZE / 2 + 1)
+            inside = frame[0] <= box[0] and box[2] <= frame[2] and frame[1] <= box[1] and box[3] <= frame[3]
+            # The nearest place that is free, to the right of the point if possible.
+            if not inside or any(_overlap(box, other) for other in taken):
+                continue
+            # A label that is far from its point gets a line to it.
+            if distance > _DISTANCES[0]:
+                end = left + wide if across < 0 else left + wide / 2 if across == 0 else left
+                canvas.add(Line([spot, (end, middle)], "neutral", 0.7))
+            canvas.add(Text(left, middle + 4, name, _SMALL))
+            # A label that fits nowhere is left out.
+            taken.append(box)
+            return
+
+
+def _overlap(one: Rectangle, other: Rectangle) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

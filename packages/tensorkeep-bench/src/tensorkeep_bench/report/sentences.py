@@ -1,0 +1,155 @@
+"""The sentences of a report: subject, verdicts, noise, and missing results."""
+
+from collections import Counter
+
+from tensorkeep.ext import counted, format_bytes
+from tensorkeep_bench.analysis.advice import too_noisy
+from tensorkeep_bench.analysis.samples import TOO_SMALL, too_small
+from tensorkeep_bench.report.measures import compared_arms
+from tensorkeep_bench.results import ArmStatistics, Measure, Recommendation, Results
+from tensorkeep_bench.wording import capitalised, difference, gain, interval, listed
+
+_COUNTED = {
+    "helps": "better",
+    "hurts": "worse",
+    "about the same": "about the same",
+    "within noise": "within noise",
+    "too few runs": "with too few runs",
+    "not run": "not run",
+}
+
+
+def measured_by(results: Results) -> str:
+    design = "" if results.experiment.design == "arms" else f", design: {results.experiment.design}"
+    arms = f"{len(results.arms)} arms, {counted(results.blocks, 'block')}{design}"
+    return "; ".join(filter(None, (arms, results.subject.description, results.started)))
+
+
+def completeness(results: Results) -> str:
+    waiting = sum(cell.status == "planned" for cell in results.cells)
+    if waiting:
+        return f"This run is not complete: {waiting} of {len(results.cells)} cells were not reached."
+    return "" if results.complete else "This run was not finished."
+
+
+def headlines(results: Results) -> list[str]:
+    """Return one sentence per primary measure: the best arm that helps, and how many arms have which verdict."""
+    # Verdicts are withheld, so the reason is the only sentence.
+    if too_small(results):
+        return [f"{capitalised(TOO_SMALL.format(format_bytes(results.subject.bytes or 0)))}"]
+    if results.baseline is None:
+        return ["The experiment has no baseline, so no arm is called better or worse."]
+    if not results.ran(results.baseline):
+        return [f"The baseline, {results.baseline}, has no figures, so no arm is called better or worse."]
+    return [_headline(results, measure, results.baseline) for measure in results.primary()]
+
+
+def noise_lines(results: Results) -> list[str]:
+    return [f"{measure.label}: {_noise(results, measure)}" for measure in results.primary()]
+
+
+def purpose(recommendation: Recommendation) -> str:
+    return "All round" if recommendation.purpose == "all" else capitalised(recommendation.purpose)
+
+
+def _headline(results: Results, measure: Measure, baseline: str) -> str:
+    label = capitalised(measure.label)
+    found = {arm.name: results.statistics(arm.name, measure.name) for arm in compared_arms(results)}
+    counts = _counts(list(found.values()))
+    if noisy := too_noisy(results, measure):
+        return f"{label}: {noisy}{counts}."
+    helping = [(name, one) for name, one in found.items() if one.verdict == "helps"]
+    if not helping:
+        return f"{label}: no arm is shown to be better than {baseline}{counts}."
+    name, best = max(helping, key=lambda pair: pair[1].gain or 0)
+    # More tokens per second are faster, more seconds are not.
+    words = {"s": "faster", "B": "smaller"} if measure.better == "lower" else {"tokens/s": "faster"}
+    better = f"{gain(best.gain)} {words.get(measure.unit, 'better')} than {baseline}"
+    return f"{label}: {name} is {better} (95% {interval(best.gain_low, best.gain_high)}){counts}."
+
+
+def _counts(found: list[ArmStatistics]) -> str:
+    counts = {words: sum(one.verdict == verdict for one in found) for verdict, words in _COUNTED.items()}
+    parts = [f"{count} {words}" for words, count in counts.items() if count]
+    return f"; of {sum(counts.values())}: {', '.join(parts)}" if parts else ""
+
+
+def _noise(results: Results, measure: Measure) -> str:
+    noise = results.summary.noise.get(measure.name)
+    if noise is None:
+        # A control that ran once has no interval.
+        few = any(arm.role == "control" for arm in results.arms)
+        return f"no noise floor, because no A/A control ran{' in two blocks' if few else ''}"
+    # Bytes are often the same in every run; a floor of 0.0% would look like an error.
+    if noise.floor < 1.0005:
+        return "the same in every run, so that every difference counts"
+    if noisy := too_noisy(results, measure):
+        return noisy
+    band = f"the baseline against itself: {interval(noise.low, noise.high)} (95%)"
+    return f"differences below {difference(noise.floor)} are noise; {band}"
+
+
+# The verdict: one sentence with the arm to use, and what it gains and costs
+
+# What an arm does that is better or worse than the baseline, by measure.
+_WORDS = {
+    "save": ("saves {} faster", "saves {} slower"),
+    "load_first": ("loads {} faster in a new process", "loads {} slower in a new process"),
+    "load_cold": ("loads {} faster from the disk", "loads {} slower from the disk"),
+    "load_warm": ("loads {} faster from the page cache", "loads {} slower from the page cache"),
+    "stored": ("writes {} fewer bytes", "writes {} more bytes"),
+    "tokens_per_second": ("trains {} faster", "trains {} slower"),
+    "peak_memory": ("needs {} less memory", "needs {} more memory"),
+    "loss": ("reaches a validation loss {} lower", "reaches a validation loss {} higher"),
+    "loss_in_time": ("reaches a loss {} lower in equal time", "reaches a loss {} higher in equal time"),
+}
+
+
+def verdict_sentence(results: Results) -> str:
+    """Return the sentence; it recommends an arm only if `tensorkeep_bench.analysis.advice` does."""
+    if results.summary.claims:
+        return _claims(results)
+    baseline, found = results.baseline, results.summary.recommendations
+    if too_small(results) or baseline is None or not results.ran(baseline):
+        return " ".join(headlines(results))
+    for one in found:
+        # A single purpose has no recommendation all round.
+        if one.arm is not None and (one.purpose == "all" or len(found) == 1):
+            return f"Use {_quoted(one.arm)} on this machine: it {_effects(results, one.arm, baseline)}."
+    # No arm is best all round, but one is better for a purpose.
+    if partly := [one.arm for one in found if one.arm is not None]:
+        effects = _effects(results, partly[0], baseline)
+        return f"No arm is better than {baseline} in everything on this machine: {_quoted(partly[0])} {effects}."
+    if results.blocks < 2:
+        return f"One run per arm cannot show a difference from {baseline}: measure again with --runs 5."
+    return f"No arm is shown to be better than {baseline} on this machine."
+
+
+def _quoted(arm: str) -> str:
+    # Names with blanks would run into the sentence.
+    return f'"{arm}"' if " " in arm else arm
+
+
+def _effects(results: Results, arm: str, baseline: str) -> str:
+    better, worse = [], []
+    for measure in results.primary():
+        found = results.statistics(arm, measure.name)
+        if found.gain and found.verdict == "helps":
+            better.append(_effect(measure, found.gain))
+        elif found.gain and found.verdict == "hurts":
+            worse.append(_effect(measure, found.gain))
+    text = f"{listed(better)} than {baseline}" if better else f"is not worse than {baseline}"
+    return f"{text}, but {listed(worse)}" if worse else text
+
+
+def _effect(measure: Measure, value: float) -> str:
+    helps, hurts = _WORDS.get(measure.name, (f"is {{}} better in {measure.label}", f"is {{}} worse in {measure.label}"))
+    # A fraction of the bytes reads better than how many times fewer they are.
+    size = difference(1 / value) if measure.unit in ("B", "nats") else gain(max(value, 1 / value))
+    return (helps if value > 1 else hurts).format(size)
+
+
+def _claims(results: Results) -> str:
+    counts = Counter(claim.verdict for claim in results.summary.claims)
+    parts = [f"{count} {'is' if count == 1 else 'are'} {words}" for words, count in counts.items()]
+    return f"Of {counted(len(results.summary.claims), 'published claim')}, {listed(parts)} on this machine."

@@ -1,0 +1,195 @@
+"""The contract of a workload, the ``WORKLOAD`` of ``tensorkeep_bench.NAME.workload``: typed settings, and cells."""
+
+import importlib
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+import msgspec
+from msgspec.inspect import DictType, ListType, StructType, Type, UnionType, VarTupleType, type_info
+
+from tensorkeep.errors import TensorkeepError, UsageError, did_you_mean
+from tensorkeep.ext import prepared
+from tensorkeep_bench.results import Measure, Settings, Status, Subject
+
+T = TypeVar("T")
+SettingsT = TypeVar("SettingsT", bound=msgspec.Struct)
+# The runner handles settings as JSON objects; only the workload gives them types.
+ArmT = TypeVar("ArmT")
+
+_ERROR_PATH = re.compile(r"(.*) - at `\$(.*)`", re.DOTALL)
+_PATH_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+_FIELD_ERROR = re.compile(r"Object (?:contains unknown|missing required) field `(.*)`")
+
+
+class GateError(TensorkeepError):
+    """A cell gave a wrong result, so that its speed does not count."""
+
+    kind = "gate"
+
+
+class DoesNotApplyError(TensorkeepError):
+    """An arm cannot run on this machine, or with its subject."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """The task of a cell's process, sent as JSON."""
+
+    workload: str
+    arm: str
+    settings: Settings  # the settings of the arm
+    input: Settings  # what `Workload.prepare` returned for this arm
+    measures: list[str]  # names of the measures to take
+    directory: str  # where the cell may write; empty at the start, removed at the end
+    block: int = 0
+    baseline: Settings | None = None  # settings of the baseline, if this is a cell of another arm
+
+
+class Outcome(msgspec.Struct):
+    """The outcome of a cell and its figures; ``docs/reference/results.md`` describes each field."""
+
+    status: Status = "ok"
+    reason: str | None = None  # None if the status is ``"ok"``
+    seconds: float = 0.0  # wall clock of the process
+    figures: dict[str, float] = {}  # by measure, in its unit
+    clocks: dict[str, float] = {}  # seconds of the stages that no figure contains
+    observed: dict[str, str] = {}  # technique -> what showed that it was active
+    turns: dict[str, tuple[tuple[float, float], ...]] = {}  # measure -> (this cell, baseline) in each turn
+    losses: tuple[tuple[int, float], ...] = ()  # of training: (step, mean loss of the steps since the point before)
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            # Added up, because a stage such as a warm-up occurs several times in one cell.
+            self.clocks[name] = self.clocks.get(name, 0.0) + time.perf_counter() - begin
+
+
+class PreparedInputs(msgspec.Struct, frozen=True):
+    """`Task.input` of the cells and its description, for normal arms and for arms that are marked slow."""
+
+    input: msgspec.Struct
+    slow_input: msgspec.Struct
+    subject: Subject
+    slow_subject: Subject
+
+
+class Workload(ABC, Generic[SettingsT, ArmT]):
+    """One kind of work that the bench measures; ``measures`` are in the order of the tables.
+
+    ``SettingsT`` types the settings of an experiment, which all arms share. ``ArmT`` types the settings of one arm.
+    """
+
+    name: ClassVar[str]
+    measures: ClassVar[tuple[Measure, ...]]
+
+    @abstractmethod
+    def parse_settings(self, given: Mapping[str, object], path: str | None = None) -> SettingsT:
+        """Return an experiment's settings, with defaults for those that its file or the command line does not give.
+
+        Raises UsageError, which names the file ``path``, if a setting is unknown, of another type, or out of range.
+        """
+
+    @abstractmethod
+    def parse_arm(self, given: Mapping[str, object]) -> ArmT:
+        """Return the settings of an arm; UsageError if a setting is unknown, of another type, or out of range."""
+
+    @abstractmethod
+    def missing(self, arm: ArmT) -> str | None:
+        """Return why an arm cannot run on this machine, such as a package that is not installed, or None."""
+
+    @abstractmethod
+    def prepare(self, settings: SettingsT, arms: Collection[ArmT], scratch: Path) -> PreparedInputs:
+        """Create the subject of all cells in a folder that the runner removes after the run.
+
+        Raises StoreError if disk or memory do not suffice for all the arms that will run.
+        """
+
+    @abstractmethod
+    def measures_of(self, settings: SettingsT) -> list[str]:
+        """Return the names of the measures that an experiment with these settings takes."""
+
+    @abstractmethod
+    def measure(self, task: Task) -> Outcome:
+        """Run one cell, in the process that was started for it."""
+
+
+def get_workload(name: str) -> Workload[Any, Any]:
+    # Imported by name: the module of a workload imports torch, which listing and reading experiments must not.
+    return cast("Workload[Any, Any]", importlib.import_module(f"tensorkeep_bench.{name}.workload").WORKLOAD)
+
+
+def convert(value: object, kind: type[T], *, what: str, path: str | None = None) -> T:
+    """Return the value of a JSON file as an instance of a struct type; messages call it ``what``.
+
+    Raises UsageError if the value does not have that type. The message names the place of the error and the field.
+
+    Examples
+    --------
+    >>> class Point(msgspec.Struct):
+    ...     x: int
+    >>> convert({"x": 3}, Point, what="the point")
+    Point(x=3)
+    """
+    try:
+        return msgspec.convert(value, prepared(kind))
+    except msgspec.ValidationError as error:
+        message, remedy = _explain(str(error), value, kind, what)
+        raise UsageError(message, path=path, remedy=remedy) from error
+
+
+def _explain(problem: str, value: object, kind: type[Any], what: str) -> tuple[str, str]:
+    # msgspec reports the place only in the text of the message.
+    found = _ERROR_PATH.fullmatch(problem)
+    problem, place = (found[1], found[2]) if found else (problem, "")
+    fields, place = _follow(place, value, kind)
+    where = ": ".join(part for part in (what, place) if part)
+    field = _FIELD_ERROR.fullmatch(problem)
+    if field is None:
+        return f"{where}: {problem[:1].lower()}{problem[1:]}", "correct the value"
+    if "unknown" in problem:
+        return f"{where} has no field {field[1]!r}", did_you_mean(field[1], fields, "its fields")
+    return f"{where} lacks the field {field[1]!r}", f"add {field[1]!r}"
+
+
+def _follow(place: str, value: Any, kind: type[Any]) -> tuple[list[str], str]:
+    """Follow a path such as ``.arms[0].settings``; return the fields at its end, and ``arms[0] ('one').settings``."""
+    info: Type | None = type_info(kind)
+
+    def described(step: re.Match[str]) -> str:
+        nonlocal info, value
+        key: Any = step[1] or int(step[2])
+        info = _child(info, key)
+        try:
+            value = value[key]
+        # The value is invalid, so the path may leave it early.
+        except (KeyError, IndexError, TypeError):
+            value = None
+        # A name is easier to find in a long list than a number.
+        name = value.get("name") if step[2] and isinstance(value, dict) else None
+        return f"{step[0]} ({name!r})" if isinstance(name, str) else step[0]
+
+    place = _PATH_STEP.sub(described, place).removeprefix(".")
+    end = _container(info)
+    return ([field.encode_name for field in end.fields] if isinstance(end, StructType) else []), place
+
+
+def _container(info: Type | None) -> Type | None:
+    # A field that may be null is a union; its error lies in the type that is not null.
+    kinds = info.types if isinstance(info, UnionType) else (info,)
+    return next((kind for kind in kinds if isinstance(kind, StructType | ListType | VarTupleType | DictType)), None)
+
+
+def _child(info: Type | None, key: str | int) -> Type | None:
+    info = _container(info)
+    if isinstance(info, StructType):
+        return next((field.type for field in info.fields if field.encode_name == key), None)
+    if isinstance(info, ListType | VarTupleType):
+        return info.item_type
+    return info.value_type if isinstance(info, DictType) else None

@@ -1,0 +1,1 @@
+"""Checkpoint formats of other frameworks for Tensorkeep: arrays of TensorStore, and T5X."""

@@ -1,0 +1,248 @@
+"""The package ``tensorstore``: imported on first use, with object stores, and with Tensorkeep's errors."""
+
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    OutOfMemoryError,
+    StoreError,
+    TensorkeepError,
+    UnsupportedError,
+    import_extra,
+)
+from tensorkeep.ext import StorePath, as_path, endpoint
+from tensorkeep.ext.formats import check_not_pointer
+from tensorkeep.ext.storage import Directory, raise_alone, store_error, store_requests
+
+# The first character after the slash: the sorted names below a folder end before it.
+_AFTER_SLASH = chr(ord("/") + 1)
+
+
+class Listing:
+    """The objects below a prefix by relative name; empty for a web server, which lists none."""
+
+    def __init__(self, url: StorePath) -> None:
+        found = store_requests.objects(url) if url.has_listing else []
+        start = len(url.key) + 1 if url.key else 0
+        self.sizes = {status.key[start:]: status.size for status in sorted(found)}
+        self._names = list(self.sizes)
+
+    def below(self, key: str) -> dict[str, int]:
+        if not key:
+            return dict(self.sizes)
+        # Sorted names: an array of a large store is found without a look at all objects.
+        first, last = (bisect_left(self._names, key + end) for end in ("/", _AFTER_SLASH))
+        return {name: self.sizes[name] for name in self._names[first:last]}
+
+
+def kvstore_spec(url: StorePath, prefix: str) -> dict[str, Any]:
+    """Return the key-value store spec below a URL and a prefix with a slash; UnsupportedError without a driver."""
+    # TensorStore's own drivers read object stores. They find credentials in the same places as
+    # `tensorkeep.storage.store_requests`, but have neither its endpoint nor a limit of time; both are set here.
+    scheme, _, name = url.bucket.partition("://")
+    path = f"{url.key}/{prefix}" if url.key else prefix
+    if scheme == "s3":
+        return {"driver": "s3", "bucket": name, "path": path, **_settings_of_s3()}
+    if scheme == "gs":
+        return {"driver": "gcs", "bucket": name, "path": path}
+    if scheme in ("http", "https"):
+        return {"driver": "http", "base_url": url.bucket, "path": f"/{path}"}
+    raise UnsupportedError(
+        f"TensorStore does not read {scheme}://", path=url, remedy="copy it to a disk, or to s3:// or gs://"
+    )
+
+
+def _settings_of_s3() -> dict[str, Any]:
+    server = endpoint()
+    # Without a region, TensorStore asks the server for the region of the bucket. Only Amazon's servers answer.
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or ("us-east-1" if server else None)
+    given: dict[str, Any] = {"endpoint": server, "aws_region": region, "aws_credentials": _credentials_of_s3()}
+    return {name: value for name, value in given.items() if value}
+
+
+def _credentials_of_s3() -> dict[str, str] | None:
+    if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
+        return {"type": "anonymous"}
+    # Its own search prints complaints about missing settings files on stderr.
+    return {"type": "environment"} if os.environ.get("AWS_ACCESS_KEY_ID") else None
+
+
+def retries() -> dict[str, Any]:
+    # The same number of retries as our own requests.
+    first, longest = store_requests.pauses(store_requests.give_up_seconds())
+    limits = {
+        "max_retries": store_requests.MOST_RETRIES,
+        "initial_delay": f"{first}s",
+        "max_delay": f"{max(first, longest)}s",
+    }
+    return {f"{driver}_request_retries": limits for driver in ("s3", "gcs", "http")}
+
+
+def patience() -> float:
+    # TensorStore itself waits forever.
+    return 2 * store_requests.give_up_seconds()
+
+
+KvStore = Literal["file", "ocdbt"]
+_NOISE = re.compile(r"\s*\[(?:source locations|\w+)='(?:[^'\\]|\\.)*'\]")
+_FROM_TENSORSTORE = re.compile(r"[A-Z_]+: |Error parsing ")
+_STATUS = re.compile(r"^(?:[A-Z_]+): ")
+# TensorStore's messages about valid metadata that it does not support.
+_UNSUPPORTED = re.compile(
+    r"is not registered|not one of the supported|filters are not supported|Unsupported zarr dtype|Unsupported metadata"
+    r'|Expected one of .*, but received: "|Must specify a "field"'
+    r'|No storage transformers|member "name": Expected .*, but received: "'
+    r'|member "zarr_format": Expected integer in .*, but received: \d'
+)
+_FILE = re.compile(r'local file "([^"]*)"')
+# Statuses that say nothing about the stored bytes.
+_REFUSALS = (
+    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNAUTHENTICATED", "DEADLINE_EXCEEDED"),
+    *("ABORTED", "UNKNOWN", "INTERNAL"),
+)
+_STORE_REMEDY = "check the network, the endpoint and the credentials; TENSORKEEP_STORE_TIMEOUT sets how long is tried"
+_MAX_MESSAGE = 300
+
+
+def tensorstore() -> Any:
+    """Return the module, which has no type annotations; MissingExtraError if the extra is not installed."""
+    return import_extra(
+        "tensorstore", "tensorkeep-formats", "reading and writing TensorStore arrays needs the package tensorstore"
+    )
+
+
+def context(
+    *,
+    concurrency: int | None = None,
+    copy_concurrency: int | None = None,
+    sync: bool = True,
+    cache_bytes: int = 0,
+    in_store: bool = False,
+) -> Any:
+    """Return a new context, which shares no cache with other contexts.
+
+    ``concurrency`` limits file operations, ``copy_concurrency`` encoding and decoding, ``cache_bytes`` the cache of
+    decoded chunks. ``sync`` makes written files durable; ``in_store`` limits retries.
+    """
+    limits: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}, "file_io_sync": sync}
+    if in_store:
+        limits |= retries()
+    if concurrency is not None:
+        limits["file_io_concurrency"] = {"limit": concurrency}
+    if copy_concurrency is not None:
+        limits["data_copy_concurrency"] = {"limit": copy_concurrency}
+    return tensorstore().Context(limits)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayDirectory:
+    """A directory or an OCDBT database of arrays, each under a key; ``path`` is the user's path, for errors."""
+
+    path: Path
+    # What TensorStore opens, with a slash at the end; empty in an object store, which has a listing instead.
+    root: str
+    kvstore: KvStore = "file"
+    listing: Listing | None = None
+
+    @classmethod
+    def of(cls, directory: Directory, kvstore: KvStore = "file") -> Self:
+        if isinstance(directory.path, StorePath):
+            return cls(directory.path, "", kvstore, Listing(directory.path))
+        # By descriptor: it remains the same directory if the checkpoint is replaced.
+        return cls(directory.path, f"{directory.fd_path}/", kvstore)
+
+    def spec(self, key: str = "") -> dict[str, Any]:
+        prefix = f"{key}/" if key else ""
+        if self.kvstore == "ocdbt":
+            return {"driver": "ocdbt", "base": self._base(""), "path": prefix}
+        return self._base(prefix)
+
+    def _base(self, prefix: str) -> dict[str, Any]:
+        if isinstance(self.path, StorePath):
+            return kvstore_spec(self.path, prefix)
+        return {"driver": "file", "path": self.root + prefix}
+
+    @property
+    def in_store(self) -> bool:
+        return self.listing is not None
+
+    def open_store(self, *, sync: bool = True) -> Any:
+        return self.wait(tensorstore().KvStore.open(self.spec(), context=context(sync=sync, in_store=self.in_store)))
+
+    def wait(self, future: Any) -> Any:
+        """Return the result of a future; TimeoutError if a store does not answer."""
+        return future.result(timeout=patience() if self.in_store else None)
+
+    @contextmanager
+    def reading(self, name: str | None = None) -> Iterator[None]:
+        """Raise the errors of TensorStore in a block that reads as Tensorkeep's errors."""
+        try:
+            yield
+        except TensorkeepError:
+            raise
+        except MemoryError as error:
+            raise OutOfMemoryError("there is not enough memory to read it", path=self.path, name=name) from error
+        # TensorStore raises a ValueError for nearly everything, and other types for malformed files.
+        except (ValueError, TypeError, OverflowError, KeyError, IndexError, OSError, NotImplementedError) as error:
+            ours = self._read_error(error, name)
+            if self.in_store:
+                raise_alone(ours)
+            if isinstance(ours, CorruptCheckpointError) and ours.path is not None:
+                # A file that Git LFS did not fetch looks like damage.
+                check_not_pointer(as_path(ours.path))
+            raise ours from error
+
+    def _read_error(self, error: Exception, name: str | None) -> TensorkeepError:
+        if isinstance(error, TimeoutError):
+            text = f"cannot read it: there was no answer for {patience():g} s"
+            return StoreError(text, path=self.path, name=name, remedy=_STORE_REMEDY)
+        text = str(error)
+        message, path = self._message(text)
+        number = _error_number(text)
+        if text.startswith(_REFUSALS) or (number and not text.startswith("NOT_FOUND")):
+            remedy = _STORE_REMEDY if self.in_store else None
+            return StoreError(f"cannot read it: {message}", path=path, name=name, remedy=remedy)
+        if text.startswith("UNIMPLEMENTED") or _UNSUPPORTED.search(text):
+            remedy = (
+                "a later TensorStore may: pip install --upgrade tensorstore; "
+                "or write the arrays again without what the message names"
+            )
+            return UnsupportedError(f"TensorStore cannot read it: {message}", path=path, name=name, remedy=remedy)
+        remedy = "the stored bytes have changed since the save: take another checkpoint or copy"
+        return CorruptCheckpointError(f"TensorStore cannot read it: {message}", path=path, name=name, remedy=remedy)
+
+    def write_error(self, error: BaseException, name: str | None = None) -> BaseException:
+        """Return a write error of TensorStore or of the operating system as a TensorkeepError; any other unchanged."""
+        if isinstance(error, TensorkeepError):
+            return error
+        if isinstance(error, OSError):
+            return store_error(error, self.path, "write the arrays")
+        text = str(error)
+        # A ValueError of our own code must keep its type.
+        if not _FROM_TENSORSTORE.match(text):
+            return error
+        message, path = self._message(text)
+        if number := _error_number(text):
+            return store_error(OSError(number, os.strerror(number)), path, "write the arrays")
+        return StoreError(f"TensorStore cannot write it: {message}", path=path, name=name)
+
+    def _message(self, text: str) -> tuple[str, Path]:
+        # TensorStore appends source locations and repeats the path.
+        message = _STATUS.sub("", _NOISE.sub("", text)).splitlines()[0] if text else "no reason given"
+        message = message.replace(self.root, "") if self.root else message
+        found = _FILE.search(message)
+        path = self.path / found[1] if found and not found[1].startswith("/") else self.path
+        return message[:_MAX_MESSAGE], path
+
+
+def _error_number(text: str) -> int | None:
+    # The number of the operating system distinguishes a full or failing disk from damage.
+    found = re.search(r"\[os_error_code='(\d+)'\]", text) or re.search(r"OS error (\d+)", text)
+    return int(found[1]) if found else None

@@ -1,0 +1,320 @@
+"""Reads directories of TensorStore arrays, written by Tensorkeep or by other programs."""
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tensorkeep.errors import CorruptCheckpointError, StoreError, UnsupportedError
+from tensorkeep.ext import machine
+from tensorkeep.ext.formats import (
+    BLOCK_BYTES,
+    Box,
+    OpenSettings,
+    Reader,
+    StoredLeaf,
+    box_shape,
+    checksummed_json,
+    range_to_boxes,
+    sidecar,
+)
+from tensorkeep.ext.state import BY_NAME, DEFAULT_PART, Flat
+from tensorkeep.ext.storage import Bytes, Directory, names_in, read_directory
+from tensorkeep_formats.tensorstore.library import ArrayDirectory, KvStore, context, tensorstore
+from tensorkeep_formats.tensorstore.listing import KnownArray, find_arrays, has_mark, is_database, list_array
+from tensorkeep_formats.tensorstore.specs import (
+    MAX_DIMENSIONS,
+    METADATA_FILE,
+    Shape,
+    StoredType,
+    checksum_of,
+    codec_of,
+    is_key,
+    open_spec,
+    stored_type,
+)
+
+_THREADS = 4
+_LARGE_CHUNK = 256 * 1024**2
+_OMIT = 'leave out what cannot be read with select="*", or read it with zarr'
+
+
+@dataclass(frozen=True, slots=True)
+class OpenArray:
+    store: Any
+    types: StoredType
+    shape: Shape
+    chunk: Shape
+    metadata: dict[str, Any]
+    directory: ArrayDirectory
+
+    def read_box(self, box: Box, out: Bytes) -> None:
+        """Fill ``out`` with the bytes of a box, in C order and in the state's dtype."""
+        lengths = box_shape(box)
+        view = None if self.types.converts else out.view(self.types.stored.numpy).reshape(lengths)
+        # TensorStore fills the caller's memory in place if it is aligned and has the stored dtype.
+        target = view if view is not None and view.flags.aligned else np.empty(lengths, self.types.stored.numpy)
+        ts = tensorstore()
+        store = self.store
+        if lengths != self.shape:
+            # A box keeps the indices of its array; the indices of the target start at zero.
+            store = store[box][ts.d[:].translate_to[0]]
+        self.directory.wait(ts.array(target).write(store))
+        if target is not view:
+            out[:] = self.types.from_stored(target)
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one row of chunks: the C-order stream splits at their multiples without splitting a chunk."""
+        shape, chunk = self.shape, self.chunk
+        axis = next((axis for axis, length in enumerate(chunk) if length > 1 and shape[axis] > 1), len(shape))
+        if axis == len(shape):
+            return self.types.dtype.itemsize
+        # A chunk that is cut off at the end of an inner dimension shifts all later rows: only full slices are aligned.
+        full = axis > 0 and prod(shape[:axis]) > 1 and shape[axis] % chunk[axis] != 0
+        elements = prod(shape[axis:]) if full else min(chunk[axis], shape[axis]) * prod(shape[axis + 1 :])
+        return max(1, elements) * self.types.dtype.itemsize
+
+    @property
+    def cache_bytes(self) -> int:
+        """The cache size that lets a few threads read sequentially and decode each chunk once."""
+        dtype, stored = self.types.dtype, self.types.stored
+        row = self.row_bytes // dtype.itemsize * stored.itemsize
+        blocks = _THREADS * BLOCK_BYTES // dtype.itemsize * stored.itemsize
+        return row * (blocks // row + 2)
+
+
+class ArraysReader(Reader):
+    def __init__(self, path: Path, settings: OpenSettings) -> None:
+        tensorstore()
+        self.path = path
+        # Reading is cheapest in rows of chunks. Smaller ranges of a larger row are read through a cache that holds the
+        # row, so that a sequential load still decodes each chunk once.
+        self._max_row = max(BLOCK_BYTES, settings.pool.budget // 8)
+        # A descriptor holds the directory open: if the checkpoint is replaced while it is read, its old content is
+        # read, or a StoreError is raised.
+        read_directory(path, self._open)
+
+    @abstractmethod
+    def _open(self, directory: Directory) -> None:
+        """Read the metadata of the directory, and call `_open_arrays` and `_set_state`."""
+
+    def _open_arrays(
+        self,
+        open_directory: Directory,
+        directory: ArrayDirectory,
+        known: Mapping[str, KnownArray],
+        *,
+        fill_missing: bool,
+        unread: dict[str, UnsupportedError] | None = None,
+    ) -> dict[str, StoredLeaf]:
+        """Open arrays and return their tensors; ``unread`` receives the errors of unsupported arrays.
+
+        Raises the errors of `check_array`, and TensorStore's errors if an array cannot be opened.
+        """
+        self._open_directory = open_directory
+        self._directory = directory
+        in_store = directory.in_store
+        # Zarr may leave out chunks of zeros, so a missing chunk of another program is the fill value. Tensorkeep stores
+        # all chunks, so there it is an error.
+        self._arrays = _open_all(directory, known, context(in_store=in_store), unread, fill_missing=fill_missing)
+        large = {name: known[name] for name, array in self._arrays.items() if array.row_bytes > self._max_row}
+        if large:
+            cache = min(max(self._arrays[name].cache_bytes for name in large), machine.memory_limit() // 4)
+            cached = context(cache_bytes=cache, in_store=in_store)
+            self._arrays |= _open_all(directory, large, cached, None, fill_missing=fill_missing)
+        checksums = {checksum_of(array.metadata) for array in self._arrays.values()}
+        self.verifiable = checksums.pop() if len(checksums) == 1 else None
+        return {name: self._leaf(name, known[name], array) for name, array in self._arrays.items()}
+
+    def _leaf(self, name: str, known: KnownArray, array: OpenArray) -> StoredLeaf:
+        codec, file = codec_of(array.metadata), known.key or "."
+        return StoredLeaf(self, name, array.types.dtype, array.shape, known.stored_bytes, file, codec)
+
+    def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
+        array = self._arrays[name]
+        size, at = array.types.dtype.itemsize, 0
+        try:
+            with self._directory.reading(name):
+                for box in range_to_boxes(array.shape, start // size, stop // size):
+                    nbytes = prod(box_shape(box)) * size
+                    array.read_box(box, out[at : at + nbytes])
+                    at += nbytes
+        except CorruptCheckpointError as error:
+            # The files of a removed directory are gone, which looks like damage.
+            if self._open_directory.was_replaced():
+                raise StoreError(
+                    "the checkpoint was replaced while it was read", path=self.path, remedy="read it again"
+                ) from error
+            raise
+
+    def block_bytes(self, name: str) -> int:
+        row = self._arrays[name].row_bytes
+        return BLOCK_BYTES if row > self._max_row else row * max(1, BLOCK_BYTES // row)
+
+    def close(self) -> None:
+        self._open_directory.close()
+
+
+def _open_all(
+    directory: ArrayDirectory,
+    known: Mapping[str, KnownArray],
+    context: Any,
+    unread: dict[str, UnsupportedError] | None,
+    *,
+    fill_missing: bool,
+) -> dict[str, OpenArray]:
+    futures, arrays = {}, {}
+    # All arrays are opened at once: one after another, each would wait for the disk or the store.
+    for name, array in known.items():
+        with directory.reading(name):
+            futures[name] = start_open(directory, array, context, fill_missing=fill_missing)
+    for name, future in futures.items():
+        try:
+            with directory.reading(name):
+                arrays[name] = check_array(name, known[name], directory.wait(future), directory)
+        except UnsupportedError as error:
+            if unread is None:
+                raise
+            unread[name] = error
+    return arrays
+
+
+def start_open(directory: ArrayDirectory, known: KnownArray, context: Any, *, fill_missing: bool) -> Any:
+    spec = open_spec(directory, known.key, known.zarr, fill_missing=fill_missing)
+    return tensorstore().open(spec, open=True, read=True, write=False, context=context)
+
+
+def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirectory) -> OpenArray:
+    path = directory.path / known.key
+    dtype = BY_NAME.get(store.dtype.name)
+    if dtype is None:
+        raise UnsupportedError(f"holds elements of {store.dtype.name}, which are not numbers", path=path, name=name)
+    shape = tuple(int(length) for length in store.shape)
+    types = known.types or stored_type(dtype)
+    if types.stored is not dtype or shape != (known.shape if known.shape is not None else shape):
+        raise CorruptCheckpointError(
+            f"the array is {dtype} of shape {list(shape)}, which differs from what was saved", path=path, name=name
+        )
+    if any(store.domain.origin):
+        raise UnsupportedError("the array does not start at index 0", path=path, name=name)
+    chunk = tuple(map(int, store.chunk_layout.read_chunk.shape or (1,) * len(shape)))
+    size, total = prod(chunk) * dtype.itemsize, prod(shape) * dtype.itemsize
+    # A small file may declare a chunk that takes all memory when it is decoded.
+    if size > BLOCK_BYTES and (size > machine.memory_limit() // 4 or (size > _LARGE_CHUNK and size > 4 * total)):
+        raise UnsupportedError(
+            f"its chunks of shape {list(chunk)} take {size:,} bytes each, too many to decode",
+            path=path,
+            name=name,
+            remedy="store it in smaller chunks",
+        )
+    return OpenArray(store, types, shape, chunk, store.spec().to_json()["metadata"], directory)
+
+
+class TensorStoreSidecar(sidecar.Sidecar, frozen=True, kw_only=True):
+    """``tensorkeep.json`` beside TensorStore arrays; the place of a tensor is the key of its array."""
+
+    zarr: Literal[2, 3]
+    kvstore: KvStore
+    # Options of the save that were not the default.
+    options: dict[str, Any]
+
+
+class TensorStoreReader(ArraysReader):
+    format = "tensorstore"
+
+    def _open(self, directory: Directory) -> None:
+        if sidecar.lies_in(directory.stable_path, self.format):
+            self._open_own(directory)
+        else:
+            self._open_foreign(directory)
+
+    def _open_own(self, directory: Directory) -> None:
+        notes, arrays, known = read_own(directory)
+        leaves = self._open_arrays(directory, arrays, known, fill_missing=False)
+        self._set_state(notes.flat(leaves), self.path / sidecar.FILE_NAME, notes.leaf_specs)
+        self.metadata = notes.metadata
+        self.details = {name: getattr(notes, name) for name in ("version", "writer", "zarr", "kvstore", "options")}
+
+    def _open_foreign(self, directory: Directory) -> None:
+        arrays = ArrayDirectory.of(directory, "ocdbt" if is_database(directory.stable_path) else "file")
+        known = _foreign_arrays(arrays)
+        if "_METADATA" in names_in(directory.stable_path):
+            self.notes = ["Orbax wrote it: its texts, empty containers and nesting are not read, only its arrays"]
+        unread: dict[str, UnsupportedError] = {}
+        leaves = self._open_arrays(directory, arrays, known, fill_missing=True, unread=unread)
+        if unread and not leaves:
+            raise next(iter(unread.values()))
+        kinds = {name: "tensor" if leaf.dtype.has_torch else "ndarray" for name, leaf in leaves.items()}
+        nodes: dict[str, Any] = {name: {kind: name} for name, kind in kinds.items()}
+        for name, error in unread.items():
+            reason = re.sub(r".*(opening|reading|parsing) [^:]*: ", "", error.message)
+            nodes[name] = {"placeholder": [name, f"an array that is not supported ({reason[:100]})", _OMIT]}
+        skeleton = {"dict": {name: nodes[name] for name in known}}
+        self._set_state(Flat(skeleton, leaves, {}, {name: (DEFAULT_PART, name) for name in leaves}), self.path)
+        self.metadata = {}
+        self.details = {"kvstore": arrays.kvstore, "missing_chunks": "are read as the fill value"}
+
+
+def read_own(directory: Directory) -> tuple[TensorStoreSidecar, ArrayDirectory, dict[str, KnownArray]]:
+    """Return the sidecar of a directory and its arrays, after a check of the files of the arrays."""
+    notes = sidecar.read(directory, "tensorstore", TensorStoreSidecar)
+    arrays = ArrayDirectory.of(directory, notes.kvstore)
+    source = arrays.path / sidecar.FILE_NAME
+    keys = {name: "".join(note.place) for name, note in notes.tensors.items()}
+    # Two keys that differ only in case are one directory on some file systems.
+    if len({key.casefold() for key in keys.values()}) != len(keys):
+        raise CorruptCheckpointError("two tensors have the same array", path=source)
+    if notes.kvstore == "ocdbt":
+        # Refuses links to folders and metadata that is too large.
+        list_array(arrays, "")
+    known = {}
+    for name, note in notes.tensors.items():
+        types, key, rank = StoredType(note.state_dtype, note.file_dtype), keys[name], len(note.shape)
+        if not types.is_valid or not is_key(key) or rank > MAX_DIMENSIONS:
+            text = f"an array {key!r} of {note.stored_dtype or note.dtype} and {rank} dimensions is impossible"
+            raise CorruptCheckpointError(text, path=source, name=name)
+        size = sum(list_array(arrays, key).values()) if notes.kvstore == "file" else note.stored_bytes
+        known[name] = KnownArray(key, notes.zarr, size, types, note.shape)
+    if keys:
+        _check_metadata(notes, arrays, keys)
+    return notes, arrays, known
+
+
+def _check_metadata(notes: TensorStoreSidecar, directory: ArrayDirectory, keys: Mapping[str, str]) -> None:
+    # Before TensorStore uses the metadata: damage there could change shapes or dtypes without an error.
+    file = METADATA_FILE[notes.zarr]
+    with directory.reading():
+        store = directory.open_store()
+        futures = {name: store.read(f"{key}/{file}") for name, key in keys.items()}
+    for name, future in futures.items():
+        with directory.reading(name):
+            result = directory.wait(future)
+        path = directory.path / keys[name] / file
+        if result.state == "missing":
+            raise CorruptCheckpointError("the array's metadata is missing", path=path, name=name)
+        if checksummed_json.digest(result.value) != notes.tensors[name].xxh3_64:
+            raise CorruptCheckpointError("the array's metadata has changed since the save", path=path, name=name)
+
+
+def _foreign_arrays(arrays: ArrayDirectory) -> dict[str, KnownArray]:
+    # Without its sidecar, a checkpoint of Tensorkeep would load as a flat dict, without an error.
+    if has_mark(arrays):
+        raise CorruptCheckpointError(
+            "is missing or damaged; without it the state of the arrays is unknown",
+            path=arrays.path / sidecar.FILE_NAME,
+            remedy="take another checkpoint or copy; the arrays themselves can be read with TensorStore or zarr",
+        )
+    known: dict[str, KnownArray] = {}
+    for found in find_arrays(arrays):
+        # A directory that is itself one array gives the array its name.
+        name = found.key.replace("/", ".") or arrays.path.absolute().name or "array"
+        if name in known:
+            raise UnsupportedError(f"holds two arrays with the name {name!r}", path=arrays.path, name=name)
+        known[name] = found
+    return known

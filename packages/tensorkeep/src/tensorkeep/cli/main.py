@@ -1,0 +1,100 @@
+"""The command line: parse, run the command, and return its exit code; a command returns None for 0."""
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from cyclopts import App
+
+from tensorkeep.cli.commands import COMMANDS, CORE, GROUPS, add_commands, epilogue, plug_in_commands
+from tensorkeep.cli.errors import BROKEN_PIPE, report_error
+from tensorkeep.cli.help import Formatter, show_whole_docstring
+from tensorkeep.cli.options import (
+    StoreOptions,
+    flags_after_command,
+    from_environment,
+    from_file,
+    with_local_paths,
+)
+from tensorkeep.cli.output import Output, finish_stdout, logging_to_stderr, make_streams_safe
+from tensorkeep.errors import StoreError
+from tensorkeep.version import __version__
+
+EPILOGUE = """\
+Options also come from the environment (TENSORKEEP_MEMORY_BUDGET=1GiB) and from a TOML file (-C FILE) with one table \
+per command; a flag overrides the environment, the environment overrides the file.
+
+Exit codes: 0 ok, 1 difference or failed check, 2 usage, 3 I/O or store error, 4 corrupt, 5 not found or not a \
+checkpoint, 6 destination exists, 7 unsupported, 70 internal error, 130 interrupted."""
+
+
+DESCRIPTION = "Fast, verified, crash-safe checkpoints for PyTorch, in files that other tools open."
+
+
+def build_app(*, plug_ins: bool = True, name: str = CORE, description: str = DESCRIPTION) -> App:
+    """Return the application with all commands, or the one of another package, named like it, with its commands."""
+    commands = COMMANDS | (plug_in_commands() if plug_ins else {})
+    if name != CORE:
+        commands = {words: command for words, command in commands.items() if command.package == name}
+    # A table of -C is named like the first word of a command.
+    tables = [*dict.fromkeys(name.partition(" ")[0] for name in commands)]
+    app = App(
+        name=name,
+        help=description,
+        help_format="plaintext",
+        help_formatter=Formatter(),
+        help_epilogue=f"{EPILOGUE}\n\n{epilogue('')}" if name == CORE else EPILOGUE,
+        version=__version__,
+        version_flags=["--version", "-V"],
+        config=(from_environment, partial(from_file, tables), with_local_paths),
+    )
+    # They are imported when they run: `tensorkeep --help` imports neither torch nor numpy.
+    add_commands(app, commands)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None, name: str = CORE, description: str = DESCRIPTION) -> int:
+    """Run the command line, by default ``sys.argv``, and return its exit code; see `build_app`."""
+    make_streams_safe()
+    try:
+        # A closed pipe shows while the command prints, or at the last flush.
+        code = _run(list(sys.argv[1:] if arguments is None else arguments), name, description)
+    except BrokenPipeError:
+        finish_stdout()
+        return BROKEN_PIPE
+    failure = finish_stdout()
+    # The last flush fails on a full disk, which must not look like success.
+    if failure is None:
+        return code
+    if isinstance(failure, BrokenPipeError):
+        return BROKEN_PIPE
+    # The output was buffered, and is lost: the command itself succeeded.
+    unwritten = StoreError(f"cannot write the output: {failure.strerror}", remedy="free some space, or write elsewhere")
+    return report_error(unwritten, as_json=False, verbose=False)
+
+
+def _run(tokens: list[str], name: str, description: str) -> int:
+    # Errors in the options themselves follow --json and -v, too.
+    as_json = "--json" in tokens or os.environ.get("TENSORKEEP_JSON", "").lower() in ("1", "true", "yes")
+    output = Output(json=as_json, verbose=not {"-v", "--verbose"}.isdisjoint(tokens))
+    try:
+        # `tensorkeep --json info x`, as git and docker allow it.
+        tokens = flags_after_command(tokens, GROUPS)
+        # Reading the entry points of all installed packages takes longer than parsing the options.
+        known = " ".join(tokens[:1]) in COMMANDS or " ".join(tokens[:2]) in COMMANDS
+        app = build_app(plug_ins=not known, name=name, description=description)
+        # The summary of a lazily imported command is all that cyclopts knows of its docstring.
+        words = [token for token in tokens if token not in app.help_flags]
+        if len(words) < len(tokens):
+            show_whole_docstring(app.parse_commands(words)[1][-1])
+        command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
+        # From here on the options are known, with the environment and the file.
+        output = bound.arguments.get("output", output)
+        store = next((each for each in bound.arguments.values() if isinstance(each, StoreOptions)), StoreOptions())
+        with logging_to_stderr(output), store.applied():
+            return command(*bound.args, **bound.kwargs) or 0
+    except BrokenPipeError:
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        return report_error(error, as_json=output.json, verbose=output.verbose)

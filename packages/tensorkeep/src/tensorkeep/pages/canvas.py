@@ -1,0 +1,345 @@
+"""The drawing engine of all figures: boxes, lines and texts on a canvas, written as SVG and PNG."""
+
+import io
+import math
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from html import escape
+from typing import Any
+
+from tensorkeep.errors import import_extra
+
+# A shape names its colour. In the page a colour is a CSS variable, so that the figure follows the light or dark theme;
+# in a file it is this value, on white. The colours are from Okabe and Ito (2008); people with any colour vision can
+# distinguish them.
+PALETTE = {
+    "ink": "#1b1f24",
+    "faint": "#5f6872",
+    "grid": "#d8dde2",
+    "band": "#e8ebee",
+    "paper": "#ffffff",
+    "base": "#454d57",
+    "neutral": "#8d959e",
+    "good": "#0072b2",
+    "bad": "#d55e00",
+    "first": "#009e73",
+    "second": "#c46a9b",
+    "third": "#b07d00",
+    "fourth": "#6a51a3",
+    # The steps of `gain_colour`. On the strongest ones, text has the colour of the paper instead of ink.
+    "worse-4": "#b34e00",
+    "worse-3": "#ec8b45",
+    "worse-2": "#f6c29b",
+    "worse-1": "#fbe6d8",
+    "even": "#e3e7eb",
+    "better-1": "#dcebf5",
+    "better-2": "#a9d0ea",
+    "better-3": "#5aa5d3",
+    "better-4": "#00629b",
+}
+
+FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
+SIZE = 12.0
+# Positions and sizes are pixels.
+TITLE_HEIGHT = 34
+_ANCHORS = {"start": "l", "middle": "m", "end": "r"}  # of Pillow, horizontally
+_PIXELS = 2  # of a PNG, for each pixel of the canvas
+_SUPERSAMPLED = 2
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    about: str = ""  # what a pointer over it shows
+
+    def svg(self, colours: dict[str, str]) -> str:
+        place = f'x="{_text(self.x)}" y="{_text(self.y)}" width="{_text(self.width)}" height="{_text(self.height)}"'
+        # Escaped, because names come from results files.
+        title = f"<title>{escape(self.about)}</title>" if self.about else ""
+        return f'<rect {place} style="fill:{colours[self.fill]}">{title}</rect>'
+
+    def paint(self, image: Any, scale: float, down: float) -> None:
+        top = (self.y + down) * scale
+        # Pillow counts the last pixel as a part of the rectangle.
+        corner = ((self.x + self.width) * scale - 1, top + self.height * scale - 1)
+        # Pillow draws a rectangle of no width as a line.
+        if self.width > 0 and self.height > 0:
+            image.rectangle([(self.x * scale, top), corner], fill=PALETTE[self.fill])
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line through some points, or a polygon if it has a filling."""
+
+    points: Sequence[Point]
+    stroke: str
+    width: float = 1.0
+    fill: str = ""
+    name: str = ""  # class of the element, for styles and scripts of the page
+
+    def svg(self, colours: dict[str, str]) -> str:
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in self.points) + ("Z" if self.fill else "")
+        named = f'class="{self.name}" ' if self.name else ""
+        fill = colours[self.fill] if self.fill else "none"
+        style = f"fill:{fill};stroke:{colours[self.stroke]};stroke-width:{self.width:g}"
+        return f'<path {named}d="{path}" style="{style}"/>'
+
+    def paint(self, image: Any, scale: float, down: float) -> None:
+        points = [(x * scale, (y + down) * scale) for x, y in self.points]
+        # A line of width 0 would vanish.
+        width = max(1, round(self.width * scale))
+        if self.fill:
+            image.polygon(points, fill=PALETTE[self.fill])
+            points.append(points[0])  # the outline of a polygon is closed
+        image.line(points, fill=PALETTE[self.stroke], width=width, joint="curve")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One line of text: ``anchor`` is the side at ``x``, and ``y`` is the baseline."""
+
+    x: float
+    y: float
+    text: str
+    size: float = SIZE
+    colour: str = "ink"
+    anchor: str = "start"  # start, middle or end
+    bold: bool = False
+    italic: bool = False
+
+    def svg(self, colours: dict[str, str]) -> str:
+        style = f"fill:{colours[self.colour]};font-size:{self.size:g}px"
+        style += ";font-weight:600" * self.bold + ";font-style:italic" * self.italic
+        anchor = "" if self.anchor == "start" else f' text-anchor="{self.anchor}"'
+        return f'<text x="{_text(self.x)}" y="{_text(self.y)}"{anchor} style="{style}">{escape(self.text)}</text>'
+
+    def paint(self, image: Any, scale: float, down: float) -> None:
+        font, complete = _font(round(self.size * scale), self.bold, self.italic)
+        # Without a font of the system, Pillow has one for little more than ASCII.
+        text = self.text if complete else _ascii(self.text)
+        place, anchor = (self.x * scale, (self.y + down) * scale), f"{_ANCHORS[self.anchor]}s"
+        image.text(place, text, font=font, fill=PALETTE[self.colour], anchor=anchor)
+
+
+Shape = Box | Line | Text
+
+
+class Canvas:
+    """A figure: shapes, the lowest first."""
+
+    def __init__(self, width: float, height: float) -> None:
+        self.width, self.height = width, height
+        self.shapes: list[Shape] = []
+
+    def add(self, *shapes: Shape) -> None:
+        self.shapes += shapes
+
+    def mark(self, kind: str, x: float, y: float, colour: str, fill: str = "", size: float = 4.0) -> None:
+        """Draw a marker: ``circle``, ``square``, ``diamond``, or a triangle: ``up``, ``left`` or ``right``."""
+        self.add(Line([(x + a * size, y + b * size) for a, b in _MARKS[kind]], colour, 1.3, fill or colour))
+
+    def page_svg(self, label: str) -> str:
+        colours = {name: f"var(--plot-{name})" for name in PALETTE}
+        head = f'viewBox="0 0 {self.width:g} {self.height:g}" role="img" aria-label="{escape(label)}"'
+        return f"<svg {head}>{self._body(colours)}</svg>"
+
+    def file_svg(self, title: str) -> str:
+        height = self.height + TITLE_HEIGHT
+        head = (
+            f'viewBox="0 0 {self.width:g} {height:g}" width="{self.width:g}" height="{height:g}" font-family="{FONT}"'
+        )
+        ground = Box(0, 0, self.width, height, "paper").svg(PALETTE)
+        body = f'<g transform="translate(0 {TITLE_HEIGHT})">{self._body(PALETTE)}</g>'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {head}>{ground}{_title(title).svg(PALETTE)}{body}</svg>\n'
+
+    def png(self, title: str) -> bytes:
+        """Return the PNG, with a title; MissingExtraError if Pillow is not installed."""
+        import_extra("PIL", "tensorkeep-bench", "plots as PNG need Pillow")
+        from PIL import Image, ImageDraw
+
+        width, height = round(self.width * _PIXELS), round((self.height + TITLE_HEIGHT) * _PIXELS)
+        large = Image.new("RGB", (width * _SUPERSAMPLED, height * _SUPERSAMPLED), PALETTE["paper"])
+        drawing = ImageDraw.Draw(large)
+        scale = float(_PIXELS * _SUPERSAMPLED)
+        _title(title).paint(drawing, scale, 0)
+        for shape in self.shapes:
+            shape.paint(drawing, scale, TITLE_HEIGHT)
+        content = io.BytesIO()
+        # Pillow does not smooth edges; the mean of smaller pixels does.
+        large.resize((width, height), Image.Resampling.BOX).save(content, "PNG")
+        return content.getvalue()
+
+    def _body(self, colours: dict[str, str]) -> str:
+        return "".join(shape.svg(colours) for shape in self.shapes)
+
+
+_MARKS: dict[str, list[Point]] = {
+    "circle": [(math.cos(turn * math.pi / 12), math.sin(turn * math.pi / 12)) for turn in range(24)],
+    "square": [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)],
+    "diamond": [(0, -1.2), (1.2, 0), (0, 1.2), (-1.2, 0)],
+    "up": [(0, -1.1), (1.1, 0.9), (-1.1, 0.9)],
+    "left": [(-1.1, 0), (0.9, -1.1), (0.9, 1.1)],
+    "right": [(1.1, 0), (-0.9, -1.1), (-0.9, 1.1)],
+}
+
+
+def _title(title: str) -> Text:
+    return Text(8, 21, title, 14, bold=True)
+
+
+def _text(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+@lru_cache(maxsize=64)
+def _font(size: int, bold: bool, italic: bool) -> tuple[Any, bool]:
+    """Return a font of Pillow, and whether it has more than ASCII."""
+    from PIL import ImageFont
+
+    style = "-Bold" if bold else "-Oblique" if italic else ""
+    for name in (f"DejaVuSans{style}.ttf", "DejaVuSans.ttf", "LiberationSans-Regular.ttf", "Arial.ttf"):
+        try:
+            return ImageFont.truetype(name, size), True
+        except OSError:
+            continue
+    return ImageFont.load_default(size), False
+
+
+def _ascii(text: str) -> str:
+    plain = text.replace("…", "...").replace("µ", "u").replace("±", "+-")
+    return unicodedata.normalize("NFKD", plain).encode("ascii", "ignore").decode()
+
+
+_NARROW, _WIDE = frozenset("ijl.,:;'|!I ftr()[]-"), frozenset("mwMW%@=+")
+
+
+def text_width(text: str, size: float = SIZE) -> float:
+    # Estimated, because the browser chooses the font; most fonts are narrower. Characters of East Asia are as wide as
+    # high.
+    widths = (0.36 if c in _NARROW else 0.9 if c in _WIDE else 1.05 if ord(c) > 0x2E7F else 0.64 for c in text)
+    return size * sum(widths)
+
+
+# Axes
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Maps values from ``low`` to ``high`` to pixels from ``start`` to ``end``, linearly or by their logarithm."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        # Clipped, so that a shape never leaves its panel.
+        value = min(max(value, self.low), self.high)
+        if self.log:
+            part = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            part = (value - self.low) / (self.high - self.low)
+        return self.start + part * (self.end - self.start)
+
+    def ticks(self, suffix: str = "") -> list[tuple[float, str]]:
+        ticks = log_ticks(self.low, self.high) if self.log else round_ticks(self.low, self.high)
+        kept: list[tuple[float, str]] = []
+        # From 1 outwards, which the axis of gains has in any case.
+        for tick in sorted(ticks, key=lambda tick: abs(math.log(tick))) if self.log else ticks:
+            label = f"{tick:,.6g}{suffix}" if self.log else f"{tick:,.10g}{suffix}"
+            # Labels of a horizontal axis never overlap.
+            far = text_width(label, 11) / 2 + 5
+            if all(abs(self.at(tick) - self.at(other)) > far + text_width(text, 11) / 2 for other, text in kept):
+                kept.append((tick, label))
+        return sorted(kept)
+
+
+def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    span = high - low
+    if not span:
+        return [low]
+    # The smallest of 1, 2 and 5 times a power of ten that gives few enough ticks.
+    exponent = math.floor(math.log10(span / most))
+    unit = 10.0**exponent
+    step = unit * next(factor for factor in (1, 2, 5, 10, 20) if span / (unit * factor) <= most)
+    # Quotients are rounded: a limit that is a multiple of the step is a tick, too.
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(place * step, -exponent) for place in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Return at most so many round numbers between two positive limits, 1 among them if it lies there."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    # From fine to coarse, until there are few enough ticks.
+    for steps in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        ticks = [step * 10.0**power for power in decades for step in steps if low <= step * 10.0**power <= high]
+        if 3 <= len(ticks) <= most:
+            return ticks
+        if len(ticks) < 3:
+            break
+    else:
+        # Multiples of the stride, so that 1 is a tick.
+        stride = math.ceil(len(ticks) / most)
+        return [10.0**power for power in decades if power % stride == 0 and low <= 10.0**power <= high]
+    if high / low < 4:
+        return [tick for tick in round_ticks(low, high, most - 1) if tick > 0]
+    return [step * 10.0**power for power in decades for step in (1, 2, 5) if low <= step * 10.0**power <= high]
+
+
+LOG_FROM = 20.0
+
+
+def needs_log(values: Sequence[float]) -> bool:
+    # A linear axis would hide the small values.
+    return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM
+
+
+# Colours of heat maps: gains have the same steps on both sides of 1 and in every map, so that twice as good and half as
+# good are equally strong. Amounts have one colour, stronger for larger ones.
+
+_LIMITS = (1.25, 2.0, 4.0)
+EVEN = "even"
+# Colours, and their meaning.
+GAIN_LEGEND = (
+    ("worse-4", "up to 0.25x"),
+    ("worse-3", "up to 0.5x"),
+    ("worse-2", "up to 0.8x"),
+    ("worse-1", "below 1x"),
+    (EVEN, "no difference shown"),
+    ("better-1", "above 1x"),
+    ("better-2", "from 1.25x"),
+    ("better-3", "from 2x"),
+    ("better-4", "from 4x"),
+)
+
+_FAINTEST = 0.06
+
+
+def gain_colour(gain: float | None) -> str:
+    """Return the colour of a gain; `EVEN` for 1, and for None, where no difference is shown."""
+    if gain is None or gain <= 0 or gain == 1:
+        return EVEN
+    # A little more, because 1 / 0.8 is less than 1.25 in floating point.
+    size = max(gain, 1 / gain) * (1 + 1e-9)
+    return f"{'better' if gain > 1 else 'worse'}-{1 + sum(size >= limit for limit in _LIMITS)}"
+
+
+def amount_opacity(value: float, low: float, high: float, *, log: bool) -> float:
+    """Return the strength of an amount, 0 to 1; with ``log`` it follows the logarithm."""
+    if value <= 0:
+        return 0.0
+    if log:
+        part = math.log(min(value, high) / low) / math.log(high / low) if high > low else 1.0
+    else:
+        part = min(value, high) / high
+    # Never fully transparent: the smallest amount differs from none.
+    return round(_FAINTEST + (1 - _FAINTEST) * min(1.0, max(0.0, part)), 3)
