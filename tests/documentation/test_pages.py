@@ -108,7 +108,7 @@ def test_the_page_of_measurements_and_the_chart_match_the_results(monkeypatch: p
 
 
 def test_texts_of_errors_that_are_explained_are_those_of_the_source() -> None:
-    source = "".join(path.read_text() for path in sorted((ROOT / "src" / "tensorkeep").rglob("*.py")))
+    source = "".join(path.read_text() for path in sorted(ROOT.glob("packages/*/src/**/*.py")))
     source = re.sub(r'"\s*f?"', "", source)  # texts on several lines
     titles = re.findall(r"^### `(.+)`$", (ROOT / "docs/how-to/troubleshoot.md").read_text(), re.MULTILINE)
     assert len(titles) > 10

@@ -85,7 +85,7 @@ def test_pieces_come_back_in_order_with_few_jobs_at_once(pairs: BpeTokenizer, mo
 def test_a_small_corpus_and_simple_tokens_are_encoded_here_and_one_process_is_needed(
     tmp_path: Path, pairs: BpeTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoding, "usable_processors", lambda: range(7))
+    monkeypatch.setattr(encoding.machine, "usable_processors", lambda: range(7))
     assert [default_processes(pairs, nbytes) for nbytes in (1 << 20, 1 << 30)] == [1, 7]
     assert default_processes(ByteTokenizer(documents=True), 1 << 30) == 1
     with pytest.raises(UsageError, match="processes is 0"):

@@ -134,7 +134,7 @@ def test_progress_reaches_the_end_and_missing_pyarrow_is_named(tmp_path: Path, m
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError) as caught:
         read(path)
-    assert ".[tables]" in str(caught.value.remedy)
+    assert "chatgot[tables]" in str(caught.value.remedy)
 
 
 def test_tokens_are_those_of_the_same_documents_as_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

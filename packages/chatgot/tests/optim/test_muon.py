@@ -92,7 +92,7 @@ def test_fused_projections_are_updated_like_separate_ones() -> None:
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_steps_are_computed_in_bfloat16_where_that_is_fast(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    monkeypatch.setattr(muon, "multiplies_bfloat16_fast", lambda: fast)
+    monkeypatch.setattr(muon.machine, "multiplies_bfloat16_fast", lambda: fast)
     parameters = matrices()
     optimizer = Muon(parameters)
     results = []

@@ -59,7 +59,7 @@ def test_a_run_that_slows_down_warns_once(tmp_path: Path, data: Path) -> None:
         opened.clock = ActivityTimer(lambda: elapsed)
 
     config = CONFIG.changed({"loop.steps": 51})
-    with TestCase().assertLogs("tensorkeep", "WARNING") as logged:
+    with TestCase().assertLogs("chatgot", "WARNING") as logged:
         run(config, tmp_path / "run", data, arrange=with_fake_clock)
     assert [(line["step"], round(line["ratio"])) for line in lines(tmp_path / "run", "slowdown")] == [(41, 7)]
     (message,) = [each.getMessage() for each in logged.records]
@@ -99,7 +99,7 @@ def test_data_sheets_of_cards_by_the_name_that_torch_gives_and_their_mfu() -> No
 
 
 def test_teams_that_limit_spinning_are_counted_by_the_usable_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "usable_processors", lambda: {0, 1, 2})
+    monkeypatch.setattr(cpu.machine, "usable_processors", lambda: {0, 1, 2})
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     # With one thread, which torch may be set to meanwhile, there is nothing to limit.
     for threads, teams in ((2, 2), (3, 1), (1, 0)):

@@ -133,7 +133,7 @@ def test_without_an_arm_or_a_second_block_or_with_other_settings_a_claim_is_not_
 
 
 def test_the_shipped_experiments_have_the_arms_and_isolate_the_causes() -> None:
-    shipped = json.loads((resources.files("tensorkeep") / "experiments" / "claims.json").read_text())
+    shipped = json.loads((resources.files("tensorkeep_bench") / "experiments" / "claims.json").read_text())
     arms = {arm["name"]: arm["settings"] for arm in shipped["arms"]}
     published = module.published_claims()
     assert arms.keys() == published.arms("checkpoint")

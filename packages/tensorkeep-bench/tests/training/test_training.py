@@ -110,9 +110,9 @@ def test_peak_includes_evaluations_only_if_asked(data: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(loop, "validation_loss", evaluated)
     monkeypatch.setattr(loop, "peak_memory", lambda _: memory["peak"])
-    monkeypatch.setattr(cell, "reset_peak_resident", lambda: memory.update(peak=10))
+    monkeypatch.setattr(cell.machine, "reset_peak_resident", lambda: memory.update(peak=10))
     monkeypatch.setattr(cell, "_nbytes", lambda _: 0)
-    monkeypatch.setattr(cell, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(cell.machine, "resident_bytes", lambda: 0)
     for counted, measure, most in ((False, cell.RESIDENT, 10), (True, cell.MEMORY, 1000)):
         protocol = cell.Protocol(2, with_evaluation=counted)
         assert trained(data, tmp_path / measure, protocol, {"eval.every": 1})[measure] == most, measure
