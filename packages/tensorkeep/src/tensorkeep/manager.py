@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
 import msgspec
 
 from tensorkeep.checkpoint.background import PendingSave, SaveQueue, WhenBusy, checked_budget, copies_of
-from tensorkeep.checkpoint.into import LoadRequest, load_path
+from tensorkeep.checkpoint.loading import LoadRequest, load_path
 from tensorkeep.checkpoint.options import (
     MemorySize,
     ProgressOption,
     SettingsSource,
-    budget_pool,
     callback_only,
+    open_settings,
     read_settings,
 )
 from tensorkeep.checkpoint.saving import begin_save, check_request, check_store, flat_state
@@ -32,7 +32,7 @@ from tensorkeep.errors import (
     UsageError,
     warn_caller,
 )
-from tensorkeep.formats.base import OpenSettings, StepRecord
+from tensorkeep.formats.base import StepRecord
 from tensorkeep.paths import StorePath, absolute, as_path, checked_path
 from tensorkeep.ranks.group import RankCoordinator, ranks_of
 from tensorkeep.ranks.merge import PREPARING
@@ -546,9 +546,9 @@ class CheckpointManager:
         return self._backend.read_nearest(path, partial(self._load, request=request))
 
     def _load(self, path: Path, request: LoadRequest) -> Any:
-        pool = budget_pool(self._budget or DEFAULT_BUDGET)
         # Through the page cache if ranks of one machine read the same blocks: from the disk once.
-        state = load_path(path, OpenSettings(pool=pool, page_cache=self._ranks.is_distributed), request, "native")
+        settings = open_settings(self._budget or DEFAULT_BUDGET, page_cache=self._ranks.is_distributed)
+        state = load_path(path, settings, request, "native")
         self.restored_from = path
         # All blocks were checked, so the next incremental save may share them, unless the step is in another storage.
         if request.select is None:

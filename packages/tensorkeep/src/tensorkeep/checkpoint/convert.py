@@ -53,25 +53,16 @@ def convert(
     dst : path-like
         The path of the new checkpoint, or its URL in an object store; missing parent folders are created.
     to : str, optional
-        The format to write: ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"``, ``"tensorstore"``, ``"t5x"``, or a
-        plug-in's. By default the suffix of ``dst`` decides, as in `tensorkeep.save`: ``.safetensors``; ``.pt``,
-        ``.pth`` and ``.bin`` for torch; ``.zarr`` for tensorstore; all else is native. A format that
-        contradicts the suffix is refused.
+        The format to write, as the ``format`` of `tensorkeep.save`; by default the suffix of ``dst`` decides. A format
+        that contradicts the suffix is refused.
     select : str or list of str, optional
         Globs on the names of tensors; only these are converted.
     drop_metadata : bool
         Leave out the user's metadata, for formats that cannot store it.
-    verify : bool
-        Check every block that is read against its checksum, where the format has any.
-    format : str, optional
-        The format of the source; found by looking at the files by default.
-    allow : str, class, or list of them, optional
-        Classes outside torch\'s allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
-        read as dicts; their code never runs.
-    memory_budget : int or str, optional
-        Limit in bytes for all buffers of reading and writing together; 256 MiB by default.
-    compression, overwrite, progress, threads, settings, **options : optional
-        For the new checkpoint; see `tensorkeep.save`.
+    verify, format, allow : optional
+        For reading the source; see `tensorkeep.load`.
+    compression, overwrite, progress, threads, memory_budget, settings, **options : optional
+        For the new checkpoint; see `tensorkeep.save`. The memory budget includes the buffers of reading.
 
     Raises
     ------

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensorkeep.checkpoint.options import MemorySize, ProgressOption, budget_pool, drawn, thread_count
+from tensorkeep.checkpoint.options import AllowOption, MemorySize, ProgressOption, drawn, open_settings, thread_count
 from tensorkeep.checkpoint.ranges import contiguous_in, grid, reading_threads, strided_view
 from tensorkeep.errors import PathLike, UsageError
-from tensorkeep.formats.base import BLOCK_BYTES, Entry, OpenSettings, Reader
+from tensorkeep.formats.base import BLOCK_BYTES, Entry, Reader
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state import names
 from tensorkeep.state.dtypes import DType
@@ -510,7 +509,7 @@ def diff(
     progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
-    allow: Allow | None = None,
+    allow: AllowOption = None,
 ) -> DiffReport:
     """Compare two checkpoints of any formats; tensors are matched by name.
 
@@ -526,19 +525,9 @@ def diff(
         equals itself and -0.0 differs from 0.0.
     select : str or list of str, optional
         Globs on the names; only these tensors are compared, and no plain values.
-    verify : bool
-        Check every block that is read against its checksum, where the format has any.
-    progress : bool or callable, optional
-        True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
-        the reading threads, one call at a time.
-    threads : int, optional
-        Reading threads; twice the cores, between 2 and 8, by default.
-    memory_budget : int or str
-        Limit in bytes for all buffers together, also as ``"256MiB"``. For a view that is not contiguous, such as a
-        transposed tensor, the full stored tensor is loaded in addition, unless both checkpoints have the same view.
-    allow : str, class, or list of them, optional
-        Classes outside torch\'s allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
-        read as dicts; their code never runs.
+    verify, progress, threads, memory_budget, allow : optional
+        See `tensorkeep.load`. For a view that is not contiguous, such as a transposed tensor, the full stored tensor
+        is loaded beside the buffers, unless both checkpoints have the same view.
 
     Raises
     ------
@@ -564,7 +553,7 @@ def diff(
         if not (value >= 0 and math.isfinite(value)):
             raise UsageError(f"a tolerance of {value} is not allowed", remedy="give a finite number of 0 or more")
     count = thread_count(threads)
-    settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget), allow=allowed_names(allow))
+    settings = open_settings(memory_budget, verify=verify, allow=allow)
     a, b = checkpoint_path(a), checkpoint_path(b)
     with (
         # The pool is closed last: readers may hold its buffers.

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from tensorkeep.checkpoint.options import AllowOption, open_settings
 from tensorkeep.codecs import coder
 from tensorkeep.errors import PathLike
-from tensorkeep.formats.base import Entry, OpenSettings, Reader
+from tensorkeep.formats.base import Entry, Reader
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state.tree import placeholders
 
@@ -87,18 +87,15 @@ def describe(entry: Entry) -> dict[str, Any]:
     return {**msgspec.structs.asdict(entry), "dtype": entry.dtype.name, "shape": list(entry.shape)}
 
 
-def info(path: PathLike, *, format: str | None = None, allow: Allow | None = None) -> InfoReport:
+def info(path: PathLike, *, format: str | None = None, allow: AllowOption = None) -> InfoReport:
     """Return what a checkpoint of any format contains; no tensor is read.
 
     Parameters
     ----------
     path : path-like
         A checkpoint, or a step of a run such as ``"run"`` or ``"run@1200"``; see `tensorkeep.load`.
-    format : str, optional
-        The name of the format, instead of looking at the files.
-    allow : str, class, or list of them, optional
-        Classes outside torch\'s allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
-        read as dicts; their code never runs.
+    format, allow : optional
+        See `tensorkeep.load`.
 
     Raises
     ------
@@ -119,7 +116,7 @@ def info(path: PathLike, *, format: str | None = None, allow: Allow | None = Non
     >>> folder.cleanup()
     """
     path = checkpoint_path(path)
-    with open_reader(path, OpenSettings(allow=allowed_names(allow)), format) as reader:
+    with open_reader(path, open_settings(allow=allow), format) as reader:
         return report_of(path, reader)
 
 

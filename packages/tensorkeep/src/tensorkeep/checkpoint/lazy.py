@@ -5,16 +5,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from tensorkeep.checkpoint.into import LoadRequest, load_open
+from tensorkeep.checkpoint.loading import LoadRequest, load_open
 from tensorkeep.checkpoint.match import refuse_placeholders_named
-from tensorkeep.checkpoint.options import MemorySize, ProgressOption, budget_pool, drawn
+from tensorkeep.checkpoint.options import AllowOption, MemorySize, ProgressOption, drawn, open_settings
 from tensorkeep.checkpoint.ranges import NewPages, contiguous_in, fill, strided_view
 from tensorkeep.checkpoint.verify import VerifyReport, verify_open
 from tensorkeep.closing import Closing
 from tensorkeep.errors import PathLike, TensorNotFoundError, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state.leaf import Array, Device, DTypeLike, Leaf, LeafKind, allocate
 from tensorkeep.state.names import nearest
@@ -30,7 +29,7 @@ def open(
     *,
     verify: bool = True,
     format: str | None = None,
-    allow: Allow | None = None,
+    allow: AllowOption = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> "Checkpoint":
     """Open a checkpoint of any format without reading a tensor; a context manager, and a mapping of lazy tensors.
@@ -39,15 +38,8 @@ def open(
     ----------
     path : path-like
         A checkpoint, or a step of a run such as ``"run"`` or ``"run@1200"``; see `load`.
-    verify : bool
-        Check each block that is read against its checksum, where the format has any.
-    format : str, optional
-        The name of the format, instead of looking at the files.
-    allow : str, class, or list of them, optional
-        Classes outside torch\'s allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
-        read as dicts; their code never runs.
-    memory_budget : int or str
-        Limit in bytes for the buffers of reading, also as ``"256MiB"``.
+    verify, format, allow, memory_budget : optional
+        See `tensorkeep.load`.
 
     Raises
     ------
@@ -68,7 +60,7 @@ def open(
             [4, 5]]))
     >>> folder.cleanup()
     """
-    settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget), page_cache=True, allow=allowed_names(allow))
+    settings = open_settings(memory_budget, verify=verify, page_cache=True, allow=allow)
     return Checkpoint(open_reader(checkpoint_path(path), settings, format), settings)
 
 

@@ -1,22 +1,310 @@
-"""`tensorkeep.load`: a state, or some of its tensors, into new memory or into tensors that exist."""
+"""`tensorkeep.load`: into existing tensors and objects, into new memory, or over a mapped file."""
 
+import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tensorkeep.checkpoint.into import LoadRequest, load_path
-from tensorkeep.checkpoint.options import MemorySize, ProgressOption, budget_pool
-from tensorkeep.errors import PathLike
-from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
+from tensorkeep.checkpoint.match import (
+    StateMatch,
+    check_same_checkpoint,
+    rebuild,
+    refuse_placeholders,
+    select_tensors,
+    warn_of_attributes,
+    warn_of_placeholders,
+)
+from tensorkeep.checkpoint.object_checks import REFUSALS, in_own_names, is_module
+from tensorkeep.checkpoint.options import (
+    AllowOption,
+    MemorySize,
+    ProgressOption,
+    check_device,
+    drawn,
+    open_settings,
+    thread_count,
+)
+from tensorkeep.checkpoint.ranges import CopyPlan, read_all
+from tensorkeep.checkpoint.stateful import (
+    PerRank,
+    StatefulObject,
+    for_rank,
+    has_value,
+    is_below,
+    load_objects,
+    unwrap_states,
+    value_at,
+    with_values_at,
+    wrap_objects,
+)
+from tensorkeep.errors import PathLike, StateMismatchError, TensorkeepError, UnsupportedError, UsageError
+from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
+from tensorkeep.formats.finding import open_reader
 from tensorkeep.paths import checked_path
-from tensorkeep.ranks.group import RankCoordinator, ranks_of
+from tensorkeep.ranks.group import ONE_RANK, RankCoordinator, ranks_of
 from tensorkeep.runs.address import checkpoint_path
-from tensorkeep.state.leaf import Device, DTypeLike
-from tensorkeep.storage.buffers import DEFAULT_BUDGET
+from tensorkeep.state import names
+from tensorkeep.state.aliases import make_view
+from tensorkeep.state.leaf import Array, Device, DTypeLike, LeafKind, allocate, float_dtype
+from tensorkeep.state.tree import prune, state_leaves
+from tensorkeep.storage.buffers import DEFAULT_BUDGET, BufferPool
+from tensorkeep.storage.parallel import Progress
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+# ``load(mmap=True)``: the memory of the tensors is the mapped file, and data is read when it is used.
+
+
+def map_tensors(reader: Reader, names: Iterable[str]) -> dict[str, Array]:
+    """Raises UnsupportedError if the bytes of a tensor are not stored as they are in memory."""
+    stored: dict[str, Array] = {}
+    tensors: dict[str, Array] = {}
+    for name in names:
+        alias = reader.flat.aliases.get(name)
+        base = name if alias is None else alias.of
+        if base not in stored:
+            stored[base] = _map_tensor(reader, reader.leaf_specs[name].kind, reader.flat.leaves[base])
+        tensors[name] = stored[base] if alias is None else make_view(stored[base], alias)
+    return tensors
+
+
+def _map_tensor(reader: Reader, kind: LeafKind, leaf: StoredLeaf) -> Array:
+    if not leaf.nbytes:
+        return allocate(kind, leaf.dtype, leaf.shape)
+    content = reader.mapped(leaf.name)
+    if content is not None and kind in ("ndarray", "npscalar"):
+        array = content.view(leaf.dtype.numpy).reshape(leaf.shape)
+        if array.flags.aligned:
+            return array
+    elif content is not None:
+        import torch
+
+        tensor = torch.frombuffer(content, dtype=leaf.dtype.torch).view(leaf.shape)
+        # Foreign files may place a tensor at any byte.
+        if not tensor.data_ptr() % leaf.dtype.itemsize:
+            return tensor
+    how = f"is stored as {leaf.codec}" if leaf.codec != "raw" else "is not stored in one aligned piece"
+    raise UnsupportedError(
+        f"{how}, so that it cannot be mapped",
+        path=reader.path,
+        name=leaf.name,
+        remedy="load without mmap, or `tensorkeep.convert` it with compression='none'",
+    )
+
+
+# Loading from an open checkpoint: a new state, or into tensors in place and objects by ``load_state_dict``.
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    into: Any = None
+    select: str | Iterable[str] | None = None
+    device: Device = None
+    strict: bool = True
+    dtype: DTypeLike = None
+    mmap: bool = False
+    check_mapped: bool = False
+    progress: ProgressOption = None
+    threads: int | None = None
+    ranks: RankCoordinator = ONE_RANK
+
+
+def load_path(path: PathLike, settings: OpenSettings, request: LoadRequest, format: str | None = None) -> Any:
+    """Load the checkpoint at a path, with buffers that are freed afterwards."""
+    with request.ranks.collective("loading"), settings.pool as pool, open_reader(path, settings, format) as reader:
+        if request.ranks.is_distributed:
+            check_same_checkpoint(reader, request.ranks)
+        return load_open(reader, pool, request)
+
+
+def load_open(reader: Reader, pool: BufferPool, request: LoadRequest) -> Any:
+    """See `tensorkeep.load`. Raises StateMismatchError; it states whether tensors are overwritten already."""
+    _check_request(request)
+    with drawn(request.progress, "loading") as progress:
+        threads = thread_count(request.threads, reader.path)
+        if request.into is not None:
+            # Everything is compared first. Then objects without tensors to fill in place (schedulers, a new optimizer)
+            # are loaded; if one refuses, all get their previous states back. Only then are tensors overwritten.
+            return _IntoState(reader, request).load(threads, pool, progress)
+        return _load_new(reader, request, threads, pool, progress)
+
+
+def _load_new(reader: Reader, request: LoadRequest, threads: int, pool: BufferPool, progress: Progress | None) -> Any:
+    select = request.select
+    chosen = list(reader.leaf_specs) if select is None else select_tensors(reader, reader.leaf_specs, select)
+    skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
+    if reader.refusal is not None:
+        refuse_placeholders(reader, skeleton)
+    warn_of_placeholders(reader, skeleton)
+    if select is None:
+        warn_of_attributes(reader)
+    dtype = None if request.dtype is None else float_dtype(request.dtype)
+    if request.mmap:
+        values = map_tensors(reader, chosen)
+        if request.check_mapped:
+            # A mapped file is read by the kernel, so checksums need a read of their own.
+            stored = dict.fromkeys(reader.entries[name].alias_of or name for name in chosen)
+            read_all(reader, stored, threads=threads, pool=pool, progress=progress)
+    else:
+        plan = CopyPlan(reader, chosen, {}, request.device, dtype)
+        plan.read(threads, pool, progress)
+        values = plan.values()
+    return rebuild(reader, skeleton, values, as_given=())
+
+
+def _check_request(request: LoadRequest) -> None:
+    given = {name: getattr(request, name) not in (None, False) for name in ("mmap", "device", "dtype")}
+    given["into"] = request.into is not None
+    if not request.strict and not given["into"]:
+        raise UsageError("strict=False needs `into`", remedy="give the state to load into, or `select` tensors")
+    for one, other, remedy in (
+        ("into", "mmap", "leave out `into` or `mmap`"),
+        ("into", "device", "leave out `device`: tensors in `into` keep their devices"),
+        ("into", "dtype", "leave out `dtype`: tensors in `into` keep their dtypes, which must be the saved ones"),
+        ("mmap", "dtype", "leave out `mmap`, or convert tensors later"),
+    ):
+        if given[one] and given[other]:
+            raise UsageError(f"`{one}` and `{other}` exclude each other", remedy=remedy)
+    if request.mmap and str(request.device or "cpu") != "cpu":
+        raise UsageError(
+            f"mapped tensors cannot be on device {str(request.device)!r}", remedy="leave out `mmap`, or move them later"
+        )
+    check_device(request.device)
+
+
+class _IntoState:
+    def __init__(self, reader: Reader, request: LoadRequest) -> None:
+        self._reader = reader
+        ranks = request.ranks
+        self._rank = str(ranks.rank)
+        state, self._per_rank = for_rank(request.into, ranks)
+        # Nothing is touched unless the states of all ranks fit.
+        with ranks.collective("comparing its state with the checkpoint"):
+            self._match = StateMatch(
+                reader,
+                wrap_objects(state),
+                request.select,
+                strict=request.strict,
+                ranks=ranks,
+                per_rank=self._per_rank.keys(),
+            )
+            targets = self._match.targets()
+        self._state = self._match.state
+        # What is not selected may be a placeholder.
+        whole = self._match.skeleton
+        self._skeleton = whole if request.select is None else prune(whole, reader.entries)
+        self._first = self._match.loaded_first()
+        self._done = set(self._match.unselected)  # objects that are loaded already, or not at all
+        self._tensors_read = False
+        # Tied tensors are loaded into new memory first, to be compared.
+        first_names = set[str]().union(*self._first.values(), *self._match.tied)
+        targets |= self._match.divided_like_parameters()
+        chosen = self._match.chosen
+        plans = (
+            CopyPlan(
+                reader,
+                [name for name in chosen if (name in first_names) is first],
+                {name: target for name, target in targets.items() if (name in first_names) is first},
+                request.device,
+            )
+            for first in (True, False)
+        )
+        self._first_plan, self._plan = plans
+
+    def load(self, threads: int, pool: BufferPool, progress: Progress | None) -> Any:
+        skeleton, total = self._skeleton, self._first_plan.nbytes + self._plan.nbytes
+        self._first_plan.read(threads, pool, _offset_progress(progress, 0, total))
+        values = self._first_plan.values()
+        self._check_tied(values)
+        saved = {**self._match.saved_tensors, **values}
+        as_given = saved.keys() - (values.keys() & self._match.new)
+        self._load_first(rebuild(self._reader, skeleton, saved, as_given=as_given))
+        self._tensors_read = True
+        self._plan.read(threads, pool, _offset_progress(progress, self._first_plan.nbytes, total))
+        values |= self._plan.values()
+        if values.keys() != self._reader.entries.keys():
+            skeleton = prune(skeleton, values.keys(), placeholders=True)
+        saved = rebuild(self._reader, skeleton, values, as_given=values.keys() - self._match.new)
+        loaded = load_objects(self._state, saved, self._load)
+        self._match.warn_of_skipped()
+        warn_of_placeholders(self._reader, skeleton)
+        return with_values_at(loaded, self._values_of_this_rank(loaded))
+
+    def _check_tied(self, values: Mapping[str, Any]) -> None:
+        """Raises StateMismatchError if tensors that are one in the state were saved with different values."""
+        if self._match.tied:
+            import torch
+
+        for first, *others in self._match.tied:
+            for other in others:
+                # NaN is equal to the same NaN.
+                if not torch.equal(*(values[name].reshape(-1).view(torch.uint8) for name in (first, other))):
+                    raise StateMismatchError(
+                        f"{other!r} is {first!r} in the state, and they were saved with different values; "
+                        "nothing was touched",
+                        path=self._reader.path,
+                        remedy="give each tensor of the state its own memory, or load without `into`",
+                        different=(first, other),
+                    )
+
+    def _values_of_this_rank(self, loaded: Any) -> dict[names.KeyPath, PerRank]:
+        """Each `PerRank` with its loaded value; as it was given where the checkpoint has none of this rank."""
+        places = {path: (*path, self._rank) for path in self._per_rank}
+        found = {path: PerRank(value_at(loaded, place)) for path, place in places.items() if has_value(loaded, place)}
+        return {**self._per_rank, **found}
+
+    def _load_first(self, loaded: Any) -> None:
+        """Load the objects that come first; if one refuses, load the previous states back into all objects."""
+        previous: list[tuple[names.KeyPath, StatefulObject, Any]] = []
+        try:
+            for path in self._first:
+                stateful = self._match.objects[path].stateful
+                # Kept before the load: an object may change its state and then refuse.
+                previous.append((path, stateful, _copied_state(stateful)))
+                load_objects(stateful, value_at(loaded, path), self._load, path)
+        except BaseException:
+            for path, stateful, state in previous:
+                # The object that refused may refuse its previous state, too; the others must still get theirs.
+                with suppress(Exception):
+                    load_objects(stateful, state, lambda _, each, state: each.value.load_state_dict(state), path)
+            raise
+        self._done |= set(self._first)
+
+    def _load(self, path: names.KeyPath, stateful: StatefulObject, state: Any) -> None:
+        if is_below(path, self._done):
+            return
+        value, state = stateful.value, in_own_names(stateful, state)
+        try:
+            if self._match.partial and is_module(value):
+                value.load_state_dict(state, strict=False)
+            else:
+                value.load_state_dict(state)
+        except TensorkeepError:
+            raise
+        except REFUSALS as error:
+            raise StateMismatchError(
+                f"the {type(value).__name__} at {names.display(path)!r} does not accept its saved state: {error}; "
+                + ("the tensors of the state are overwritten already" if self._tensors_read else "nothing was touched"),
+                path=self._reader.path,
+                remedy="load into an object that was made in the same way",
+                different=(names.display(path),),
+            ) from error
+
+
+def _copied_state(stateful: StatefulObject) -> Any:
+    """A copy that shares the tensors, which may be large: loading replaces them."""
+    state = unwrap_states(stateful.state)
+    arrays = [found.value for found in state_leaves(state, sharded=True).values()]
+    return copy.deepcopy(state, {id(array): array for array in arrays})
+
+
+def _offset_progress(progress: Progress | None, before: int, total: int) -> Progress | None:
+    """A callback that adds ``before`` to the bytes done, for the second of two readings."""
+    return None if progress is None else lambda done, _: progress(before + done, total)
 
 
 def load(
@@ -33,7 +321,7 @@ def load(
     verify: bool | None = None,
     page_cache: bool = False,
     format: str | None = None,
-    allow: Allow | None = None,
+    allow: AllowOption = None,
     progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
@@ -96,7 +384,7 @@ def load(
     format : str, optional
         The name of the format, instead of looking.
     allow : str, class, or list of them, optional
-        Classes outside torch\'s allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
+        Classes outside torch's allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
         read as dicts; their code never runs.
     progress : bool or callable, optional
         True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
@@ -157,9 +445,7 @@ def load(
     through_cache = page_cache or mmap or ranks.is_distributed
     request = LoadRequest(into, select, device, strict, dtype, mmap, check, progress, threads, ranks)
     with ranks.reporting_errors("loading"):
-        settings = OpenSettings(
-            verify=check, page_cache=through_cache, pool=budget_pool(memory_budget), allow=allowed_names(allow)
-        )
+        settings = open_settings(memory_budget, verify=check, page_cache=through_cache, allow=allow)
         return load_path(_found(path, ranks), settings, request, format)
 
 

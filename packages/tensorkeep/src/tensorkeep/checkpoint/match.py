@@ -6,7 +6,8 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from tensorkeep.checkpoint.object_checks import (
     refusals,
     unwrapped,
 )
+from tensorkeep.checkpoint.ranges import Target
 from tensorkeep.checkpoint.stateful import (
     StatefulObject,
     container_kind,
@@ -34,14 +36,6 @@ from tensorkeep.checkpoint.stateful import (
     unwrap_states,
     value_at,
     with_items,
-)
-from tensorkeep.checkpoint.targets import (
-    Differences,
-    Target,
-    compare,
-    difference_of,
-    match_targets,
-    sharing_conflict_of,
 )
 from tensorkeep.errors import (
     CorruptCheckpointError,
@@ -56,7 +50,9 @@ from tensorkeep.formats.base import Entry, Reader
 from tensorkeep.placeholder import Placeholder
 from tensorkeep.ranks.group import ONE_RANK, RankCoordinator
 from tensorkeep.state import names
-from tensorkeep.state.aliases import find_aliases
+from tensorkeep.state.aliases import find_aliases, full_view, sharing_conflict
+from tensorkeep.state.dtypes import DType
+from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.names import Key, KeyPath, display, select
 from tensorkeep.state.sharded import ShardedLeaf, is_dtensor
 from tensorkeep.state.skeleton import StateLeaf
@@ -432,6 +428,150 @@ def optimizer_state_like_parameters(
             assert leaf is not None
             found[name] = leaf, tensor
     return found
+
+
+# Comparing given tensors with the saved ones.
+
+_REMEDY = (
+    "leave entries that do not fit out of `into`, load only what fits (strict=False), or select the tensors to load "
+    '(select=["model.*"])'
+)
+_CAST_REMEDY = (
+    "convert the state to the saved dtype first (module.to({})), or load without `into` and convert then, as "
+    "load_state_dict() does"
+)
+
+
+@dataclass(slots=True)
+class Differences:
+    """Names of tensors by how the given state does not fit a checkpoint.
+
+    ``different`` has a text about dtype, shape or library. If only dtypes differ, ``saved_dtype`` is one that was
+    saved.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    different: dict[str, str] = field(default_factory=dict)
+    unwritable: list[str] = field(default_factory=list)
+    saved_dtype: DType | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.different or self.unwritable)
+
+    def error(self, path: Path, remedy: str | None = None) -> StateMismatchError:
+        missing, extra, different = self.names()
+        return StateMismatchError(
+            f"the state given to `into` does not fit the checkpoint; nothing was touched\n{self.lines()}",
+            path=path,
+            remedy=remedy or (_CAST_REMEDY.format(f"torch.{self.saved_dtype}") if self.saved_dtype else _REMEDY),
+            missing=missing,
+            extra=extra,
+            different=different,
+        )
+
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        return tuple(self.missing), tuple(self.extra), tuple(self.different)
+
+    def lines(self) -> str:
+        """Up to five tensors per kind."""
+        more = len(self.different) - _MOST_NAMED
+        return (
+            _listed("only in the state", self.missing)
+            + _listed("only in the checkpoint", self.extra)
+            + "".join(f"  {name}: {what}\n" for name, what in list(self.different.items())[:_MOST_NAMED])
+            + (f"  and {more} more that differ\n" if more > 0 else "")
+            + _listed("not writable in place", self.unwritable)
+        ).rstrip()
+
+
+def match_targets(given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str]) -> dict[str, Target]:
+    """Where the chosen tensors go. Raises StateMismatchError if tensors share memory in the state only."""
+    conflict = sharing_conflict_of(given, reader, set(chosen))
+    if conflict is not None:
+        first, second = conflict
+        raise StateMismatchError(
+            f"{second!r} shares memory with {first!r} in the state, but not in the same way in the checkpoint; "
+            "nothing was touched",
+            path=reader.path,
+            remedy="give each tensor of the state its own memory, or load without `into`",
+            different=(first, second),
+        )
+    return _targets(given, chosen)
+
+
+def _targets(given: Mapping[str, StateLeaf], chosen: list[str]) -> dict[str, Target]:
+    wanted = set(chosen)
+    bases = find_aliases(found.leaf for found in given.values())
+    return {
+        # A view is filled with its base, if the base is loaded at all.
+        name: Target(given[name].leaf, given[name].value, fills=name not in bases or bases[name].of not in wanted)
+        for name in chosen
+        if name in given
+    }
+
+
+def compare(given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str], *, partial: bool) -> Differences:
+    """What does not fit, without regard to shared memory; ``partial`` allows other tensors in the state."""
+    wanted = set(chosen)
+    targets = _targets(given, chosen)
+    differences = {name: difference_of(target.leaf, reader, name) for name, target in targets.items()}
+    found = Differences(
+        missing=[] if partial else [name for name in given if name not in wanted],
+        extra=[name for name in chosen if name not in given],
+        different={name: what for name, what in differences.items() if what is not None},
+        unwritable=[name for name, target in targets.items() if target.fills and not target.leaf.writable],
+    )
+    saved = [reader.entries[name] for name in found.different]
+    can_be_cast = all(
+        entry.dtype != targets[entry.name].leaf.dtype and entry.shape == targets[entry.name].leaf.shape
+        for entry in saved
+    )
+    if saved and can_be_cast and not (found.missing or found.extra or found.unwritable):
+        found.saved_dtype = saved[0].dtype
+    return found
+
+
+def sharing_conflict_of(
+    given: Mapping[str, StateLeaf], reader: Reader, wanted: Collection[str]
+) -> tuple[str, str] | None:
+    """Return two tensors that share memory in the state only, so that one value would overwrite the other."""
+    # A tensor that is not selected counts as well: filling the other would change it. A tensor missing from the
+    # checkpoint is assumed to be a view of a loaded one.
+    leaves = {name: found.leaf for name, found in given.items() if name in reader.entries}
+    saved = {
+        name: reader.flat.aliases.get(name) or full_view(name, leaf.shape)
+        for name, leaf in leaves.items()
+        if difference_of(leaf, reader, name) is None
+    }
+    # The local tensor of a DTensor shares memory with its other names only, which `find_aliases` knows.
+    sharded = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, ShardedLeaf)}
+    for name, alias in find_aliases(sharded.values()).items():
+        is_written = name in wanted or alias.of in wanted
+        if is_written and (name not in saved or saved[name] != saved.get(alias.of)):
+            return alias.of, name
+    return sharing_conflict({name: leaf for name, leaf in leaves.items() if name not in sharded}, saved, wanted)
+
+
+def difference_of(leaf: Leaf, reader: Reader, name: str) -> str | None:
+    """How a tensor of the state differs from the saved one in library, dtype or shape; None if it does not."""
+    entry = reader.entries[name]
+    libraries = [
+        "tensor" if kind in ("tensor", "parameter") else "array" for kind in (leaf.kind, reader.leaf_specs[name].kind)
+    ]
+    if libraries[0] == libraries[1] and (leaf.dtype, leaf.shape) == (entry.dtype, entry.shape):
+        return None
+    described = [f"{leaf.dtype} {list(leaf.shape)}", f"{entry.dtype} {list(entry.shape)}"]
+    if libraries[0] != libraries[1]:
+        described = [f"{library} {text}" for library, text in zip(libraries, described, strict=True)]
+    return f"{described[0]} in the state, {described[1]} saved"
+
+
+def _listed(what: str, found: list[str]) -> str:
+    if not found:
+        return ""
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f"  {what}: {', '.join(found[:_MOST_NAMED])}{more}\n"
 
 
 # Matching a training state with a checkpoint: what does not fit, and which tensors are filled in place.

@@ -13,10 +13,12 @@ from typing import Any
 
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import PathLike, UsageError, did_you_mean
+from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.paths import checked_path
 from tensorkeep.state.leaf import Device
 from tensorkeep.storage import storage_of
-from tensorkeep.storage.buffers import MINIMUM_BUDGET, BufferPool
+from tensorkeep.storage.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
 from tensorkeep.storage.direct_io import close, store_errors
 from tensorkeep.storage.parallel import Progress, default_threads
 from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
@@ -27,9 +29,20 @@ STORE_THREADS = 8
 MemorySize = int | str
 
 
-def budget_pool(memory_budget: MemorySize) -> BufferPool:
-    """Raises UsageError if the budget is not a size, or below 64 MiB."""
-    return BufferPool(parse_bytes(memory_budget))
+# Classes of objects in pickles that are read as dicts, or nothing.
+AllowOption = Allow | None
+
+
+def open_settings(
+    memory_budget: MemorySize = DEFAULT_BUDGET,
+    *,
+    verify: bool = True,
+    page_cache: bool = False,
+    allow: AllowOption = None,
+) -> OpenSettings:
+    """Raises UsageError if the budget is not a size, or below 64 MiB, or if ``allow`` has no name of a class."""
+    allowed = frozenset[str]() if allow is None else allowed_names(allow)
+    return OpenSettings(verify, BufferPool(parse_bytes(memory_budget)), page_cache, allowed)
 
 
 def thread_count(threads: int | None, source: Path | None = None) -> int:

@@ -1,25 +1,29 @@
-"""The first touch of new memory, and reading tensors in ranges."""
+"""Reading tensors in ranges, into given or new memory, and the first touch of new memory."""
 
 import ctypes
 import mmap
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.errors import CorruptCheckpointError, OutOfMemoryError
 from tensorkeep.formats.base import BLOCK_BYTES, Reader, thread_bytes
 from tensorkeep.formats.boxes import box_of
-from tensorkeep.machine import libc
+from tensorkeep.machine import libc, memory_limit
+from tensorkeep.state import cuda
 from tensorkeep.state.aliases import make_view
-from tensorkeep.state.leaf import Leaf, LeafKind, allocate
+from tensorkeep.state.dtypes import DType
+from tensorkeep.state.leaf import Array, CastLeaf, Device, Leaf, LeafKind, allocate
 from tensorkeep.state.sharded import ShardedLeaf, TensorShard, bytes_here, row_ranges
 from tensorkeep.storage import parallel
 from tensorkeep.storage.buffers import BufferPool, round_down, round_up
 from tensorkeep.storage.direct_io import Bytes
 from tensorkeep.storage.parallel import Meter, Progress
+from tensorkeep.units import format_bytes
 
 # The first touch of new memory, with the page size that is the faster one at the moment.
 #
@@ -272,3 +276,119 @@ def copy_range(source: Leaf, start: int, target: Leaf, pool: BufferPool) -> None
         with pool.acquire(end - begin) as buffer:
             source.read(start + begin, start + end, buffer[: end - begin])
             target.write(begin, end, buffer[: end - begin])
+
+
+# The memory of the tensors of a load.
+
+
+class Target(NamedTuple):
+    """A given tensor that is loaded. Bytes are read into it if it ``fills``; else it is a view of another."""
+
+    leaf: Leaf
+    value: Any
+    fills: bool
+
+
+class CopyPlan:
+    """The memory of the ``chosen`` tensors: ``given`` ones are filled in place, others get new memory."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        chosen: list[str],
+        given: Mapping[str, Target],
+        device: Device = None,
+        dtype: DType | None = None,
+    ) -> None:
+        self._reader = reader
+        self._dtype = dtype
+        self._chosen = chosen
+        self._given = given
+        self._memory = {name: target.leaf for name, target in given.items() if target.fills}
+        self._allocate([name for name in chosen if name not in given], device)
+        # One leaf for each stored tensor; other views are filled afterwards.
+        flat = reader.flat
+        self._stored = {name: leaf for name, leaf in self._memory.items() if name in flat.leaves}
+        self._views: list[Leaf] = []
+        for name, leaf in self._memory.items():
+            alias = flat.aliases.get(name)
+            if alias is not None:
+                full = alias.is_full(flat.leaves[alias.of].shape)
+                # Two views of one stored tensor need memory of their own: the first is read, the other is filled
+                # afterwards.
+                if not full or self._stored.setdefault(alias.of, leaf) is not leaf:
+                    self._views.append(leaf)
+
+    def _allocate(self, names: list[str], device: Device) -> None:
+        flat, entries = self._reader.flat, self._reader.entries
+        self._check_memory(names, device)
+        wanted = set(self._chosen)
+        views = Counter([flat.aliases[n].of for n in names if n in flat.aliases])
+        for name in names:
+            base = entries[name].alias_of
+            if base in wanted:
+                continue
+            stored = name
+            # A single view of a stored tensor that is not wanted gets memory for itself only; several views share the
+            # stored tensor's.
+            if base is not None and (views[base] > 1 or entries[name].nbytes > flat.leaves[base].nbytes):
+                stored = base
+            if stored not in self._memory:
+                kind, entry = self._reader.leaf_specs[name].kind, entries[stored]
+                where = device if kind in ("tensor", "parameter") else None
+                dtype = self._dtype_of(stored)
+                array = allocate(kind, dtype, entry.shape, device=where)
+                self._memory[stored] = (Leaf if dtype is entry.dtype else CastLeaf)(stored, kind, entry.dtype, array)
+
+    def _dtype_of(self, name: str) -> DType:
+        saved, kind = self._reader.entries[name].dtype, self._reader.leaf_specs[name].kind
+        is_converted = saved.kind == "float" and kind in ("tensor", "parameter")
+        return self._dtype if self._dtype is not None and is_converted else saved
+
+    def _check_memory(self, names: Iterable[str], device: Device) -> None:
+        """Raises OutOfMemoryError if the tensors exceed the machine's memory."""
+        # Before anything is allocated: a hostile manifest can state any size, and Linux kills a process that touches
+        # too much.
+        stored = {self._reader.entries[name].alias_of or name for name in names}
+        needed = sum(prod(self._reader.entries[name].shape) * self._dtype_of(name).itemsize for name in stored)
+        if device is None and needed > (limit := memory_limit()):
+            raise OutOfMemoryError(
+                f"needs {format_bytes(needed)} of memory, this process can have {format_bytes(limit)}",
+                path=self._reader.path,
+                remedy="`select` some of the tensors, or `tensorkeep.open` it and slice",
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are read in parallel."""
+        return sum(bytes_here(leaf) for leaf in self._stored.values())
+
+    def read(self, threads: int, pool: BufferPool, progress: Progress | None) -> None:
+        # Kernels that were queued by the caller may still use the old values.
+        cuda.wait_for_caller(self._memory.values())
+        # The caller's memory has its pages already.
+        untouched = self._memory.keys() - self._given.keys()
+        read_all(self._reader, self._stored, threads=threads, pool=pool, untouched=untouched, progress=progress)
+        cuda.wait_for_copies(self._memory.values())
+        for leaf in self._views:
+            if isinstance(leaf, ShardedLeaf):
+                fill_from_view(self._reader, leaf, pool)
+                continue
+            place = contiguous_in(self._reader, leaf.name)
+            if place is not None and place[0] in self._stored:
+                copy_range(self._stored[place[0]], place[1], leaf, pool)
+            else:
+                fill(self._reader, leaf.name, leaf, pool)
+
+    def values(self) -> dict[str, Array]:
+        values: dict[str, Array] = {}
+        for name in self._chosen:
+            if name in self._given:
+                values[name] = self._given[name].value
+            elif name in self._memory:
+                values[name] = self._memory[name].array
+            else:
+                alias = self._reader.flat.aliases[name]
+                base = self._given[alias.of].leaf if alias.of in self._given else self._memory[alias.of]
+                values[name] = make_view(base.array, alias)
+        return values

@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.checkpoint.options import MemorySize, ProgressOption, budget_pool, drawn, thread_count
+from tensorkeep.checkpoint.options import AllowOption, MemorySize, ProgressOption, drawn, open_settings, thread_count
 from tensorkeep.checkpoint.ranges import read_all
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike
 from tensorkeep.formats.base import FORMATS, OpenSettings, Problem, Reader
 from tensorkeep.formats.finding import find_format, open_as
-from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.paths import as_path
 from tensorkeep.runs.address import checkpoint_path, steps_of_run
 from tensorkeep.state.tree import placeholders
@@ -69,7 +68,7 @@ def verify(
     path: PathLike,
     *,
     format: str | None = None,
-    allow: Allow | None = None,
+    allow: AllowOption = None,
     progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
@@ -81,18 +80,8 @@ def verify(
     ----------
     path : path-like
         A checkpoint, a step of a run such as ``"run@1200"``, or a run: then all steps are verified.
-    format : str, optional
-        The name of the format, instead of looking at the files.
-    allow : str, class, or list of them, optional
-        Classes outside torch\'s allow list, such as ``"argparse.Namespace"``. Their objects in ``torch.save`` files are
-        read as dicts; their code never runs.
-    progress : bool or callable, optional
-        True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
-        the reading threads, one call at a time; of a run, step by step.
-    threads : int, optional
-        Reading threads; by default twice the cores, between 2 and 8, or 8 from an object store.
-    memory_budget : int or str
-        Limit in bytes for all buffers together, also as ``"256MiB"``.
+    format, allow, progress, threads, memory_budget : optional
+        See `tensorkeep.load`. The progress of a run is counted step by step.
 
     Raises
     ------
@@ -117,33 +106,28 @@ def verify(
     """
     count = thread_count(threads, as_path(path))
     steps = steps_of_run(path)
-    with budget_pool(memory_budget) as pool, drawn(progress, "verifying") as callback:
+    settings = open_settings(memory_budget, allow=allow)
+    with settings.pool, drawn(progress, "verifying") as callback:
         if steps:
-            return _verify_run(path, steps, pool, count, callback)
-        allowed = allowed_names(allow)
-        return _verify_one(as_path(checkpoint_path(path)), format, pool, count, callback, allowed)
+            return _verify_run(path, steps, settings, count, callback)
+        return _verify_one(as_path(checkpoint_path(path)), format, settings, count, callback)
 
 
 def _verify_one(
-    path: Path,
-    format: str | None,
-    pool: BufferPool,
-    threads: int,
-    progress: Progress | None,
-    allow: frozenset[str] = frozenset(),
+    path: Path, format: str | None, settings: OpenSettings, threads: int, progress: Progress | None
 ) -> VerifyReport:
     chosen = FORMATS.get(format) if format else find_format(path)
     with ExitStack() as stack:
         try:
-            reader = stack.enter_context(open_as(chosen, path, OpenSettings(verify=True, pool=pool, allow=allow)))
+            reader = stack.enter_context(open_as(chosen, path, settings))
         # Damage that prevents opening is a finding of `verify`, not an error.
         except CorruptCheckpointError as error:
             return VerifyReport(os.fspath(path), chosen.name, False, None, 0, 0, [_problem(error)])
-        return verify_open(reader, pool, threads=threads, progress=progress)
+        return verify_open(reader, settings.pool, threads=threads, progress=progress)
 
 
 def _verify_run(
-    run: PathLike, steps: list[Path], pool: BufferPool, threads: int, progress: Progress | None
+    run: PathLike, steps: list[Path], settings: OpenSettings, threads: int, progress: Progress | None
 ) -> VerifyReport:
     """Verify all steps of a run; the file of a problem is relative to the folder of the steps."""
     problems: list[Problem] = []
@@ -151,7 +135,7 @@ def _verify_run(
     tensors = nbytes = 0
     for step in steps:
         try:
-            report = _verify_one(step, "native", pool, threads, progress)
+            report = _verify_one(step, "native", settings, threads, progress)
         except NotACheckpointError as error:
             # Unless its writer has deleted it meanwhile.
             if exists(step):

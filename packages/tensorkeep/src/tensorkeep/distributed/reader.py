@@ -21,15 +21,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tensorkeep.checkpoint.match import rebuild, refuse_placeholders_of
-from tensorkeep.checkpoint.options import MemorySize, budget_pool, thread_count
-from tensorkeep.checkpoint.ranges import NewPages, copy_range, fill, reads_of
+from tensorkeep.checkpoint.options import AllowOption, MemorySize, open_settings, thread_count
+from tensorkeep.checkpoint.ranges import CopyPlan, NewPages, copy_range, fill, reads_of
 from tensorkeep.checkpoint.stateful import paths_to
-from tensorkeep.checkpoint.targets import CopyPlan
 from tensorkeep.errors import PathLike, StateMismatchError, UnsupportedError, UsageError
-from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, thread_bytes
+from tensorkeep.formats.base import BLOCK_BYTES, Reader, thread_bytes
 from tensorkeep.formats.boxes import box_of
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.paths import StorePath, as_path
 from tensorkeep.runs.address import checkpoint_path
 from tensorkeep.state import cuda
@@ -199,14 +197,14 @@ class DcpReader(StorageReader):
         *,
         verify: bool = True,
         format: str | None = None,
-        allow: Allow | None = None,
+        allow: AllowOption = None,
         threads: int | None = None,
         memory_budget: MemorySize = DEFAULT_BUDGET,
     ) -> None:
         self._path = path
         self._format = format
         self._threads = thread_count(threads)
-        self._settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget), allow=allowed_names(allow))
+        self._settings = open_settings(memory_budget, verify=verify, allow=allow)
         self._reader: Reader | None = None
         self._entries: DcpEntries | None = None
 

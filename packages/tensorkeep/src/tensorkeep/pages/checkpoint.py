@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorkeep.checkpoint.info import InfoReport, Total, describe, report_of
-from tensorkeep.checkpoint.options import MemorySize, budget_pool, thread_count
+from tensorkeep.checkpoint.options import AllowOption, MemorySize, open_settings, thread_count
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import Entry as Tensor
-from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.pages.elements import ReportTable, TableEntry, facts_of
 from tensorkeep.pages.page import MOST_MODULES, Column, Findings, PageSubject, drawn_table, show_page, title_of
 from tensorkeep.pages.statistics import DEFAULT_SAMPLE, Sample, TensorStatistics, choose_sample, measure
@@ -183,7 +181,7 @@ def read_contents(
     *,
     sample: int = DEFAULT_SAMPLE,
     format: str | None = None,
-    allow: Allow | None = None,
+    allow: AllowOption = None,
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
     progress: Progress | None = None,
@@ -192,7 +190,7 @@ def read_contents(
 
     Raises the errors of `tensorkeep.open` and of reading.
     """
-    settings = OpenSettings(pool=budget_pool(memory_budget), allow=allowed_names(allow))
+    settings = open_settings(memory_budget, allow=allow)
     with settings.pool as pool, open_reader(path, settings, format) as reader:
         chosen = choose_sample(reader, sample)
         statistics = measure(reader, chosen, threads=thread_count(threads), pool=pool, progress=progress)

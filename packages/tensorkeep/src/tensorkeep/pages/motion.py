@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.checkpoint.diff import Tolerance, distances, layer_of
-from tensorkeep.checkpoint.options import MemorySize, budget_pool, thread_count
+from tensorkeep.checkpoint.options import AllowOption, MemorySize, open_settings, thread_count
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.finding import open_reader
-from tensorkeep.formats.torch_file.unpickle import Allow, allowed_names
 from tensorkeep.pages.elements import ReportTable, TableEntry
 from tensorkeep.pages.page import HeatMap, heat_map
 from tensorkeep.pages.statistics import read_ranges
@@ -112,7 +111,7 @@ def read_motion(
     steps: Mapping[int, Path],
     *,
     sample: int,
-    allow: Allow | None,
+    allow: AllowOption,
     threads: int | None,
     memory_budget: MemorySize,
     progress: Progress | None,
@@ -123,7 +122,7 @@ def read_motion(
     """
     if len(steps) < 2:
         return None
-    settings = OpenSettings(pool=budget_pool(memory_budget), allow=allowed_names(allow))
+    settings = open_settings(memory_budget, allow=allow)
     count = thread_count(threads)
     problems: dict[int, str] = {}
     with settings.pool as pool:

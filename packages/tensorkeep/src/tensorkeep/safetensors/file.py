@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 
 from tensorkeep.checkpoint.lazy import Checkpoint, LazyTensor
 from tensorkeep.checkpoint.options import check_device
+from tensorkeep.checkpoint.ranges import CopyPlan
 from tensorkeep.checkpoint.saving import save
-from tensorkeep.checkpoint.targets import CopyPlan
 from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, UnsupportedError, UsageError
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.plan import SUFFIX

@@ -239,7 +239,7 @@ def test_a_structure_that_contradicts_the_tensors_is_corrupt(tmp_path: Path, mon
             reader.flat.skeleton["dict"][name] = node
             return reader
 
-        monkeypatch.setattr("tensorkeep.checkpoint.into.open_reader", hostile)
+        monkeypatch.setattr("tensorkeep.checkpoint.loading.open_reader", hostile)
         with case(node), pytest.raises(tensorkeep.CorruptCheckpointError, match="structure"):
             tensorkeep.load(tmp_path / "c")
 
