@@ -38,9 +38,17 @@ from tensorkeep.ranks.group import RankCoordinator, ranks_of
 from tensorkeep.ranks.merge import PREPARING
 from tensorkeep.runs.address import backend_of
 from tensorkeep.runs.backends import StepBackend
-from tensorkeep.runs.metrics import best_step, checked_metrics
 from tensorkeep.runs.retention import Keep, KeepBest, Retention, unwanted
-from tensorkeep.runs.steps import Step, StepListing, UploadStatus, is_damaged, manifest_digest, step_number
+from tensorkeep.runs.steps import (
+    Step,
+    StepListing,
+    UploadStatus,
+    best_step,
+    checked_metrics,
+    is_damaged,
+    manifest_digest,
+    step_number,
+)
 from tensorkeep.runs.tiered import LocalTier, TieredBackend
 from tensorkeep.runs.triggers import SaveWhen
 from tensorkeep.state.leaf import Device
@@ -61,8 +69,8 @@ class SaveOptions:
 
     Parameters
     ----------
-    compression : str, optional
-        ``"none"``, ``"lossless"``, ``"auto"``, or the name of a codec; see `tensorkeep.save`.
+    compression, threads, progress, settings : optional
+        See `tensorkeep.save`; ``progress`` is a function, and a settings file is read once.
     incremental : bool or "delta"
         Write only the blocks that have changed since the previous step, and share the files of the other blocks with
         it. ``"delta"`` also stores changed blocks as differences where that is smaller; it needs
@@ -75,12 +83,6 @@ class SaveOptions:
     memory_budget : int or str, optional
         Limit in bytes for all copies and buffers together, also as ``"512MiB"``. They are kept between saves. By
         default what the state needs, but at most half of the available memory.
-    threads : int, optional
-        Writing threads; twice the cores, between 2 and 8, by default.
-    progress : callable, optional
-        Called with (bytes done, bytes in all), from the writing threads, one call at a time.
-    settings : path-like or mapping, optional
-        A settings file with a table ``[save]``, read once; see `tensorkeep.save`.
 
     Raises
     ------
@@ -503,16 +505,8 @@ class CheckpointManager:
         step : int or Step, optional
             By default the last step. If it turns out to be damaged, a warning names it, and the step before it is
             loaded.
-        into : nested state, optional
-            Tensors and arrays to fill in place, and objects with a ``load_state_dict()``. An error names what is
-            missing, extra or of another shape before anything is changed; an object with a ``check_state_dict()`` is
-            asked as well. Saved entries that are not in ``into`` are not loaded. The returned state contains the given
-            tensors and objects.
-        select : str or list of str, optional
-            Names, or globs, of what is restored; with ``into`` all else is left as it is. Of objects other
-            than modules, all tensors or none are selected.
-        device, strict, threads, progress : optional
-            The same as in `tensorkeep.load`.
+        into, select, device, strict, threads, progress : optional
+            See `tensorkeep.load`. With ``into``, the returned state contains the given tensors and objects.
 
         Raises
         ------

@@ -15,8 +15,7 @@ from tensorkeep.formats.native.reader import occupied_bytes
 from tensorkeep.paths import as_path
 from tensorkeep.plugins import Registry
 from tensorkeep.runs.address import backend_of, run_root
-from tensorkeep.runs.metrics import best_step, checked_mode, metric_names, mode_of, usual_metric
-from tensorkeep.runs.steps import Step, step_of
+from tensorkeep.runs.steps import Step, best_step, checked_mode, metric_names, mode_of, step_of, usual_metric
 from tensorkeep.storage.parallel import Progress
 
 RECORD = "run.json"
@@ -143,10 +142,8 @@ def log(
     ----------
     run : path-like
         The folder of the run: the root of a `CheckpointManager`, or a folder that has it as ``checkpoints/``.
-    metric : str, optional
-        The metric to find the best step by: by default the validation loss, the loss or the only metric.
-    mode : {"min", "max"}, optional
-        Which of its values is best; by default known from the name of the metric.
+    metric, mode : str, optional
+        Find the best step by this metric, and by its ``"min"`` or ``"max"``; see `CheckpointManager.best`.
     verify : bool
         Read every byte. Otherwise only manifests are read, and the sizes of files are checked.
     progress : callable, optional

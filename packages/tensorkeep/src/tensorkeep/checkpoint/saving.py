@@ -36,9 +36,8 @@ from tensorkeep.errors import DestinationExistsError, PathLike, UnsupportedError
 from tensorkeep.formats.base import FORMATS, StagedWrite, StepRecord, WriteSettings, check_saveable, format_by_suffix
 from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.paths import as_path, checked_path
-from tensorkeep.ranks.collective import CollectiveWrite
 from tensorkeep.ranks.group import ONE_RANK, GroupCoordinator, RankCoordinator, ranks_of
-from tensorkeep.ranks.merge import PREPARING, merge_rank_states
+from tensorkeep.ranks.merge import PREPARING, CollectiveWrite, merge_rank_states
 from tensorkeep.state import cuda
 from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.tree import Flat, flatten
@@ -341,7 +340,7 @@ def save(
     Raises
     ------
     UnsupportedLeafError, UsageError
-        If a value of the state cannot be saved, whose key is named; if an argument, an option or a setting is wrong.
+        If a value of the state cannot be saved, and its key is named; if an argument, an option or a setting is wrong.
     UnsupportedError
         If the format is unknown, or cannot store this state.
     DestinationExistsError
@@ -407,28 +406,18 @@ def save_async(
 
     Parameters
     ----------
-    state : nested dict, list, tuple of tensors, arrays, plain values and objects
-    path : path-like
-        The path of the new checkpoint, or its URL in an object store; missing parent folders are created.
     memory_budget : int or str, optional
         Limit in bytes for the copy and all other buffers together, at least 128 MiB. For a larger state the caller
         waits until the last of it is copied; formats other than ``"native"`` refuse it. By default what the state
-        needs, but at most half of the available memory. That of ``settings`` is not used.
-    progress : callable, optional
-        Called with (bytes done, bytes in all), from the writing threads, one call at a time.
-    compression, format, overwrite, metadata, threads, settings, group, timeout, **options : optional
-        The same as those of `tensorkeep.save`. With ``group`` the ranks wait for each other before the copying begins,
-        and ``wait()`` returns, or raises, on all of them.
+        needs, but at most half of the available memory. Ignores the budget of ``settings``.
+    state, path, compression, format, overwrite, metadata, progress, threads, settings, group, timeout, **options
+        See `tensorkeep.save`; ``progress`` is a function. With ``group`` the ranks wait for each other before the
+        copying begins, and ``wait()`` returns, or raises, on all of them.
 
     Raises
     ------
-    UnsupportedLeafError, UsageError
-        If a value of the state cannot be saved, whose key is named; if an argument, an option or a setting is wrong, or
-        the budget is too small for this format.
-    UnsupportedError
-        If the format is unknown, or cannot store this state.
-    DestinationExistsError
-        If something is at ``path`` and ``overwrite`` is not set.
+    UsageError, UnsupportedLeafError, UnsupportedError, DestinationExistsError
+        As `tensorkeep.save` does, or if the budget is too small for this format. All other errors come from ``wait()``.
 
     Examples
     --------

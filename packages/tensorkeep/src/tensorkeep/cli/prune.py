@@ -14,9 +14,8 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, Tenso
 from tensorkeep.paths import absolute
 from tensorkeep.runs.address import backend_of, run_root
 from tensorkeep.runs.backends import SingleTierBackend
-from tensorkeep.runs.metrics import ranked
 from tensorkeep.runs.retention import Keep, KeepBest, KeepThinned, Retention, unwanted
-from tensorkeep.runs.steps import Garbage, Step, StepListing
+from tensorkeep.runs.steps import Garbage, Step, StepListing, ranked
 from tensorkeep.units import counted, format_age, format_bytes
 
 _RULES = (

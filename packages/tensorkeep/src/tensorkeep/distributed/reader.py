@@ -154,16 +154,8 @@ class DcpReader(StorageReader):
     path : path-like, optional
         The checkpoint, or a run as in `tensorkeep.load`: its folder, ``"RUN@1200"`` or ``"RUN@best"``. By default the
         ``checkpoint_id`` of the load.
-    verify : bool
-        Compare every block that is read with its checksum, if the format has checksums.
-    format : str, optional
-        The name of the format; found from the files by default.
-    allow : str, class, or list, optional
-        Classes. Their objects in ``torch.save`` files are read as dicts; see `tensorkeep.load`.
-    threads : int, optional
-        Reading threads per rank; twice the cores, between 2 and 8, by default.
-    memory_budget : int or str
-        Limit in bytes for the buffers of one rank, without the tensors, also as ``"256MiB"``.
+    verify, format, allow, threads, memory_budget : optional
+        See `tensorkeep.load`; threads and memory are counted for each rank.
 
     Raises
     ------

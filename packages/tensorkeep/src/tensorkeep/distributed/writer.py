@@ -249,20 +249,8 @@ class DcpWriter(StorageWriter):
     ----------
     path : path-like, optional
         The path of the new checkpoint; by default the ``checkpoint_id`` of the save.
-    compression : str, optional
-        ``"none"``, the default; ``"lossless"``; or the name of a codec.
-    overwrite : bool
-        Replace an existing checkpoint. It stays intact until the new one is durable.
-    metadata : dict, optional
-        JSON values of your own, stored beside the state.
-    threads : int, optional
-        Writing threads per rank; twice the cores, between 2 and 8, by default.
-    memory_budget : int or str, optional
-        Limit in bytes for the buffers of one rank, also as ``"512MiB"``; 256 MiB by default.
-    settings : path-like or mapping, optional
-        A settings file with a table ``[save]``; see `tensorkeep.save`.
-    **options
-        Options of the native format, such as ``base`` and ``incremental``; see `tensorkeep.save`.
+    compression, overwrite, metadata, threads, memory_budget, settings, **options : optional
+        See `tensorkeep.save`; threads and memory are counted for each rank. ``compression="auto"`` is refused.
 
     Raises
     ------

@@ -33,28 +33,19 @@ _PADDING_BYTES = 64 * 1024
 
 
 class RankCoordinator:
-    """One process alone: rank 0 of 1. `GroupCoordinator` has the ranks of a process group.
+    """One process alone: rank 0 of 1. `GroupCoordinator` has the ranks of a process group."""
 
-    Every rank calls the same methods in the same order. Errors quote ``what`` the ranks are doing, the same on all
-    ranks.
-    """
-
+    # Every rank calls the same methods in the same order, with the same text of ``what`` the ranks are doing.
     rank = 0
     size = 1
+    # Rank 0 alone makes checkpoints visible and deletes steps.
+    is_main = True
     # Whether the caller gave a process group, even one of a single rank: only then can a state be sharded.
     is_distributed = False
     # Held for all exchanges of one operation.
     lock: AbstractContextManager[object] = nullcontext()
-
-    @property
-    def is_main(self) -> bool:
-        # Rank 0 alone makes checkpoints visible and deletes steps.
-        return self.rank == 0
-
-    @property
-    def lost(self) -> RanksDisagreeError | None:
-        """The error that ended the last connection to the other ranks."""
-        return None
+    # The error that ended the last connection to the other ranks.
+    lost: RanksDisagreeError | None = None
 
     def gather(self, value: Any, what: str, *, of: Any = Any) -> list[Any]:
         """Return the values of all ranks, by rank; ``of`` is the type of a msgspec struct."""
@@ -63,15 +54,13 @@ class RankCoordinator:
     def broadcast(self, value: Any, what: str) -> Any:
         return self.gather(value if self.is_main else None, what)[0]
 
-    @contextmanager
-    def reporting_errors(self, what: str) -> Iterator[None]:
+    def reporting_errors(self, what: str) -> AbstractContextManager[object]:
         """Report an error of the block to the other ranks, which wait in their next exchange."""
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def collective(self, what: str) -> Iterator[None]:
+    def collective(self, what: str) -> AbstractContextManager[object]:
         """Wait for all ranks at the end of the block; if it raised on one rank, it raises on all."""
-        yield
+        return nullcontext()
 
 
 ONE_RANK = RankCoordinator()
@@ -110,11 +99,10 @@ class SaveTicket:
 
 
 class GlooConnection:
-    """Gathers bytes and numbers of all ranks over gloo; every rank calls the same methods in the same order.
+    """Gathers bytes and numbers of all ranks over gloo."""
 
-    When a rank does not answer in time, or is interrupted in an exchange, all ranks close the connection, and the next
-    exchange opens a new one. When a rank has ended, every later exchange fails at once.
-    """
+    # When a rank does not answer in time, or is interrupted in an exchange, all ranks close the connection, and the
+    # next exchange opens a new one. When a rank has ended, every later exchange fails at once.
 
     def __init__(self, group: "ProcessGroup", name: str) -> None:
         from torch import distributed as dist
@@ -135,10 +123,7 @@ class GlooConnection:
         self._connections = 0
 
     def open(self, what: str, timeout: float) -> None:
-        """Connect all ranks unless they are connected; ``what`` says what the ranks are doing.
-
-        Raises RanksDisagreeError if a rank does not connect, or has ended in an earlier call.
-        """
+        """Connect all ranks; RanksDisagreeError if a rank does not connect, or has ended in an earlier call."""
         from torch.distributed.distributed_c10d import ProcessGroupGloo
 
         if self._gloo is not None:
@@ -176,10 +161,7 @@ class GlooConnection:
         return [each.tolist() for each in received]
 
     def gather_bytes(self, value: bytes, sizes: Sequence[int], timeout: float, *, to_main: bool = False) -> list[bytes]:
-        """Return the bytes of all ranks, with known sizes; with ``to_main`` only rank 0 gets them.
-
-        Raises RuntimeError if a rank is missing.
-        """
+        """Return the bytes of all ranks; with ``to_main`` only rank 0 gets them. RuntimeError if a rank is missing."""
         import torch
         from torch._C._distributed_c10d import BroadcastOptions
 
@@ -291,12 +273,10 @@ class _State(msgspec.Struct, array_like=True):
 
 
 class Channel:
-    """Exchanges plain values on a connection, with one timeout in seconds.
+    """Exchanges plain values on a connection, with one timeout in seconds."""
 
-    A rank that has failed calls `report` in place of its next exchange. The exchange then raises RanksDisagreeError on
-    all other ranks; so it does if ranks have ended, do not answer in time, or are doing something else.
-    """
-
+    # A rank that has failed calls `report` in place of its next exchange. The exchange then raises RanksDisagreeError
+    # on all other ranks; so it does if ranks have ended, do not answer in time, or are doing something else.
     def __init__(self, connection: GlooConnection, timeout: float) -> None:
         self.connection = connection
         self._timeout = timeout
@@ -382,21 +362,19 @@ class _GroupState:
 
 
 class GroupCoordinator(RankCoordinator):
-    """The ranks of a process group, in operations with one timeout.
-
-    The threads that call `save` or `load` use this class; the threads that write use ``writer``, see `SaveTicket`.
-    """
+    """The ranks of a process group; the threads that write use ``writer``, see `SaveTicket`."""
 
     is_distributed = True
 
     def __init__(self, state: _GroupState, timeout: float) -> None:
         self._caller, self.writer = Channel(state.caller, timeout), Channel(state.writer, timeout)
         self.rank, self.size, self.lock = state.caller.rank, state.caller.size, state.caller.lock
+        self.is_main = self.rank == 0
         self.remembered = state.remembered
         self._tickets = state.tickets
 
     @property
-    def lost(self) -> RanksDisagreeError | None:
+    def lost(self) -> RanksDisagreeError | None:  # type: ignore[override]  # read only
         return self._caller.connection.lost
 
     def ticket(self) -> SaveTicket:
@@ -431,10 +409,7 @@ _groups: "WeakKeyDictionary[ProcessGroup, _GroupState]" = WeakKeyDictionary()
 
 
 def ranks_of(group: "ProcessGroup | None", timeout: float | None) -> RankCoordinator:
-    """Return the ranks of a process group, or `ONE_RANK` without a group. The first call connects all ranks.
-
-    Raises UsageError if it is not a process group, this process is not in it, or the timeout is not positive.
-    """
+    """Return the ranks of a group, connected; `ONE_RANK` without a group. Raises UsageError for wrong arguments."""
     if group is None:
         if timeout is not None:
             raise UsageError("a timeout is for many ranks", remedy="give group= as well, or leave timeout out")

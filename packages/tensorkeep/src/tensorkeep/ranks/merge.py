@@ -1,9 +1,12 @@
-"""Merges the states of all ranks before a save, and assigns each part to one rank for writing."""
+"""A save by all ranks: their states are merged, one rank writes each part, and rank 0 publishes the checkpoint."""
 
+import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,14 +14,23 @@ import numpy as np
 import xxhash
 
 from tensorkeep.errors import RanksDisagreeError, StateMismatchWarning, warn_caller
-from tensorkeep.formats.base import AliasRecord
+from tensorkeep.formats.base import AliasRecord, WriteResult, WriteSettings
+from tensorkeep.formats.decoding import as_a_reader
+from tensorkeep.formats.native.directory import commit_to
+from tensorkeep.formats.native.manifest import FILE_NAME, FragmentReport, Root
+from tensorkeep.formats.native.sharded import check_plan, finish_saves, plan_root, root_content, write_plan, write_root
+from tensorkeep.formats.native.writer import ShardedWrite
+from tensorkeep.paths import absolute, as_path
 from tensorkeep.ranks.group import GroupCoordinator
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import LEAF_KINDS, Leaf
 from tensorkeep.state.sharded import ShardedLeaf, TensorShard, shards_of
 from tensorkeep.state.skeleton import decode_bytes
 from tensorkeep.state.tree import Flat, child_nodes, node_key_text, node_tag, with_children
+from tensorkeep.storage import storage_of
+from tensorkeep.storage.base import PendingCommit
 from tensorkeep.storage.direct_io import Bytes
+from tensorkeep.storage.parallel import Cancelled
 
 PREPARING = "preparing to save"
 
@@ -55,13 +67,7 @@ class RankOutline(NamedTuple):
     @classmethod
     def of_state(cls, flat: Flat[Leaf]) -> "RankOutline":
         tensors = [
-            TensorOutline(
-                name,
-                *flat.parts[name],
-                leaf.dtype.name,
-                leaf.shape,
-                leaf.layout if isinstance(leaf, ShardedLeaf) else "",
-            )
+            TensorOutline(name, *flat.parts[name], leaf.dtype.name, leaf.shape, getattr(leaf, "layout", ""))
             for name, leaf in flat.leaves.items()
         ]
         aliases = {name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()}
@@ -107,11 +113,7 @@ class MergedTensors(msgspec.Struct, frozen=True):
 
 
 def merge_tensors(outlines: Sequence[RankOutline]) -> MergedTensors:
-    """Merge the tensors of all ranks.
-
-    Raises RanksDisagreeError, on all ranks alike, if the dtype, shape or key of a tensor differs between two ranks, or
-    if the boxes of all ranks are not the full tensor.
-    """
+    """Raises RanksDisagreeError, on all ranks alike, if dtype, shape or key of a tensor differ, or a box is missing."""
     tensors: dict[str, tuple[int, TensorOutline]] = {}
     aliases: dict[str, tuple[int, AliasRecord]] = {}
     boxes: dict[str, dict[BoxKey, list[int]]] = {}
@@ -182,10 +184,7 @@ def _check_complete(tensor: TensorOutline, boxes: Iterable[BoxKey]) -> None:
 
 
 def merge_skeletons(skeletons: Sequence[Any]) -> Any:
-    """Merge the structures and plain values of all ranks: a dict gets the keys of all ranks.
-
-    Raises RanksDisagreeError, on all ranks alike, if a value differs between two ranks.
-    """
+    """A dict gets the keys of all ranks. Raises RanksDisagreeError, on all ranks alike, if a value differs."""
     return _merged(list(enumerate(skeletons)), "")
 
 
@@ -294,10 +293,8 @@ class WriteAssignment(NamedTuple):
 
 
 def assign(merged: MergedTensors, ranks: int, own: int) -> list[WriteAssignment]:
-    """Return what rank ``own`` writes, so that every box is written once and all ranks write about the same bytes.
-
-    Every rank computes the same answer without an exchange.
-    """
+    """Return what rank ``own`` writes, so that every box is written once and all ranks write about the same bytes."""
+    # Every rank computes the same answer without an exchange.
     # Boxes with one owner come first: they decide how much the other boxes must balance.
     load = [0] * ranks
     assignments: list[WriteAssignment] = []
@@ -362,10 +359,7 @@ class SharedState:
 
 
 def merge_rank_states(ranks: GroupCoordinator, flat: Flat[Leaf], arguments: Mapping[str, Any]) -> SharedState:
-    """Merge the states of all ranks; ``flat`` is the state of this rank. Collective.
-
-    Raises RanksDisagreeError, on all ranks, if one of ``arguments`` of the call, a tensor or a plain value differs.
-    """
+    """Collective. Raises RanksDisagreeError on all ranks if one of ``arguments``, a tensor or a plain value differs."""
     outline = RankOutline.of_state(flat)
     # A training run saves the same tensors again and again: the last merge is reused if no rank has changed.
     known = ranks.remembered
@@ -411,3 +405,135 @@ def _refuse_arguments(given: list[dict[str, Any]]) -> None:
                     f"{name} is {given[0].get(name)!r} on rank 0, and {value!r} on rank {rank}",
                     remedy="call it with the same arguments on all ranks",
                 )
+
+
+# The save: rank 0 makes the staging folder, every rank writes its part, rank 0 publishes them.
+
+
+class GroupSaveCoordinator:
+    """A `SaveCoordinator`: a rank that is killed before its report ends the save on all ranks."""
+
+    def __init__(self, shared: SharedState, destination: Path, settings: WriteSettings) -> None:
+        self.rank, self.size = shared.ranks.rank, shared.ranks.size
+        self.ticket = shared.ranks.ticket()
+        # Stored and new bytes of all ranks.
+        self.totals: tuple[int, int] = 0, 0
+        self._channel = shared.ranks.writer
+        self._shared = shared
+        self._destination = destination
+        self._settings = settings
+        self._commit: PendingCommit | None = None  # of rank 0
+        self._plan: Root | None = None
+        self._ended = False
+
+    def begin(self) -> tuple[Path, str]:
+        """Return the staging folder and the id of the save; collective."""
+        # The exchanges of two saves on one channel would mix.
+        self.ticket.wait()
+        staged = self._stage() if self.rank == 0 else None
+        folder, save = self._channel.gather(staged, f"beginning to save {self._destination}")[0]
+        return as_path(folder), save
+
+    def _stage(self) -> tuple[str, str]:
+        """Make the staging folder and write the plan of the save into it; in a store, only check the destination."""
+        destination = self._destination
+        # The ranks of an earlier save may have been killed when only the last rename was missing. That save is
+        # published first. The commit would remove it as abandoned.
+        if not storage_of(destination).remote:
+            finish_saves(absolute(destination).parent)
+        commit = self._commit = commit_to(destination, overwrite=self._settings.overwrite).__enter__()
+        # An elastic run that was restarted must not take files of its earlier attempt for new ones.
+        save = f"{commit.save_id or secrets.token_hex(8)}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        shared = self._shared
+        self._plan = plan_root(shared.flat, self._settings, save=save, ranks=self.size, layouts=shared.layouts)
+        if commit.is_staged:
+            write_plan(commit, self._plan)
+        else:
+            with as_a_reader():
+                check_plan(self._plan, destination)
+        return str(commit.path), save
+
+    def finish(self, report: FragmentReport) -> None:
+        """Publish the checkpoint, once the parts of all ranks are durable; collective."""
+        reports = self._channel.gather(report, "writing its part", of=FragmentReport, to_main=True)
+        # Rank 0 believes the reports: on a network file system it may not see the files of other ranks yet.
+        # Each report says that the files of one rank are durable. Only now may a manifest name them.
+        totals = sum(each.stored_bytes for each in reports), sum(each.new_bytes for each in reports)
+        commit, plan = self._commit, self._plan
+        if commit is not None and plan is not None:
+            # Rank 0 alone renames the folder, or puts the manifest: the one step that makes the checkpoint visible.
+            if commit.is_staged:
+                # If rank 0 is killed here, the folder has all fragments and the plan: the next save publishes it.
+                write_root(commit.path, plan, reports)
+                commit.publish()
+            else:
+                commit.publish(root_content(self._destination / FILE_NAME, plan, reports))
+            self._leave()
+        self._end(totals)
+
+    def _end(self, totals: tuple[int, int]) -> None:
+        """Wait until rank 0 has published the checkpoint, and receive the totals."""
+        try:
+            self.totals = tuple(self._channel.gather(totals, "making the checkpoint visible")[0])
+        except RanksDisagreeError as error:
+            if error is not self._channel.connection.lost:
+                raise
+            # A rank is gone, perhaps rank 0, before or after it published the checkpoint: this rank cannot know.
+            self._ended = True
+            in_store = storage_of(self._destination).remote
+            otherwise = "save again" if in_store else "the next save there finishes it first"
+            raise RanksDisagreeError(
+                f"{error.message}, when all ranks had written their parts",
+                path=self._destination,
+                remedy=f"load it to see whether it is the new checkpoint; if not, {otherwise}",
+            ) from error
+        self._ended = True
+
+    def fail(self, error: BaseException) -> None:
+        """End the save on all ranks, unless it has ended, and remove the staging folder."""
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            # The other ranks are still in the exchanges of earlier saves.
+            self.ticket.wait()
+            self._channel.report(error, "saving")
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        commit, self._commit = self._commit, None
+        if commit is not None:
+            # Unlocks the staging folder, and removes it unless it was published.
+            commit.__exit__()
+
+
+class CollectiveWrite(ShardedWrite):
+    """Writes one rank's part of a checkpoint. If that fails on one rank, the save fails on all ranks."""
+
+    def __init__(self, shared: SharedState, destination: Path, settings: WriteSettings) -> None:
+        self._group_save = GroupSaveCoordinator(shared, destination, settings)
+        super().__init__(shared.pieces, shared.flat.parts, destination, settings, self._group_save)
+
+    def enqueue(self) -> None:
+        """Queue the save behind the earlier saves of the group; all ranks call this in the same order."""
+        self._group_save.ticket.enqueue()
+
+    def _write(self) -> WriteResult:
+        try:
+            result = super()._write()
+        except BaseException as error:
+            self._group_save.fail(error)
+            raise
+        finally:
+            self._group_save.ticket.release()
+        stored, new = self._group_save.totals
+        return replace(result, stored_bytes=stored, new_bytes=new)
+
+    def abandon(self) -> None:
+        super().abandon()
+        # `fail` does nothing unless the save was never begun.
+        try:
+            self._group_save.fail(Cancelled("the save was abandoned before it began"))
+        finally:
+            self._group_save.ticket.release()

@@ -23,9 +23,8 @@ from tensorkeep.formats.finding import is_checkpoint
 from tensorkeep.formats.native import FORMAT as NATIVE
 from tensorkeep.paths import StorePath, as_path, checked_path
 from tensorkeep.runs.backends import LocalBackend, SingleTierBackend
-from tensorkeep.runs.metrics import best_step, metric_names, usual_metric
 from tensorkeep.runs.object_store import StoreBackend
-from tensorkeep.runs.steps import Step, step_numbers
+from tensorkeep.runs.steps import Step, best_step, metric_names, step_numbers, usual_metric
 from tensorkeep.storage import exists, names_in, storage_of
 
 CHECKPOINTS = "checkpoints"

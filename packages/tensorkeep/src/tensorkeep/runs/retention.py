@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tensorkeep.errors import UsageError
-from tensorkeep.runs.metrics import checked_mode, metric_names, mode_of, only_metric, ranked
-from tensorkeep.runs.steps import Step
+from tensorkeep.runs.steps import Step, checked_mode, metric_names, mode_of, only_metric, ranked
 from tensorkeep.units import check_count, parse_seconds
 
 
@@ -57,12 +56,7 @@ class KeepAny(Keep):
 
 @dataclass(frozen=True)
 class KeepLast(Keep):
-    """Keeps the last ``count`` steps.
-
-    Raises
-    ------
-    UsageError
-        If the count is below 1.
+    """Keeps the last ``count`` steps; UsageError if the count is below 1.
 
     Examples
     --------
@@ -83,12 +77,7 @@ class KeepLast(Keep):
 
 @dataclass(frozen=True)
 class KeepEvery(Keep):
-    """Keeps the steps with a number that is a multiple of ``interval``.
-
-    Raises
-    ------
-    UsageError
-        If the interval is below 1.
+    """Keeps the steps with a number that is a multiple of ``interval``; UsageError if that is below 1.
 
     Examples
     --------
@@ -213,14 +202,11 @@ class Retention:
     Parameters
     ----------
     keep_last, keep_every : int, optional
-        Keep the last N steps; keep every step with a number that is a multiple of N.
+        See `KeepLast` and `KeepEvery`.
     keep_best : int or KeepBest, optional
-        Keep the N best steps by ``metric``; all steps until one has metrics. See `KeepBest`.
-    metric : str, optional
-        The metric of ``keep_best`` and of `CheckpointManager.best`; may be omitted if the steps have only one.
-    mode : {"min", "max"}, optional
-        Which value of the metric is best. By default known from its name: small for ``val_loss``, large for
-        ``accuracy``.
+        Keep the N best steps by ``metric``; all steps until one has metrics.
+    metric, mode : str, optional
+        Of ``keep_best`` and of `CheckpointManager.best`; see `KeepBest`.
     keep : Keep, optional
         Any other rule.
 

@@ -67,10 +67,7 @@ class AnyOf(SaveWhen):
 class EverySteps(SaveWhen):
     """Saves after every step with a number that is a multiple of ``interval``, but not after step 0.
 
-    Raises
-    ------
-    UsageError
-        If the interval is below 1.
+    UsageError is raised if the interval is below 1.
 
     Examples
     --------
@@ -95,12 +92,8 @@ class EverySteps(SaveWhen):
 class EveryTime(SaveWhen):
     """Saves when this much time has passed since the last save, or since the rule was made.
 
-    The interval is a text such as ``"10min"``, or seconds; ``clock`` returns monotonic seconds.
-
-    Raises
-    ------
-    UsageError
-        If the interval is negative or not a duration.
+    The interval is a text such as ``"10min"``, or seconds; UsageError if it is negative or not a duration. ``clock``
+    returns monotonic seconds.
 
     Examples
     --------
@@ -128,12 +121,8 @@ class OnSignal(Closing, SaveWhen):
     the signal. After each step, the training loop saves if `due` returns True or ``received`` is set, and ends if
     ``received`` is set. A second signal of the same kind goes to the previous handler: a second ``SIGTERM`` ends the
     process as usual. Only ``SIGUSR1`` and ``SIGUSR2`` are recorded again after a save. `close` restores the previous
-    handlers; a forked child restores them at once.
-
-    Raises
-    ------
-    UsageError
-        If it is made in another thread, or for a signal that cannot be handled.
+    handlers; a forked child restores them at once. UsageError is raised in another thread, and for a signal that cannot
+    be handled.
 
     Examples
     --------

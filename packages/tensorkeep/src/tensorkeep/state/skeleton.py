@@ -446,45 +446,7 @@ _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
 }
 
 
-# State -> skeleton. The nodes:
-#
-# The skeleton is plain JSON (objects, arrays, strings, integers, booleans, null; no floats) and part of the on-disk
-# format, so these nodes must stay readable for ever:
-#
-# ===========================================================  =======================================================
-# node                                                         value
-# ===========================================================  =======================================================
-# ``null``, ``true``, ``false``, a string                      itself
-# an integer                                                   an int below 2**53 in magnitude
-# ``{"int": "0x20000000000000"}``                              any other int, in hexadecimal
-# ``{"float": "0.1"}``                                         a float: the shortest decimal that reads back the same;
-#                                                              ``inf``, ``-inf``; a NaN as ``nan:`` and its 64 bits
-# ``{"complex": ["0.0", "-1.5"]}``                             a complex: real and imaginary part as such floats
-# ``{"bytes": "aGk="}``, ``{"bytearray": "aGk="}``             bytes in base64
-# ``{"range": [0, 10, 2]}``                                    a range: start, stop, step (integers as above)
-# ``{"set": [KEY, ...]}``, ``{"frozenset": [KEY, ...]}``       a set of plain scalars, or of tuples of scalars
-# ``[NODE, ...]``                                              a list
-# ``{"tuple": [NODE, ...]}``                                   a tuple
-# ``{"dict": {"key": NODE, ...}}``                             a dict with string keys only, in order
-# ``{"items": [[KEY, NODE], ...]}``                            a dict of other keys, too. KEY is null, a boolean, a
-#                                                              string, an integer, ``{"int": ...}``, ``{"float": ...}``
-#                                                              or ``{"tuple": [KEY, ...]}`` of such keys
-# ``{"ordered": {...}}``, ``{"ordered_items": [...]}``         an OrderedDict, likewise; with ``"_metadata": NODE``
-#                                                              beside it if it has torch's ``_metadata`` attribute
-# ``{"counter": [[KEY, NODE], ...]}``                           a collections.Counter
-# ``{"namedtuple": ["Point", {"x": NODE, ...}]}``              a named tuple that was not registered
-# ``{"object": ["module:Class", {"field": NODE, ...}]}``       a registered dataclass or named tuple
-# ``{"enum": ["module:Class", "MEMBER"]}``                     a registered enum; a combination of flags by its integer
-# ``{"size": [2, 3]}``                                         a torch.Size
-# ``{"dtype": "bfloat16"}``, ``{"device": "cuda:0"}``          a torch.dtype, a torch.device
-# ``{"placeholder": [NAME, WHAT, REMEDY]}``                    a value that cannot be read; never saved
-# ``{"tensor": NAME}``                                         a leaf, by name: a torch tensor;
-# ``{"parameter": NAME}``                                      a torch.nn.Parameter;
-# ``{"ndarray": NAME}``, ``{"npscalar": NAME}``                a numpy array; a numpy scalar, stored as a 0-d array
-# ===========================================================  =======================================================
-#
-# A tensor that tracks gradients has ``"requires_grad": true`` beside its name, a parameter that does not ``false``. The
-# dtype, shape and place of a leaf are in the manifest's table of leaves.
+# State -> skeleton. `docs/reference/native-format.md` has the table of nodes, which must stay readable for ever.
 
 _KEY_TYPES = (str, int, bool, float, type(None))
 _OMIT = 'leave out what cannot be read with select="*"'

@@ -3,7 +3,7 @@
 import pytest
 
 from tensorkeep import UsageError
-from tensorkeep.runs.metrics import direction, usual_metric
+from tensorkeep.runs.steps import direction, usual_metric
 from tensorkeep.testing.cases import case
 
 NAMES = {

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep import EverySteps, EveryTime, KeepBest, KeepEvery, KeepLast, KeepThinned, OnSignal, Step, UsageError
-from tensorkeep.runs.metrics import best_step
 from tensorkeep.runs.retention import Keep, KeepAll, Retention, run_times, unwanted
+from tensorkeep.runs.steps import best_step
 from tensorkeep.testing.cases import case
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import tensorkeep
 from tensorkeep.checkpoint.stateful import PerRank
-from tensorkeep.ranks import collective
+from tensorkeep.ranks import merge
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
     "rows": ((-1,), (Shard(0),)),
@@ -199,9 +199,7 @@ def failing(path: str, where: str, how: str) -> None:
             time.sleep(60)
         raise OSError(28, "No space left on device")
 
-    owner, name = (
-        (collective.CollectiveWrite, "_write_files") if where == "write" else (collective.GroupSaveCoordinator, where)
-    )
+    owner, name = (merge.CollectiveWrite, "_write_files") if where == "write" else (merge.GroupSaveCoordinator, where)
     state = divided(full_state(), "rows")
     with pytest.MonkeyPatch.context() as patches:
         if dist.get_rank() == 1:

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 import tensorkeep
 from checkpoint.ranks import cases
 from ranks import outcomes, run_ranks
-from tensorkeep.ranks import collective, group
+from tensorkeep.ranks import group, merge
 from tensorkeep.ranks.group import SaveTicket, ranks_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
@@ -26,11 +26,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("processes")]
 
 def several_in_flight(folder: str) -> list[str]:
     """Begin saves while the first one is being written; return those that this rank stages, in order."""
-    stage = collective.GroupSaveCoordinator._stage
+    stage = merge.GroupSaveCoordinator._stage
     staged: list[str] = []
     others_begin = threading.Event()
 
-    def slow(self: collective.GroupSaveCoordinator) -> tuple[str, str]:
+    def slow(self: merge.GroupSaveCoordinator) -> tuple[str, str]:
         if self._destination.name == "first":
             others_begin.wait()
         staged.append(self._destination.name)
@@ -40,7 +40,7 @@ def several_in_flight(folder: str) -> list[str]:
         return cases.divided({"model": {"w": torch.full((50, 4), float(number))}}, "rows")
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(collective.GroupSaveCoordinator, "_stage", slow)
+        patches.setattr(merge.GroupSaveCoordinator, "_stage", slow)
         group = dist.group.WORLD
         first = tensorkeep.save_async(state(1), f"{folder}/first", group=group, timeout=100)
         manager = tensorkeep.CheckpointManager(f"{folder}/run", group=group, timeout=100)
@@ -73,7 +73,7 @@ def differently(path: str, what: str) -> None:
     """Load on rank 1, while rank 0 saves, or loads in another way; no error of a rank is waited for."""
     own, group = torch.zeros(4), dist.group.WORLD
     if what == "other saves":
-        mine: Any = collective.GroupSaveCoordinator
+        mine: Any = merge.GroupSaveCoordinator
         shared = SimpleNamespace(ranks=ranks_of(group, 100))
         stage = mine(shared, Path(path + str(dist.get_rank())), None)
         stage._stage = lambda: (path, "")
@@ -191,9 +191,9 @@ def test_each_operation_has_its_timeout(tmp_path: Path) -> None:
 
 def save_slowly(path: str, seconds: float, timeout: float) -> None:
     """Save ones, while rank 0 needs some time to begin."""
-    stage = collective.GroupSaveCoordinator._stage
+    stage = merge.GroupSaveCoordinator._stage
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(collective.GroupSaveCoordinator, "_stage", lambda self: (time.sleep(seconds), stage(self))[1])
+        patches.setattr(merge.GroupSaveCoordinator, "_stage", lambda self: (time.sleep(seconds), stage(self))[1])
         tensorkeep.save({"w": torch.ones(4)}, path, overwrite=True, group=dist.group.WORLD, timeout=timeout)
 
 

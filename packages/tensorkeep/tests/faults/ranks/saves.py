@@ -18,7 +18,7 @@ from torch import distributed as dist
 import tensorkeep
 from checkpoint.ranks.cases import divided
 from faults import injection as faults
-from tensorkeep.ranks import collective, group
+from tensorkeep.ranks import group, merge
 from tensorkeep.ranks.group import ranks_of
 
 GRACE_SECONDS = 0.15
@@ -127,7 +127,7 @@ def save_again(rank: int, root: str, how: str) -> list[str]:
         return real(*arguments, **options)
 
     # Every exchange begins with zeros.
-    owner: Any = torch if how.startswith("interrupted") else collective.GroupSaveCoordinator
+    owner: Any = torch if how.startswith("interrupted") else merge.GroupSaveCoordinator
     name = "zeros" if how.startswith("interrupted") else "finish"
     real = getattr(owner, name)
     with mock.patch.object(group, "_GRACE", GRACE_SECONDS):
@@ -166,5 +166,5 @@ def leave_a_child(rank: int, root: str, pipe: str) -> None:
         Path(pipe).write_text(str(child))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(collective, "write_root", fork_and_die):
+    with mock.patch.object(merge, "write_root", fork_and_die):
         tensorkeep.save(own_state(2), Path(root) / "c", group=dist.group.WORLD, timeout=10)
